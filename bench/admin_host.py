@@ -19,7 +19,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from bench.hashes import Hashes
-from bench.kvstow_subject import SLOT_BYTES, EngineSubject
+from bench.kvstow_subject import SLOT_BYTES, EngineSubject, SimulatedWorker
 from bench.subject import CHAIN_BLOCKS, STORE_BLOCKS
 from kvstow_api.app import create_app
 from kvstow_api.embeddeddirectory import EmbeddedDirectory
@@ -29,9 +29,8 @@ from kvstow_service.admin.agent import AdminAddress, RankAgent
 from kvstow_service.admin.server import AdminServer
 from kvstow_service.admin.sockets import AdminSockets, TcpAddress
 from kvstow_service.replay.driver import ReplayDriver, blocks_needed
-from kvstow_service.replay.kv import NoKV
+from kvstow_service.replay.kv import LocalKV
 from kvstow_service.replay.offload import EmbeddedOffload
-from kvstow_service.replay.ranks import SimulatedWorker
 from kvstow_service.replay.trace import ReplayOptions, TraceShape, generate_trace
 
 _AGENT_TOKEN = "bench"
@@ -73,7 +72,7 @@ class Host:
         server = AdminServer(create_app(context), listeners.sockets, lambda reason: print(reason, file=sys.stderr))
         server.start()
         running.callback(server.stop)
-        ticker = Ticker(engine)
+        ticker = Ticker(engine.tick)
         ticker.start()
         running.callback(ticker.stop)
         for rank, worker in enumerate(self.subject.workers):
@@ -101,7 +100,7 @@ class Host:
         return figures
 
     def _replay(self, rate: float | None) -> None:
-        """The driver of `kvstow replay --no-data`, over and over; other content each time, so that stores evict."""
+        """The driver of `kvstow replay` without bytes, over and over; other content each time, so that stores evict."""
         subject = self.subject
         options = ReplayOptions(concurrency=8, rate=rate)
         kv_blocks = blocks_needed(self.trace, options.concurrency)
@@ -111,7 +110,7 @@ class Host:
             requests = [one._replace(hash_ids=tuple([first + block for block in one.hash_ids])) for one in self.trace]
             first += 1 << 32
             offload = EmbeddedOffload(subject.engine)
-            driver = ReplayDriver(offload, subject.workers, NoKV(), requests, options, kv_blocks=kv_blocks)
+            driver = ReplayDriver(offload, subject.workers, LocalKV([]), requests, options, kv_blocks=kv_blocks)
             done += driver.run(self._stop).requests
         self._figures = {"requests_per_second": done / (time.perf_counter() - started)}
 

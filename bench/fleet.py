@@ -11,9 +11,11 @@ from __future__ import annotations
 import argparse
 import random
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from threading import Event
 from typing import Literal, NamedTuple
 
@@ -22,15 +24,16 @@ from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
 from kvstow.control.fleettier import FleetTier, TierSettings, TierWait
 from kvstow.keys import BlockKey
+from kvstow.messages import TierCompletion
 from kvstow.results import Awaited, Given, Lease
 from kvstow.testing.memorystore import MemoryStore
-from kvstow.tier.ranktransfers import RankTransfers
-from kvstow.tier.store import MemoryRange, TierStore, names_of_rank
+from kvstow.tier.store import MemoryRange, TierStore
 from kvstow.tier.tierstatus import TierCounters, TierStatus
+from kvstow.tier.transfers import StoreTransfers
 from kvstow_service.replay.driver import ReplayDriver, blocks_needed
 from kvstow_service.replay.offload import EmbeddedOffload
 from kvstow_service.replay.ranks import LocalRank, ReplaySession, local_session
-from kvstow_service.replay.result import ReplayResult, Tally
+from kvstow_service.replay.result import ReplayResult
 from kvstow_service.replay.trace import BLOCK_TOKENS, ReplayOptions, TraceRequest, even_shape, read_trace
 
 Routing = Literal["prefix", "random"]
@@ -103,10 +106,15 @@ class TieredOffload(EmbeddedOffload):
         self._ranks = ranks
         self._news = Event()
         """Set when the tier has something to take in the next step."""
-        self._transfers = [self._open(number, rank, store) for number, rank in enumerate(ranks)]
+        self._ended = deque[tuple[int, TierCompletion]]()
+        self._transfers = StoreTransfers(store.open_transfers())
+        for rank in ranks:
+            pool = rank.pool
+            self._transfers.client.add_memory(MemoryRange(pool.address, pool.max_slots * pool.slot_stride))
+        self._lookups = store.open_lookups()
         self.tier = FleetTier(
             engine,
-            store.open_lookups(),
+            self._lookups,
             settings,
             "replay",
             name=store.name,
@@ -114,15 +122,14 @@ class TieredOffload(EmbeddedOffload):
             on_news=self._news.set,
         )
 
-    def _open(self, number: int, rank: LocalRank, store: TierStore) -> RankTransfers:
-        client, pool = store.open_transfers(number), rank.pool
-        client.add_memory(MemoryRange(pool.address, pool.max_slots * pool.slot_stride))
-        return RankTransfers(pool, client, names_of_rank(number, len(self._ranks)), on_news=self._news.set)
+    def _note(self, number: int, completion: TierCompletion) -> None:
+        self._ended.append((number, completion))
+        self._news.set()
 
     def close(self) -> None:
         self.tier.close()
-        for transfers in self._transfers:
-            transfers.close()
+        self._lookups.close()
+        self._transfers.close()
         self._advance()
 
     def step(self) -> None:
@@ -132,12 +139,12 @@ class TieredOffload(EmbeddedOffload):
         """`step`; whether anything has come that a request may wait for."""
         has_news = self._news.is_set()
         self._news.clear()
-        for number, transfers in enumerate(self._transfers):
-            if completions := transfers.take_completions():
-                self._engine.complete(number, self._ranks[number].worker.boot_id, completions)
+        while self._ended:
+            number, completion = self._ended.popleft()
+            self._engine.complete(number, self._ranks[number].worker.boot_id, (completion,))
         self.tier.step()
         for number, op in self.tier.take_plans():
-            self._transfers[number].submit(op)
+            self._transfers.submit(op, self._ranks[number].pool, number, len(self._ranks), partial(self._note, number))
         return has_news
 
     def wait(self, seconds: float) -> None:
@@ -230,11 +237,8 @@ def replay(
             now = request.timestamp / 1000
             fleet[router.node_for(request)].serve(request)
             on_request(fleet, number)
-        total = Tally()
-        for node in fleet:
-            total.add(node.driver.tally)
-        figures = EmbeddedOffload(fleet[0].session.engine).figures()
-        result = total.freeze(figures, seconds=time.monotonic() - started, ranks=ranks)
+        found = [node.driver.result() for node in fleet]
+        result = ReplayResult.together(found, seconds=time.monotonic() - started)
         for node in fleet:
             _check_slots(node.session.engine)
         statuses = [node.tier.tier.status() for node in fleet if node.tier is not None]

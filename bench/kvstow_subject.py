@@ -2,20 +2,48 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import ParamSpec, TypeVar
 from unittest.mock import patch
 
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
 from kvstow.keys import make_key
-from kvstow.messages import Completion
-from kvstow_service.replay.ranks import SimulatedWorker
+from kvstow.messages import Completion, DesiredState, RankReport, StepPlan
+from kvstow.testing.rank import ready_report
 
 SLOT_BYTES = 2 << 20
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+class SimulatedWorker:
+    """A rank without memory, whose copies are done at once. One thread uses it."""
+
+    def __init__(self, rank: int, slot_bytes: int, num_slots: int) -> None:
+        self.boot_id = secrets.token_hex(8)
+        self._report = ready_report(slot_bytes, num_slots, rank=rank, boot_id=self.boot_id, number=0)
+        self._completions: list[Completion] = []
+
+    def submit(self, plan: StepPlan) -> None:
+        self._completions.extend(Completion(op.op_id, "done") for op in plan.ops)
+
+    def take_completions(self) -> list[Completion]:
+        taken, self._completions = self._completions, []
+        return taken
+
+    def wait_completions(self, timeout: float) -> bool:
+        return bool(self._completions)
+
+    def report(self) -> RankReport:
+        self._report = replace(self._report, number=self._report.number + 1)
+        return self._report
+
+    def apply(self, desired: DesiredState) -> None:
+        """It has its slots from the start."""
 
 
 class EngineSubject:
@@ -84,8 +112,8 @@ class EngineSubject:
 
             return wrapped
 
-        choose, use = timed(comparison.choose), timed(comparison.use)
-        with patch.object(comparison, "choose", choose), patch.object(comparison, "use", use):
+        part, use = timed(comparison.part), timed(comparison.use)
+        with patch.object(comparison, "part", part), patch.object(comparison, "use", use):
             for keys in chains:
                 self.engine.use(keys)
                 count += 1

@@ -11,12 +11,10 @@ from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from itertools import chain
 
-import numpy as np
-
 from bench.policytraces import TRACES, Trace
 from bench.report import Table, verdict
 from kvstow.control.comparison import CHOICES, SIZES
-from kvstow.control.shadows import POOLS_FOLLOWED, Floats, Shadows, spread
+from kvstow.control.shadows import POOLS_FOLLOWED, Floats, Shadows, Tally, spread
 from kvstow.keys import make_key
 from kvstow_service.replay.hittable import TimedPool, foresight_hits
 
@@ -80,10 +78,16 @@ def _table(trace: Trace, name: str, say: Callable[[str], None]) -> Table:
 def _hits_of_choices(trace: Trace, keys: Sequence[Sequence[bytes]], slots: int) -> Floats:
     """With each `k`, all of the trace: of shadows that follow every key."""
     shadows = Shadows([(k, 1.0) for k in CHOICES], slots, most=POOLS_FOLLOWED * slots * 2)
-    found = np.zeros(len(CHOICES))
+    return spread(_follow(shadows, trace, keys).hits, len(CHOICES))
+
+
+def _follow(shadows: Shadows, trace: Trace, keys: Sequence[Sequence[bytes]]) -> Tally:
+    """The whole trace."""
+    tally = Tally()
     for each, now in zip(keys, trace.times, strict=True):
-        found += spread(shadows.use([shadows.choose(each)], range(len(each)), now).hits, len(CHOICES))
-    return found
+        (chain_keys,) = shadows.choose([shadows.part(each)])
+        shadows.use(chain_keys, range(len(each)), now, tally)
+    return tally
 
 
 def run_curves(names: Sequence[str], say: Callable[[str], None]) -> list[Table]:
@@ -106,22 +110,16 @@ def _curve(trace: Trace, slots: int, say: Callable[[str], None]) -> Table:
     blocks = sum(map(len, keys))
     variants = [(k, times) for k in (0.0, 1.0) for times in SIZES]
     shadows = Shadows(variants, slots)
-    sampled, found = 0.0, np.zeros(len(variants))
-    seen_blocks, seen_hits = 0.0, 0.0
-    for each, now in zip(keys, trace.times, strict=True):
-        request = shadows.use([shadows.choose(each)], range(len(each)), now)
-        sampled += request.blocks
-        found += spread(request.hits, len(variants))
-        seen_blocks += request.seen_blocks
-        seen_hits += request.seen_hits
+    tally = _follow(shadows, trace, keys)
+    found = spread(tally.hits, len(variants))
     rows, errors = [], list[float]()
-    for (k, times), predicted in zip(variants, 100 * found / sampled, strict=True):
+    for (k, times), predicted in zip(variants, 100 * found / tally.sampled, strict=True):
         size = round(times * slots)
         replayed = 100 * sum(hits(trace, keys, size, f"{k:g}")) / blocks
         errors.append(abs(predicted - replayed))
         rows.append([f"{size:,}", f"{k:g}", f"{predicted:.2f}", f"{replayed:.2f}", f"{predicted - replayed:+.2f}"])
         say(f"{trace.name}: {rows[-1]}")
-    everything, repeated = 100 * seen_hits / seen_blocks, 100 * _leading_repeats(trace) / blocks
+    everything, repeated = 100 * tally.seen_hits / tally.seen_blocks, 100 * _leading_repeats(trace) / blocks
     errors.append(abs(everything - repeated))
     rows.append(["everything", "", f"{everything:.2f}", f"{repeated:.2f}", f"{everything - repeated:+.2f}"])
     mean, most = sum(errors) / len(errors), max(errors)

@@ -16,7 +16,7 @@ from typing import Any
 
 from vllm.v1.core.block_pool import BlockPool
 
-from bench.kvstow_subject import SLOT_BYTES
+from bench.kvstow_subject import SLOT_BYTES, SimulatedWorker
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
 from kvstow.messages import Completion, Op
@@ -26,7 +26,6 @@ from kvstow_service.connectors.engine_core.loadpolicy import LoadPolicy
 from kvstow_service.connectors.engine_core.prefillmeter import PrefillMeter
 from kvstow_service.connectors.engine_core.schedulerside import SchedulerSide
 from kvstow_service.connectors.engine_core.stepplan import PlannedStep
-from kvstow_service.replay.ranks import SimulatedWorker
 
 _TOKENS = 16
 _RUNNING = 256

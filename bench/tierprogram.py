@@ -37,7 +37,7 @@ class Ours:
 
     def __init__(self, cluster: Cluster, fd: int, address: int, slot_bytes: int, num_slots: int) -> None:
         store = MooncakeStore(cluster.location)
-        self._transfers = store.open_transfers(0)
+        self._transfers = store.open_transfers()
         self._transfers.add_memory(MemoryRange(address, slot_bytes * num_slots, fd))
         self._address, self._slot_bytes = address, slot_bytes
 

@@ -16,7 +16,7 @@ from kvstow.control.engine import OffloadEngine
 from kvstow_service.admin.adminhost import AdminOptions
 from kvstow_service.admin.agent import RankAgent, Rendezvous
 from kvstow_service.admin.embedded import EmbeddedAdmin
-from kvstow_service.process.logformat import configure_logs
+from kvstow_service.process.logwriter import configure_logs
 from kvstow_service.process.stop import StopRequests
 from kvstow_service.replay.driver import ReplayDriver, blocks_needed
 from kvstow_service.replay.kv import LocalKV

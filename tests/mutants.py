@@ -476,8 +476,8 @@ MUTANTS = [
     Mutant(
         "a_repeated_key_is_followed_twice",
         "engine/kvstow/control/shadows.py",
-        "if name in chain:",
-        "if False:",
+        "elif key.order == _GONE:",
+        "elif False:",
         f"{CONTROL}/test_shadows.py::test_a_client_that_repeats_keys_of_a_chain_harms_no_other",
     ),
     Mutant(
@@ -490,16 +490,23 @@ MUTANTS = [
     Mutant(
         "hot_keys_are_sampled_like_others",
         "engine/kvstow/control/shadows.py",
-        "            if hot:\n",
-        "            if False:\n",
+        "if not self._hot.count(name):",
+        "if True:",
         f"{CONTROL}/test_shadows.py::test_a_key_of_every_request_is_always_followed",
     ),
     Mutant(
         "chains_are_sampled_and_not_keys",
         "engine/kvstow/control/shadows.py",
-        "            found = _levels(keys)\n",
-        "            found = _levels([keys[0]] * len(keys))\n",
+        "ats = (hashes <= limits)",
+        "ats = (np.full_like(hashes, hashes[0]) <= limits)",
         f"{CONTROL}/test_shadows.py::test_the_sample_is_one_of_keys_and_not_of_chains",
+    ),
+    Mutant(
+        "a_curve_lacks_the_requests_that_wait",
+        "engine/kvstow/control/comparison.py",
+        "            self._follow_waiting()\n            if not",
+        "            if not",
+        f"{CONTROL}/test_shadows.py::test_requests_are_followed_together_and_none_is_left_out",
     ),
     Mutant(
         "a_table_of_uses_is_made_by_the_thread_that_asks",
@@ -518,8 +525,8 @@ MUTANTS = [
     Mutant(
         "a_table_of_another_size_begins_empty",
         "engine/kvstow/control/uses.py",
-        "            words[_places(some, words)] = some\n",
-        "            pass\n",
+        "np.copyto(place, some, where=True if start < size else some != 0)",
+        "place[:] = 0",
         f"{CONTROL}/test_uses.py::test_a_table_of_another_size_has_what_was_remembered",
     ),
     Mutant(
@@ -766,7 +773,7 @@ MUTANTS = [
         "memory_is_given_back_under_a_load_by_layer",
         "engine/kvstow/layeredloads.py",
         "        for op, hold in zip(ops, holds, strict=True):\n",
-        "        for op, hold in zip(ops, holds, strict=True):\n            hold.release()\n",
+        "        for op, hold in zip(ops, holds, strict=True):\n            hold.close()\n",
         "tests/engine/test_layeredloads.py::test_the_memory_of_the_slots_stays_until_the_last_part_was_read",
     ),
     Mutant(
@@ -865,7 +872,7 @@ MUTANTS = [
         "engine/kvstow/attach/worker.py",
         "return not self._starting and self._plane.pending_ops == 0",
         "return self._plane.pending_ops == 0",
-        "tests/engine/attach/test_workercalls.py"
+        "tests/engine/attach/test_worker.py"
         "::test_a_load_that_takes_long_to_start_locks_nobody_out_and_the_gate_is_not_quiet_meanwhile",
     ),
     Mutant(
@@ -961,8 +968,8 @@ MUTANTS = [
     Mutant(
         "memory_is_shown_before_it_is_populated",
         "engine/kvstow/memory/mappedpool.py",
-        "slots = min(self.place.num_slots, self.populated_bytes // self.grid.slot_stride)",
-        "slots = self.place.num_slots",
+        "shown = min(self.grid.max_slots, self.populated_bytes // self.grid.slot_stride)",
+        "shown = self.grid.max_slots",
         "tests/engine/memory/test_mappedpool.py::test_nothing_above_the_populated_bytes_is_registered_mapped_or_touched",
     ),
     # -- the node's memory -----------------------------------------------------------------------------------
@@ -988,15 +995,14 @@ MUTANTS = [
         "        if released:\n            self._connection.send(ReleasedExtents(tuple(released)))\n"
         "            released = []\n"
         "        for piece in listed(news):\n",
-        "tests/engine/attach/test_workercalls.py::test_fewer_slots_and_the_applied_state_are_said_before_it_lets_go",
+        "tests/engine/attach/test_worker.py::test_fewer_slots_and_the_applied_state_are_said_before_it_lets_go",
     ),
     Mutant(
         "memory_that_was_not_granted_again_stays",
         "engine/kvstow/attach/worker.py",
         "        if granted.is_all:",
         "        if granted is None:",
-        "tests/engine/attach/test_workercalls.py::"
-        "test_memory_of_an_earlier_session_goes_once_all_that_there_is_was_granted",
+        "tests/engine/attach/test_worker.py::test_memory_of_an_earlier_session_goes_once_all_that_there_is_was_granted",
     ),
     Mutant(
         "a_worker_without_memory_gets_no_message",
@@ -1162,17 +1168,17 @@ MUTANTS = [
     Mutant(
         "rows_above_a_lost_one_are_used",
         SURVIVORS,
-        "            if first_slot != end or not record.layout.has_row(num_slots, sizes):\n                break\n",
-        "            if not record.layout.has_row(num_slots, sizes):\n                continue\n",
+        "if row.first_slot != end or not pool.record.layout.has_row(row.num_slots, sizes):\n            break\n",
+        "if not pool.record.layout.has_row(row.num_slots, sizes):\n            continue\n",
         f"{SURVIVAL}::test_whatever_the_keeper_lacks_costs_that_and_what_depends_on_it",
     ),
     Mutant(
         "a_pool_is_used_although_a_worker_of_it_cannot_be_seen",
         SURVIVORS,
-        "        if missing or label not in self._kept:\n",
-        "        workers = [one for one in workers if one not in missing]\n"
-        "        missing = []\n"
-        "        if missing or label not in self._kept:\n",
+        "    if missing or label not in kept:\n",
+        "    workers = tuple(one for one in workers if one not in missing)\n"
+        "    missing = []\n"
+        "    if missing or label not in kept:\n",
         f"{SURVIVAL}::test_whatever_the_keeper_lacks_costs_that_and_what_depends_on_it",
     ),
     Mutant(
@@ -1227,7 +1233,7 @@ MUTANTS = [
     Mutant(
         "workers_share_an_open_file",
         "service/kvstow_service/node/pools/poolmemory.py",
-        "fds.append(extent.open_for_client())",
+        "fds.append(open_for_client(extent.fd))",
         'fds.append(__import__("os").dup(extent.fd))',
         "tests/service/node/pools/test_recalledmemory.py"
         "::test_a_worker_that_lies_about_letting_go_does_not_make_the_node_larger",
@@ -1243,7 +1249,7 @@ MUTANTS = [
         "memory_that_an_engine_has_sealed_is_handed_out",
         "service/kvstow_service/node/pools/poolmemory.py",
         "            if extent is not None and not extent.is_sound:\n                self._give_up(extent_id)\n",
-        "            if extent is not None and extent.is_closed:\n                self._give_up(extent_id)\n",
+        "            if extent is not None and extent.fd < 0:\n                self._give_up(extent_id)\n",
         "tests/service/node/pools/test_poolmemory.py::test_memory_that_an_engine_has_sealed_is_handed_out_no_more",
     ),
     Mutant(

@@ -178,7 +178,12 @@ def test_every_condition_is_explained_with_its_checks_and_alerts() -> None:
 def test_every_readiness_check_is_explained() -> None:
     engine = OffloadEngine(EngineConfig(slot_bytes=64, capacity_slots=4))
     host = make_api_host(
-        EmbeddedDirectory(engine, 4), Ticker(engine), AdminSockets(), AdminOptions(), mode="test", agent_token="token"
+        EmbeddedDirectory(engine, 4),
+        Ticker(engine.tick),
+        AdminSockets(),
+        AdminOptions(),
+        mode="test",
+        agent_token="token",
     )
     assert explained("check") == set(create_app(host).state.kvstow.probes["readyz"].checks)
 

@@ -84,18 +84,17 @@ FORBIDDEN = {
 }
 ORDER = {
     "engine/kvstow/control": "blockevents launchorder ranktable sources slots uses policy shadows comparison recording "
-    "namespaces claims index trial indexjournal pool ops placement session administration attachedsession engine "
+    "namespaces claims index trial indexjournal pool ops session administration attachedsession engine "
     "sharedpool tiertraffic fleettier",
     "engine/kvstow/memory": "region limits hoststeps pinning chunks slotpool hostpool mappedpool extents "
     "rows budget nodememory",
     "engine/kvstow/attach": "wire channel identity peer calls hello connection openops engine worker",
     "engine/kvstow/devices": "base cpu cuda.driver cuda.context cuda.plan cuda.copier cuda.layerloader cuda.device "
     "jax.shards jax.programs jax.hostcopies jax.deviceloads jax.devicestores jax.device",
-    "engine/kvstow/tier": "fingerprint store lookups rate ranktransfers tierstatus",
+    "engine/kvstow/tier": "fingerprint store lookups rate transfers tierstatus",
     "service/kvstow_service/tiers": "objectheader redisstore mooncake.childmessages mooncake.childchannel "
-    "mooncake.mooncakestore mooncake.storechild hostedtiers",
-    "service/kvstow_service/replay": "trace kv processes rankprocess remoteranks offload ranks hittable result driver "
-    "engineprocess launcher summary",
+    "mooncake.mooncakestore mooncake.storechild stores",
+    "service/kvstow_service/replay": "trace kv processes remoteranks offload ranks hittable result driver launcher",
     "service/kvstow_service/connectors/engine_core": "kvgroups vllmprocess loadpolicy options adapters "
     "trackedrequests hints prefillmeter controlplane stepplan offloadmetrics kvevents loads stores storefinders "
     "schedulerside workerside metadata metricsexport schedulerhost embeddedschedulerhost workerhost connector",
@@ -105,15 +104,15 @@ ORDER = {
     "service/kvstow_service/node": "survival.keeper survival.keeperclient survival.orphanedmemory survival.roster "
     "pools.nodepool pools.memoryholder pools.poolmemory pools.noderecords pools.memorythread "
     "tier.pooltier tier.namespacetier tier.nodetier pools.nodesession nodehost attach.sessionlife attach.clients "
-    "attach.attachserver node settings nodeprocess",
+    "attach.attachserver settings node nodeprocess",
     "api/kvstow_api": "directory figures answers embeddeddirectory head hostsettings host health hostwatch journal "
     "limitedlog operations problems openapi bodies queries regularfile auth admission body recordedtrace requests "
     "streamlimit eventstream texts columns hostreadiness overview sampler sizing readings "
     "client.client client.routes conditions.evidence conditions.pools "
     "conditions.hosts conditions.table appstate metrics page.content "
     "page.render page.live routes.contexts routes.engine routes.pools routes.server routes.clienttable app",
-    "service/kvstow_service/cli": "commands failures keeper localserver connection output plotting blocks board get "
-    "plot replay serve settings top watching",
+    "service/kvstow_service/cli": "failures keeper localserver output connection plotting blocks board get serve "
+    "settings top trace replay watching",
 }
 """The modules of a package from the bottom up: each imports only those before it, so there is no circle."""
 ALLOWED = {

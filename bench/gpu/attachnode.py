@@ -11,7 +11,8 @@ import sys
 import time
 from pathlib import Path
 
-from kvstow_service.node.node import Node, NodeSettings
+from kvstow_service.node.node import Node
+from kvstow_service.node.settings import Settings
 
 _PR_SET_THP_DISABLE = 41
 
@@ -21,9 +22,7 @@ def main(path: str, num_bytes: int, pages: str) -> int:
         print("this kernel does not let a process do without huge pages", file=sys.stderr)
         return 1
     # One extent: else the engine would be granted more memory only as it fills what it has.
-    settings = NodeSettings(
-        memory_bytes=num_bytes, attach_socket=Path(path), extent_bytes=num_bytes, populate_pause=0.0
-    )
+    settings = Settings(memory=num_bytes, attach_socket=Path(path), extent_size=num_bytes, pin_pause=0.0)
     node = Node(settings)
     begun = time.perf_counter()
     node.start()

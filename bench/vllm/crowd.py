@@ -16,21 +16,18 @@ import argparse
 import os
 import random
 import statistics
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from vllm import SamplingParams
 
 from bench.report import Table
-from bench.vllm.engines import ATTENTION, GIB, Setup, block_tokens, start_llm, wait_until_usable
+from bench.vllm.engines import ATTENTION, Setup, block_tokens, start_llm, wait_until_usable
 from bench.vllm.hits import Client, host_ms
-from bench.vllm.model import SHAPES, write_model
 from bench.vllm.process import run
-from bench.vllm.results import Results, add_engine, make_parser, open_results
+from bench.vllm.results import add_engine, make_parser, open_results, plain_setup, shape_of
 
 _PINNING, _PATIENCE, _TIMEOUT = 90.0, 20.0, 500.0
 _NEW = 7  # tokens after each prefix
@@ -245,56 +242,48 @@ def beside_table(title: str, found: Sequence[Beside]) -> Table:
 
 def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
-    results = open_results("crowd", options)
-    with tempfile.TemporaryDirectory() as folder:
-        _measure(options, Path(folder) / "model", results)
-    return 0
-
-
-def _measure(options: argparse.Namespace, model: Path, results: Results) -> None:
-    shape = SHAPES["tiny" if options.tiny else options.shape]
+    results, shape = open_results("crowd", options), shape_of(options)
     prefix, hits, rounds = (640, 4, 1) if options.tiny else (options.prefix, options.hits, options.rounds)
     longest = max(prefix + 64, _SHORT + _LONG)
-    write_model(model, shape, weights=False, config={"max_position_embeddings": max(65536, longest)})
+    config = {"max_position_embeddings": max(65536, longest)}
+    with plain_setup(options, config=config, max_tokens=longest) as plain:
 
-    def setup(gpu_tokens: int) -> Setup:
-        return Setup(
-            model,
-            "kvstow",
-            pool_bytes=int((0.05 if options.tiny else options.pool) * GIB),
-            max_tokens=longest,
-            gpu_blocks=gpu_tokens // block_tokens() + 256,
-            graphs=options.graphs,
-            attention=options.attention,
-            extra=options.extra,
-        )
+        def with_gpu(tokens: int) -> Setup:
+            return replace(plain, connector="kvstow", gpu_blocks=tokens // block_tokens() + 256)
 
-    about = f"{options.shape}, prefixes of {prefix} tokens, {options.attention}, graphs: {options.graphs}"
-    names = {"shape": options.shape, "graphs": options.graphs, "attention": options.attention}
-    if "burst" in options.parts:
-        bursts = results.attempt(
-            "burst",
-            lambda: run(
-                _TIMEOUT, measure_bursts, setup((hits + 1) * (prefix + 64)), hits, prefix, rounds, shape.vocabulary
-            ),
-            **names,
-        )
-        if bursts is not None:
-            results.show(bursts_table(f"{hits} hits at once: {about}", bursts.rows))
-    if "beside" in options.parts:
-        running = 2 if options.tiny else options.running
-        tokens = _ON_GPU * prefix + running * (_SHORT + _LONG)
-        found = results.attempt(
-            "beside",
-            lambda: run(
-                _TIMEOUT,
-                measure_beside,
-                *(setup(tokens), running, max(1, hits // 4), prefix, rounds, options.budgets, shape.vocabulary),
-            ),
-            **names,
-        )
-        if found is not None:
-            results.show(beside_table(f"{running} requests decode: {about}", found.rows))
+        about = f"{options.shape}, prefixes of {prefix} tokens, {options.attention}, graphs: {options.graphs}"
+        names = {"shape": options.shape, "graphs": options.graphs, "attention": options.attention}
+        if "burst" in options.parts:
+            bursts = results.attempt(
+                "burst",
+                lambda: run(
+                    _TIMEOUT,
+                    measure_bursts,
+                    with_gpu((hits + 1) * (prefix + 64)),
+                    hits,
+                    prefix,
+                    rounds,
+                    shape.vocabulary,
+                ),
+                **names,
+            )
+            if bursts is not None:
+                results.show(bursts_table(f"{hits} hits at once: {about}", bursts.rows))
+        if "beside" in options.parts:
+            running = 2 if options.tiny else options.running
+            tokens = _ON_GPU * prefix + running * (_SHORT + _LONG)
+            found = results.attempt(
+                "beside",
+                lambda: run(
+                    _TIMEOUT,
+                    measure_beside,
+                    *(with_gpu(tokens), running, max(1, hits // 4), prefix, rounds, options.budgets, shape.vocabulary),
+                ),
+                **names,
+            )
+            if found is not None:
+                results.show(beside_table(f"{running} requests decode: {about}", found.rows))
+    return 0
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -11,12 +11,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import random
-import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,9 +23,8 @@ from vllm.sampling_params import RequestOutputKind
 
 from bench.report import Table
 from bench.vllm.admin import PinWatch
-from bench.vllm.engines import GIB, Setup, start_async
-from bench.vllm.model import SHAPES, write_model
-from bench.vllm.results import add_engines, make_parser, open_results
+from bench.vllm.engines import Setup, start_async
+from bench.vllm.results import add_engines, make_parser, open_results, plain_setup, shape_of
 
 _TIMEOUT = 240.0
 
@@ -166,20 +163,15 @@ def table(batch: Batch, runs: Sequence[tuple[str, Decoded]]) -> Table:
 def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
     results, batch = open_results("decode", options), TINY if options.tiny else replace(FULL, windows=options.windows)
-    shape = SHAPES["tiny" if options.tiny else options.shape]
-    with tempfile.TemporaryDirectory() as folder:
-        write_model(Path(folder), shape, weights=False)
-        plain = Setup(
-            Path(folder),
-            "none",
-            pool_bytes=int((1 if options.tiny else options.pool) * GIB),
-            max_tokens=batch.max_tokens,
-            batch_requests=batch.requests,
-            graphs=options.graphs,
-            extra=options.extra,
-            graph_sizes=(batch.requests,),
-        )
-        runs = results.attempt_each("decode", options, _TIMEOUT, measure, plain, batch, shape.vocabulary)
+    with plain_setup(
+        options,
+        tiny_pool=1.0,
+        max_tokens=batch.max_tokens,
+        batch_requests=batch.requests,
+        graph_sizes=(batch.requests,),
+    ) as plain:
+        vocabulary = shape_of(options).vocabulary
+        runs = results.attempt_each("decode", options, _TIMEOUT, measure, plain, batch, vocabulary)
     results.show(table(batch, runs))
     return 0
 

@@ -18,12 +18,10 @@ import argparse
 import os
 import random
 import statistics
-import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from vllm import LLM, SamplingParams
@@ -33,10 +31,10 @@ from bench.vllm import admin
 from bench.vllm.captures import Captures, observe_captures
 from bench.vllm.engines import ATTENTION, GIB, Setup, block_tokens, start_llm, wait_until_usable
 from bench.vllm.hitsplit import HitLog, Split, observe_hits
-from bench.vllm.model import SHAPES, write_model
+from bench.vllm.model import SHAPES
 from bench.vllm.process import run
 from bench.vllm.registration import observe_registration
-from bench.vllm.results import Results, add_engines, make_parser, open_results
+from bench.vllm.results import add_engines, make_parser, open_results, plain_setup
 
 BAR = 1.10  # of the floor
 START_BAR = 0.5  # seconds above no connector
@@ -274,28 +272,14 @@ def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
     results = open_results("hits", options)
     link = None if options.tiny else results.attempt("link", lambda: run(60, measure_link))
-    with tempfile.TemporaryDirectory() as folder:
-        for shape in ["tiny"] if options.tiny else options.shapes:
-            _measure_shape(shape, Path(folder) / shape, options, results, link)
-    return 0
-
-
-def _measure_shape(shape: str, model: Path, options: argparse.Namespace, results: Results, link: Link | None) -> None:
-    write_model(model, SHAPES[shape], weights=False)
     sessions = TINY if options.tiny else replace(FULL, tokens=options.tokens)
-    plain = Setup(
-        model,
-        "none",
-        pool_bytes=int((0.05 if options.tiny else options.pool) * GIB),
-        max_tokens=sessions.tokens * 2,
-        gpu_blocks=sessions.on_gpu * sessions.tokens // block_tokens() + sessions.tokens * 6 // 1000,
-        graphs=options.graphs,
-        attention=options.attention,
-        extra=options.extra,
-    )
-    arguments = sessions, SHAPES[shape].vocabulary
-    runs = results.attempt_each("hits", options, _TIMEOUT, measure, plain, *arguments, shape=shape)
-    results.show(table(shape, sessions.tokens * SHAPES[shape].token_bytes(), link, runs))
+    gpu_blocks = sessions.on_gpu * sessions.tokens // block_tokens() + sessions.tokens * 6 // 1000
+    for shape in ["tiny"] if options.tiny else options.shapes:
+        with plain_setup(options, shape=shape, max_tokens=sessions.tokens * 2, gpu_blocks=gpu_blocks) as plain:
+            arguments = sessions, SHAPES[shape].vocabulary
+            runs = results.attempt_each("hits", options, _TIMEOUT, measure, plain, *arguments, shape=shape)
+        results.show(table(shape, sessions.tokens * SHAPES[shape].token_bytes(), link, runs))
+    return 0
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -17,20 +17,17 @@ import argparse
 import os
 import random
 import statistics
-import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from bench.report import Table, verdict
-from bench.vllm.engines import ATTENTION, GIB, Setup, block_tokens, start_llm, wait_until_usable
+from bench.vllm.engines import ATTENTION, Setup, block_tokens, start_llm, wait_until_usable
 from bench.vllm.hits import Client, host_ms, measure_link
-from bench.vllm.model import SHAPES, write_model
 from bench.vllm.process import run
-from bench.vllm.results import Results, add_engine, enter_node, make_parser, open_results
+from bench.vllm.results import add_engine, enter_node, make_parser, open_results, plain_setup, shape_of
 
 _PINNING, _PATIENCE, _TIMEOUT = 90.0, 20.0, 500.0
 _PREFIXES = 2
@@ -133,37 +130,28 @@ def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
     results = open_results("paths", options)
     link = None if options.tiny else results.attempt("link", lambda: run(60, measure_link))
-    with tempfile.TemporaryDirectory() as folder:
-        _measure(options, Path(folder) / "model", results, None if link is None else link.gb_per_second)
-    return 0
-
-
-def _measure(options: argparse.Namespace, model: Path, results: Results, link: float | None) -> None:
-    shape = SHAPES["tiny" if options.tiny else options.shape]
+    shape = shape_of(options)
     lengths, new = ([320, 640], [7, 64]) if options.tiny else (options.prefix, options.new)
     longest = max(lengths) + max(new) + 64
-    write_model(model, shape, weights=False, config={"max_position_embeddings": max(65536, longest)})
-    setup = Setup(
-        model,
-        options.connector,
-        pool_bytes=int((0.05 if options.tiny else options.pool) * GIB),
-        max_tokens=longest,
-        gpu_blocks=2 * (longest + 1024) // block_tokens() + 256,
-        graphs=options.graphs,
-        attention=options.attention,
-        ranks=options.ranks,
-        extra=options.extra,
-    )
     arguments = lengths, new, options.rounds, shape.vocabulary
     labels = {name: getattr(options, name) for name in ("shape", "connector", "ranks", "graphs", "attention")}
     with ExitStack() as stack:
+        plain = plain_setup(
+            options,
+            config={"max_position_embeddings": max(65536, longest)},
+            max_tokens=longest,
+            gpu_blocks=2 * (longest + 1024) // block_tokens() + 256,
+            ranks=options.ranks,
+        )
+        setup = replace(stack.enter_context(plain), connector=options.connector)
         if options.connector == "attached":
             setup = replace(setup, node=enter_node(stack, setup.pool_bytes).node)
         found = results.attempt("paths", lambda: run(_TIMEOUT, measure, setup, *arguments), **labels)
     if found is not None:
         title = f"{options.shape}, {options.connector}, {options.attention}, graphs: {options.graphs}"
         title += f", {options.ranks} GPUs" if options.ranks > 1 else ""
-        results.show(table(title, shape.token_bytes(), link, found.rows))
+        results.show(table(title, shape.token_bytes(), None if link is None else link.gb_per_second, found.rows))
+    return 0
 
 
 def _parser() -> argparse.ArgumentParser:

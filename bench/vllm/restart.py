@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import os
 import random
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -24,11 +23,10 @@ from pathlib import Path
 from vllm import SamplingParams
 
 from bench.report import Table
-from bench.vllm.engines import GIB, Setup, block_tokens, rank_pool, start_llm
-from bench.vllm.model import SHAPES, write_model
+from bench.vllm.engines import Setup, block_tokens, rank_pool, start_llm
 from bench.vllm.node import NodeService, device_processes
 from bench.vllm.process import Measurement, MeasurementError
-from bench.vllm.results import add_engines, enter_node, make_parser, name_of, open_results
+from bench.vllm.results import add_engines, enter_node, make_parser, name_of, open_results, plain_setup, shape_of
 
 _LIMIT = 120.0  # seconds for both engines; with a first start on a machine 80
 _SETTLING = 60.0
@@ -183,19 +181,10 @@ def table(runs: Sequence[tuple[str, Successor]]) -> Table:
 def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
     results, load = open_results("restart", options), TINY if options.tiny else FULL
-    shape = SHAPES["tiny" if options.tiny else options.shape]
     runs = []
-    with tempfile.TemporaryDirectory() as path:
-        folder = Path(path)
-        write_model(folder, shape, weights=False)
-        setup = Setup(
-            folder,
-            "none",
-            pool_bytes=int((0.05 if options.tiny else options.pool) * GIB),
-            max_tokens=2 * load.tokens,
-            gpu_blocks=(load.prompts + 1) * load.tokens // block_tokens(),
-            graphs=options.graphs,
-        )
+    gpu_blocks = (load.prompts + 1) * load.tokens // block_tokens()
+    with plain_setup(options, max_tokens=2 * load.tokens, gpu_blocks=gpu_blocks) as setup:
+        vocabulary = shape_of(options).vocabulary
         for connector in options.connectors:
             with ExitStack() as stack:
 
@@ -204,7 +193,7 @@ def main(argv: Sequence[str]) -> int:
                     extra = {**options.extra, **({"weights_id": "restart"} if service is not None else {})}
                     node = None if service is None else service.node
                     one = replace(setup, connector=connector, node=node, extra=extra)
-                    return measure(_Engine(one, load, shape.vocabulary, options.limit), service, folder)
+                    return measure(_Engine(one, load, vocabulary, options.limit), service, one.model)
 
                 name = name_of(connector)
                 measured = results.attempt("restart", once, connector=name, graphs=options.graphs)

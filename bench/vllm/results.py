@@ -5,15 +5,16 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Callable
-from contextlib import ExitStack
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from bench.report import Table
-from bench.vllm.engines import CONNECTORS, GRAPHS, Graphs, Setup
-from bench.vllm.model import SHAPES
+from bench.vllm.engines import CONNECTORS, GIB, GRAPHS, Graphs, Setup
+from bench.vllm.model import SHAPES, Shape, write_model
 from bench.vllm.node import Node, NodeService
 from bench.vllm.process import MeasurementError, run
 
@@ -101,6 +102,29 @@ def enter_node(stack: ExitStack, num_bytes: int, *, small_pages: bool = False) -
         return stack.enter_context(NodeService(num_bytes, small_pages=small_pages))
     except (OSError, RuntimeError) as error:  # `TimeoutError` is an `OSError`
         raise MeasurementError(str(error)) from error
+
+
+@contextmanager
+def plain_setup(
+    options: argparse.Namespace,
+    *,
+    shape: str | None = None,
+    tiny_pool: float = 0.05,
+    config: Mapping[str, Any] | None = None,
+    **given: Any,
+) -> Iterator[Setup]:
+    """An engine without a connector for the model of the options, whose files are there as long as this lasts.
+    `tiny_pool`: GiB of host memory with `--tiny`; `config`: of the model; `given`: other fields."""
+    with tempfile.TemporaryDirectory() as folder:
+        chosen = SHAPES[shape] if shape is not None else shape_of(options)
+        write_model(Path(folder), chosen, weights=False, config=config)
+        same = {name: getattr(options, name) for name in ("graphs", "extra", "attention") if hasattr(options, name)}
+        num_bytes = int((tiny_pool if options.tiny else options.pool) * GIB)
+        yield Setup(Path(folder), "none", pool_bytes=num_bytes, **same, **given)
+
+
+def shape_of(options: argparse.Namespace) -> Shape:
+    return SHAPES["tiny" if options.tiny else options.shape]
 
 
 def name_of(connector: str) -> str:

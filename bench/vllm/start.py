@@ -13,18 +13,15 @@ import argparse
 import cProfile
 import os
 import statistics
-import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 
 from bench.report import Table, verdict
-from bench.vllm.engines import GIB, Setup, start_llm
-from bench.vllm.model import SHAPES, write_model
+from bench.vllm.engines import Setup, start_llm
 from bench.vllm.registration import observe_registration, slowest
-from bench.vllm.results import add_engines, make_parser, open_results
+from bench.vllm.results import add_engines, make_parser, open_results, plain_setup
 
 BARS = {"kvstow": 0.5, "attached": 0.2, "absent": 0.2}  # seconds above no connector
 
@@ -81,18 +78,8 @@ def table(runs: Sequence[tuple[str, Start]]) -> Table:
 def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
     results = open_results("start", options)
-    shape = "tiny" if options.tiny else options.shape
-    with tempfile.TemporaryDirectory() as folder:
-        write_model(Path(folder), SHAPES[shape], weights=False)
-        plain = Setup(
-            Path(folder),
-            "none",
-            pool_bytes=int((0.05 if options.tiny else options.pool) * GIB),
-            max_tokens=1024 if options.tiny else 32768,
-            gpu_blocks=64 if options.tiny else 8192,
-            graphs=options.graphs,
-            extra=options.extra,
-        )
+    tokens, blocks = (1024, 64) if options.tiny else (32768, 8192)
+    with plain_setup(options, max_tokens=tokens, gpu_blocks=blocks) as plain:
         runs = results.attempt_each("start", options, _TIMEOUT, measure, plain, options.profile)
     results.show(table(runs))
     return 0

@@ -11,19 +11,16 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from vllm import SamplingParams
 
 from bench.report import Table, verdict
 from bench.vllm import admin
 from bench.vllm.engines import GIB, Setup, start_llm, wait_until_usable
-from bench.vllm.model import SHAPES, write_model
-from bench.vllm.results import add_engines, make_parser, open_results
+from bench.vllm.results import add_engines, make_parser, open_results, plain_setup, shape_of
 
 BAR = 0.99
 
@@ -99,21 +96,15 @@ def table(runs: Sequence[tuple[str, Throughput]]) -> Table:
 def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
     results, size = open_results("throughput", options), TINY if options.tiny else FULL
-    shape = SHAPES["tiny" if options.tiny else options.shape]
-    with tempfile.TemporaryDirectory() as folder:
-        write_model(Path(folder), shape, weights=False)
-        plain = Setup(
-            Path(folder),
-            "none",
-            pool_bytes=int((0.005 if options.tiny else options.pool) * GIB),
-            max_tokens=4096 if not options.tiny else 512,
-            batch_tokens=8192,
-            batch_requests=size.at_once,
-            graphs=options.graphs,
-            extra=options.extra,
-            graph_sizes=tuple(range(8, size.at_once + 1, 8)) if not options.tiny else None,
-        )
-        arguments = size, options.rounds, shape.vocabulary
+    with plain_setup(
+        options,
+        tiny_pool=0.005,
+        max_tokens=4096 if not options.tiny else 512,
+        batch_tokens=8192,
+        batch_requests=size.at_once,
+        graph_sizes=tuple(range(8, size.at_once + 1, 8)) if not options.tiny else None,
+    ) as plain:
+        arguments = size, options.rounds, shape_of(options).vocabulary
         runs = results.attempt_each("throughput", options, _TIMEOUT, measure, plain, *arguments)
     results.show(table(runs))
     return 0

@@ -15,12 +15,10 @@ import argparse
 import os
 import random
 import statistics
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,9 +27,8 @@ from vllm.v1.worker import gpu_worker
 
 from bench.report import Table, verdict
 from bench.vllm import admin
-from bench.vllm.engines import GIB, Setup, block_tokens, start_llm, wait_until_usable
-from bench.vllm.model import SHAPES, write_model
-from bench.vllm.results import add_engines, make_parser, open_results
+from bench.vllm.engines import Setup, block_tokens, start_llm, wait_until_usable
+from bench.vllm.results import add_engines, make_parser, open_results, plain_setup, shape_of
 
 BAR = 0.10
 
@@ -178,21 +175,15 @@ def table(runs: Sequence[tuple[str, Worth]]) -> Table:
 def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
     results, load = open_results("worth", options), TINY if options.tiny else FULL
-    shape = SHAPES["tiny" if options.tiny else options.shape]
-    with tempfile.TemporaryDirectory() as folder:
-        write_model(Path(folder), shape, weights=False)
-        plain = Setup(
-            Path(folder),
-            "none",
-            pool_bytes=int((0.05 if options.tiny else options.pool) * GIB),
-            max_tokens=max(load.lengths) + load.question + 64,
-            gpu_blocks=load.gpu_tokens // block_tokens(),
-            batch_tokens=load.batch_tokens,
-            batch_requests=load.at_once,
-            graphs=options.graphs,
-            extra=options.extra,
-        )
-        runs = results.attempt_each("worth", options, _TIMEOUT, measure, plain, load, options.rounds, shape.vocabulary)
+    with plain_setup(
+        options,
+        max_tokens=max(load.lengths) + load.question + 64,
+        gpu_blocks=load.gpu_tokens // block_tokens(),
+        batch_tokens=load.batch_tokens,
+        batch_requests=load.at_once,
+    ) as plain:
+        arguments = load, options.rounds, shape_of(options).vocabulary
+        runs = results.attempt_each("worth", options, _TIMEOUT, measure, plain, *arguments)
     results.show(table(runs))
     return 0
 

@@ -7,20 +7,10 @@ from fractions import Fraction
 
 from kvstow.errors import ConfigError
 
-_UNITS = {
-    "": 1,
-    "b": 1,
-    **{name: 1 << (10 * number) for number, name in enumerate(("ki", "mi", "gi", "ti"), 1)},
-    **{name: 10 ** (3 * number) for number, name in enumerate("kmgt", 1)},
-    "kib": 1 << 10,
-    "mib": 1 << 20,
-    "gib": 1 << 30,
-    "tib": 1 << 40,
-    "kb": 10**3,
-    "mb": 10**6,
-    "gb": 10**9,
-    "tb": 10**12,
-}
+_UNITS = {"": 1, "b": 1}
+for _number, _name in enumerate("kmgt", 1):
+    _UNITS |= {_name: 1000**_number, _name + "b": 1000**_number}
+    _UNITS |= {_name + "i": 1024**_number, _name + "ib": 1024**_number}
 _PATTERN = re.compile(r"(\d{1,30}(?:\.\d{1,30})?)\s*([a-z]*)", re.IGNORECASE)
 _ALLOWED = (
     "a number of bytes, or a number with one of KiB MiB GiB TiB (powers of 1024) or kB MB GB TB, with or without the B"
@@ -33,10 +23,8 @@ def parse_size(text: str | int, key: str = "size") -> int:
     >>> parse_size("1.5KiB")
     1536
     """
-    if isinstance(text, bool):
-        raise ConfigError(key, text, _ALLOWED)
     if isinstance(text, int):
-        if text < 0:
+        if isinstance(text, bool) or text < 0:
             raise ConfigError(key, text, _ALLOWED)
         return text
     match = _PATTERN.fullmatch(text.strip())

@@ -17,12 +17,11 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 
 from kvstow.devices.base import Device, Fence, Ticket, TicketState
 from kvstow.errors import CopyError, DataPlaneFailedError, QueueFullError
-from kvstow.memory.slotpool import SlotHold
 from kvstow.messages import Completion, CopyFigures, Direction, Op
 
 # Seconds between two polls of fences and tickets. A staging buffer of 32 MiB is on the link for 0.6 ms: polling every
@@ -46,7 +45,7 @@ class PendingOp:
     op: Op
     after: Fence | None
     submitted: float
-    hold: SlotHold | None = None
+    hold: ExitStack | None = None
     ticket: Ticket | None = None
     queue_seconds: float = 0.0
     source_free: bool = False
@@ -54,7 +53,7 @@ class PendingOp:
     def drop_memory(self) -> None:
         """Release the memory of the op's slots, which the device no longer accesses."""
         if self.hold is not None:
-            self.hold.release()
+            self.hold.close()
 
 
 class OpQueues:
@@ -128,7 +127,7 @@ class CopyThread:
         self,
         name: str,
         device: Device,
-        hold: Callable[[int], SlotHold],
+        hold: Callable[[int], ExitStack],
         slot_bytes: int,
         max_queued: int,
         clock: Callable[[], float],
@@ -166,8 +165,8 @@ class CopyThread:
             self._publish([completion for op in ops if (completion := self._take(op, after, now))])
             self._work.notify()
 
-    def adopt(self, op: Op, ticket: Ticket, hold: SlotHold) -> None:
-        """Follow an op that the caller has started on the device, and release `hold` when it is complete."""
+    def adopt(self, op: Op, ticket: Ticket, hold: ExitStack) -> None:
+        """Follow an op that the caller has started on the device, and close `hold` when it is complete."""
         copy = PendingOp(op, None, self._clock(), hold, ticket)
         with self._lock:
             if self._has_ended:

@@ -1,7 +1,4 @@
-"""Every error that KVStow raises, in one tree.
-
-Each class has a stable `code` in snake case, which the HTTP layer, counters and logs use.
-"""
+"""Every error that KVStow raises, in one tree. Their `code` is stable: the HTTP layer, counters and logs use it."""
 
 from __future__ import annotations
 
@@ -13,6 +10,10 @@ class KvstowError(Exception):
     """Base of all errors raised by KVStow. They can be pickled, whatever their constructors take."""
 
     code: ClassVar[str] = "internal"
+
+    def __init_subclass__(cls, code: str | None = None) -> None:
+        if code is not None:
+            cls.code = code
 
     def __reduce__(self) -> tuple[Callable[..., KvstowError], tuple[Any, ...]]:
         return _restored, (type(self), self.args, self.__dict__)
@@ -32,10 +33,8 @@ class _ReasonError(KvstowError):
         self.reason = reason
 
 
-class ConfigError(KvstowError):
+class ConfigError(KvstowError, code="invalid_config"):
     """A setting has a value that is not allowed."""
-
-    code = "invalid_config"
 
     def __init__(self, key: str, value: object, allowed: str) -> None:
         super().__init__(self._message(key, value, allowed))
@@ -61,16 +60,12 @@ class SettingError(ConfigError):
         return f"{key} {allowed}" if value is None or isinstance(value, bool) else f"{key} {value} {allowed}"
 
 
-class InsufficientMemoryError(KvstowError):
+class InsufficientMemoryError(KvstowError, code="insufficient_memory"):
     """The machine or the cgroup has less memory than the pool needs."""
 
-    code = "insufficient_memory"
 
-
-class MissingPackageError(KvstowError):
+class MissingPackageError(KvstowError, code="missing_package"):
     """A package is not installed that only some uses of KVStow need, such as torch."""
-
-    code = "missing_package"
 
     def __init__(self, use: str, package: str, extra: str) -> None:
         super().__init__(
@@ -78,130 +73,91 @@ class MissingPackageError(KvstowError):
         )
 
 
-class PinError(_ReasonError):
+class PinError(_ReasonError, code="pin_failed"):
     """Memory could not be populated or registered; `reason` is one of `PIN_FAILURES`."""
 
-    code = "pin_failed"
     PIN_FAILURES: ClassVar[tuple[str, ...]] = ("memlock", "cgroup_limit", "driver", "out_of_memory", "hugepages")
 
 
-class ForeignMemoryError(KvstowError):
+class ForeignMemoryError(KvstowError, code="foreign_memory"):
     """A file descriptor that was handed over is not the memory that it should be."""
 
-    code = "foreign_memory"
 
-
-class JournalError(KvstowError):
+class JournalError(KvstowError, code="journal_invalid"):
     """The journal of an index cannot be used: it belongs to another pool, another layout or another version."""
 
-    code = "journal_invalid"
 
-
-class KeeperError(KvstowError):
+class KeeperError(KvstowError, code="keeper"):
     """The keeper, which holds memory across restarts of the service, refused a request or cannot be reached."""
-
-    code = "keeper"
 
 
 class KeeperBusyError(KeeperError):
     """The process of another service, which the keeper serves, still lives."""
 
 
-class CopyError(KvstowError):
+class CopyError(KvstowError, code="copy_failed"):
     """A copy between the device and the pool failed."""
 
-    code = "copy_failed"
 
-
-class QueueFullError(KvstowError):
+class QueueFullError(KvstowError, code="queue_full"):
     """The data plane's queue is full; the op was not taken."""
 
-    code = "queue_full"
 
-
-class DataPlaneFailedError(KvstowError):
+class DataPlaneFailedError(KvstowError, code="data_plane_failed"):
     """The copy thread has failed or was closed; it takes no more ops."""
 
-    code = "data_plane_failed"
 
-
-class InvalidRequestError(KvstowError):
+class InvalidRequestError(KvstowError, code="invalid_request"):
     """The arguments of a call are invalid or contradict each other."""
 
-    code = "invalid_request"
 
-
-class NotFoundError(KvstowError):
+class NotFoundError(KvstowError, code="not_found"):
     """The block, rank, pool or operation does not exist."""
 
-    code = "not_found"
 
-
-class ConflictError(KvstowError):
+class ConflictError(KvstowError, code="conflict"):
     """The call is valid, but not in the current state."""
 
-    code = "conflict"
 
-
-class LeaseError(KvstowError):
+class LeaseError(KvstowError, code="lease_invalid"):
     """The lease was released, used by a load, or broken by a rank that lost its memory."""
 
-    code = "lease_invalid"
 
-
-class ProcessEndedError(KvstowError):
+class ProcessEndedError(KvstowError, code="process_ended"):
     """A process that this one started has ended before its work was done."""
 
-    code = "process_ended"
 
-
-class AttachError(KvstowError):
+class AttachError(KvstowError, code="attach_failed"):
     """An engine and the node service cannot talk to each other."""
 
-    code = "attach_failed"
 
-
-class AttachRefusedError(_ReasonError, AttachError):
+class AttachRefusedError(_ReasonError, AttachError, code="attach_refused"):
     """The node service does not let a process attach."""
 
-    code = "attach_refused"
 
-
-class ProtocolError(_ReasonError, AttachError):
+class ProtocolError(_ReasonError, AttachError, code="attach_protocol"):
     """The other end of an attach connection sent what the protocol does not allow."""
 
-    code = "attach_protocol"
 
-
-class DisconnectedError(AttachError):
+class DisconnectedError(AttachError, code="attach_disconnected"):
     """The other end of an attach connection has closed it, or its process has ended."""
 
-    code = "attach_disconnected"
 
-
-class CallFailedError(AttachError):
+class CallFailedError(AttachError, code="attach_call_failed"):
     """The node service refused one call, and the connection goes on. `service_code`: the code of its error."""
-
-    code = "attach_call_failed"
 
     def __init__(self, service_code: str, message: str) -> None:
         super().__init__(message)
         self.service_code = service_code
 
 
-class TierUnavailableError(KvstowError):
+class TierUnavailableError(KvstowError, code="tier_unavailable"):
     """The store of the fleet tier gave no answer that can be used."""
 
-    code = "tier_unavailable"
 
-
-class TierTimeoutError(TierUnavailableError):
+class TierTimeoutError(TierUnavailableError, code="tier_timeout"):
     """The store of the fleet tier did not answer in time; nothing touches the slots of the call any more."""
 
-    code = "tier_timeout"
 
-
-class IntegrityError(KvstowError):
+class IntegrityError(KvstowError, code="integrity"):
     """The control plane's records are inconsistent: a defect of KVStow, not of its user."""
-
-    code = "integrity"

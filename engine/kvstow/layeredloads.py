@@ -10,12 +10,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from kvstow.copythread import CopyThread
 from kvstow.devices.base import Fence, LayerDevice, LayeredLoad, Ticket, TicketState
 from kvstow.errors import CopyError
-from kvstow.memory.slotpool import SlotHold
 from kvstow.messages import Op
 
 _STAGED_TIMEOUT = 30.0  # seconds; then the device hangs, and so does the host's own work
@@ -50,7 +50,7 @@ class LayeredLoads:
         self,
         device: LayerDevice,
         copies: CopyThread,
-        hold: Callable[[int], SlotHold],
+        hold: Callable[[int], ExitStack],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._device, self._copies, self._hold, self._clock = device, copies, hold, clock
@@ -80,7 +80,7 @@ class LayeredLoads:
             load = self._device.load_layers(blocks, slots, after)
         except BaseException:
             for hold in holds:
-                hold.release()
+                hold.close()
             raise
         for op, hold in zip(ops, holds, strict=True):
             self._copies.adopt(op, _Share(load.ticket, len(op.slots) / len(slots)), hold)

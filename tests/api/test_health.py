@@ -203,7 +203,7 @@ async def test_a_tier_that_is_down_is_named_and_fails_no_probe(
         "(informational)",
     )
     assert (await client.get("/readyz/tier")).status_code == 503
-    tiered_host.health = ClientHealth("failed", "it cannot register memory")
+    tiered_host.tiers.health = ClientHealth("failed", "it cannot register memory")
     assert "transfers of rank 0 (a1 of pool host) have failed: it cannot register memory" in (await probe())[1]
     tiered_host.close()
 

@@ -391,7 +391,7 @@ async def test_the_figures_of_a_tier(launch: Any, engine: OffloadEngine, tiered_
     tier = tiered_host.begin()
     tier.counters.wait_seconds, tier.counters.saved_seconds = 1.5, 2.5
     tier.counters.failed_put_blocks, tier.counters.failed_fetch_blocks = 3, 4
-    tiered_host.stats = ClientStats(corrupt_objects=5, restarts=6)
+    tiered_host.tiers.stats = ClientStats(corrupt_objects=5, restarts=6)
 
     async def expect(**wanted: float) -> None:
         families = await scrape(client)

@@ -126,8 +126,11 @@ async def test_the_route_gathers_the_evidence(
     assert await found() == []
     tiered_host.begin()
     assert await found() == []
-    tiered_host.stats, tiered_host.health = ClientStats(corrupt_objects=1), ClientHealth("failed", "it is broken")
-    tiered_host.measurements = OPEN._replace(pins_memory=True, memlock_bytes=1)
+    tiered_host.tiers.stats, tiered_host.tiers.health = (
+        ClientStats(corrupt_objects=1),
+        ClientHealth("failed", "it is broken"),
+    )
+    tiered_host.tiers.measurements = OPEN._replace(pins_memory=True, memlock_bytes=1)
     assert sorted(await found()) == [
         ("tier_access", "warning"), ("tier_client", "error"), ("tier_memlock", "warning"), ("tier_objects", "error"),
     ]  # fmt: skip

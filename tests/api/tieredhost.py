@@ -2,31 +2,72 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from kvstow.control.engine import OffloadEngine
 from kvstow.control.fleettier import FleetTier, TierSettings
+from kvstow.errors import ConflictError, NotFoundError
 from kvstow.testing.fakes import FakeClock
 from kvstow.testing.tier import ControlledStore
 from kvstow.tier.store import ClientHealth, ClientStats
-from kvstow.tier.tierstatus import TierClient
-from kvstow_api.directory import TierMeasurements
+from kvstow.tier.tierstatus import TierClient, TierCounters, TierStatus
+from kvstow_api.directory import TierLabels, TierMeasurements
 from kvstow_api.embeddeddirectory import EmbeddedDirectory
-from kvstow_service.tiers.hostedtiers import HostedTiers, TierChoice
 
 URL = "redis://10.0.0.1:6379"
 
 
+class ShownTiers:
+    """A `HostTier` of one pool. The test says what it measures, what its clients count, and what its contexts have."""
+
+    def __init__(self, store: str, pool: str) -> None:
+        self.store, self.url, self.pool = store, URL, pool
+        self.measurements = TierMeasurements()
+        self.stats, self.health = ClientStats(put_objects=4, put_bytes=4096), ClientHealth("connected")
+        self.contexts: dict[bytes, int] = {}
+        self.shown: list[FleetTier] = []
+        self._ended = TierCounters()
+
+    def remove(self, tier: FleetTier) -> None:
+        self.shown.remove(tier)
+        self._ended += tier.status().counters
+        tier.close()
+
+    def tiers(self) -> list[TierStatus]:
+        clients = (TierClient("transfers of rank 0", self.health, self.stats),)
+        return [
+            replace(
+                tier.status(),
+                pool=self.pool,
+                namespace="a1",
+                model="org/model",
+                clients=() if number else clients,
+            )
+            for number, tier in enumerate(self.shown)
+        ]
+
+    def totals(self) -> dict[TierLabels, TierCounters]:
+        counted = sum((tier.status().counters for tier in self.shown), self._ended)
+        return {(self.store, self.pool, "org/model"): counted} if self.shown else {}
+
+    def prefetch(self, pool: str, context: bytes) -> int:
+        if not self.shown:
+            raise ConflictError("the store is not used")
+        if context not in self.contexts:
+            raise NotFoundError("no request of the context is known")
+        return self.contexts[context]
+
+    def measure(self) -> TierMeasurements:
+        return self.measurements
+
+
 class TieredHost:
-    """A host that has a store, and tiers on a fake clock. The test says what its clients count."""
+    """A host that has a store, and tiers on a fake clock."""
 
     def __init__(self, engine: OffloadEngine, clock: FakeClock, *, pool: str = "host") -> None:
-        self.engine, self.clock, self.pool = engine, clock, pool
+        self.engine, self.clock = engine, clock
         self.store = ControlledStore()
-        self.tiers = HostedTiers(TierChoice(URL, self.store))
-        self.measurements = TierMeasurements()
-        self.tiers.measure = lambda: self.measurements  # type: ignore[method-assign]
-        self.stats = ClientStats(put_objects=4, put_bytes=4096)
-        self.health = ClientHealth("connected")
-        self._open: list[FleetTier] = []
+        self.tiers = ShownTiers(self.store.name, pool)
 
     def directory(self, max_capacity_slots: int) -> EmbeddedDirectory:
         directory = EmbeddedDirectory(self.engine, max_capacity_slots)
@@ -38,19 +79,10 @@ class TieredHost:
         tier = FleetTier(
             self.engine, self.store.open_lookups(), TierSettings(), "f", name=self.store.name, clock=self.clock
         )
-        self._open.append(tier)
-        self.tiers.add(
-            tier,
-            pool=self.pool,
-            namespace="a1",
-            model="org/model",
-            clients=lambda: [TierClient("transfers of rank 0", self.health, self.stats)],
-        )
+        self.tiers.shown.append(tier)
         return tier
 
     def close(self) -> None:
         """No namespace uses the store any more."""
-        while self._open:
-            tier = self._open.pop()
+        for tier in list(self.tiers.shown):
             self.tiers.remove(tier)
-            tier.close()

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from functools import partial
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -11,7 +11,6 @@ from kvstow import copythread
 from kvstow.copythread import CopyThread
 from kvstow.devices.base import TicketState
 from kvstow.errors import CopyError
-from kvstow.memory.slotpool import SlotHold
 from kvstow.messages import Completion, Direction, Op
 from kvstow.testing.fakes import FakeClock, FakeDevice, FakeTicket
 
@@ -30,9 +29,11 @@ class Harness:
         )
         self.seen: list[Completion] = []
 
-    def hold(self, end_slot: int) -> SlotHold:
+    def hold(self, end_slot: int) -> ExitStack:
         self.held.append(end_slot)
-        return SlotHold(partial(self.held.remove, end_slot))
+        held = ExitStack()
+        held.callback(self.held.remove, end_slot)
+        return held
 
     def submit(self, *op_ids: int, direction: Direction = "store") -> None:
         self.copies.submit([Op(op_id, direction, (op_id,), (op_id,)) for op_id in op_ids], None)

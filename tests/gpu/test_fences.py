@@ -38,7 +38,7 @@ def created(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 def test_many_fences_need_few_events(make_rank: MakeRank, finish: Finish, created: list[bool]) -> None:
     rank, chance = make_rank([4096] * 4, blocks=64, slots=64), random.Random(0)
     stream = torch.cuda.current_stream()
-    primary_context(0).events._idle.clear()
+    primary_context(0)._idle_events.clear()
     del created[:]
     expected = rank.blocks(range(64))
     assert finish(rank.store(range(64), range(64))) is TicketState.DONE

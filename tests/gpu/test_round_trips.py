@@ -12,8 +12,6 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvstow.devices.cuda.context import primary_context
-
 MakeRank = Callable[..., Any]
 CheckDone = Callable[[Any], None]
 
@@ -114,16 +112,6 @@ def test_an_op_of_no_blocks_is_done(make_rank: MakeRank, check_done: CheckDone) 
 def test_the_page_size_is_calibrated(make_rank: MakeRank, check_done: CheckDone) -> None:
     rank = make_rank([4 << 20, 4096], blocks=4, slots=4)
     _round_trip(rank, check_done, range(4), range(4), range(4))
-
-
-@strategies
-def test_a_driver_without_batched_copies_gives_the_same_bytes(
-    strategy: str, make_rank: MakeRank, check_done: CheckDone, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(primary_context(0).driver, "_copy_batch", None)
-    rank = make_rank([1, 3, 17, 4097, 33_000], blocks=64, slots=64, **_STRATEGIES[strategy])
-    assert "cuMemcpyBatchAsync" in rank.device.notice
-    _round_trip(rank, check_done, range(64), range(63, -1, -1), range(64))
 
 
 def test_two_devices_work_in_one_process(make_rank: MakeRank, check_done: CheckDone) -> None:

@@ -107,7 +107,7 @@ def test_the_command_line_runs_without_numpy_and_web_server(
 OPENED = """
 import importlib.util, sys
 from kvstow.errors import MissingPackageError
-from kvstow_service.tiers.hostedtiers import open_store
+from kvstow_service.tiers.stores import open_store
 
 for url in sys.argv[1:]:
     try:

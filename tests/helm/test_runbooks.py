@@ -67,7 +67,12 @@ def code_words(text: str) -> Iterator[str]:
 def app_state() -> AppState:
     engine = OffloadEngine(EngineConfig(slot_bytes=64, capacity_slots=4))
     host = make_api_host(
-        EmbeddedDirectory(engine, 4), Ticker(engine), AdminSockets(), AdminOptions(), mode="test", agent_token="token"
+        EmbeddedDirectory(engine, 4),
+        Ticker(engine.tick),
+        AdminSockets(),
+        AdminOptions(),
+        mode="test",
+        agent_token="token",
     )
     return AppState(host)
 
@@ -77,7 +82,7 @@ def node_state() -> AppState:
     """Of `kvstow serve`."""
     node = FakeNode(FakeClock(), rejected=dict.fromkeys(REASONS, 0))
     node.attach("pool")
-    ticker = Ticker(OffloadEngine(EngineConfig(slot_bytes=64, capacity_slots=4)))
+    ticker = Ticker(OffloadEngine(EngineConfig(slot_bytes=64, capacity_slots=4)).tick)
     checks = {"node": lambda: None}
     host = make_api_host(node, ticker, AdminSockets(), AdminOptions(), mode="node", startup_checks=checks)
     return AppState(host)

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tests.jax.rank import DEADLINE, JaxRank, mesh
 
 from kvstow.devices.jax import ArrayCell, JaxDevice, JaxOptions, ShardedKV, deviceloads, devicestores
-from kvstow.devices.jax.devicestores import Gather
+from kvstow.devices.jax.devicestores import StoreTicket
 from kvstow.devices.jax.hostcopies import CopyJob, wait_until
 from kvstow.devices.jax.programs import DevicePrograms, buckets_up_to, copies_rows, pieces_of
 from kvstow.errors import ConfigError, CopyError
@@ -783,7 +783,7 @@ def test_the_fence_of_a_store_is_reached_when_its_blocks_are_read(make_rank: Mak
     assert not gather.query()
     rank.device.launch_rest()
     rank.wait_until(gather.query)
-    assert not Gather(1).query()
+    assert not StoreTicket(1).query()
 
 
 @of_both_memories

@@ -11,8 +11,8 @@ import pytest
 from tests.jax.rank import JaxRank
 
 from kvstow.config import EngineConfig
-from kvstow.control import placement
 from kvstow.control.engine import OffloadEngine
+from kvstow.control.namespaces import Namespace
 from kvstow.control.ops import OpsInFlight
 from kvstow.devices.jax.devicestores import GatheredPiece
 from kvstow.messages import Completion, StepPlan
@@ -98,7 +98,7 @@ def test_a_slot_is_not_rewritten_while_its_last_save_is_queued(make_rank: Callab
 
 
 def duplicates_allocated_twice(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(placement, "_select", lambda namespace, keys, outcomes: (list(range(len(keys))), []))
+    patch.setattr(Namespace, "select", lambda namespace, keys, outcomes: (list(range(len(keys))), []))
 
 
 def saves_end_when_their_blocks_are_read(patch: pytest.MonkeyPatch) -> None:

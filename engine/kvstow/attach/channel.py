@@ -39,15 +39,6 @@ class Frame(NamedTuple):
     fds: tuple[int, ...] = ()
 
 
-class RawFrame(NamedTuple):
-    """A frame whose descriptors are not assigned yet."""
-
-    kind: int
-    num_fds: int
-    request_id: int
-    payload: bytes
-
-
 def encode_header(kind: int, payload_bytes: int, request_id: int = 0, num_fds: int = 0) -> bytes:
     """Raises `ProtocolError` for a payload or a number of descriptors that no frame may have."""
     if payload_bytes > MAX_PAYLOAD_BYTES:
@@ -74,8 +65,9 @@ class FrameDecoder:
         """How many bytes of an incomplete frame are held."""
         return len(self._rest)
 
-    def feed(self, data: bytes | memoryview) -> list[RawFrame]:
-        """The frames that `data` completes. Raises `ProtocolError`; after that, do not call it again."""
+    def feed(self, data: bytes | memoryview) -> list[tuple[Frame, int]]:
+        """The frames that `data` completes, still without their descriptors, and how many each has. Raises
+        `ProtocolError`; after that, do not call it again."""
         if not self._rest:
             frames, used = self._cut(memoryview(data))
             self._rest += data[used:]
@@ -87,9 +79,9 @@ class FrameDecoder:
             del self._rest[:used]
         return frames
 
-    def _cut(self, view: memoryview) -> tuple[list[RawFrame], int]:
+    def _cut(self, view: memoryview) -> tuple[list[tuple[Frame, int]], int]:
         """The whole frames at the beginning of `view`, and their length."""
-        frames: list[RawFrame] = []
+        frames: list[tuple[Frame, int]] = []
         at, end = 0, len(view)
         while end - at >= HEADER_BYTES:
             length, kind, num_fds, request_id = _HEADER.unpack_from(view, at)
@@ -101,7 +93,7 @@ class FrameDecoder:
             if begin + length > end:
                 break
             at = begin + length
-            frames.append(RawFrame(kind, num_fds, request_id, bytes(view[begin:at])))
+            frames.append((Frame(kind, request_id, bytes(view[begin:at])), num_fds))
         return frames, at
 
 
@@ -191,8 +183,8 @@ class Channel:
         self.bytes_received += count
         frames: list[Frame] = []
         try:
-            for kind, num_fds, request_id, payload in self._decoder.feed(self._scratch[:count]):
-                frames.append(Frame(kind, request_id, payload, self._take_fds(num_fds) if num_fds else ()))
+            for frame, num_fds in self._decoder.feed(self._scratch[:count]):
+                frames.append(frame._replace(fds=self._take_fds(num_fds)) if num_fds else frame)
             if self._fds and (not self._decoder.buffered or len(self._fds) > MAX_FDS):
                 raise ProtocolError("fds_unannounced", f"{len(self._fds)} file descriptors belong to no frame")
         except ProtocolError:
@@ -288,14 +280,11 @@ class Channel:
         self.unsent_bytes = self._unsent_fds = 0
 
 
-class _Unsent:
+class _Unsent(NamedTuple):
     """Bytes queued for the socket, with copies of the descriptors that go with the first byte."""
 
-    __slots__ = ("data", "fds")
-
-    def __init__(self, data: bytes | memoryview, fds: tuple[int, ...] = ()) -> None:
-        self.data = data
-        self.fds = fds
+    data: bytes | memoryview
+    fds: tuple[int, ...] = ()
 
 
 def close_fds(fds: Sequence[int] | deque[int]) -> None:

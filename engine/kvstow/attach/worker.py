@@ -118,106 +118,6 @@ interpreter."""
 logger = logging.getLogger("kvstow.attach")
 
 
-class WorkerCalls:
-    """Used by the worker's thread alone, except `is_changed`.
-
-    An order matters: the worker reports that slots are no longer used, and the state that the rank has applied, before
-    it releases their extents.
-    """
-
-    def __init__(
-        self, connection: AttachConnection, plane: DataPlane, pool: MappedPool, clock: Callable[[], float]
-    ) -> None:
-        self.is_changed = False
-        """The pool or the rank has changed since the last check."""
-        self.problem: str | None = None
-        """Why granted memory is missing, as a sentence."""
-        self._connection, self._plane, self._pool, self._clock = connection, plane, pool, clock
-        self._has_ended = False
-        """From now on, only what the service wants back counts."""
-        self._reports: list[Call] = []
-        self._reported: RankReport | None = None
-        self._registered: dict[int, int] = {}
-        self._next_look = self._next_report = float("-inf")
-
-    def begin_session(self) -> None:
-        """The connection is attached to a new session."""
-        self._has_ended = False
-        self._reports, self._reported, self._registered = [], None, {}
-        self._next_look = self._next_report = float("-inf")
-        self.problem = None
-
-    def end_session(self) -> None:
-        """The connection has ended. Messages received in it may still arrive."""
-        self._has_ended = True
-
-    # -- receiving ------------------------------------------------------------------------------------------
-
-    def take(self, frame: Frame) -> None:
-        """Handle a frame, and own its descriptors. Raises `ProtocolError`."""
-        if frame.kind == Kind.DESIRED:
-            self._plane.apply(Desired.unpack(frame.payload).desired)
-            return
-        self.is_changed = True
-        if frame.kind == Kind.REVOKED:  # also after the end: there may be no session in which it is asked for again
-            self._pool.revoke(RevokedExtents.unpack(frame.payload).extent_ids)
-        elif frame.kind == Kind.EXTENTS and not self._has_ended:
-            self._take_grants(frame)
-        elif frame.kind == Kind.POPULATED and not self._has_ended:
-            self._pool.set_populated(PopulatedExtents.unpack(frame.payload).extents)
-        else:
-            close_fds(frame.fds)
-
-    def advance(self) -> None:
-        """Take the answers that have arrived. Raises `AttachError`."""
-        reports, self._reports = self._reports, []
-        for call in reports:
-            if call.done:
-                self._plane.apply(call.answer(Desired).desired)
-            else:
-                self._reports.append(call)
-
-    def _take_grants(self, frame: Frame) -> None:
-        try:
-            granted = GrantedExtents.unpack(frame.payload)
-            if len(granted.extents) != len(frame.fds):
-                raise AttachError(f"{len(granted.extents)} extents came with {len(frame.fds)} file descriptors")
-        except AttachError:
-            close_fds(frame.fds)
-            raise
-        try:
-            self._pool.grant(granted.slot_stride, granted.extents, frame.fds)
-        except PinError as error:
-            logger.warning("rank %d cannot use memory that it was granted: %s", self._plane.rank, error)
-            self.problem = str(error)
-        if granted.is_all:  # last: what was granted again stays mapped
-            self._pool.drop_earlier()
-
-    # -- reporting -----------------------------------------------------------------------------------------
-
-    def report_due(self) -> float:
-        """Report what has changed and what is due. Returns the seconds until there may be more to report."""
-        now = self._clock()
-        if now >= (self._next_look if self.is_changed else self._next_report):
-            self.is_changed = False  # before the check: a change after that is for the next check
-            self._look(now)
-            self._next_look = now + GAP_SECONDS if any(self._registered.values()) else now  # the first slots are urgent
-        return max(0.0, (self._next_look if self.is_changed else self._next_report) - now)
-
-    def _look(self, now: float) -> None:
-        registered, released = dict(self._pool.registered_slots()), self._pool.take_released()
-        news = [ExtentSlots(one, slots) for one, slots in registered.items() if self._registered.get(one, 0) != slots]
-        self._registered = registered
-        for piece in listed(news):
-            self._connection.send(RegisteredExtents(piece))
-        report = self._plane.report()
-        if released or now >= self._next_report or is_news(report, self._reported):
-            self._next_report, self._reported = now + REPORT_SECONDS, report
-            self._reports.append(self._connection.call(Report(report)))
-        if released:
-            self._connection.send(ReleasedExtents(tuple(released)))
-
-
 DETACHED_SECONDS = 0.1
 """The pause between two checks for an absent service."""
 LEAVING_SECONDS = 0.005
@@ -281,7 +181,14 @@ class AttachedWorker:
             on_lost=self._end_session,
             clock=clock,
         )
-        self._calls = WorkerCalls(self._connection, plane, pool, clock)
+        self._is_changed = False
+        """The pool or the rank has changed since the last check."""
+        self._memory_problem: str | None = None
+        """Why granted memory is missing, as a sentence."""
+        self._reports: list[Call] = []
+        self._reported: RankReport | None = None
+        self._registered: dict[int, int] = {}
+        self._next_look = self._next_report = float("-inf")
         self._ticket = self._newest = _NO_TICKET
         self._was_attached = self._is_over = False
         """Whether it has joined the session of `_ticket`, and whether that session has ended."""
@@ -357,7 +264,7 @@ class AttachedWorker:
     @property
     def problem(self) -> str | None:
         """Why it is not attached, or has less memory than the service granted, as a sentence."""
-        return self._connection.problem or self._calls.problem
+        return self._connection.problem or self._memory_problem
 
     def close(self, timeout: float = 5.0) -> bool:
         """End the session. Lets copies under way finish for `timeout` seconds, then releases the memory and reports
@@ -421,8 +328,8 @@ class AttachedWorker:
             self._take(deque(self._connection.poll()))
             if not self.is_attached:
                 return DETACHED_SECONDS
-            self._calls.advance()
-            seconds = self._calls.report_due()
+            self._advance()
+            seconds = self._report_due()
             return seconds if self.is_attached else 0.0
         except KvstowError as error:
             self._connection.disconnect(str(error))
@@ -431,7 +338,7 @@ class AttachedWorker:
     def _take(self, frames: deque[Frame]) -> None:
         try:
             while frames:
-                self._calls.take(frames.popleft())
+                self._take_frame(frames.popleft())
         finally:
             for frame in frames:
                 close_fds(frame.fds)
@@ -449,7 +356,7 @@ class AttachedWorker:
 
     def _on_change(self) -> None:
         """Called by the data plane. It does not wake the thread again while the thread pauses between two checks."""
-        is_known, self._calls.is_changed = self._calls.is_changed, True
+        is_known, self._is_changed = self._is_changed, True
         if not is_known:
             self._wake_up()
 
@@ -457,6 +364,73 @@ class AttachedWorker:
         with self._waking, suppress(BlockingIOError):
             if self._wake >= 0:
                 os.eventfd_write(self._wake, 1)
+
+    # -- messages of the service ----------------------------------------------------------------------------
+
+    def _take_frame(self, frame: Frame) -> None:
+        """Handle a frame, and own its descriptors. Raises `ProtocolError`."""
+        if frame.kind == Kind.DESIRED:
+            self._plane.apply(Desired.unpack(frame.payload).desired)
+            return
+        self._is_changed = True
+        if frame.kind == Kind.REVOKED:  # also after the end: there may be no session in which it is asked for again
+            self._pool.revoke(RevokedExtents.unpack(frame.payload).extent_ids)
+        elif frame.kind == Kind.EXTENTS and not self._is_over:
+            self._take_grants(frame)
+        elif frame.kind == Kind.POPULATED and not self._is_over:
+            self._pool.set_populated(PopulatedExtents.unpack(frame.payload).extents)
+        else:
+            close_fds(frame.fds)
+
+    def _advance(self) -> None:
+        """Take the answers that have arrived. Raises `AttachError`."""
+        reports, self._reports = self._reports, []
+        for call in reports:
+            if call.done:
+                self._plane.apply(call.answer(Desired).desired)
+            else:
+                self._reports.append(call)
+
+    def _take_grants(self, frame: Frame) -> None:
+        try:
+            granted = GrantedExtents.unpack(frame.payload)
+            if len(granted.extents) != len(frame.fds):
+                raise AttachError(f"{len(granted.extents)} extents came with {len(frame.fds)} file descriptors")
+        except AttachError:
+            close_fds(frame.fds)
+            raise
+        try:
+            self._pool.grant(granted.slot_stride, granted.extents, frame.fds)
+        except PinError as error:
+            logger.warning("rank %d cannot use memory that it was granted: %s", self._plane.rank, error)
+            self._memory_problem = str(error)
+        if granted.is_all:  # last: what was granted again stays mapped
+            self._pool.drop_earlier()
+
+    def _report_due(self) -> float:
+        """Report what has changed and what is due. Returns the seconds until there may be more to report.
+
+        An order matters: the worker reports that slots are no longer used, and the state that the rank has applied,
+        before it releases their extents."""
+        now = self._clock()
+        if now >= (self._next_look if self._is_changed else self._next_report):
+            self._is_changed = False  # before the check: a change after that is for the next check
+            self._look(now)
+            self._next_look = now + GAP_SECONDS if any(self._registered.values()) else now  # the first slots are urgent
+        return max(0.0, (self._next_look if self._is_changed else self._next_report) - now)
+
+    def _look(self, now: float) -> None:
+        registered, released = dict(self._pool.registered_slots()), self._pool.take_released()
+        news = [ExtentSlots(one, slots) for one, slots in registered.items() if self._registered.get(one, 0) != slots]
+        self._registered = registered
+        for piece in listed(news):
+            self._connection.send(RegisteredExtents(piece))
+        report = self._plane.report()
+        if released or now >= self._next_report or is_news(report, self._reported):
+            self._next_report, self._reported = now + REPORT_SECONDS, report
+            self._reports.append(self._connection.call(Report(report)))
+        if released:
+            self._connection.send(ReleasedExtents(tuple(released)))
 
     # -- sessions -------------------------------------------------------------------------------------------
 
@@ -506,11 +480,12 @@ class AttachedWorker:
 
     def _begin_session(self, welcome: Welcome) -> None:
         self._was_attached = True
-        self._calls.begin_session()
+        self._reports, self._reported, self._registered = [], None, {}
+        self._next_look = self._next_report = float("-inf")
+        self._memory_problem = None
         self._gate.open(self._ticket.number)
 
     def _end_session(self) -> None:
         self._is_over = True
         self._ended_at = self._clock()
         self._settle_at = self._ended_at + GRACE_SECONDS
-        self._calls.end_session()

@@ -133,7 +133,7 @@ def purge_matching(pool: Pool, matches: Callable[[bytes], bool], dry_run: bool) 
     def work(sweep: Sweep) -> Iterator[None]:
         if not dry_run:
             with pool.lock:
-                filling = index.namespaces.keys_being_stored()
+                filling = [key for namespace in index.namespaces for key in namespace.pending_stores]
             for start in range(0, len(filling), pool.slice_slots):  # the scan finds keys that become visible meanwhile
                 matching = [key for key in filling[start : start + pool.slice_slots] if matches(key)]
                 with pool.lock:
@@ -178,10 +178,68 @@ def sweep_namespace(pool: Pool, namespace: Namespace) -> Sweep:
     return Sweep("purge", index.slot_keys.num_slots, pool.config.slot_bytes, work)
 
 
+class Switches:
+    """Drain and bypass. Every call is safe from any thread. Invalid arguments raise `InvalidRequestError` before
+    anything changes."""
+
+    _members: Callable[[], Iterable[Switches]] = tuple
+    """What is switched as well."""
+
+    def __init__(self, state: PoolAcceptance, lock: Lock, clock: Callable[[], float]) -> None:
+        self._state, self._lock, self._clock = state, lock, clock
+
+    def drain(self, mode: DrainMode, deadline_seconds: float | None) -> DrainStatus:
+        """Refuse new stores, or (mode "all") new loads too, until `undrain`. A new drain replaces an old one.
+        The deadline only informs clients that wait: nothing in flight is aborted when it passes."""
+        if deadline_seconds is not None and not 0 <= deadline_seconds < inf:
+            raise InvalidRequestError(f"deadline_seconds is {deadline_seconds}; allowed: 0 or more, or null")
+        with self._lock:
+            for member in self._members():
+                member.drain(mode, deadline_seconds)
+            self._state.drain(mode, self._moment(deadline_seconds))
+        return self.drain_status
+
+    def undrain(self) -> DrainStatus:
+        """Accept loads and stores again."""
+        with self._lock:
+            self._state.drain(None)
+            for member in self._members():
+                member.undrain()
+        return self.drain_status
+
+    @property
+    def drain_status(self) -> DrainStatus:
+        with self._lock:
+            return self._state.drain_status(self._clock(), *self._in_flight())
+
+    def set_bypass(self, *, load: bool, store: bool, ttl_seconds: float | None) -> BypassStatus:
+        """Switch loads or stores off, for `ttl_seconds` or until they are switched on again. Lookups then miss."""
+        if ttl_seconds is not None and not 0 < ttl_seconds < inf:
+            raise InvalidRequestError(f"ttl_seconds is {ttl_seconds}; allowed: more than 0, or null")
+        with self._lock:
+            for member in self._members():
+                member.set_bypass(load=load, store=store, ttl_seconds=ttl_seconds)
+            self._state.set_bypass(load=load, store=store, until=self._moment(ttl_seconds))
+        return self.bypass
+
+    @property
+    def bypass(self) -> BypassStatus:
+        with self._lock:
+            return self._state.bypass(self._clock())
+
+    def _in_flight(self) -> tuple[int, int]:
+        """Transfers and leases. The caller holds the lock."""
+        raise NotImplementedError
+
+    def _moment(self, seconds: float | None) -> float:
+        """In so many seconds; never for None."""
+        return inf if seconds is None else self._clock() + seconds
+
+
 logger = logging.getLogger("kvstow.admin")
 
 
-class Administrator:
+class Administrator(Switches):
     """Eviction, size, contexts, drain and bypass of a running engine. Every call is safe from any thread.
 
     Bulk work is returned as a `Sweep`: nothing happens until it is stepped or run, and it releases the engine's lock
@@ -190,7 +248,11 @@ class Administrator:
     """
 
     def __init__(self, pool: Pool) -> None:
+        super().__init__(pool.acceptance, pool.lock, pool.clock)
         self._pool = pool
+
+    def _in_flight(self) -> tuple[int, int]:
+        return sum(session.open_transfers for session in sessions_of(self._pool)), self._pool.num_leases
 
     # -- eviction -------------------------------------------------------------------------------------------
 
@@ -210,8 +272,7 @@ class Administrator:
         if context is not None:
             return self._sweep_context("evict", "operator", context, dry_run, alone=True)
         if idle_seconds is not None:
-            wanted = self._evictable_since("used", idle_seconds, "idle_seconds")
-            return scan(self._pool, "evict", "operator", dry_run, wanted)
+            return self._evict_since("evict", "operator", "used", idle_seconds, dry_run)
         return evict_next(self._pool, "evict", "operator", self._count_of(slots, num_bytes), dry_run)
 
     def purge(
@@ -256,11 +317,9 @@ class Administrator:
         if context is not None:
             return self._sweep_context("purge", "purge", context, dry_run, alone=False)
         if idle_seconds is not None:
-            wanted = self._evictable_since("used", idle_seconds, "idle_seconds")
-            return scan(self._pool, "purge", "purge", dry_run, wanted)
+            return self._evict_since("purge", "purge", "used", idle_seconds, dry_run)
         if age_seconds is not None:
-            wanted = self._evictable_since("stored", age_seconds, "age_seconds")
-            return scan(self._pool, "purge", "purge", dry_run, wanted)
+            return self._evict_since("purge", "purge", "stored", age_seconds, dry_run)
         return evict_next(self._pool, "purge", "purge", self._count_of(slots, num_bytes), dry_run)
 
     def remove_block(self, key: bytes) -> None:
@@ -270,7 +329,7 @@ class Administrator:
             slots = pool.index.namespaces.find_all((key,))
             if not slots:
                 raise NotFoundError(f"there is no block with key {format_key(key)}")
-            if any(map(pool.index.holds, slots)):
+            if any(map(pool.index.held.count, slots)):
                 raise ConflictError(f"block {format_key(key)} is leased or being loaded")
             pool.remove_blocks(slots, "operator")
 
@@ -295,12 +354,16 @@ class Administrator:
                 raise InvalidRequestError(f"{name} is {value}; allowed: 1 or more")
         return slots if slots is not None else -(-(num_bytes or 0) // self._pool.config.slot_bytes)
 
-    def _evictable_since(self, what: Literal["stored", "used"], seconds: float, name: str) -> Wanted:
+    def _evict_since(
+        self, kind: str, reason: str, what: Literal["stored", "used"], seconds: float, dry_run: bool
+    ) -> Sweep:
+        """Remove the evictable blocks that were last stored, or used, so many seconds ago or earlier."""
         if not 0 <= seconds < inf:
+            name = "age_seconds" if what == "stored" else "idle_seconds"
             raise InvalidRequestError(f"{name} is {seconds}; allowed: 0 or more seconds")
         pool, index = self._pool, self._pool.index
         moment = pool.clock() - seconds
-        return lambda low, high: index.evictable_since(what, moment, low, high)
+        return scan(pool, kind, reason, dry_run, lambda low, high: index.evictable_since(what, moment, low, high))
 
     # -- size and policy ------------------------------------------------------------------------------------
 
@@ -453,59 +516,6 @@ class Administrator:
             pool.settings_revision += paused != pool.desired.paused
             pool.want(replace(pool.desired, paused=paused))
 
-    # -- drain and bypass -----------------------------------------------------------------------------------
-
-    def drain(self, mode: DrainMode, deadline_seconds: float | None) -> DrainStatus:
-        """Refuse new stores, or (mode "all") new loads too, until `undrain`. A new drain replaces an old one.
-        The deadline only informs clients that wait: nothing in flight is aborted when it passes."""
-        check_deadline(deadline_seconds)
-        with self._pool.lock:
-            self._pool.acceptance.drain(mode, _moment(self._pool.clock, deadline_seconds))
-        return self.drain_status
-
-    def undrain(self) -> DrainStatus:
-        """Accept loads and stores again."""
-        with self._pool.lock:
-            self._pool.acceptance.drain(None)
-        return self.drain_status
-
-    @property
-    def drain_status(self) -> DrainStatus:
-        pool = self._pool
-        with pool.lock:
-            pending = sum(session.open_transfers for session in sessions_of(pool))
-            return pool.acceptance.drain_status(pool.clock(), pending, pool.num_leases)
-
-    def set_bypass(self, *, load: bool, store: bool, ttl_seconds: float | None) -> BypassStatus:
-        """Switch loads or stores off, for `ttl_seconds` or until they are switched on again. Lookups then miss."""
-        check_ttl(ttl_seconds)
-        with self._pool.lock:
-            until = _moment(self._pool.clock, ttl_seconds)
-            self._pool.acceptance.set_bypass(load=load, store=store, until=until)
-        return self.bypass
-
-    @property
-    def bypass(self) -> BypassStatus:
-        with self._pool.lock:
-            return self._pool.acceptance.bypass(self._pool.clock())
-
-
-def _moment(clock: Callable[[], float], seconds: float | None) -> float:
-    """In so many seconds; never for None."""
-    return inf if seconds is None else clock() + seconds
-
-
-def check_deadline(seconds: float | None) -> None:
-    """Raises `InvalidRequestError` for a deadline that a drain cannot have."""
-    if seconds is not None and not 0 <= seconds < inf:
-        raise InvalidRequestError(f"deadline_seconds is {seconds}; allowed: 0 or more, or null")
-
-
-def check_ttl(seconds: float | None) -> None:
-    """Raises `InvalidRequestError` for a time that a bypass cannot have."""
-    if seconds is not None and not 0 < seconds < inf:
-        raise InvalidRequestError(f"ttl_seconds is {seconds}; allowed: more than 0, or null")
-
 
 def _exactly_one(**selectors: object) -> None:
     given = [name for name, value in selectors.items() if value is not None]
@@ -513,59 +523,19 @@ def _exactly_one(**selectors: object) -> None:
         raise InvalidRequestError(f"selectors given: {given or 'none'}; allowed: exactly one of {list(selectors)}")
 
 
-class HostSwitches:
+class HostSwitches(Switches):
     """Switches all pools of a host, and those that are made later: call `apply_to` with each new pool once it is among
-    those of `admins`. Offers what an `Administrator` offers for one pool. Every call is safe from any thread.
-
-    A switch of the host replaces those of single pools, and ending it ends theirs.
-    """
+    those of `admins`. A switch of the host replaces those of single pools, and ending it ends theirs."""
 
     def __init__(
         self, admins: Callable[[], Iterable[Administrator]], *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._admins, self._clock = admins, clock
-        self._state = PoolAcceptance()
-        self._lock = Lock()
+        super().__init__(PoolAcceptance(), Lock(), clock)
+        self._members = admins
 
-    def drain(self, mode: DrainMode, deadline_seconds: float | None) -> DrainStatus:
-        """See `Administrator.drain`."""
-        check_deadline(deadline_seconds)
-        with self._lock:
-            deadline = _moment(self._clock, deadline_seconds)
-            for admin in self._admins():
-                admin.drain(mode, deadline_seconds)
-            self._state.drain(mode, deadline)
-        return self.drain_status
-
-    def undrain(self) -> DrainStatus:
-        with self._lock:
-            self._state.drain(None)
-            for admin in self._admins():
-                admin.undrain()
-        return self.drain_status
-
-    @property
-    def drain_status(self) -> DrainStatus:
-        """Of the host; what is in flight in all pools."""
-        pools = [admin.drain_status for admin in self._admins()]
-        pending, leases = sum(one.pending_transfers for one in pools), sum(one.leases for one in pools)
-        with self._lock:
-            return self._state.drain_status(self._clock(), pending, leases)
-
-    def set_bypass(self, *, load: bool, store: bool, ttl_seconds: float | None) -> BypassStatus:
-        """See `Administrator.set_bypass`."""
-        check_ttl(ttl_seconds)
-        with self._lock:
-            until = _moment(self._clock, ttl_seconds)
-            for admin in self._admins():
-                admin.set_bypass(load=load, store=store, ttl_seconds=ttl_seconds)
-            self._state.set_bypass(load=load, store=store, until=until)
-        return self.bypass
-
-    @property
-    def bypass(self) -> BypassStatus:
-        with self._lock:
-            return self._state.bypass(self._clock())
+    def _in_flight(self) -> tuple[int, int]:
+        pools = [admin.drain_status for admin in self._members()]
+        return sum(one.pending_transfers for one in pools), sum(one.leases for one in pools)
 
     def apply_to(self, admin: Administrator) -> None:
         """Switch a new pool as the others."""

@@ -185,27 +185,23 @@ class AttachedSession(Session):
 
     def status(self) -> SessionStatus:
         with self.pool.lock:
-            return self.snapshot()
-
-    def snapshot(self) -> SessionStatus:
-        """`status`, with the lock held."""
-        now = self.pool.clock()
-        oldest = self.ops.oldest_copy()
-        return SessionStatus(
-            id=self.name,
-            engine=self.engine,
-            pool=self.pool.name,
-            namespace=self.namespace.name,
-            state=self._state(),
-            in_flight=len(self.ops),
-            oldest_seconds=0.0 if oldest is None else now - oldest.started,
-            leases=len(self.leases),
-            leased_slots=sum(map(len, self.held_slots())),
-            registered_slots=self.ranks.usable_slots(),
-            quarantined_slots=len(self.quarantined_slots),
-            processes=len(self.processes),
-            ranks=self.rank_statuses(now),
-        )
+            now = self.pool.clock()
+            oldest = self.ops.oldest_copy()
+            return SessionStatus(
+                id=self.name,
+                engine=self.engine,
+                pool=self.pool.name,
+                namespace=self.namespace.name,
+                state=self._state(),
+                in_flight=len(self.ops),
+                oldest_seconds=0.0 if oldest is None else now - oldest.started,
+                leases=len(self.leases),
+                leased_slots=sum(map(len, self.held_slots())),
+                registered_slots=self.ranks.usable_slots(),
+                quarantined_slots=len(self.quarantined_slots),
+                processes=len(self.processes),
+                ranks=self.rank_statuses(now),
+            )
 
     def _state(self) -> SessionState:
         if self.is_lost:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvstow.control.shadows import Floats, Hits, Part, Request, Shadows, spread
+from kvstow.control.shadows import Floats, Part, Shadows, Tally, spread
 from kvstow.status import Curve, CurvePoint
 
 CHOICES = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0)
@@ -21,25 +21,8 @@ _PIECES = 16
 """Of a window. It moves piece by piece."""
 _LEAD = 0.005
 _SAME_SIZE = 0.1
-
-
-class _Piece:
-    """Some requests together, of a pool with so many slots."""
-
-    def __init__(self, num_slots: int) -> None:
-        self.num_slots = num_slots
-        self.requests = self.blocks = 0
-        self.sampled = self.seen_blocks = self.seen_hits = 0.0
-        self.hits: Hits = {}
-
-    def add(self, request: Request) -> None:
-        self.requests += 1
-        self.blocks += request.queried
-        self.sampled += request.blocks
-        self.seen_blocks += request.seen_blocks
-        self.seen_hits += request.seen_hits
-        for holders, blocks in request.hits.items():
-            self.hits[holders] = self.hits.get(holders, 0.0) + blocks
+_BATCH = 128
+"""Requests, or keys of requests, that are followed at once. It takes a millisecond."""
 
 
 class Window:
@@ -48,17 +31,20 @@ class Window:
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
-        self._pieces: deque[_Piece] = deque(maxlen=_PIECES)
-        self._next = _Piece(num_slots)
+        self.piece = Tally()
+        """The newest requests, which are not in the window yet: see `move`."""
+        self._piece_slots = num_slots
+        self._pieces: deque[tuple[int, Tally]] = deque(maxlen=_PIECES)
+        """With the slots that the pool had."""
 
     @property
     def requests(self) -> int:
-        return sum(piece.requests for piece in self._pieces)
+        return sum(piece.requests for _, piece in self._pieces)
 
     @property
     def blocks(self) -> int:
         """That were looked up."""
-        return sum(piece.blocks for piece in self._pieces)
+        return sum(piece.blocks for _, piece in self._pieces)
 
     @property
     def is_meaningful(self) -> bool:
@@ -67,41 +53,44 @@ class Window:
 
     def resize(self, num_slots: int) -> None:
         self.num_slots = num_slots
-        while self._pieces and not self._is_of_this_size(self._pieces[0]):
+        while self._pieces and not self._is_of_this_size(self._pieces[0][0]):
             self._pieces.popleft()
-        if not self._is_of_this_size(self._next):
+        if not self._is_of_this_size(self._piece_slots):
             self._pieces.clear()
-            self._next = _Piece(num_slots)
+            self.piece, self._piece_slots = Tally(), num_slots
 
-    def _is_of_this_size(self, piece: _Piece) -> bool:
-        return abs(piece.num_slots - self.num_slots) <= _SAME_SIZE * self.num_slots
+    def _is_of_this_size(self, num_slots: int) -> bool:
+        return abs(num_slots - self.num_slots) <= _SAME_SIZE * self.num_slots
 
-    def add(self, request: Request) -> bool:
+    def move(self) -> Tally | None:
+        """Take the newest requests into the window if there are enough of them. Returns those that were taken."""
+        piece = self.piece
+        if piece.requests * _PIECES < _WINDOW_REQUESTS or piece.blocks * _PIECES < _WINDOW_POOLS * self.num_slots:
+            return None
+        self._pieces.append((self._piece_slots, piece))
+        self.piece, self._piece_slots = Tally(), self.num_slots
+        return piece
+
+    def add(self, tally: Tally) -> bool:
         """A request has ended. Returns whether the window has moved."""
-        piece = self._next
-        piece.add(request)
-        is_full = piece.requests * _PIECES >= _WINDOW_REQUESTS
-        if not is_full or piece.blocks * _PIECES < _WINDOW_POOLS * self.num_slots:
-            return False
-        self._pieces.append(piece)
-        self._next = _Piece(self.num_slots)
-        return True
+        self.piece.add(tally)
+        return self.move() is not None
 
     @property
     def sampled(self) -> float:
         """The blocks that the sample stands for. There are none if no key of the clients is ever chosen, as where all
         keys end with the same byte."""
-        return sum(piece.sampled for piece in self._pieces)
+        return sum(piece.sampled for _, piece in self._pieces)
 
     def ratios(self, num_shadows: int) -> Floats:
         """The share of blocks that each shadow has hit. Only where the window `is_meaningful`."""
-        hits: Floats = np.sum([spread(piece.hits, num_shadows) for piece in self._pieces], axis=0)
+        hits: Floats = np.sum([spread(piece.hits, num_shadows) for _, piece in self._pieces], axis=0)
         return hits / max(1.0, self.sampled)
 
     def seen_ratio(self) -> float:
         """The share of blocks that any request has used before. Only where the window `is_meaningful`."""
-        hits = sum(piece.seen_hits for piece in self._pieces)
-        return hits / max(1.0, sum(piece.seen_blocks for piece in self._pieces))
+        hits = sum(piece.seen_hits for _, piece in self._pieces)
+        return hits / max(1.0, sum(piece.seen_blocks for _, piece in self._pieces))
 
 
 class Change(NamedTuple):
@@ -128,14 +117,17 @@ class Chooser:
 
     def __init__(self, window: Window) -> None:
         self.k = CHOICES[0]
-        self._window = window
+        self.window = window
         self._since_change = 0
 
-    def add(self, request: Request) -> Change | None:
-        """A request has ended; the shadows of the choices come first in its hits."""
-        self._since_change += request.queried
-        window = self._window
-        if not window.add(request) or not window.is_meaningful or self._since_change < window.num_slots:
+    def look(self) -> Change | None:
+        """Requests have been added to the window's newest; the shadows of the choices come first in their hits."""
+        window = self.window
+        piece = window.move()
+        if piece is None:
+            return None
+        self._since_change += piece.blocks
+        if not window.is_meaningful or self._since_change < window.num_slots:
             return None
         ratios = window.ratios(len(CHOICES)).tolist()
         before, best = ratios[CHOICES.index(self.k)], ratios.index(max(ratios))
@@ -167,6 +159,11 @@ class Comparison:
         self._num_shadows = len(variants)
         self._window = Window(num_slots)
         self._chooser = Chooser(self._window) if k is None else None
+        self._waiting: list[tuple[Sequence[Part], range, float]] = []
+        """Requests that are not followed yet: several at once cost half as much."""
+        self._expected = 0.0
+        """How many of their keys are going to be followed."""
+        self._change: Change | None = None
 
     @staticmethod
     def _add_sizes(variants: list[tuple[float, float]], k: float) -> list[int]:
@@ -180,26 +177,39 @@ class Comparison:
                 variants.append((k, times))
         return rows
 
-    def choose(self, keys: Sequence[bytes], tag: int, start: int, num_slots: int) -> Part:
-        """What is followed of a part of a chain, in the namespace with the number `tag`. `start`: how many keys of the
-        chain come before these. The pool has so many slots."""
-        with self._lock:
-            if num_slots != self._shadows.num_slots:
-                self._shadows.resize(num_slots)
-                self._window.resize(num_slots)
-            return self._shadows.choose(keys, tag, start)
+    def part(self, keys: Sequence[bytes], tag: int, start: int) -> Part:
+        """What may be followed of a part of a chain, in the namespace with the number `tag`. `start`: how many keys of
+        the chain come before these."""
+        return self._shadows.part(keys, tag, start)
 
-    def use(self, parts: Sequence[Part], looked_up: range, now: float) -> Change | None:
-        """A request has ended that has used the chain of these parts, and has looked up these positions of it."""
+    def use(self, parts: Sequence[Part], looked_up: range, now: float, num_slots: int) -> Change | None:
+        """A request has ended that has used the chain of these parts, the first one first, and has looked up these
+        positions of it. The pool has so many slots."""
+        shadows = self._shadows
         with self._lock:
-            request = self._shadows.use(parts, looked_up, now)
-            if self._chooser is None:
-                self._window.add(request)
-                return None
-            change = self._chooser.add(request)
-            if change is not None:
-                self._follow(change.k)
+            if num_slots != shadows.num_slots:
+                self._follow_waiting()
+                shadows.resize(num_slots)
+                self._window.resize(num_slots)
+            self._waiting.append((parts, looked_up, now))
+            self._expected += shadows.rate * sum([part.length for part in parts])
+            if self._expected >= _BATCH or len(self._waiting) >= _BATCH:
+                self._follow_waiting()
+            change, self._change = self._change, None
             return change
+
+    def _follow_waiting(self) -> None:
+        """Follow the requests that have ended lately."""
+        waiting, self._waiting, self._expected = self._waiting, [], 0.0
+        chosen = iter(self._shadows.choose([part for parts, _, _ in waiting for part in parts]))
+        for parts, looked_up, now in waiting:
+            chain = next(chosen) if len(parts) == 1 else [key for _ in parts for key in next(chosen)]
+            self._shadows.use(chain, looked_up, now, self._window.piece)
+            if self._chooser is None:
+                self._window.move()
+            elif change := self._chooser.look():
+                self._follow(change.k)
+                self._change = change
 
     def _follow(self, k: float) -> None:
         """The sizes of the curve in another order."""
@@ -213,6 +223,7 @@ class Comparison:
     def curve(self) -> Curve | None:
         """None without one, and before there is evidence for it."""
         with self._lock:
+            self._follow_waiting()
             if not self._lru_rows or not self._window.is_meaningful or not self._window.sampled:
                 return None
             window, slots = self._window, self._shadows.num_slots

@@ -14,7 +14,6 @@ from math import inf
 
 from kvstow.config import EngineConfig
 from kvstow.control.administration import Administrator
-from kvstow.control.blockevents import BlockEventLog
 from kvstow.control.claims import Context, Switch
 from kvstow.control.comparison import Change
 from kvstow.control.ops import OpenOp, OpenTierOp
@@ -50,19 +49,13 @@ class PoolFacade:
     say.
     """
 
-    config: EngineConfig
-    engine_id: str
-    admin: Administrator
-
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
         self.config = pool.config
         self.engine_id = pool.desired.engine_id
         self.admin = Administrator(pool)
-
-    @property
-    def events(self) -> BlockEventLog:
-        return self._pool.events
+        self.events = pool.events
+        self.tick = pool.tick
 
     @property
     def used_slots(self) -> int:
@@ -79,10 +72,6 @@ class PoolFacade:
         """What the last integrity check found."""
         with self._pool.lock:
             return self._pool.integrity_error
-
-    def tick(self) -> None:
-        """See `Pool.tick`."""
-        self._pool.tick()
 
     def check_integrity(self) -> None:
         """Compare all records with each other, without the lock. Raises `IntegrityError`. O(pool) with the lock held,
@@ -130,10 +119,8 @@ class PoolFacade:
     def policy_changes(self, seen: int) -> tuple[int, list[Change]]:
         """How often the policy `auto` has chosen another order of eviction, and the changes after the first `seen` of
         them, as far as they are kept. O(1)."""
-        pool = self._pool
-        with pool.lock:
-            new = min(pool.num_changes - seen, len(pool.changes))
-            return pool.num_changes, list(pool.changes)[len(pool.changes) - new :]
+        with self._pool.lock:
+            return self._pool.changes.count, self._pool.changes.after(seen)
 
     def sources(self, by: SourceOrder = "hits", most: int = MOST_SOURCES) -> list[SourceStatus]:
         """The `most` sources of each kind, those with most of this first. Visits 4,096 slots at most, some at a time
@@ -190,7 +177,7 @@ class PoolFacade:
                 never_used=claims.never_used,
                 saved_ratio=None,
                 window_requests=0,
-                switches=pool.num_switches,
+                switches=pool.switches.count,
             )
         if trial is None:
             return found
@@ -200,10 +187,8 @@ class PoolFacade:
     def claim_switches(self, seen: int) -> tuple[int, list[Switch]]:
         """How often hints were switched off or on, and the switches after the first `seen` of them, as far as they are
         kept. O(1)."""
-        pool = self._pool
-        with pool.lock:
-            new = min(pool.num_switches - seen, len(pool.switches))
-            return pool.num_switches, list(pool.switches)[len(pool.switches) - new :]
+        with self._pool.lock:
+            return self._pool.switches.count, self._pool.switches.after(seen)
 
     # -- snapshots ------------------------------------------------------------------------------------------
 
@@ -329,7 +314,7 @@ def _defects(pool: Pool) -> list[str]:
             found.append(f"the {name} slots are not those of the open stores")
     held = chain(pool.owed, *(session.held_slots() for session in sessions_of(pool)))
     holders = Counter(slot for slots in held for slot in set(slots))
-    if holders != pool.index.holders():
+    if holders != {slot: pool.index.held.count(slot) for slot in pool.index.held.slots()}:
         found.append("the held slots are not those of leases and loads")
     if pool.owed_slots != sum(map(len, pool.owed)):
         found.append("the count of owed slots is wrong")
@@ -347,8 +332,8 @@ def _slot_counts(pool: Pool) -> SlotCounts:
         free=pool.slots.free,
         filling=index.num_filling,
         cached=index.num_cached,
-        leased=index.num_leased,
-        quarantined=index.num_quarantined,
+        leased=len(index.held),
+        quarantined=len(index.quarantined),
     )
 
 
@@ -471,7 +456,7 @@ def _context(pool: Pool, context: Context, now: float) -> ContextStatus:
 
 def _block(pool: Pool, slot: int, key: bytes, now: float) -> BlockStatus:
     index = pool.index
-    holds = index.holds(slot)
+    holds = index.held.count(slot)
     return BlockStatus(
         key=format_key(key),
         namespace=index.namespaces.of_slot(slot).name,

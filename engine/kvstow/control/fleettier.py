@@ -119,7 +119,7 @@ class FleetTier:
         """`fingerprint`: see `ObjectName`; None: the tier is off, for the `off_reason` (`kvstow.tier.fingerprint` gives
         one of them). `name`: of the store. `most_slots`: the largest size of the pool, which limits the queue of puts;
         None: its present size. `block_tokens`: by how many tokens each block lengthens a hit, where the pool's
-        configuration does not have it. `client` is closed by `close`. `hint_clock`: the clock by which answers of the
+        configuration does not have it. The caller keeps `client`. `hint_clock`: the clock by which answers of the
         store expire, if not `clock`. `on_news`: see `LookupThread`."""
         config = session.pool.config
         slots = session.pool.capacity if most_slots is None else most_slots
@@ -388,7 +388,9 @@ class FleetTier:
             if self._sample is not None:
                 self._look(self._sample)
                 self._sample = None if self._sample.state == "over" else self._sample
-            self._asked += self._lookups.ask(self._namer(self.fingerprint))
+            fingerprint, num_ranks = self.fingerprint, self._num_ranks
+            # The object of rank 0 answers for all ranks: it is put last.
+            self._asked += self._lookups.ask(lambda key: ObjectName(fingerprint, key, 0, num_ranks))
             self._puts.begin(self.fingerprint)
         else:
             self._sample = None
@@ -405,11 +407,6 @@ class FleetTier:
         has_puts = self.may_fetch and self._puts.queue.has_work
         is_busy = self._asked or self._puts.num_blocks or self._fetches.num_blocks or self._sample is not None
         return not (is_busy or has_news or has_puts)
-
-    def _namer(self, fingerprint: str) -> Callable[[bytes], ObjectName]:
-        """Names the object that answers for all ranks: it is put last."""
-        num_ranks = self._num_ranks
-        return lambda key: ObjectName(fingerprint, key, 0, num_ranks)
 
     def _take_result(self, result: StoreAnswers) -> None:
         self._asked -= 1
@@ -438,23 +435,22 @@ class FleetTier:
             counters.failed_fetch_blocks += len(settled.keys) - settled.moved
             counters.saved_seconds += saved
             self.break_even.note_fetch(settled.moved, settled.seconds)
-        if not is_put:
             self._table.note(settled.keys[settled.moved :], present=False)
         self._table.note(moved, present=True)
         if settled.outage:
             self._note_outage(settled.error or "no answer")
         elif 2 * settled.failed > len(settled.keys):
-            if self._breaker.note_failure(f"{settled.failed} of {len(settled.keys)} objects could not be moved"):
-                self._log_opened()
+            reason = f"{settled.failed} of {len(settled.keys)} objects could not be moved"
+            self._log_opened(self._breaker.note_failure(reason))
         elif settled.error is None:
             self._breaker.note_success()
 
     def _note_outage(self, reason: str) -> None:
-        if self._breaker.note_outage(reason):
-            self._log_opened()
+        self._log_opened(self._breaker.note_outage(reason))
 
-    def _log_opened(self) -> None:
-        logger.warning("the tier is left alone until its store answers again: %s", self._breaker.reason)
+    def _log_opened(self, has_opened: bool) -> None:
+        if has_opened:
+            logger.warning("the tier is left alone until its store answers again: %s", self._breaker.reason)
 
     def _note_stored(self, keys: Sequence[bytes]) -> None:
         """Called with the pool's lock held."""
@@ -490,7 +486,7 @@ class FleetTier:
 
     def close(self) -> None:
         """End the lookups, and begin no op any more; requests wait for nothing. What is under way on the ranks is
-        theirs, and so is what `take_plans` has yet to give them. Waits until the client is closed. Idempotent."""
+        theirs, and so is what `take_plans` has yet to give them. Waits for the store to answer. Idempotent."""
         if not self._is_closed:
             self._is_closed = True
             self.traffic.close()

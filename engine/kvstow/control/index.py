@@ -10,7 +10,7 @@ Every used slot is in exactly one of these sets:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from math import inf
@@ -40,12 +40,6 @@ class Removal:
     orphans: Sequence[int] = ()
     counts: Sequence[tuple[Namespace, int]] = ()
 
-    def by_namespace(self) -> Iterator[tuple[Namespace, tuple[bytes, ...]]]:
-        start = 0
-        for namespace, count in self.counts:
-            yield namespace, self.keys[start : start + count]
-            start += count
-
 
 class Index:
     """Keys and the use of slots. Not locked; each call is O(keys or slots given).
@@ -60,10 +54,12 @@ class Index:
         uses = self.uses = Uses(self.times, k)
         self.slot_keys = SlotKeys()
         self.namespaces = Namespaces(self.slot_keys, lambda: EvictionOrder(links, uses))
-        self._held = RefCounts()
+        self.held = RefCounts()
+        """Who keeps which slot from eviction; see `hold`."""
         self._orphans: set[int] = set()
         self._num_slots = 0
-        self._quarantined: set[int] = set()
+        self.quarantined: set[int] = set()
+        """Used slots that some process may still write, although no store is to become visible there."""
         self.claims: Claims | None = None
         """None until a request comes with hints."""
 
@@ -84,31 +80,17 @@ class Index:
     def num_visible(self) -> int:
         return sum([len(namespace.keys) for namespace in self.namespaces])
 
-    @property
-    def num_leased(self) -> int:
-        return len(self._held)
-
-    @property
-    def num_quarantined(self) -> int:
-        return len(self._quarantined)
-
-    # -- lookup --------------------------------------------------------------------------------------------
-
-    def holds(self, slot: int) -> int:
-        """The number of holds on the slot."""
-        return self._held.count(slot)
-
     # -- holds ----------------------------------------------------------------------------------------------
 
     def hold(self, slots: list[int]) -> None:
         """Keep visible slots of one namespace from eviction until `unhold` with the same slots."""
-        slots = self._held.increment(slots)
+        slots = self.held.increment(slots)
         if slots:
             self._detach(self.namespaces.of_slot(slots[0]), slots)
 
     def unhold(self, slots: list[int]) -> list[int]:
         """End a hold. Returns the slots that this frees, because their keys were removed meanwhile."""
-        slots = self._held.decrement(slots)
+        slots = self.held.decrement(slots)
         freed: list[int] = []
         if self._orphans:
             freed = [slot for slot in slots if slot in self._orphans]
@@ -140,7 +122,7 @@ class Index:
         self.times.mark_used(runs, now)
         slots = self._ordered(runs)
         if slots:
-            self.namespaces.order_of(slots).refresh(slots)
+            self.namespaces.of_slot(slots[0]).order.refresh(slots)
 
     def use(
         self, namespace: Namespace, runs: Sequence[Sequence[int]], absent: Sequence[bytes], now: float, least: int = 0
@@ -173,7 +155,7 @@ class Index:
 
     def unused(self, slots: list[int]) -> list[int]:
         """Those of the slots that are not held, in the order given."""
-        return self._held.free_of(slots)
+        return self.held.free_of(slots)
 
     # -- stores ---------------------------------------------------------------------------------------------
 
@@ -194,15 +176,7 @@ class Index:
     def quarantine(self, namespace: Namespace, slots: Sequence[int]) -> None:
         """A store was abandoned, but some rank may still write its slots."""
         namespace.pending_stores.finish(slots)
-        self._quarantined.update(slots)
-
-    def keep_in_quarantine(self, slots: Iterable[int]) -> None:
-        """Some process may still write these used slots, which belong to no store."""
-        self._quarantined.update(slots)
-
-    def end_quarantine(self, slots: Iterable[int]) -> None:
-        """No rank can write these slots any more. The caller frees them."""
-        self._quarantined.difference_update(slots)
+        self.quarantined.update(slots)
 
     # -- removal --------------------------------------------------------------------------------------------
 
@@ -295,7 +269,7 @@ class Index:
         freed: list[int] = []
         orphans: list[int] = []
         for slot in visible:
-            (orphans if slot in self._held else freed).append(slot)
+            (orphans if slot in self.held else freed).append(slot)
         for namespace, some in self.namespaces.grouped(freed):
             self._detach(namespace, some)
         if self.claims is not None:
@@ -312,8 +286,8 @@ class Index:
 
     def evictable_since(self, what: Literal["stored", "used"], moment: float, low: int, high: int) -> list[int]:
         """Evictable slots from `low` to below `high` whose blocks were last stored, or used, at `moment` or before."""
-        until = self.times.stored_until if what == "stored" else self.times.used_until
-        visible = [slot for slot in until(moment, low, high) if self.slot_keys.key_of[slot] is not None]
+        found = self.times.until(what, moment, low, high)
+        visible = [slot for slot in found if self.slot_keys.key_of[slot] is not None]
         return self.unused(visible)
 
     # -- claims ---------------------------------------------------------------------------------------------
@@ -360,10 +334,6 @@ class Index:
 
     # -- integrity ------------------------------------------------------------------------------------------
 
-    def holders(self) -> dict[int, int]:
-        """How many holds each held slot has. O(held): for integrity checks."""
-        return {slot: self._held.count(slot) for slot in self._held.slots()}
-
     def visible_slots(self) -> set[int]:
         """O(pool): for integrity checks."""
         return set().union(*(namespace.keys.slots() for namespace in self.namespaces))
@@ -377,8 +347,8 @@ class Index:
         return {
             "filling": set().union(*(namespace.pending_stores.slots() for namespace in self.namespaces)),
             "cached": set(self._cached()),
-            "leased": self._held.slots(),
-            "quarantined": set(self._quarantined),
+            "leased": self.held.slots(),
+            "quarantined": set(self.quarantined),
         }
 
     def defects(self) -> list[str]:
@@ -387,7 +357,7 @@ class Index:
         visible = self.visible_slots()
         if visible != {slot for slot, key in enumerate(self.slot_keys.key_of) if key is not None}:
             found.append("a visible slot is of no namespace")
-        held = self._held.slots()
+        held = self.held.slots()
         cached = self._cached()
         if len(cached) != self.num_cached or len(set(cached)) != len(cached):
             found.append("the eviction order repeats or loses slots")
@@ -399,6 +369,6 @@ class Index:
             found += self.claims.defects(visible)
         if not all(namespace.pending_stores.is_consistent() for namespace in self.namespaces):
             found.append("the keys and slots that are being stored do not match")
-        if not self._held.is_consistent():
+        if not self.held.is_consistent():
             found.append("a slot has further holders, but no first one")
         return found

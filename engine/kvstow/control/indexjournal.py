@@ -46,12 +46,6 @@ class JournalHeader(NamedTuple):
     found: Mapping[str, Any]
 
 
-class _Copy(NamedTuple):
-    sequence: int
-    version: int
-    body: bytes
-
-
 def packed_copy(sequence: int, found: Mapping[str, Any], most_bytes: int = COPY_BYTES) -> bytes:
     """A copy of the document. Raises `JournalError` if it takes more than so many bytes."""
     body = json.dumps(found, separators=(",", ":")).encode()
@@ -79,14 +73,15 @@ def read_header(memory: bytes | mmap.mmap, copy_bytes: int = COPY_BYTES) -> Jour
     copies = [copy for at in (0, copy_bytes) if (copy := _read_copy(memory, at, copy_bytes)) is not None]
     if not copies:
         raise JournalError("the journal has no whole header")
-    newest = max(copies)
-    if newest.version != VERSION:
-        raise JournalError(f"the journal has version {newest.version}; this service reads version {VERSION}")
-    return JournalHeader(newest.sequence, json.loads(newest.body))
+    sequence, version, body = max(copies)
+    if version != VERSION:
+        raise JournalError(f"the journal has version {version}; this service reads version {VERSION}")
+    return JournalHeader(sequence, json.loads(body))
 
 
-def _read_copy(memory: bytes | mmap.mmap, at: int, copy_bytes: int) -> _Copy | None:
-    """None unless the copy is whole. Reads no more than it needs, as that takes memory."""
+def _read_copy(memory: bytes | mmap.mmap, at: int, copy_bytes: int) -> tuple[int, int, bytes] | None:
+    """Its sequence, version and JSON; None unless the copy is whole. Reads no more than it needs, as that takes
+    memory."""
     magic, version, length, sequence = _START.unpack_from(memory, at)
     end = _START.size + length
     if magic != _MAGIC or end + _CRC.size > copy_bytes:
@@ -94,14 +89,13 @@ def _read_copy(memory: bytes | mmap.mmap, at: int, copy_bytes: int) -> _Copy | N
     data = memory[at : at + end + _CRC.size]
     if _CRC.unpack_from(data, end)[0] != zlib.crc32(data[:end]):
         return None
-    return _Copy(sequence, version, data[_START.size : end])
+    return sequence, version, data[_START.size : end]
 
 
 RECORD_BYTES = 64
 WORDS = RECORD_BYTES // 8
 COMMIT, STATE, KEY, ORDER = 0, 1, 2, 7
 MAX_KEY_BYTES = 40
-MAX_SESSION = (1 << 48) - 1
 
 _FILLING = np.uint64(0xF111 << 48)
 _FILLING_MASK = np.uint64(0xFFFF << 48)
@@ -117,22 +111,9 @@ _SHIFT = np.uint64(29)
 Words = NDArray[np.uint64]
 
 
-def filling_state(session: int) -> np.uint64:
-    """The state word of a slot that this session may be writing. Raises `InvalidRequestError`."""
-    if not 0 <= session <= MAX_SESSION:
-        raise InvalidRequestError(f"session is {session}; allowed: 0 to {MAX_SESSION}")
-    return _FILLING | np.uint64(session)
-
-
 def is_filling(records: Words) -> NDArray[np.bool_]:
     found: NDArray[np.bool_] = records[:, STATE] & _FILLING_MASK == _FILLING
     return found
-
-
-def sessions_of(records: Words) -> list[int]:
-    """Of filling slots."""
-    sessions: list[int] = (records[:, STATE] & ~_FILLING_MASK).tolist()
-    return sessions
 
 
 def fit(keys: Sequence[bytes]) -> bool:
@@ -143,8 +124,6 @@ def fit(keys: Sequence[bytes]) -> bool:
 
 def make_blocks(namespace: int, keys: Sequence[bytes]) -> Words:
     """Records of blocks, without order and checksum. Raises `InvalidRequestError`."""
-    if not 0 <= namespace <= _MAX_NAMESPACE:
-        raise InvalidRequestError(f"namespace is {namespace}; allowed: 0 to {_MAX_NAMESPACE}")
     width = len(keys[0]) if keys else 0
     if not width or not fit(keys):
         raise InvalidRequestError(f"keys of the journal have one length, from 1 to {MAX_KEY_BYTES} bytes")
@@ -301,9 +280,8 @@ class IndexJournal:
 
     def begin(self, slots: Sequence[int], session: int) -> None:
         """The session may use these slots; what they held is gone."""
-        state = filling_state(session)
         rows = self._rows(slots)
-        self._store(rows, STATE, state)  # first: at no moment does the slot look empty
+        self._store(rows, STATE, _FILLING | np.uint64(session))  # first: at no moment does the slot look empty
         self._erase(rows)
 
     def publish(self, slots: Sequence[int], namespace: int, keys: Sequence[bytes]) -> None:
@@ -313,8 +291,6 @@ class IndexJournal:
             return
         rows = self._rows(slots)
         body = make_blocks(namespace, keys)
-        if len(body) != len(rows):
-            raise InvalidRequestError(f"{len(rows)} slots, but {len(body)} keys")
         present = self._records[rows, :KEY]
         if (present[:, COMMIT] != 0).any() or not is_filling(present).all():
             raise IntegrityError("a slot is published in the journal that was not begun")
@@ -350,7 +326,8 @@ class IndexJournal:
             dropped = [slot for slot in rows.tolist() if slot not in kept]
             self.clear(dropped)
         filling: dict[int, list[int]] = {}
-        for session, slot in zip(sessions_of(records[is_begun]), written[is_begun].tolist(), strict=True):
+        sessions = (records[is_begun, STATE] & ~_FILLING_MASK).tolist()
+        for session, slot in zip(sessions, written[is_begun].tolist(), strict=True):
             filling.setdefault(session, []).append(slot)
         return RecoveredIndex(blocks, filling, dropped)
 

@@ -47,8 +47,8 @@ class KeyMap:
     def leading_runs(self, keys: Sequence[bytes]) -> list[Sequence[int]]:
         """Slots of the keys up to the first that is not visible, as runs of neighbours; for a few keys, as one list.
 
-        Blocks of a prefix are mostly in neighbouring slots (see `place_store`). Then comparing keys slot by slot reads
-        memory in order and computes no hash: a lookup among a million slots is three times as fast as with the
+        Blocks of a prefix are mostly in neighbouring slots (see `Pool.make_room`). Then comparing keys slot by slot
+        reads memory in order and computes no hash: a lookup among a million slots is three times as fast as with the
         dictionary alone.
         """
         key_of, slot_of = self._slot_keys.key_of, self._slot_of
@@ -124,7 +124,7 @@ class KeyMap:
             scattered = [slot for slot in slots if slot is not None]
             if scattered:
                 runs.append(scattered)
-                found += key_runs(slots, count)
+                found += _runs_of(bytes(slot is not None for slot in slots), count)
         return runs, found
 
     def slots_of(self, keys: Iterable[bytes], below: int | None = None) -> list[int | None]:
@@ -266,6 +266,10 @@ class Namespace:
         self.num_sessions = 0
         self.is_dropped = False
 
+    @property
+    def is_empty(self) -> bool:
+        return not self.keys and not self.pending_stores
+
     def select(self, keys: Sequence[bytes], outcomes: dict[str, int]) -> tuple[list[int], Sequence[Sequence[int]]]:
         """Returns the indices of the keys that need a slot, and runs of the slots of keys that are present. Counts the
         others in `outcomes`."""
@@ -312,10 +316,6 @@ class Namespace:
         """Whether none of these keys is visible or being stored, and none repeats. `slots`: where they are visible."""
         absent = slots.count(None) == len(keys) and self.pending_stores.isdisjoint(keys)
         return absent and len(set(keys)) == len(keys)
-
-    @property
-    def is_empty(self) -> bool:
-        return not self.keys and not self.pending_stores
 
 
 class Namespaces:
@@ -407,10 +407,6 @@ class Namespaces:
             namespace.is_dropped = True
         self.only = next(iter(self._by_tag.values())) if len(self._by_tag) == 1 else None
 
-    def order_of(self, slots: Sequence[int]) -> EvictionOrder:
-        """The order of eviction that slots of one namespace are in."""
-        return self.of_slot(slots[0]).order
-
     def of_slot(self, slot: int) -> Namespace:
         """The namespace of the block in this slot."""
         return self.only or self._by_tag[self._slot_keys.tag_of[slot]]
@@ -436,10 +432,6 @@ class Namespaces:
         keys = list(keys)
         found = (namespace.keys.slots_of(keys) for namespace in self._by_tag.values())
         return [slot for slots in found for slot in slots if slot is not None]
-
-    def keys_being_stored(self) -> list[bytes]:
-        """O(slots being written)."""
-        return [key for namespace in self._by_tag.values() for key in namespace.pending_stores]
 
     def disown(self, keys: Iterable[bytes]) -> None:
         """Keep these keys from becoming visible, as far as they are being stored, in all namespaces."""
@@ -472,11 +464,6 @@ def first_of_runs(runs: Sequence[KeyRun], count: int) -> list[KeyRun]:
     return kept
 
 
-def key_runs(slots: Sequence[int | None], start: int = 0) -> list[KeyRun]:
-    """The runs of keys whose slot is not None. The first slot is that of key `start`."""
-    return _runs_of(bytes(slot is not None for slot in slots), start)
-
-
 def runs_without(runs: Sequence[tuple[int, int]], others: Sequence[tuple[int, int]]) -> list[KeyRun]:
     """The keys of the runs that are in none of the others."""
     left = bytearray(sum(runs[-1]) if runs else 0)
@@ -488,6 +475,7 @@ def runs_without(runs: Sequence[tuple[int, int]], others: Sequence[tuple[int, in
 
 
 def _runs_of(present: bytes | bytearray, start: int = 0) -> list[KeyRun]:
+    """The runs of ones. The first byte is that of key `start`."""
     runs: list[KeyRun] = []
     begin = present.find(1)
     while begin >= 0:

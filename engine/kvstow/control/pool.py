@@ -11,9 +11,10 @@ import secrets
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 from math import inf
 from threading import Lock
-from typing import Literal, Protocol
+from typing import Generic, Literal, Protocol, TypeVar
 
 from kvstow.config import EngineConfig, fixed_k, parse_policy
 from kvstow.control.blockevents import BlockEventLog
@@ -39,9 +40,31 @@ _SLICES_AT_ONCE = 16
 """So much is freed at the end of leases, before the rest is owed."""
 
 
+_EVICTIONS_PER_SLOT = 4
+"""Blocks that a store may evict for each slot that it lacks. While the pool shrinks, most evictable blocks may be above
+its new limit, and evicting them frees no usable slot."""
 _KEPT_CHANGES = 16
 _HINTS_REMEMBERED = 3600.0
 """Seconds after the last request with hints."""
+
+
+_T = TypeVar("_T")
+
+
+class History(Generic[_T]):
+    """The last of what has happened, and how much has. Not locked."""
+
+    def __init__(self) -> None:
+        self._kept: deque[_T] = deque(maxlen=_KEPT_CHANGES)
+        self.count = 0
+
+    def add(self, one: _T) -> None:
+        self._kept.append(one)
+        self.count += 1
+
+    def after(self, seen: int) -> list[_T]:
+        """What came after the first `seen` of all, as far as it is kept."""
+        return list(self._kept)[max(0, len(self._kept) - (self.count - seen)) :]
 
 
 class PoolAcceptance:
@@ -199,16 +222,14 @@ class Pool:
         """None where `k` is fixed and no curve is wanted."""
         self.recording: Recording | None = None
         """Takes every use; None while nobody records."""
-        self.changes: deque[Change] = deque(maxlen=_KEPT_CHANGES)
-        """What was chosen lately, the newest last."""
-        self.num_changes = 0
+        self.changes = History[Change]()
+        """What was chosen."""
         self.trial: Trial | None = None
         """None until a request comes with hints."""
         self.hinted_at = -inf
         """When the last request with hints came."""
-        self.switches: deque[Switch] = deque(maxlen=_KEPT_CHANGES)
-        """When hints were switched off or on lately, the newest last."""
-        self.num_switches = 0
+        self.switches = History[Switch]()
+        """When hints were switched off or on."""
         self.index = Index()
         self.index.uses.make_room(config.capacity_slots)
         self.set_policy(parse_policy(config.policy))
@@ -259,8 +280,7 @@ class Pool:
             if self.comparison is not comparison:
                 return
             self.index.uses.k = change.k
-            self.changes.append(change)
-            self.num_changes += 1
+            self.changes.add(change)
         self.log(logging.INFO, "%s", change)
         self.write_log()
 
@@ -294,8 +314,7 @@ class Pool:
             if switch is None:
                 return
             claims.set_on(switch.is_on)
-            self.switches.append(switch)
-            self.num_switches += 1
+            self.switches.add(switch)
         self.log(logging.INFO if switch.is_on else logging.WARNING, "%s", switch)
         self.write_log()
 
@@ -343,8 +362,10 @@ class Pool:
         self.note_removed_keys(removal, reason)
 
     def note_removed_keys(self, removal: Removal, reason: str) -> None:
-        for namespace, keys in removal.by_namespace():
-            self.events.append("removed", keys, reason, namespace.tag)
+        start = 0
+        for namespace, count in removal.counts:
+            self.events.append("removed", removal.keys[start : start + count], reason, namespace.tag)
+            start += count
 
     def remove_blocks(self, slots: Iterable[int], reason: str) -> int:
         """Remove the visible blocks in these slots, including held ones. Returns their number."""
@@ -370,7 +391,7 @@ class Pool:
 
     def end_quarantine(self, slots: Sequence[int]) -> None:
         """Nobody can write these slots any more."""
-        self.index.end_quarantine(slots)
+        self.index.quarantined.difference_update(slots)
         self.deallocate(slots)
 
     def unhold(self, slots: Iterable[int]) -> None:
@@ -407,7 +428,53 @@ class Pool:
             left -= max(1, len(slots))
         return bool(self.owed)
 
-    def end_excess_leases(self) -> bool:
+    def make_room(
+        self, count: int, present: Sequence[Sequence[int]], now: float, below: int | None = None
+    ) -> list[int]:
+        """Up to `count` slots to fill, below `below` unless that is None: free ones, then evicted ones. Those of
+        `present`, runs of slots of the same prefix, count as used and are not evicted.
+
+        Slots are in ascending order: copies and lookups of a prefix are faster if its slots are neighbours."""
+        slots = self.slots.allocate(min(count, self.slots.free), below)
+        if len(slots) < count:
+            held = list(chain.from_iterable(present))
+            if held:
+                self.index.times.mark_used(present, now)
+                self.index.hold(held)
+            slots += self._evict(count - len(slots), now, below)
+            # Nothing is left to evict but leased blocks: those of sessions that lease too much.
+            if len(slots) < count and self.earlier is None and self._end_excess_leases():
+                slots += self._evict(count - len(slots), now, below)
+            if held:
+                self.unhold(held)
+        elif present:
+            self.index.refresh(present, now)
+        slots.sort()
+        return slots
+
+    def _evict(self, count: int, now: float, below: int | None) -> list[int]:
+        """Evict blocks for up to `count` slots; none while `earlier` uses may go on."""
+        slots = list[int]()
+        if self.earlier is not None:
+            return slots
+        budget = _EVICTIONS_PER_SLOT * count
+        while len(slots) < count and budget > 0:
+            if below is None:
+                removal = self.index.evict(min(count - len(slots), budget))
+                budget -= len(removal.keys)
+            else:
+                removal = self.index.evict_below(below, count - len(slots), budget)
+                budget = 0
+            if not removal.keys:
+                break
+            self.counters.evictions["capacity"] += len(removal.keys)
+            self.ages.sample_evicted(removal.freed, now)
+            self.index.uses.note_ages(removal.freed, now)
+            self.note_removed_keys(removal, "capacity")
+            slots += self.reuse(removal.freed)
+        return slots
+
+    def _end_excess_leases(self) -> bool:
         """End leases of sessions that hold more than they may when slots are short; False if there are none.
         O(slots of the leases that end)."""
         ended = [lease for session in self.sessions for lease in session.leases.end_excess()]
@@ -474,18 +541,14 @@ class Pool:
     def tick(self) -> None:
         """Let time pass: transfers become stuck, expected uses are missed. Call it about once a second, without the
         lock. O(what changes), with the lock held for no more than one transfer, or 1,024 claims, at a time."""
-        now = self.clock()
-        while self._mark_stuck(now):
-            pass
+        now, marked = self.clock(), True
+        while marked:
+            with self.lock:
+                marked = any(session.mark_stuck(now) for session in self.sessions)
         with self.lock:
             if self.index.claims is not None:
                 self._tick_claims(self.index.claims, now)
         self.write_log()
-
-    def _mark_stuck(self, now: float) -> bool:
-        """Mark the oldest transfer of a session that has become stuck; False if there is none."""
-        with self.lock:
-            return any(session.mark_stuck(now) for session in self.sessions)
 
     @property
     def used_slots(self) -> int:
@@ -538,7 +601,7 @@ class EarlierUses:
             (kept if self._was_used.is_used(slot) else others).append(slot)
         if kept:
             self.session.quarantined_slots += kept
-            self._pool.index.keep_in_quarantine(kept)
+            self._pool.index.quarantined.update(kept)
             if self._pool.journal is not None:
                 self._pool.journal.begin(kept, ANY_SESSION)
         return others

@@ -12,10 +12,10 @@ from typing import Generic, Literal, TypeVar
 from kvstow.control.indexjournal import MAX_KEY_BYTES, fit
 from kvstow.control.namespaces import Namespace, first_of_runs
 from kvstow.control.ops import OpsInFlight
-from kvstow.control.placement import place_store, store_room
 from kvstow.control.pool import LeaseBook, Pool
 from kvstow.control.ranktable import RankTable
 from kvstow.control.shadows import MOST_FOLLOWED, Part
+from kvstow.control.slots import values_at
 from kvstow.control.trial import Sample, Trial
 from kvstow.errors import InvalidRequestError, LeaseError
 from kvstow.hints import Hints
@@ -28,9 +28,12 @@ from kvstow.status import LoadRefusal, RankStatus, Refusal
 MOST_HELD = 65_536
 """Leases and loads under way of one session: more than requests wait in any inference engine. 20 MiB."""
 MOST_HELD_SLOTS = 4 << 20
-"""Slots of all of them, a slot once for each. 4,096 requests may wait for
-16,384 tokens of 16-token blocks."""
-
+"""Slots of all of them, a slot once for each: 190 MiB. 4,096 requests may wait for 16,384 tokens of 16-token blocks."""
+_OUTCOME_OF: dict[Refusal, str] = {
+    "not_ready": "dropped_not_ready",
+    "draining": "dropped_draining",
+    "bypassed": "skipped_bypass",
+}
 
 MOST_CLAIMED = 1 << 18
 """Blocks of a chain whose claim is made: 4 million tokens."""
@@ -114,8 +117,8 @@ class Session:
         """What the engine computes with."""
         self._uses_behind = 0
         """Uses of the first block of the part of a chain that was given last."""
-        self._parts_behind = _Behind[Part](lambda part: len(part.names))
-        """What the comparison follows of them."""
+        self._parts_behind = _Behind[Part](lambda part: part.num_keys)
+        """What the comparison may follow of them."""
         self._tried_behind = _Behind[Sample](lambda sample: len(sample.keys))
         """What the trial of hints follows."""
         self._claimed_behind = _Behind[Sequence[bytes]](len)
@@ -171,7 +174,7 @@ class Session:
         return self._acquire(keys, leading=True, count=count)[0]
 
     def acquire_runs(self, keys: Sequence[bytes], *, count: bool = True) -> tuple[Lease, list[KeyRun]]:
-        """Look up all the keys, and keep those that are present from eviction. The lease has the keys of all runs."""
+        """Look up all the keys, and keep those that are present from eviction. The lease has the slots of all runs."""
         return self._acquire(keys, leading=False, count=count)
 
     def count_lookup(self, queried: int, hits: int, source: Source = NO_SOURCE) -> None:
@@ -302,13 +305,50 @@ class Session:
                 f"keys of {widths} bytes; allowed: keys of one length, from 1 to {MAX_KEY_BYTES} bytes, because the "
                 "pool's journal has a field of that size"
             )
-        with self.pool.lock:
-            return place_store(self, self.ops, keys, blocks, request_id)
+        pool = self.pool
+        op: Op | None = None
+        fresh: list[int] = []
+        outcomes: dict[str, int] = {}
+        unplaced: Sequence[int] = ()
+        with pool.lock:
+            now = pool.clock()
+            refusal = self.refusal("store", now)
+            if refusal:
+                outcomes[_OUTCOME_OF[refusal]] = len(keys)
+                unplaced = range(len(keys))
+            else:
+                fresh, present = self.namespace.select(keys, outcomes)
+                slots = pool.make_room(len(fresh), present, now, self.watermark)
+                if len(slots) < len(fresh):
+                    outcomes["dropped_cpu_full"] = len(fresh) - len(slots)
+                    pool.counters.allocation_failures += 1
+                    unplaced = fresh[len(slots) :]
+                    del fresh[len(slots) :]
+                if fresh:
+                    self.namespace.begin(keys, fresh, slots)
+                    if pool.journal is not None:
+                        pool.journal.begin(slots, self.session_id)
+                    moved = values_at(blocks, fresh)
+                    op = self.ops.start("store", moved, tuple(slots), request_id=request_id, now=now)
+            for outcome, count in outcomes.items():
+                pool.counters.stores[outcome] += count
+        return StoreGrant(op, tuple(fresh), outcomes, unplaced)
 
     def store_room(self) -> int:
         """Blocks that `begin_store` would find a slot for now; 0 while stores are refused. O(1)."""
         with self.pool.lock:
-            return store_room(self)
+            return self.room()
+
+    def room(self, *, kept: int = 0) -> int:
+        """Slots for a store, free or by eviction; 0 while stores are refused. `kept`: evictable blocks that must stay.
+        An upper bound while the session has not registered all slots, or leases too many. The caller holds the lock."""
+        pool = self.pool
+        if self.refusal("store", pool.clock()):
+            return 0
+        room = pool.slots.free
+        if pool.earlier is None:
+            room += pool.index.num_cached - kept + sum(one.leases.excess_slots for one in pool.sessions)
+        return room if self.watermark is None else min(room, self.watermark)
 
     def use(
         self,
@@ -358,12 +398,12 @@ class Session:
             self._try(trial, keys, start, looked_up, hints, now)
         if comparison is None or not num_slots:
             return whole
-        part = comparison.choose(keys, self.namespace.tag, start, num_slots)
+        part = comparison.part(keys, self.namespace.tag, start)
         if start:
             self._parts_behind.add(part, MOST_FOLLOWED)
         else:
             parts = [part, *self._parts_behind.take()]
-            change = comparison.use(parts, range(*(looked_up or (0, len(keys)))), now)
+            change = comparison.use(parts, range(*(looked_up or (0, len(keys)))), now, num_slots)
             if change is not None:
                 pool.apply_change(comparison, change)
         return whole
@@ -526,7 +566,9 @@ class Session:
             return "draining"
         if not self.serving or pool.rebuilding:
             return "not_ready"
-        return "bypassed" if pool.bypasses(what, now) else None
+        if pool.bypasses(what, now):
+            return "bypassed"
+        return "not_ready" if what == "store" and not self.pool.slots.limit else None
 
     def refresh_acceptance(self) -> None:
         """Update whether work is accepted, after a change of the ranks or of stuck ops. The caller holds the lock."""

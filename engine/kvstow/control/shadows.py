@@ -1,6 +1,6 @@
 """What the pool would hold with other orders of eviction, and of other sizes, simulated with a sample of its keys.
 
-Each request is told once, when it ends: its chain of keys, and which of them were looked up. A shadow is a simulated
+A request counts once, when it ends: with its chain of keys, and which of them it looked up. A shadow is a simulated
 pool that has only keys. Every use admits the keys to all shadows. With `k` = 0, a shadow has the keys that were used
 last, as many as there is room for. Other shadows evict the oldest key of a class, as the pool does (`EvictionOrder`).
 So what they hold of a class is always an end of the list of that class, which all of them share, and such a shadow is
@@ -11,16 +11,16 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
 from math import floor, inf, nextafter
-from operator import sub
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from kvstow.control.uses import CLASSES, LOG_USES, MOST_USES, NUM_CLASSES, Hashes, first_and_last_words, smoothed
+from kvstow.control.uses import CLASSES, LOG_USES, MOST_USES, NUM_CLASSES, Hashes, hash_joined, join_keys, smoothed
 
 MOST_FOLLOWED = 16_384
 """Keys that are followed."""
@@ -33,16 +33,14 @@ _SLACK = 0.025
 """By how much of its size a shadow of a sample may be too large, and is too small after it has evicted: it evicts
 several keys at once."""
 _NEVER = 1 << 64
-"""The level of a key that is not followed unless it is hot. Lower ones are those of `level_of`."""
-_MIX_HEAD, _MIX_ALL, _MIX_BYTE = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 151
-_LOW_BITS = 56
-_RANKS = bytes(each * _MIX_BYTE & 255 for each in range(256))
-_UP_TO = tuple(bytes(rank <= most for rank in _RANKS) for most in range(256))
-"""By the upper byte of a level: which last bytes a key may have whose level is at most so much."""
+"""The level of a key that is not followed unless it is hot."""
 _THIN_RATE = 1 / 64
-_STRETCHES = ((0, 1, 64), (64, 4, 256), (256, 16, 1 << 62))
-"""From where to where in a chain every fourth or sixteenth position is looked at, at a rate up to `_THIN_RATE`, and
-four or sixteen times the share of these keys is followed. A key has the same position in every chain that has it."""
+"""Below it, half as many keys are followed, and only at some places of a chain: there are enough of them."""
+_STRETCHES = ((0, 1, 16), (16, 4, 64), (64, 16, 256), (256, 64, 1 << 20))
+"""From where to where in a chain every fourth, sixteenth or 64th position is a place, in the middle of those that it
+stands for. A key has the same position in every chain that has it."""
+_PLACES = tuple(at for low, step, high in _STRETCHES for at in range(low + step // 2, high, step))
+_SPANS = tuple(step for low, step, high in _STRETCHES for _ in range(low + step // 2, high, step))
 
 Floats = npt.NDArray[np.float64]
 Hits = dict[int, float]
@@ -58,34 +56,54 @@ def spread(hits: Mapping[int, float], num_shadows: int) -> Floats:
 
 
 class Part(NamedTuple):
-    """The followed keys of a part of a chain: their names, what says whether they are followed, their positions in the
-    chain, and how many blocks each stands for; 0.0: as many as the sample says."""
+    """The keys of a part of a chain that may be followed, end to end: so many of `length` keys. `start`: how many keys
+    of the chain come before the part. `first`: the number of the first place whose key it has; None: it has the keys
+    of all positions."""
 
-    names: list[int]
-    levels: list[int]
-    positions: list[int]
-    weights: list[float]
+    data: bytes
+    width: int
+    num_keys: int
+    length: int
+    tag: int
+    start: int
+    first: int | None = None
 
 
-class Request(NamedTuple):
-    """What a request has hit in each shadow. `queried`: how many blocks it looked up. `blocks`: how many of these the
+Followed = tuple[int, int, int, float]
+"""A key: its name; what says whether it is followed; its position in the chain; how many blocks it stands for, 0.0: as
+many as the sample says."""
+
+
+@dataclass(slots=True)
+class Tally:
+    """What requests have hit in each shadow. `blocks`: how many they looked up. `sampled`: how many of these the
     sample stands for; the share of them that hits is less random than that of all blocks. `seen_hits`: the leading
     blocks that any request has used before, of `seen_blocks`, which another sample stands for."""
 
-    queried: int
-    blocks: float
-    hits: Hits
+    requests: int = 0
+    blocks: int = 0
+    sampled: float = 0.0
+    hits: Hits = field(default_factory=dict)
     seen_blocks: float = 0.0
     seen_hits: float = 0.0
+
+    def add(self, other: Tally) -> None:
+        self.requests += other.requests
+        self.blocks += other.blocks
+        self.sampled += other.sampled
+        self.seen_blocks += other.seen_blocks
+        self.seen_hits += other.seen_hits
+        for holders, blocks in other.hits.items():
+            self.hits[holders] = self.hits.get(holders, 0.0) + blocks
 
 
 class _Key:
     """A key that is followed."""
 
-    __slots__ = ("is_hot", "level", "name", "order", "position", "used_at", "uses", "weight")
+    __slots__ = ("is_hot", "name", "order", "position", "used_at", "uses", "weight")
 
-    def __init__(self, name: int, level: int, position: int, weight: float) -> None:
-        self.name, self.level, self.position, self.weight = name, level, position, weight
+    def __init__(self, name: int, position: int, weight: float) -> None:
+        self.name, self.position, self.weight = name, position, weight
         self.order = _GONE
         """When it was used last: numbers that grow with the time, the class and the key, in this order."""
         self.used_at = 0.0
@@ -161,132 +179,173 @@ class Shadows:
 
     # -- requests -------------------------------------------------------------------------------------------
 
-    def choose(self, keys: Sequence[bytes], tag: int = 0, start: int = 0) -> Part:
-        """The keys to follow, of a chain or a part of it, in the namespace with the number `tag`. `start`: how many
-        keys of the chain come before these."""
-        if not keys:
-            return Part([], [], [], [])
-        if self.rate <= _THIN_RATE:
-            positions, levels = self._choose_few(keys, start)
+    def part(self, keys: Sequence[bytes], tag: int = 0, start: int = 0) -> Part:
+        """Those keys of a chain, or of a part of it, that may be followed, in the namespace with the number `tag`.
+        `start`: how many keys of the chain come before these."""
+        length, first = len(keys), None
+        if self.is_thin and start:
+            first = bisect_left(_PLACES, start)
+            keys = [keys[at - start] for at in _PLACES[first : bisect_left(_PLACES, start + length)]]
+        elif self.is_thin:
+            first = 0
+            keys = [*keys[:16], *keys[18:64:4], *keys[72:256:16], *keys[288 : 1 << 20 : 64]]  # _PLACES, but faster
+        return Part(*join_keys(keys), len(keys), length, tag, start, first)
+
+    def choose(self, parts: Sequence[Part]) -> list[list[Followed]]:
+        """The keys of each part that are followed. Many parts at once cost little more than one."""
+        if not parts:
+            return []
+        is_thin = self.is_thin
+        if any((part.first is None) == is_thin for part in parts):  # it was made before a resize
+            parts = [part._replace(data=b"", num_keys=0, first=0 if is_thin else None) for part in parts]
+        counts = [part.num_keys for part in parts]
+        ends = list(accumulate(counts))
+        if len({(part.width, part.tag) for part in parts}) == 1:
+            hashes = hash_joined(b"".join([part.data for part in parts]), parts[0].width, parts[0].tag)
         else:
-            found = _levels(keys)
-            places = (found <= np.uint64(self._threshold)).nonzero()[0]
-            positions, levels = places.tolist(), found[places].tolist()
-        weights = [0.0] * len(positions)
-        if not start and self.rate < 1.0:
-            hot = self._hot.lead(keys, tag)
-            if self._hot.changed:
-                self._reweigh(self._hot.take_changed())
-            if hot:
-                behind = bisect_right(positions, hot[-1])
-                positions[:behind] = hot
-                levels[:behind] = [_NEVER] * len(hot)
-                weights[:behind] = [*map(sub, hot[1:], hot), 1.0]
-        names = [hash((tag, keys[at])) for at in positions]
-        return Part(names, levels, [start + at for at in positions] if start else positions, weights)
+            hashes = np.concatenate([hash_joined(part.data, part.width, part.tag) for part in parts])
+        limits = np.uint64(self._threshold)
+        if is_thin:
+            shifts = [(part.first or 0) - end + part.num_keys for part, end in zip(parts, ends, strict=True)]
+            limits = self._limits[np.arange(ends[-1]) + np.repeat(shifts, counts)]
+        ats = (hashes <= limits).nonzero()[0]
+        chosen = [list[Followed]() for _ in parts]
+        number = 0
+        for name, at in zip(hashes[ats].tolist(), ats.tolist(), strict=True):
+            while at >= ends[number]:
+                number += 1
+            part = parts[number]
+            at += part.num_keys - ends[number]
+            if part.first is None:
+                chosen[number].append((name, name, part.start + at, 0.0))
+            else:
+                at += part.first
+                chosen[number].append((name, name // _SPANS[at], _PLACES[at], 0.0))
+        if self.rate < 1.0:
+            self._add_hot(parts, hashes, chosen, ends)
+        return chosen
 
-    def _choose_few(self, keys: Sequence[bytes], start: int) -> tuple[list[int], list[int]]:
-        """Positions and levels. Most keys are ruled out by their last byte, without a step of Python for each."""
-        positions, levels = list[int](), list[int]()
-        for low, step, high in _STRETCHES:
-            first = max(0, low - start)
-            first += (step // 2 - start - first) % step
-            some = keys[first : max(0, high - start) : step]
-            if not some:
+    def _add_hot(
+        self, parts: Sequence[Part], hashes: Hashes, chosen: list[list[Followed]], ends: Sequence[int]
+    ) -> None:
+        """Hot keys are followed at some places of a chain, where they stand for all keys between them."""
+        numbers = [number for number, part in enumerate(parts) if part.num_keys and not part.start]
+        firsts = [ends[number] - parts[number].num_keys for number in numbers]
+        for number, first, name in zip(numbers, firsts, hashes[firsts].tolist(), strict=True):
+            if not self._hot.count(name):
                 continue
-            threshold = self._threshold * step
-            candidates = _last_bytes(some).translate(_UP_TO[threshold >> _LOW_BITS])
-            at = candidates.find(1)
-            while at >= 0:
-                level = level_of(some[at])
-                if level <= threshold:
-                    positions.append(first + at * step)
-                    levels.append(level // step)
-                at = candidates.find(1, at + 1)
-        return positions, levels
+            names, count = [name], parts[number].num_keys
+            for place in range(1, count) if self.is_thin else _PLACES[1:]:
+                if place >= count or not self._hot.count(name := int(hashes[first + place])):
+                    break
+                names.append(name)
+            leading = [
+                (name, _NEVER, position, float(span))
+                for name, position, span in zip(names, _PLACES, _SPANS, strict=False)
+            ]
+            behind = leading[-1][2] + leading[-1][3] / 2
+            chosen[number] = leading + [one for one in chosen[number] if one[2] >= behind]
+        self._hot.end(len(numbers))
+        if self._hot.changed:
+            self._reweigh(self._hot.take_changed())
 
-    def use(self, parts: Sequence[Part], looked_up: range, now: float) -> Request:
-        """A request has ended that has used the chain of these parts, the first one first. `looked_up`: the positions
-        that it looked up."""
+    def use(self, chain: Sequence[Followed], looked_up: range, now: float, tally: Tally) -> None:
+        """A request has ended that has used this chain, and has looked up these positions of it. What it has hit is
+        added to the tally."""
+        tally.requests += 1
+        tally.blocks += len(looked_up)
+        if not chain:
+            return
         if now > self._now:
             self._now, self._tick, self._number = now, self._tick + 1, 0
-        weight, key_of, threshold = 1.0 / self.rate, self._key_of, int(self._threshold)
+        rate, key_of, recent = self.rate, self._key_of, self._recent
+        counting_bits, leading, hits = self._counting_bits, self._all, tally.hits
         first, stop = looked_up.start, looked_up.stop
-        hits: Hits = {}
-        chain: dict[int, _Key] = {}
-        hot_names = set[int]()
-        total, blocks, leading = 0.0, 0.0, self._all
-        for part in parts:
-            for name, level, position, hot_weight in zip(*part, strict=True):
-                if name in chain:  # a chain repeats none, but a client may; a key is followed once
-                    continue
-                if not hot_weight and level > threshold:  # the rate has changed since it was chosen
-                    continue
-                own = hot_weight or weight
-                key = key_of.get(name)
-                if key is None:
-                    key, holders = _Key(name, level, position, own), 0
+        used, were_hot = list[_Key](), list[tuple[int, float]]()
+        low = high = gone = 0
+        """Of `recent`, these are keys of the chain, and so many were removed that are younger than the next one."""
+        for name, _, position, hot_weight in chain:
+            own = hot_weight or 1.0 / rate
+            key = key_of.get(name)
+            if key is None:
+                key = key_of[name] = _Key(name, position, own)
+                holders = 0
+            elif key.order == _GONE:  # a chain repeats none, but a client may: a key is followed once
+                continue
+            else:
+                order, at = key.order, low - 1
+                if key.is_hot:
+                    younger = len(recent) - bisect_right(recent, order) + gone
                 else:
-                    holders = self._holders(key)
-                    if key.weight != own:
-                        self._weigh(key, own)
-                chain[name] = key
-                if hot_weight:
-                    hot_names.add(name)
-                total += own
-                if holders & self._counting_bits != self._counting_bits:
-                    self._missed[holders] = self._missed.get(holders, 0.0) + own
-                    self._num_missed += own
-                if first <= position < stop:
-                    blocks += own
-                    leading &= holders
-                    if leading:
-                        hits[leading] = hits.get(leading, 0.0) + own
-        if chain:
-            self._admit(chain, hot_names, total, now)
-        return Request(len(looked_up), blocks, hits, *self._seen.use(parts, looked_up))
+                    if at < 0 or recent[at] != order:
+                        del recent[low:high]
+                        gone += high - low
+                        at = bisect_left(recent, order)
+                        high = at + 1
+                    low = at
+                    younger = len(recent) - at - 1 + gone
+                blocks = younger / rate + key.weight / 2
+                if self._recent_hot:
+                    blocks += self._hot_blocks_after(order)
+                holders = self._lru_holders[bisect_right(self._lru_sizes, blocks)] | self._counting_holders(key)
+                if key.weight != own:
+                    self._weigh(key, own)
+                if key.is_hot:
+                    were_hot.append((order, own))
+                key.order = _GONE
+            key.is_hot = hot_weight > 0.0
+            used.append(key)
+            if holders & counting_bits != counting_bits:
+                self._missed[holders] = self._missed.get(holders, 0.0) + own
+                self._num_missed += own
+            if first <= position < stop:
+                tally.sampled += own
+                leading &= holders
+                if leading:
+                    hits[leading] = hits.get(leading, 0.0) + own
+        del recent[low:high]
+        for order, weight in were_hot:
+            del self._recent_hot[bisect_left(self._recent_hot, order)]
+            self._hot_blocks -= weight
+        self._admit(used, now)
+        self._seen.use(chain, looked_up, tally)
 
-    def _holders(self, key: _Key) -> int:
-        """Which shadows have a key."""
-        order, number = key.order, CLASSES[key.uses]
-        younger = (len(self._recent) - bisect_right(self._recent, order)) / self.rate
-        if self._recent_hot:
-            hot = self._recent_hot
-            younger += (len(hot) - bisect_right(hot, order)) * self._hot_blocks / len(hot)
-        found = self._lru_holders[bisect_right(self._lru_sizes, younger + key.weight / 2)]
+    def _hot_blocks_after(self, order: int) -> float:
+        hot = self._recent_hot
+        return (len(hot) - bisect_right(hot, order)) * self._hot_blocks / len(hot)
+
+    def _counting_holders(self, key: _Key) -> int:
+        """Which shadows have a key, of those where uses count."""
+        number = CLASSES[key.uses]
         known = self._holders_of[number]
         if known is None:
             cuts = sorted((shadow.cuts[number], shadow.bit) for shadow in self._counting.values())
             known = [cut for cut, _ in cuts], list(accumulate((bit for _, bit in cuts), initial=0))
             self._holders_of[number] = known
-        return found | known[1][bisect_right(known[0], order)]
+        return known[1][bisect_right(known[0], key.order)]
 
-    def _admit(self, chain: Mapping[int, _Key], hot: Set[int], total: float, now: float) -> None:
+    def _admit(self, chain: Sequence[_Key], now: float) -> None:
         """Admit the keys of a chain everywhere. While a shadow makes room, those that it has stay."""
-        recent, lists = self._recent, self._lists
-        for key in chain.values():
-            if key.order != _GONE:
-                self._detach(key)
-                key.order = _GONE
         if self._num_missed > self._room:
             self._make_room(now)
+        recent, lists = self._recent, self._lists
         least, tick, number = 0, self._tick << (_CLASS_BITS + _KEY_BITS), self._number
-        for key in reversed(list(chain.values())):
+        total, last = 0.0, recent[-1] if recent else _GONE
+        for key in reversed(chain):
             number += 1
+            total += key.weight
             key.uses = least = max(least, min(key.uses + 1, MOST_USES))
             key.order = order = tick + (CLASSES[least] << _KEY_BITS) + number
             key.used_at = now
             entries = lists[CLASSES[least]]
             entries.keys.append(key)
             entries.orders.append(order)
-            key.is_hot = key.name in hot
-            if key.is_hot or (recent and order < recent[-1]):
-                self._attach(key)
-            else:
+            if order > last and not key.is_hot:
                 recent.append(order)
+            else:
+                self._attach(key)
         self._number = number
         self._num_entries += len(chain)
-        self._key_of.update(chain)
         if total > self._least:  # the chain is larger than a shadow
             self._make_room(now)
         self._forget()
@@ -398,7 +457,7 @@ class Shadows:
 
     def _weigh(self, key: _Key, weight: float) -> None:
         """A followed key stands for so many slots from now on."""
-        holders = self._holders(key) & self._counting_bits
+        holders = self._counting_holders(key)
         if holders:
             for shadow in self._counting.values():
                 if holders & shadow.bit:
@@ -421,7 +480,7 @@ class Shadows:
             key = self._key_of.get(name)
             if key is None or name in self._hot.names:
                 continue
-            if self._is_followed(key):
+            if self._level(key) <= self._threshold:
                 self._weigh(key, 1.0 / self.rate)
                 self._detach(key)
                 key.is_hot = False
@@ -429,22 +488,26 @@ class Shadows:
             else:
                 self._drop(key)
 
-    def _is_followed(self, key: _Key) -> bool:
-        """Whether `choose` would choose a key that is not hot."""
-        if self.rate <= _THIN_RATE:
-            step = next(step for _, step, high in _STRETCHES if key.position < high)
-            if key.position % step != step // 2:
-                return False
-        return key.level <= self._threshold
+    def _level(self, key: _Key) -> int:
+        """What says whether `choose` would choose a key that is not hot."""
+        if not self.is_thin:
+            return key.name
+        at = bisect_left(_PLACES, key.position)
+        is_place = at < len(_PLACES) and _PLACES[at] == key.position
+        return key.name // _SPANS[at] if is_place else _NEVER
 
     # -- size -----------------------------------------------------------------------------------------------
 
     def _best_rate(self) -> float:
-        return min(1.0, (self.most - self.most // _FORGOTTEN) / (POOLS_FOLLOWED * max(1, self.num_slots)))
+        rate = (self.most - self.most // _FORGOTTEN) / (POOLS_FOLLOWED * max(1, self.num_slots))
+        return min(1.0, rate if rate > _THIN_RATE else rate / 2)
 
     def _set_rate(self, rate: float) -> None:
         self.rate = rate
         self._threshold = min(_NEVER - 1, int(rate * _NEVER))
+        self.is_thin = rate <= _THIN_RATE
+        """Only keys at some places of a chain are followed."""
+        self._limits = np.array(_SPANS if self.is_thin else (), np.uint64) * np.uint64(self._threshold)
         self._seen.limit(self._threshold)
         self._set_sizes()
 
@@ -474,11 +537,11 @@ class Shadows:
         kept = list[_Key]()
         for key in self._key_of.values():
             if not key.is_hot:
-                if not self._is_followed(key):
+                if self._level(key) > self._threshold:
                     key.order = _GONE
                     continue
                 key.weight = 1.0 / rate
-            holders = self._holders(key)
+            holders = self._counting_holders(key)
             sizes[holders] = sizes.get(holders, 0.0) + key.weight
             kept.append(key)
         self._key_of = {key.name: key for key in kept}
@@ -510,7 +573,7 @@ class Shadows:
     def check(self) -> None:
         """Raises `AssertionError` if a size is not that of the keys. O(keys x shadows): for tests."""
         missed = self._missed.items()
-        holders = [(self._holders(key), key.weight) for key in self._key_of.values()]
+        holders = [(self._counting_holders(key), key.weight) for key in self._key_of.values()]
         for shadow in self._counting.values():
             size = shadow.size + sum(blocks for those, blocks in missed if not those & shadow.bit)
             found = sum(weight for those, weight in holders if those & shadow.bit)
@@ -519,32 +582,6 @@ class Shadows:
         assert orders == sorted([*self._recent, *self._recent_hot])
         hot = sum([key.weight for key in self._key_of.values() if key.is_hot])
         assert abs(hot - self._hot_blocks) <= 1e-6 * max(1.0, hot)
-
-
-def level_of(key: bytes) -> int:
-    """A number below 2 to the power of 64, evenly distributed over keys. Its upper byte is made of the key's last."""
-    first, last = (key[:8], key[-8:]) if len(key) >= 8 else [key.rjust(8, b"\0")] * 2
-    head, tail = int.from_bytes(first, "little"), int.from_bytes(last, "little")
-    mixed = ((head * _MIX_HEAD ^ tail) * _MIX_ALL & _NEVER - 1) >> 8
-    return _RANKS[key[-1]] << _LOW_BITS | mixed if key else mixed
-
-
-def _levels(keys: Sequence[bytes]) -> Hashes:
-    """`level_of` many keys of one length."""
-    head, tail = first_and_last_words(keys)
-    mixed: Hashes = head * np.uint64(_MIX_HEAD)
-    mixed ^= tail
-    mixed *= np.uint64(_MIX_ALL)
-    mixed >>= np.uint64(64 - _LOW_BITS)
-    mixed |= (tail >> np.uint64(_LOW_BITS)) * np.uint64(_MIX_BYTE) << np.uint64(_LOW_BITS)
-    return mixed
-
-
-def _last_bytes(keys: Sequence[bytes]) -> bytes:
-    data, width = b"".join(keys), len(keys[0])
-    if not width or len(data) != width * len(keys):  # keys of several lengths
-        return bytes([key[-1] if key else 0 for key in keys])
-    return data[width - 1 :: width]
 
 
 class Seen:
@@ -562,43 +599,34 @@ class Seen:
             self._threshold = threshold
             self._level_of = {name: level for name, level in self._level_of.items() if level <= threshold}
 
-    def use(self, parts: Iterable[Part], looked_up: range) -> tuple[float, float]:
-        """A request has used these keys, and has looked some positions up. How many blocks it looked up, as the sample
-        says, and how many of these in the beginning were seen before."""
+    def use(self, chain: Iterable[Followed], looked_up: range, tally: Tally) -> None:
+        """A request has used these keys, and has looked some positions up. The tally gets how many blocks it looked up,
+        as the sample says, and how many of these in the beginning were seen before."""
         threshold, level_of = self._threshold, self._level_of
         weight = _NEVER / max(1, threshold + 1)
         first, stop = looked_up.start, looked_up.stop
-        blocks, hits, is_leading = 0.0, 0.0, True
-        for part in parts:
-            for name, level, position, own in zip(*part, strict=True):
-                if level <= threshold:
-                    is_known = name in level_of
-                    level_of[name] = level
-                elif own:
-                    is_known = True
-                else:
-                    continue
-                if first <= position < stop:
-                    blocks += own or weight
-                    is_leading = is_leading and is_known
-                    if is_leading:
-                        hits += own or weight
-        while len(level_of) > self._most:
+        is_leading = True
+        for name, level, position, own in chain:
+            if level <= threshold:
+                is_known = name in level_of
+                level_of[name] = level
+            elif own:
+                is_known = True
+            else:
+                continue
+            if first <= position < stop:
+                tally.seen_blocks += own or weight
+                is_leading = is_leading and is_known
+                if is_leading:
+                    tally.seen_hits += own or weight
+        while len(self._level_of) > self._most:
             self.limit((self._threshold - 1) // 2)  # below 0 in the end: a client can make keys whose level is 0
-            level_of = self._level_of
-        return blocks, hits
 
 
 _HOT_SHARE = 0.01
 _HOT_REQUESTS = 100
 """Requests after which keys may be hot."""
 _COUNTED = 4096
-
-
-_STEPS = [0]
-"""The positions at which keys are counted: all of the first eight, then four while the number doubles."""
-while _STEPS[-1] < 1 << 22:
-    _STEPS.append(_STEPS[-1] + max(1, 1 << _STEPS[-1].bit_length() >> 3))
 
 
 class HotKeys:
@@ -611,25 +639,22 @@ class HotKeys:
         self._counts: dict[int, int] = {}
         self._total = 0
 
-    def lead(self, keys: Sequence[bytes], tag: int = 0) -> list[int]:
-        """Count a request. Returns the positions of its leading keys that are hot, as far as they are counted: the keys
-        between two of them are hot, too."""
-        self._total += 1
-        counts, hot = self._counts, list[int]()
-        for position in _STEPS:
-            if position >= len(keys):
-                break
-            name = hash((tag, keys[position]))
-            counts[name] = count = counts.get(name, 0) + 1
-            if name not in self.names:
-                if self._total < _HOT_REQUESTS or count <= _HOT_SHARE * self._total:
-                    break
-                self.names.add(name)
-                self.changed.append(name)
-            hot.append(position)
-        if len(counts) > _COUNTED:
+    def count(self, name: int) -> bool:
+        """A request has this key. Returns whether the key is hot."""
+        self._counts[name] = count = self._counts.get(name, 0) + 1
+        if name in self.names:
+            return True
+        if self._total < _HOT_REQUESTS or count <= _HOT_SHARE * self._total:
+            return False
+        self.names.add(name)
+        self.changed.append(name)
+        return True
+
+    def end(self, requests: int) -> None:
+        """All keys of these requests were counted."""
+        self._total += requests
+        if len(self._counts) > _COUNTED:
             self._age()
-        return hot
 
     def _age(self) -> None:
         self._total //= 2

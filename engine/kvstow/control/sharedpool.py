@@ -319,6 +319,6 @@ def _restore_session(pool: SharedPool, earlier: EarlierSession, filling: Sequenc
     session = AttachedSession(pool, earlier.number, earlier.engine, "")
     session.processes.update(earlier.processes)
     session.quarantined_slots += slots
-    pool.index.keep_in_quarantine(slots)
+    pool.index.quarantined.update(slots)
     session.end("the service has restarted")
     return session

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from itertools import compress, repeat
 from math import inf, nextafter
 from operator import ge, itemgetter
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from kvstow.errors import InvalidRequestError
 from kvstow.stats import AgeStats
@@ -321,17 +321,10 @@ class SlotTimes:
         """Whether the content of the slot was stored before a loss."""
         return self._stored_at[slot] <= self._lost_at
 
-    def stored_until(self, moment: float, low: int, high: int) -> list[int]:
-        """The slots from `low` to below `high` whose content was stored at `moment` or before."""
-        return _until(self._stored_at, moment, low, high)
-
-    def used_until(self, moment: float, low: int, high: int) -> list[int]:
-        """The slots from `low` to below `high` whose content was last used at `moment` or before."""
-        return _until(self._used_at, moment, low, high)
-
-
-def _until(moments: array[float], moment: float, low: int, high: int) -> list[int]:
-    return list(compress(range(low, high), map(ge, repeat(moment), moments[low:high])))
+    def until(self, what: Literal["stored", "used"], moment: float, low: int, high: int) -> list[int]:
+        """The slots from `low` to below `high` whose content was stored, or last used, at `moment` or before."""
+        moments = self._stored_at if what == "stored" else self._used_at
+        return list(compress(range(low, high), map(ge, repeat(moment), moments[low:high])))
 
 
 class AgeSampler:

@@ -6,8 +6,8 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
+from kvstow.control.indexjournal import fit
 from kvstow.control.ops import LAST_RANK
-from kvstow.control.placement import has_room, place_fetch
 from kvstow.control.session import Session
 from kvstow.messages import TierDirection, TierOp
 from kvstow.results import TierSettled
@@ -153,16 +153,33 @@ class TierTraffic:
     def has_room(self, keys: Sequence[bytes]) -> bool:
         """Whether slots can be had to fetch all of the keys that are neither visible nor being filled, while the
         visible ones stay."""
+        session, index = self._session, self._pool.index
         with self._pool.lock:
-            return has_room(self._session, keys)
+            fresh, present = session.namespace.select(keys, {})
+            return len(fresh) <= session.room(kept=len(index.evictable(present)))
 
     def begin_fetch(self, fingerprint: str, keys: Sequence[bytes], *, whole: bool = False) -> list[TierOp]:
         """Fetch the leading ones of those keys that are neither visible nor being filled, as far as slots can be had;
-        `whole`: all or none of them. Each transfer becomes visible on its own, when all ranks have finished it."""
-        with self._pool.lock:
-            if self._is_closed:
+        `whole`: all or none of them. Evicts as needed, but no blocks of these keys. Each transfer becomes visible on
+        its own, when all ranks have finished it.
+
+        Fetches nothing in a namespace that is dropped or forgotten, as the session does not keep it, and none of keys
+        that the pool's journal could not publish."""
+        pool, session = self._pool, self._session
+        with pool.lock:
+            now = pool.clock()
+            if self._is_closed or session.namespace.is_dropped or session.refusal("store", now):
                 return []
-            wanted, slots = place_fetch(self._session, keys, whole=whole)
+            if pool.journal is not None and not fit(keys):
+                return []
+            fresh, present = session.namespace.select(keys, {})
+            slots = pool.make_room(len(fresh), present, now, session.watermark)
+            if whole and len(slots) < len(fresh):
+                pool.deallocate(slots)
+                return []
+            wanted = session.namespace.begin(keys, fresh[: len(slots)], slots)
+            if pool.journal is not None:
+                pool.journal.begin(slots, session.session_id)
             return self._start("fetch", fingerprint, wanted, slots)
 
     def _start(
@@ -198,9 +215,8 @@ class TierFetches:
 
     def __init__(self, traffic: TierTraffic) -> None:
         self._traffic = traffic
-        self._keys_of: dict[int, tuple[bytes, ...]] = {}
-        self._worth: dict[int, float] = {}
-        """Of one key of each fetch."""
+        self._under_way: dict[int, tuple[int, float]] = {}
+        """How many blocks each fetch has, and the worth of one."""
         self._op_of: dict[bytes, int] = {}
 
     def __contains__(self, key: bytes) -> bool:
@@ -209,10 +225,10 @@ class TierFetches:
     @property
     def num_blocks(self) -> int:
         """From any thread."""
-        return sum(map(len, list(self._keys_of.values())))
+        return sum([blocks for blocks, _ in list(self._under_way.values())])
 
     def is_under_way(self, op_id: int) -> bool:
-        return op_id in self._keys_of
+        return op_id in self._under_way
 
     def ops_of(self, keys: Sequence[bytes]) -> list[int]:
         """The fetches that these keys are part of."""
@@ -226,17 +242,16 @@ class TierFetches:
         `begin_fetch`."""
         ops = self._traffic.begin_fetch(fingerprint, keys, whole=whole)
         for op in ops:
-            self._keys_of[op.op_id] = op.keys
-            self._worth[op.op_id] = worth
+            self._under_way[op.op_id] = (len(op.keys), worth)
             self._op_of.update(dict.fromkeys(op.keys, op.op_id))
         return [op.op_id for op in ops]
 
     def settle(self, settled: TierSettled) -> float:
         """One has ended. Returns how many seconds it saves computing."""
-        for key in self._keys_of.pop(settled.op_id):
+        for key in settled.keys:
             if self._op_of.get(key) == settled.op_id:
                 del self._op_of[key]
-        return self._worth.pop(settled.op_id) * settled.moved
+        return self._under_way.pop(settled.op_id)[1] * settled.moved
 
 
 class TierPuts:

@@ -15,7 +15,7 @@ import numpy as np
 from kvstow.control.claims import Switch
 from kvstow.control.comparison import Window
 from kvstow.control.index import Index
-from kvstow.control.shadows import Request
+from kvstow.control.shadows import Tally
 from kvstow.control.uses import hash_keys
 from kvstow.hints import Hints
 
@@ -120,8 +120,9 @@ class Trial:
             claims = self._with.index.claims
             assert claims is not None
             claims.policy_age = self.policy_age
-            request = Request(len(looked_up), float(asked.stop - asked.start), {1: float(found[0]), 2: float(found[1])})
-            if not self._window.add(request) or not self._window.is_meaningful:
+            hits = {1: float(found[0]), 2: float(found[1])}
+            tally = Tally(1, len(looked_up), float(asked.stop - asked.start), hits)
+            if not self._window.add(tally) or not self._window.is_meaningful:
                 return None
             return self._judge()
 

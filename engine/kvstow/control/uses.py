@@ -6,6 +6,7 @@ plus `k` times the age that blocks reach in this pool times the logarithm of its
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import accumulate
@@ -43,21 +44,20 @@ def _words_of(width: int) -> np.dtype[np.void]:
     return np.dtype(places)  # type: ignore[call-overload,no-any-return]
 
 
-def first_and_last_words(keys: Sequence[bytes]) -> tuple[Hashes, Hashes]:
-    """The first and the last 8 bytes of each key. They overlap in shorter keys."""
-    data, count = b"".join(keys), len(keys)
-    width = len(keys[0]) if count else 0
-    if width < _WORD or len(data) != count * width:  # keys of several lengths
-        data, width = b"".join([key[-_WORD:].rjust(_WORD, b"\0") for key in keys]), _WORD
+def join_keys(keys: Sequence[bytes]) -> tuple[bytes, int]:
+    """The keys end to end, and how many bytes each has. Of short keys, and of those of several lengths, the last 8."""
+    data, width = b"".join(keys), len(keys[0]) if keys else _WORD
+    if width < _WORD or len(data) != len(keys) * width:
+        return b"".join([key[-_WORD:].rjust(_WORD, b"\0") for key in keys]), _WORD
+    return data, width
+
+
+def hash_joined(data: bytes, width: int, tag: int = 0) -> Hashes:
+    """64 bits for each key of the namespace with the number `tag`, from its first and its last 8 bytes; see
+    `join_keys`."""
     words = np.frombuffer(data, _words_of(width))
-    return words["head"], words["tail"]
-
-
-def hash_keys(keys: Sequence[bytes], tag: int = 0) -> Hashes:
-    """64 bits for each key of the namespace with the number `tag`, from its first and its last 8 bytes."""
-    head, tail = first_and_last_words(keys)
-    mixed: Hashes = head * _MIX_HEAD
-    mixed ^= tail
+    mixed: Hashes = words["head"] * _MIX_HEAD
+    mixed ^= words["tail"]
     if tag:
         mixed ^= np.uint64(tag * _MIX_TAG & (1 << 64) - 1)
     mixed *= _MIX_TAIL
@@ -65,6 +65,10 @@ def hash_keys(keys: Sequence[bytes], tag: int = 0) -> Hashes:
     mixed *= _MIX_HEAD
     mixed ^= mixed >> _SHIFT
     return mixed
+
+
+def hash_keys(keys: Sequence[bytes], tag: int = 0) -> Hashes:
+    return hash_joined(*join_keys(keys), tag)
 
 
 def smoothed(age: float | None, new: float, count: float, num_slots: float) -> float:
@@ -80,22 +84,25 @@ _GHOSTS_PER_SLOT = 4
 _LEAST_GHOSTS = 1024
 _MOST_EVICTED = 4096
 """Keys that wait to be remembered."""
-_COUNT, _COUNT_BITS = np.uint64(0xFF), np.uint64(8)
+_COUNT, _TAG_SHIFT, _COUNT_BITS = np.uint32(0xFF), np.uint64(40), np.uint64(8)
 _SLICE = 1 << 16
-"""Words of a table that are filled or moved in one step, which keeps other threads waiting."""
+"""Words of a table that are made in one step, which keeps other threads waiting."""
+
+Words = npt.NDArray[np.uint32]
 
 
 class Ghosts:
-    """The uses of keys whose blocks were evicted: for four to eight keys a slot, 8 bytes each. Not locked.
+    """The uses of keys whose blocks were evicted: for four to eight keys a slot, 4 bytes each. Not locked.
 
-    Each key has one place in the table, by the upper bits of its hash. The next key in that place replaces it. A word
-    is the hash with the uses in its lowest byte, so it has all that its place in a table of another size needs.
+    Each key has one place in the table, by the lower bits of its hash. The next key in that place replaces it. A word
+    is the upper 24 bits of the hash with the uses in the lowest byte. So one key in 16 million is taken for the one
+    that had its place.
     """
 
     __slots__ = ("_has_any", "_words")
 
     def __init__(self) -> None:
-        self._words = np.zeros(_LEAST_GHOSTS, np.uint64)
+        self._words = np.zeros(_LEAST_GHOSTS, np.uint32)
         self._has_any = False
 
     def __bool__(self) -> bool:
@@ -104,42 +111,43 @@ class Ghosts:
 
     def fit(self, num_slots: int) -> Iterator[None]:
         """Have the table for a pool of so many slots, with what is in the present one. O(slots) if its size changes:
-        100 ms for a million, 1 ms between two of the yields. Call it without the pool's lock; what is put meanwhile is
+        6 ms for a million, 0.1 ms between two of the yields. Call it without the pool's lock; what is put meanwhile is
         lost. Not for two threads."""
         before, size = self._words, max(_LEAST_GHOSTS, 1 << (_GHOSTS_PER_SLOT * num_slots - 1).bit_length())
         if size <= len(before) <= 2 * size:
             return
-        words = np.empty(size, np.uint64)
-        for start in range(0, size, _SLICE):  # the system gives the memory here, and not when words are put
-            words[start : start + _SLICE] = 0
-            yield
-        for start in range(0, len(before), _SLICE):
-            some = before[start : start + _SLICE]
-            some = some[some != 0]
-            words[_places(some, words)] = some
+        words = np.empty(size, np.uint32)
+        step = min(_SLICE, size)
+        if len(before) < step:
+            before = np.resize(before, step)
+        # In a larger table, a word is put into each place that its key may have.
+        for start in range(0, max(size, len(before)), step):
+            some = before[start % len(before) :][:step]
+            place = words[start % size :][:step]
+            np.copyto(place, some, where=True if start < size else some != 0)
             yield
         self._words = words
 
     def put(self, hashes: Hashes, uses: bytes) -> None:
-        words = self._words
-        words[_places(hashes, words)] = (hashes & ~_COUNT) | np.frombuffer(uses, np.uint8)
+        self._words[self._places(hashes)] = _tags(hashes) | np.frombuffer(uses, np.uint8)
         self._has_any = True
 
     def find(self, hashes: Hashes) -> bytes:
         """The uses of each key; 0 for those that are not known."""
         if not self:
             return bytes(len(hashes))
-        table = self._words
-        words = table[_places(hashes, table)]
-        is_known = (words ^ hashes) <= _COUNT
+        words = self._words[self._places(hashes)]
+        is_known = (words ^ _tags(hashes)) <= _COUNT
         if not is_known.any():
             return bytes(len(hashes))
         return np.where(is_known, words & _COUNT, 0).astype(np.uint8).tobytes()
 
+    def _places(self, hashes: Hashes) -> Hashes:
+        return hashes & np.uint64(len(self._words) - 1)
 
-def _places(hashes: Hashes, words: Hashes) -> Hashes:
-    """Of hashes or words, in a table whose size is a power of two."""
-    return (hashes >> _COUNT_BITS) & np.uint64(len(words) - 1)
+
+def _tags(hashes: Hashes) -> Words:
+    return (hashes >> _TAG_SHIFT << _COUNT_BITS).astype(np.uint32)
 
 
 class Uses:
@@ -172,9 +180,9 @@ class Uses:
         self._counts += bytes(max(0, num_slots - len(self._counts)))
 
     def make_room(self, num_slots: int) -> None:
-        """The pool is to have so many slots: see `make_room_in_slices`."""
+        """The pool is to have so many slots: see `make_room_in_slices`. Other threads run between the slices."""
         for _ in self.make_room_in_slices(num_slots):
-            pass
+            time.sleep(0)
 
     def make_room_in_slices(self, num_slots: int) -> Iterator[None]:
         """See `Ghosts.fit`, which this calls."""

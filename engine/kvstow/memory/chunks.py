@@ -68,10 +68,6 @@ class ChunkGrid:
         huge_unit = _slots_between_boundaries(stride, HUGE_PAGE_BYTES)
         return cls(stride, unit, huge_unit if huge_unit * stride <= chunk_bytes else unit, max_slots)
 
-    @property
-    def region_bytes(self) -> int:
-        return self.end_offset(self.max_slots)
-
     def end_offset(self, target: int) -> int:
         """Total bytes of the chunks that hold `target` slots."""
         return round_up(self._end_slot(target) * self.slot_stride, PAGE_BYTES)

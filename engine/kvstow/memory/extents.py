@@ -23,7 +23,6 @@ from kvstow.memfd import (
     create_memfd,
     identify_memfd,
     is_unsealed,
-    open_for_client,
     populated_prefix,
     require_memfd,
 )
@@ -101,14 +100,6 @@ class Extent:
         """Whether clients can map it. One that has its descriptor can seal it."""
         return is_unsealed(self.fd)
 
-    def open_for_client(self) -> int:
-        """A descriptor to send, which the caller closes. Raises `OSError`."""
-        return open_for_client(self.fd)
-
-    @property
-    def is_closed(self) -> bool:
-        return self.fd < 0
-
     def close(self) -> None:
         """Give the memory back, once no client and no keeper has it any more; idempotent."""
         fd, self.fd = self.fd, -1
@@ -170,9 +161,9 @@ class Window:
 
     def _populate_piece(self, extent: Extent, offset: int, address: int, num_bytes: int) -> int:
         """Returns how many of the bytes lie in small pages afterwards."""
-        small = 0 if extent.huge_pages == "reserved" else self._make_huge(extent, offset, address, num_bytes)
-        is_there = extent.huge_pages != "reserved" and not small
-        self._populate(extent, offset, address, num_bytes, quick if is_there else libc)
+        is_reserved = extent.huge_pages == "reserved"
+        small = 0 if is_reserved else self._make_huge(extent, offset, address, num_bytes)
+        self._populate(extent, offset, address, num_bytes, libc if is_reserved or small else quick)
         return small
 
     def _make_huge(self, extent: Extent, offset: int, address: int, num_bytes: int) -> int:
@@ -233,8 +224,8 @@ PopulatorState = Literal["populating", "ready", "paused", "degraded", "failed", 
 
 
 class PopulatorStatus(NamedTuple):
-    """One view of a populator. `degraded`: memory was refused; `failed`: an unexpected error. In both, `error` says
-    why, what is populated stays usable, and `retry` tries again."""
+    """`degraded`: memory was refused; `failed`: an unexpected error. In both, `error` says why, what is populated stays
+    usable, and `retry` tries again."""
 
     state: PopulatorState
     populated_bytes: int
@@ -279,10 +270,8 @@ class Populator:
         self._current: Extent | None = None  # the thread is populating it
         self._taken = 0  # bytes populated by this process
         self._failure: str | None = None
-        self._is_defective = False
-        """Whether the failure is an unexpected error."""
-        self._refusal = ""
-        """The reason that is in the log, until something can be populated again."""
+        self._is_defective = False  # the failure is an unexpected error
+        self._refusal = ""  # the reason that is in the log, until something can be populated again
         self._listeners = Callbacks()
         self._paused = self._closing = False
         self._window = Window()
@@ -371,7 +360,7 @@ class Populator:
     def _populate_next(self) -> bool:
         """Populate one chunk; False when the populator closes."""
         with self._state:
-            self._state.wait_for(lambda: self._closing or self._may_populate())
+            self._state.wait_for(lambda: self._closing or self._current_state() == "populating")
             if self._closing:
                 return False
             self._current = extent = min(filter(_is_unfinished, self._extents), key=_turn_of)
@@ -389,15 +378,11 @@ class Populator:
                 self._current = None
                 self._state.notify_all()
         self._refusal = ""
+        until = self._clock() + self._pause
         with self._state:
             if small_page_bytes is not None and extent in self._extents:
                 extent.record(end, small_page_bytes)
                 self._taken += end - start
-        return self._wait_for_pause()
-
-    def _wait_for_pause(self) -> bool:
-        until = self._clock() + self._pause
-        with self._state:
             while not self._closing and (seconds := until - self._clock()) > 0:
                 self._state.wait(seconds)
             return not self._closing
@@ -415,9 +400,6 @@ class Populator:
 
     def _has_unfinished(self) -> bool:
         return any(map(_is_unfinished, self._extents))
-
-    def _may_populate(self) -> bool:
-        return self._failure is None and not self._paused and self._has_unfinished()
 
     def _current_state(self) -> PopulatorState:
         if self._closing:

@@ -50,7 +50,7 @@ class HostPool(SlotPool):
         if shortage := limits.shortage(config.capacity_slots * self._grid.slot_stride):
             raise InsufficientMemoryError(f"the pool does not fit: {shortage.message}")
         self._allowance = Allowance(limits.shortage, clock)
-        self._region = HostRegion(self._grid.region_bytes, config.huge_pages)
+        self._region = HostRegion(self._grid.end_offset(config.max_slots), config.huge_pages)
         self.address = self._region.address
         if numa_node is not None:
             self._numa_notice = prefer_node(self.address, self._region.num_bytes, numa_node)
@@ -72,7 +72,6 @@ class HostPool(SlotPool):
         self._allowance.forget()
 
     def _commit(self, chunk: Chunk) -> None:
-        self._paced.prepare_thread()
         start, end = self._pages(chunk)
         self._allowance.require(start, end)
         if start < end:

@@ -136,16 +136,10 @@ class CallQueue:
     """
 
     def __init__(self) -> None:
-        self.made = 0
-        """Calls that have succeeded. All before it are done, none after it."""
-        self.error: Exception | None = None
-        """Of the call that failed."""
-        self.is_held = False
-        """No call is begun for as long as it is set. See `hold`."""
-        self.is_stopped = False
-        """No further call is begun, for good."""
-        self.by_host: deque[MadeCall] = deque()
-        """Taken by the pinning thread."""
+        self.made = 0  # calls that have succeeded: all before this one, none after it
+        self.error: Exception | None = None  # of the call that failed
+        self.is_held = self.is_stopped = False  # no call is begun: until `hold(False)`, or for good
+        self.by_host: deque[MadeCall] = deque()  # taken by the pinning thread
         self._calls: list[RegisterCall] = []
         self._wake_at = 0
         self._is_abandoned = False
@@ -276,8 +270,7 @@ class HostSteps:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self.is_starting = False
-        """The host is starting: it makes no steps yet, but is not idle either."""
+        self.is_starting = False  # the host makes no steps yet, but is not idle either
         self.is_pinning = False
         """Set by the pinning thread while the pool grows or shrinks: the host passes the work of its steps then."""
         self._is_closed = False
@@ -286,8 +279,7 @@ class HostSteps:
         self._launched: float | None = None  # the last time; a call may follow
         self._idle_from: float | None = None  # after that call
         self._work: Work | None = None  # of the last step
-        self.looks = 0
-        """How often the pinning thread woke in `wait`."""
+        self.looks = 0  # how often the pinning thread woke in `wait`
         self.budget = CallBudget()
         self._expected = 0.0
         self._queue: CallQueue | None = None

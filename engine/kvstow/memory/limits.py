@@ -20,16 +20,14 @@ _PLENTY_BYTES = 2 << 30  # on top: more than other processes take in the 20 ms o
 _VALID_SECONDS = 1.0  # pinning may pause for hours, while other processes take the memory
 
 
-@dataclass(frozen=True, slots=True)
-class Shortage:
+class Shortage(NamedTuple):
     """Why an amount of memory does not fit. `reason` is one of `PinError.PIN_FAILURES`."""
 
     reason: str
     message: str
 
 
-@dataclass(frozen=True, slots=True)
-class Headroom:
+class Headroom(NamedTuple):
     """`num_bytes` are left before `limit`, a description, is reached."""
 
     num_bytes: int
@@ -38,8 +36,7 @@ class Headroom:
 
 
 class _Files(NamedTuple):
-    """File names of a cgroup: limit, usage, and the parts of the usage that the kernel can reclaim and that are shared
-    memory."""
+    """File names of a cgroup: limit, usage, and what of the usage can be reclaimed, and is shared memory."""
 
     limit: str
     usage: str
@@ -93,8 +90,10 @@ class MemoryLimits:
                 root, files = self.cgroup_root / self._controller, self._v1
             else:
                 continue
-            for folder in _with_ancestors(root, path):
-                yield self._cgroup(folder, files, beside_shared)
+            # In a container `path` can be the host's; then only `root` exists.
+            folder = PurePosixPath(path.lstrip("/"))
+            for one in (folder, *folder.parents):
+                yield self._cgroup(root / one, files, beside_shared)
 
     def _machine(self, beside_shared: bool) -> Headroom | None:
         fields = _read_fields(self.meminfo)
@@ -185,12 +184,6 @@ class Allowance:
     def forget(self) -> None:
         """Check again next time."""
         self._end = 0
-
-
-def _with_ancestors(root: Path, path: str) -> list[Path]:
-    """`root`/`path` and its parents up to `root`. In a container `path` can be the host's; then only `root` exists."""
-    relative = PurePosixPath(path.lstrip("/"))
-    return [root / relative, *(root / parent for parent in relative.parents)]
 
 
 def _read(path: Path) -> str:

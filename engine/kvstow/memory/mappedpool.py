@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -49,16 +49,6 @@ class Grant(Protocol):
     def populated_bytes(self) -> int: ...
 
 
-class ExtentPlace(NamedTuple):
-    """Which memory an extent is, and which slots it has."""
-
-    device: int
-    inode: int
-    num_bytes: int
-    first_slot: int
-    num_slots: int
-
-
 class MappedExtent:
     """An extent in address space of its own, aligned to a huge page. `map` and `unmap` determine which of its bytes are
     mapped; a child process inherits none. The owner calls `close`, which is idempotent.
@@ -67,13 +57,14 @@ class MappedExtent:
     These fields are changed under the pool's lock, and one thread at a time maps.
     """
 
-    def __init__(self, extent_id: int, place: ExtentPlace, fd: int, grid: ChunkGrid) -> None:
-        """Takes over `fd`. Raises `PinError` if there is no address space; then the caller still owns it."""
-        self.extent_id, self.place, self.grid = extent_id, place, grid
-        self.first_slot, self.end_slot = place.first_slot, place.first_slot + place.num_slots
+    def __init__(self, grant: Grant, place: tuple[int, ...], fd: int, grid: ChunkGrid) -> None:
+        """Takes over `fd`. Raises `PinError` if there is no address space; then the caller still owns it. `place`:
+        which memory it is, and which slots it has."""
+        self.extent_id, self.num_bytes, self.place, self.grid = grant.extent_id, grant.num_bytes, place, grid
+        self.first_slot, self.end_slot = grant.first_slot, grant.first_slot + grant.num_slots
         self.populated_bytes = 0
         self.is_granted, self.is_revoked, self.is_awaited = True, False, False
-        self._region = HostRegion(place.num_bytes)
+        self._region = HostRegion(grant.num_bytes)
         self.address = self._region.address
         self._fd = fd
 
@@ -83,23 +74,21 @@ class MappedExtent:
 
     def raise_populated(self, num_bytes: int) -> None:
         """This many bytes have memory. A smaller number than before changes nothing."""
-        num_bytes = min(num_bytes, self.place.num_bytes)
+        num_bytes = min(num_bytes, self.num_bytes)
         self.populated_bytes = max(self.populated_bytes, num_bytes - num_bytes % HUGE_PAGE_BYTES)
 
     def next_chunk(self, slot: int, num_bytes: int) -> ExtentChunk | None:
         """The chunk that begins with this slot, of `num_bytes` at most or the smallest possible; None if it has no
         memory yet."""
-        done, shown = slot - self.first_slot, self._shown_slots()
+        done = slot - self.first_slot
+        shown = min(self.grid.max_slots, self.populated_bytes // self.grid.slot_stride)
+        if shown < self.grid.max_slots:
+            shown -= shown % self.grid.unit_slots  # a chunk may end there
         if done >= shown:
             return None
         chunk = self.grid.next_chunk(done, shown, num_bytes)
         first, end = self.first_slot + chunk.first_slot, self.first_slot + chunk.end_slot
         return ExtentChunk(first, end, chunk.offset, chunk.num_bytes, self)
-
-    def _shown_slots(self) -> int:
-        """How many of its slots lie below the watermark and end where a chunk may end."""
-        slots = min(self.place.num_slots, self.populated_bytes // self.grid.slot_stride)
-        return slots if slots == self.place.num_slots else slots - slots % self.grid.unit_slots
 
     def map(self, start: int, end: int) -> None:
         """Map these bytes, which are whole pages of 2 MiB and have memory already, and make their pages present, so
@@ -189,15 +178,12 @@ class MappedPool(SlotPool):
         pace = pace or partial(AdaptivePace, LATENCY_TARGET)
         super().__init__(slot_bytes, _MAX_SLOTS, 0, registrar, pace, clock=clock, cpu_clock=cpu_clock)
         self._stride = slot_bytes
-        self._in_place: list[MappedExtent] = []
-        """In the order of their slots."""
+        self._in_place: list[MappedExtent] = []  # in the order of their slots
         self._arriving: list[MappedExtent] = []
         self._released: list[int] = []
         self._table = _AddressTable()
-        self._usable_end = 0
-        """All slots below are of granted extents, without a gap."""
-        self._kept_end = _MAX_SLOTS
-        """The first slot of a revoked extent."""
+        self._usable_end = 0  # all slots below are of granted extents, without a gap
+        self._kept_end = _MAX_SLOTS  # the first slot of a revoked extent
 
     @property
     def slot_stride(self) -> int:
@@ -252,12 +238,12 @@ class MappedPool(SlotPool):
     def _grant_one(self, grant: Grant, fd: int) -> None:
         try:
             found = os.fstat(fd)
-            place = ExtentPlace(found.st_dev, found.st_ino, grant.num_bytes, grant.first_slot, grant.num_slots)
+            place = found.st_dev, found.st_ino, grant.num_bytes, grant.first_slot, grant.num_slots
             if self._grant_again(place, grant):
                 os.close(fd)
                 return
             grid = ChunkGrid.of_stride(self._stride, grant.num_slots, self._pace.chunk_bytes)
-            extent = MappedExtent(grant.extent_id, place, fd, grid)
+            extent = MappedExtent(grant, place, fd, grid)
         except BaseException:
             os.close(fd)
             raise
@@ -270,7 +256,7 @@ class MappedPool(SlotPool):
                 raise
             self._extents_changed()
 
-    def _grant_again(self, place: ExtentPlace, grant: Grant) -> bool:
+    def _grant_again(self, place: tuple[int, ...], grant: Grant) -> bool:
         """Whether an extent of an earlier session is this very memory, with the same slots: it is granted then."""
         with self._state:
             for extent in self._in_place:
@@ -351,7 +337,6 @@ class MappedPool(SlotPool):
 
     def _commit(self, chunk: Chunk) -> None:
         assert isinstance(chunk, ExtentChunk)
-        self._paced.prepare_thread()
         start, end = chunk.pages()
         if start < end:
             chunk.extent.map(start, end)

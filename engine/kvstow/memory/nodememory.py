@@ -36,10 +36,8 @@ class NodeMemory:
         self.budget = budget
         self.populator = populator
         self.huge_pages = huge_pages
-        self.error: PinError | None = None
-        """Why an extent could not be created, until it was."""
-        self.given_up: dict[int, Extent] = {}
-        """Extents that are not used any more, and that a process may still have."""
+        self.error: PinError | None = None  # why an extent could not be created, until it was
+        self.given_up: dict[int, Extent] = {}  # not used any more, and a process may still have them
         self._ends: MemfdEnds | None = None
         self.extents: dict[int, Extent] = {}
         """The extents that exist, by number, without those that were given up. Others read it."""

@@ -11,14 +11,13 @@ import errno
 import os
 import resource
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 from kvstow.bytesize import format_size
 from kvstow.config import PoolConfig
 from kvstow.errors import PinError
-from kvstow.memory.hoststeps import CallQueue, HostState, HostSteps, MadeCall
+from kvstow.memory.hoststeps import HostState, HostSteps
 from kvstow.memory.region import libc
 
 
@@ -269,85 +268,3 @@ def pace_of(config: PoolConfig, steps: HostSteps) -> Pace:
         return AdaptivePace(config.latency_target or LATENCY_TARGET, steps)
     chunk_bytes = CHUNK_BYTES if config.chunk_bytes is None else config.chunk_bytes
     return FixedPace(chunk_bytes, PAUSE if config.pause is None else config.pause, steps)
-
-
-class PacedRegistrar:
-    """Makes the calls of a `Registrar` on the thread that the pace chooses. Not locked: the pinning thread calls it,
-    and after the end of that thread the one that closes the pool."""
-
-    def __init__(
-        self,
-        registrar: Registrar,
-        pace: Pace,
-        steps: HostSteps,
-        *,
-        clock: Callable[[], float],
-        cpu_clock: Callable[[], float],
-    ) -> None:
-        self.registrar, self._pace, self._steps = registrar, pace, steps
-        self._clock, self._cpu_clock = clock, cpu_clock
-        self._is_prepared = False
-        self._started = 0.0
-        self._of_host: float | None = None
-
-    def prepare_thread(self) -> None:
-        """Idempotent; see `Registrar.prepare_thread`."""
-        if not self._is_prepared:
-            self.registrar.prepare_thread()
-            self._is_prepared = True
-
-    def unregister(self, address: int, num_bytes: int) -> None:
-        """Undo `register`, at the pace. Raises `PinError`; the range is then still pinned. The caller records what is
-        pinned, then calls `record`."""
-        call = partial(self.registrar.unregister, address, num_bytes)
-        self._started, self._of_host = self._cpu_clock(), None
-        if (expected := self._pace.call_seconds) is None:
-            call()
-        else:
-            self._of_host = self._steps.run(call, num_bytes, expected)
-
-    def record(self, num_bytes: int) -> None:
-        """Tell the pace how long the last `unregister` held the driver's lock."""
-        of_host = self._of_host
-        seconds = self._cpu_clock() - self._started if of_host is None else of_host
-        self._pace.record(num_bytes, seconds, self._clock())
-
-    def advance(self, queue: CallQueue, wake_at: int, wait_for_turn: Callable[[], bool]) -> None:
-        """Wait until `wake_at` calls of the queue have been made by the host's thread, or make the next one here. May
-        return earlier. `wait_for_turn` waits for as long as the pace says; False: make none.
-
-        The caller settles the queue, then calls `withdraw`.
-        """
-        if (expected := self._pace.call_seconds) is not None:
-            self._steps.offer(queue, expected)
-            if self._steps.wait(queue, wake_at):
-                self._record_of_host(queue)
-                return
-        self._record_of_host(queue)
-        if not wait_for_turn() or (expected is not None and self._steps.state(self._clock()) == "stepping"):
-            return
-        if queue.claim():
-            try:
-                started = self._cpu_clock()
-                made = queue.made
-                num_bytes = queue.make()
-                if queue.made > made:
-                    self._pace.record(num_bytes, self._cpu_clock() - started, self._clock())
-            finally:
-                queue.done()
-
-    def withdraw(self, queue: CallQueue) -> None:
-        """The queue is settled."""
-        self._steps.withdraw()
-        self._record_of_host(queue)
-
-    def _record_of_host(self, queue: CallQueue) -> None:
-        """Tell the pace of each call what the median one took: one that took unusually long must not shrink the
-        next ones."""
-        calls: list[MadeCall] = []
-        while queue.by_host:
-            calls.append(queue.by_host.popleft())
-        calls.sort(key=lambda call: call.seconds / call.num_bytes)
-        for _ in calls:
-            usual = calls[len(calls) // 2]
-            self._pace.record(usual.num_bytes, usual.seconds, self._clock())

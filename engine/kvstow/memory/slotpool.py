@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal, TypeGuard
@@ -19,8 +20,8 @@ import numpy.typing as npt
 from kvstow.callbacks import Callbacks
 from kvstow.errors import ConfigError, CopyError, PinError
 from kvstow.memory.chunks import Chunk, PinnedChunks
-from kvstow.memory.hoststeps import CallQueue, HostSteps, RegisterCall
-from kvstow.memory.pinning import Pace, PacedRegistrar, PinProgress, Registrar
+from kvstow.memory.hoststeps import CallQueue, HostSteps, MadeCall, RegisterCall
+from kvstow.memory.pinning import Pace, PinProgress, Registrar
 from kvstow.memory.region import bytes_by_node
 from kvstow.messages import PoolFigures
 
@@ -44,26 +45,6 @@ _DEFECT = "internal"  # the reason of failures that are not a `PinError`
 Int64Array = npt.NDArray[np.int64]
 
 logger = logging.getLogger("kvstow.pool")
-
-
-class SlotHold:
-    """Keeps memory of a pool in place until `release`, which is idempotent. Also a context manager."""
-
-    __slots__ = ("_release",)
-
-    def __init__(self, release: Callable[[], None]) -> None:
-        self._release: Callable[[], None] | None = release
-
-    def release(self) -> None:
-        release, self._release = self._release, None
-        if release is not None:
-            release()
-
-    def __enter__(self) -> SlotHold:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
 
 
 _REFILL = 3  # more chunks are populated when a third of those ahead are left: 160 ms of calls beside steps of 20 ms
@@ -225,13 +206,12 @@ class SlotPool(ABC):
         clock: Callable[[], float] = time.monotonic,
         cpu_clock: Callable[[], float] = time.thread_time,
     ) -> None:
-        self.slot_bytes = slot_bytes
-        self.max_slots = max_slots
-        """The largest target."""
+        """`max_slots`: the largest target."""
+        self.slot_bytes, self.max_slots = slot_bytes, max_slots
         self._registrar = registrar
         self.steps = HostSteps(clock)
         self._pace = pace(self.steps)
-        self._paced = PacedRegistrar(registrar, self._pace, self.steps, clock=clock, cpu_clock=cpu_clock)
+        self._is_thread_prepared = False
         self._resident_bytes = 0
         self._numa_notice: str | None = None
         """A sentence for people if memory cannot be bound to the node."""
@@ -243,7 +223,7 @@ class SlotPool(ABC):
         self._failure: PinError | None = None
         self._pin_failures: Counter[str] = Counter()
         self._progress = PinProgress(clock)
-        self._clock = clock
+        self._clock, self._cpu_clock = clock, cpu_clock
         self._paused = self._closing = False
         self._queue: CallQueue | None = None  # of the growth under way
         self._queue_end = 0  # the slot up to which it grows so far
@@ -354,14 +334,16 @@ class SlotPool(ABC):
             self._failure = None
             self._state.notify_all()
 
-    def hold(self, end_slot: int) -> SlotHold:
-        """Keep the memory of all slots below `end_slot` in place until the hold is released. Never waits. Raises
+    def hold(self, end_slot: int) -> ExitStack:
+        """Keep the memory of all slots below `end_slot` in place until the result is closed. Never waits. Raises
         `CopyError` if they are not all pinned."""
+        held = ExitStack()
         with self._state:
             if (pinned := self._pinned()) < end_slot:
                 raise CopyError(f"slot {end_slot - 1} is not pinned; the pool has {pinned} slots pinned")
             self._held[end_slot] += 1
-        return SlotHold(partial(self._release, end_slot))
+        held.callback(self._release, end_slot)
+        return held
 
     def _release(self, end_slot: int) -> None:
         with self._state:
@@ -410,18 +392,16 @@ class SlotPool(ABC):
             with self._state:
                 self._state.wait_for(lambda: not self._held)
                 chunks, self._chunks = self._chunks, None  # nothing can be held from now on
-            self._give_back(chunks)
-
-    def _give_back(self, chunks: PinnedChunks | None) -> None:
-        try:
-            while chunks is not None:
-                chunk, chunks = chunks.last, chunks.below
-                try:
-                    self._registrar.unregister(self._address_of(chunk), chunk.num_bytes)
-                except Exception as error:  # noqa: BLE001 - the other chunks are unregistered all the same
-                    logger.warning("could not unregister slots %d-%d: %s", chunk.first_slot, chunk.end_slot - 1, error)
-        finally:
-            self._close_memory()
+            try:
+                while chunks is not None:
+                    chunk, chunks = chunks.last, chunks.below
+                    try:
+                        self._registrar.unregister(self._address_of(chunk), chunk.num_bytes)
+                    except Exception as error:  # noqa: BLE001 - the other chunks are unregistered all the same
+                        first, last = chunk.first_slot, chunk.end_slot - 1
+                        logger.warning("could not unregister slots %d-%d: %s", first, last, error)
+            finally:
+                self._close_memory()
 
     # The pinning thread.
 
@@ -461,29 +441,64 @@ class SlotPool(ABC):
 
     def _grow(self) -> None:
         """Pin chunk after chunk until none is left, or something else comes first."""
+        if not self._is_thread_prepared:
+            self._registrar.prepare_thread()
+            self._is_thread_prepared = True
         with self._state:
-            growth = self._begin_growth()
+            growth = Growth(self, self._chunks)
+            self._queue = growth.queue
+            growth.queue.is_held, growth.queue.is_stopped = self._paused, self._closing
+            self._progress.begin(self._covered() * self.slot_bytes)
         try:
             while (wake_at := growth.populate_ahead()) is not None:
                 made = growth.queue.made
-                self._paced.advance(growth.queue, wake_at, partial(self._wait_for_turn, growth.queue))
+                self._advance(growth.queue, wake_at)
                 self._publish(growth)
                 if not self._goes_on(growth):
                     break
                 if growth.queue.made > made:
                     self._listeners.call()
         finally:
-            self._end_growth(growth)
-        self._paced.withdraw(growth.queue)
+            growth.queue.settle()
+            with self._state:  # keep what is registered, and give the rest back
+                self._queue, self._queue_end = None, 0
+                self._publish(growth)
+            growth.end()
+        self.steps.withdraw()
+        self._record_of_host(growth.queue)
         growth.queue.raise_error()
 
-    def _begin_growth(self) -> Growth:
-        """Under `_state`."""
-        growth = Growth(self, self._chunks)
-        self._queue = growth.queue
-        growth.queue.is_held, growth.queue.is_stopped = self._paused, self._closing
-        self._progress.begin(self._covered() * self.slot_bytes)
-        return growth
+    def _advance(self, queue: CallQueue, wake_at: int) -> None:
+        """Wait until `wake_at` calls of the queue have been made by the host's thread, or make the next one here. May
+        return earlier."""
+        if (expected := self._pace.call_seconds) is not None:
+            self.steps.offer(queue, expected)
+            if self.steps.wait(queue, wake_at):
+                self._record_of_host(queue)
+                return
+        self._record_of_host(queue)
+        if not self._wait_for_turn(queue):
+            return
+        if expected is not None and self.steps.state(self._clock()) == "stepping":
+            return
+        if queue.claim():
+            try:
+                started, made = self._cpu_clock(), queue.made
+                num_bytes = queue.make()
+                if queue.made > made:
+                    self._pace.record(num_bytes, self._cpu_clock() - started, self._clock())
+            finally:
+                queue.done()
+
+    def _record_of_host(self, queue: CallQueue) -> None:
+        """Record for each call what the median one took: one that took unusually long must not shrink the next ones."""
+        calls: list[MadeCall] = []
+        while queue.by_host:
+            calls.append(queue.by_host.popleft())
+        calls.sort(key=lambda call: call.seconds / call.num_bytes)
+        for _ in calls:
+            usual = calls[len(calls) // 2]
+            self._pace.record(usual.num_bytes, usual.seconds, self._clock())
 
     def _register(self, chunk: Chunk) -> None:
         """Pin a committed chunk, on the pinning thread or the host's. Raises `PinError`; it is then not pinned."""
@@ -528,14 +543,6 @@ class SlotPool(ABC):
             self.steps.is_pinning = not self._closing
             return not growth.queue.is_over_for_good and not self._paused
 
-    def _end_growth(self, growth: Growth) -> None:
-        """Keep what is registered, and give the rest back."""
-        growth.queue.settle()
-        with self._state:
-            self._queue, self._queue_end = None, 0
-            self._publish(growth)
-        growth.end()
-
     def _stop_growth(self) -> None:
         """Register no further chunk of the growth under way, and give back those that are populated. Under `_state`."""
         if self._queue is not None:
@@ -550,14 +557,20 @@ class SlotPool(ABC):
             if not self._may_give_back(chunks):
                 return
             self._chunks = chunks.below  # the chunk cannot be held from now on
+        chunk, started, of_host = chunks.last, self._cpu_clock(), None
+        call = partial(self._registrar.unregister, self._address_of(chunk), chunk.num_bytes)
         try:
-            self._paced.unregister(self._address_of(chunks.last), chunks.last.num_bytes)
+            if (expected := self._pace.call_seconds) is None:
+                call()
+            else:
+                of_host = self.steps.run(call, chunk.num_bytes, expected)
         except BaseException:
             with self._state:
                 self._chunks = chunks  # it is still pinned; the next attempt or `close` unregisters it
             raise
-        self._decommit(chunks.last)
-        self._paced.record(chunks.last.num_bytes)
+        self._decommit(chunk)
+        seconds = self._cpu_clock() - started if of_host is None else of_host
+        self._pace.record(chunk.num_bytes, seconds, self._clock())
 
     def _wait_for_turn(self, queue: CallQueue | None = None) -> bool:
         """Leave the driver's lock to others for as long as the pace says; False when the pool closes or the queue has

@@ -17,8 +17,6 @@ from kvstow.tier.store import (
     PutStatus,
     SlotObject,
     check_batch,
-    count_gets,
-    count_puts,
 )
 
 
@@ -34,7 +32,7 @@ class MemoryStore:
         self._objects: OrderedDict[str, bytes] = OrderedDict()
         self._num_bytes = 0
 
-    def open_transfers(self, rank: int, witness: int | None = None) -> MemoryTransfers:
+    def open_transfers(self, witness: int | None = None) -> MemoryTransfers:
         return MemoryTransfers(self)
 
     def open_lookups(self) -> MemoryLookups:
@@ -76,13 +74,12 @@ class _MemoryClient:
     def __init__(self, store: MemoryStore) -> None:
         self._store = store
         self._closed = False
-        self._stats = ClientStats()
 
     def health(self) -> ClientHealth:
         return ClientHealth("closed", "it was closed") if self._closed else ClientHealth("connected")
 
     def stats(self) -> ClientStats:
-        return self._stats
+        return ClientStats()
 
     def close(self) -> None:
         self._closed = True
@@ -108,16 +105,12 @@ class MemoryTransfers(_MemoryClient):
     def put(self, objects: Sequence[SlotObject], timeout: float) -> list[PutStatus]:
         self._require_open()
         check_batch(objects, self._ranges)
-        statuses = [self._store.put(str(one.name), ctypes.string_at(one.address, one.num_bytes)) for one in objects]
-        self._stats = self._stats.plus(**count_puts(objects, statuses))
-        return statuses
+        return [self._store.put(str(one.name), ctypes.string_at(one.address, one.num_bytes)) for one in objects]
 
     def get(self, objects: Sequence[SlotObject], timeout: float) -> list[GetStatus]:
         self._require_open()
         check_batch(objects, self._ranges)
-        statuses = [self._get(one) for one in objects]
-        self._stats = self._stats.plus(**count_gets(objects, statuses))
-        return statuses
+        return [self._get(one) for one in objects]
 
     def _get(self, one: SlotObject) -> GetStatus:
         data = self._store.get(str(one.name))

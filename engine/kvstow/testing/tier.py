@@ -60,7 +60,7 @@ class ControlledStore(MemoryStore):
         self.max_answers: int | None = None
         self.batches: list[tuple[str, int]] = []
 
-    def open_transfers(self, rank: int, witness: int | None = None) -> ControlledTransfers:
+    def open_transfers(self, witness: int | None = None) -> ControlledTransfers:
         return ControlledTransfers(self)
 
     def open_lookups(self) -> ControlledLookups:

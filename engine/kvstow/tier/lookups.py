@@ -166,7 +166,7 @@ class StoreAnswers(NamedTuple):
 
 
 class LookupThread:
-    """Asks one question at a time. Thread-safe; only `close` waits."""
+    """Asks one question at a time. Thread-safe; only `close` waits, for a question that is under way."""
 
     def __init__(
         self,
@@ -177,7 +177,7 @@ class LookupThread:
         on_news: Callable[[], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`client` is closed by `close`. `on_news` is called on the thread after each answer; it must not wait."""
+        """The caller keeps `client`. `on_news` is called on the thread after each answer; it must not wait."""
         self._table, self._client = table, client
         self._timeout, self._on_news, self._clock = timeout, on_news, clock
         self._state = threading.Condition()
@@ -208,11 +208,10 @@ class LookupThread:
             return taken
 
     def close(self) -> None:
-        """Close the client and end the thread. Idempotent."""
+        """Idempotent."""
         with self._state:
             self._closing = True
             self._state.notify_all()
-        self._client.close()
         self._thread.join()
 
     def _send(self, name_of: NameOf, question: Question | None) -> None:

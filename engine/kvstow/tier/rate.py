@@ -11,13 +11,11 @@ from typing import NamedTuple
 from kvstow.prefill import PrefillCost, PromptPart, weighted_median
 
 _RECENT = 9
-_WEIGHT = 0.2
-"""Of the newest measurement."""
 _FIRST_GUESS = 50e6
 """Bytes per second, for timeouts before anything was measured."""
 _BASE_TIMEOUT = 0.5
 _SLOWER = 4.0
-"""A call may be so many times slower than the average."""
+"""A call may be so many times slower than the recent ones."""
 _LONGEST_TIMEOUT = 30.0
 """A few small calls, whose time is latency, must not give a large one minutes."""
 
@@ -37,28 +35,9 @@ class RecentRate:
             self._calls.append((amount / seconds, amount))
             self.per_second = weighted_median(self._calls)
 
-
-class TransferRate:
-    """Bytes per second of one direction, as a moving average over calls. Not locked: one thread measures, and any
-    thread may read."""
-
-    def __init__(self) -> None:
-        self.bytes_per_second: float | None = None
-        """None before the first measurement."""
-
-    def observe(self, num_bytes: int, seconds: float) -> None:
-        """A call has moved so many bytes."""
-        if num_bytes <= 0 or seconds <= 0:
-            return
-        rate = num_bytes / seconds
-        known = self.bytes_per_second
-        # Averages times, not rates: one quick call among slow ones must not make all look quick.
-        self.bytes_per_second = rate if known is None else 1 / ((1 - _WEIGHT) / known + _WEIGHT / rate)
-
-    def timeout(self, num_bytes: int) -> float:
-        """Seconds after which a call that moves so many bytes is given up."""
-        seconds = _BASE_TIMEOUT + _SLOWER * num_bytes / (self.bytes_per_second or _FIRST_GUESS)
-        return min(_LONGEST_TIMEOUT, seconds)
+    def timeout(self, amount: int) -> float:
+        """Seconds after which a call that moves so many is given up."""
+        return min(_LONGEST_TIMEOUT, _BASE_TIMEOUT + _SLOWER * amount / (self.per_second or _FIRST_GUESS))
 
 
 FIRST_PROBE_SECONDS, PROBE_SECONDS = 1.0, 30.0

@@ -1,13 +1,11 @@
 """The protocol of a tier's store: what the engine asks of it, on which thread, and who owns a slot meanwhile.
 
-A `TierStore` names the store. Each process that moves bytes opens a `TransferClient` for each of its ranks, and the
-process of the control plane opens a `LookupClient`. They share nothing: whatever happens to one of them, the slots of
-another are not touched.
+A `TierStore` names the store. A host opens a `TransferClient` for the slots of all its ranks, and a `LookupClient`.
+They share nothing: whatever happens to one of them, the slots of the other are not touched.
 
 Threads. `put` is called by one thread and `get` by another one, so there may be one call of each at the same time on
-one client, and never two of one kind. `exists` is called by one thread too. All other calls may come from any thread at
-any time. `put`, `get` and `exists` wait for the store; no call is made by the thread of a scheduler or of an event
-loop, except `stats`, which never waits.
+one client, and never two of one kind. All other calls may come from any thread at any time. `put`, `get` and `exists`
+wait for the store; no call is made by the thread of a scheduler or of an event loop, except `stats`, which never waits.
 
 Slots. The caller lends the slots of a `put` or `get` to the client until the call returns or raises. The client reads
 the slots of a `put` and writes those of a `get`, and touches no other memory. When the call ends, in whatever way,
@@ -25,8 +23,8 @@ defect of the caller; nothing has been touched then.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
 from kvstow.errors import InvalidRequestError
@@ -49,11 +47,6 @@ class ObjectName(NamedTuple):
         """The name in the store."""
         block_hash = self.key[GROUP_BYTES:].hex()
         return f"kvs1:{self.fingerprint}:{group_of(self.key)}:{block_hash}:{self.rank}of{self.num_ranks}"
-
-
-def names_of_rank(rank: int, num_ranks: int) -> Callable[[str, BlockKey], ObjectName]:
-    """What names this rank's object of a fingerprint and a key."""
-    return lambda fingerprint, key: ObjectName(fingerprint, key, rank, num_ranks)
 
 
 MAX_BATCH_OBJECTS = 64
@@ -98,8 +91,8 @@ class ClientHealth:
 
 @dataclass(frozen=True, slots=True)
 class ClientStats:
-    """Counters since the client was opened; they only grow. `restarts`: how often what connects to the store was ended
-    and started again."""
+    """Counters since the client was opened; they only grow. A client knows the last two, and `StoreTransfers` the
+    others. `restarts`: how often what connects to the store was ended and started again."""
 
     put_objects: int = 0
     put_bytes: int = 0
@@ -109,13 +102,9 @@ class ClientStats:
     timeouts: int = 0
     restarts: int = 0
 
-    def plus(self, **more: int) -> ClientStats:
-        """With so much more in these fields."""
-        return replace(self, **{name: getattr(self, name) + by for name, by in more.items()})
-
 
 class TransferClient(Protocol):
-    """Moves objects between the store and the memory of one rank."""
+    """Moves objects between the store and the memory of ranks."""
 
     def add_memory(self, memory: MemoryRange) -> None:
         """Slots in `memory`, which overlaps no other range, may be lent from now on, as soon as they are populated.
@@ -161,28 +150,12 @@ class TierStore(Protocol):
     @property
     def name(self) -> str: ...
 
-    def open_transfers(self, rank: int, witness: int | None = None) -> TransferClient:
+    def open_transfers(self, witness: int | None = None) -> TransferClient:
         """`witness`: a descriptor, such as one end of a pipe, that stays the caller's. Each process of the client that
         may touch memory inherits it before it gets any, so the other end shows when the last of them has ended, even
         if this process ends first."""
 
     def open_lookups(self) -> LookupClient: ...
-
-
-def count_puts(objects: Sequence[SlotObject], statuses: Sequence[PutStatus]) -> dict[str, int]:
-    """What a put adds to fields of `ClientStats`."""
-    stored = [one for one, status in zip(objects, statuses, strict=True) if status == "stored"]
-    return {"put_objects": len(stored), "put_bytes": sum(one.num_bytes for one in stored)}
-
-
-def count_gets(objects: Sequence[SlotObject], statuses: Sequence[GetStatus]) -> dict[str, int]:
-    """What a get adds to fields of `ClientStats`."""
-    found = [one for one, status in zip(objects, statuses, strict=True) if status == "found"]
-    return {
-        "get_objects": len(found),
-        "get_bytes": sum(one.num_bytes for one in found),
-        "corrupt_objects": statuses.count("corrupt"),
-    }
 
 
 def check_batch(objects: Sequence[SlotObject], ranges: Sequence[MemoryRange]) -> None:

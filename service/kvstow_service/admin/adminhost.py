@@ -11,16 +11,16 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import kvstow
 from kvstow.errors import ConfigError, SettingError
 from kvstow.memory.limits import HugePageLimits, MemoryLimits, limits_of
-from kvstow_api.directory import Directory, HostMemory, OrphanedMemory
+from kvstow_api.directory import Directory, HostMemory
 from kvstow_api.hostsettings import INFORMATIONAL_CHECKS, is_loopback, parse_host_names, require_token
 from kvstow_api.regularfile import TokenFile
 from kvstow_service.admin.sockets import AdminSockets
@@ -81,85 +81,57 @@ class AdminOptions:
         return self.tls is not None and self.tls.client_ca is not None
 
 
-class Ticked(Protocol):
-    """An engine, or a node of many."""
-
-    def tick(self) -> object: ...
-
-
 class Ticker:
-    """Ticks the host every `interval` seconds until `stop`, which is idempotent. No exception ends the thread.
-
-    `renew_tls` is called as often, on a separate thread: it reads files, and a file system may block.
-    """
+    """Calls `tick` every `interval` seconds until `stop`, which is idempotent, and `renew_tls` as often on a thread of
+    its own: it reads files, and a file system may block. No exception ends these threads."""
 
     def __init__(
         self,
-        host: Ticked,
+        tick: Callable[[], object],
         *,
         interval: float = 1.0,
-        renew_tls: Callable[[], None] | None = None,
+        renew_tls: Callable[[], object] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._interval, self._clock = interval, clock
         self._stopping = threading.Event()
-        self._threads = [_Repeating("the ticker", host.tick, interval, self._stopping, clock)]
-        if renew_tls is not None:
-            self._threads.append(_Repeating("the check of the TLS files", renew_tls, interval, self._stopping, clock))
+        work = {"the ticker": tick, "the check of the TLS files": renew_tls}
+        self._threads = {
+            name: threading.Thread(target=self._repeat, args=(name, act), name="kvstow-ticker", daemon=True)
+            for name, act in work.items()
+            if act is not None
+        }
+        self._returned = dict.fromkeys(self._threads, clock())
+        """When each call last returned."""
 
     def start(self) -> None:
-        for thread in self._threads:
+        self._returned = dict.fromkeys(self._threads, self._clock())
+        for thread in self._threads.values():
             thread.start()
 
     def stop(self) -> None:
+        """Waits for a second at most; the threads are daemons."""
         self._stopping.set()
-        for thread in self._threads:
-            thread.join()
+        for thread in self._threads.values():
+            if thread.ident is not None:
+                thread.join(_JOIN_SECONDS)
 
     def check(self) -> str | None:
         """Health check: which periodic work has stopped."""
-        return next(filter(None, (thread.failure() for thread in self._threads)), None)
+        for name, thread in self._threads.items():
+            if not thread.is_alive():
+                return f"{name} has stopped"
+            if (age := self._clock() - self._returned[name]) > _OVERDUE_SECONDS + self._interval:
+                return f"{name} has not run for {age:.0f} s"
+        return None
 
-
-class _Repeating:
-    """A thread that repeats a call, whatever it raises, and knows when the call last returned."""
-
-    def __init__(
-        self,
-        name: str,
-        act: Callable[[], object],
-        interval: float,
-        stopping: threading.Event,
-        clock: Callable[[], float],
-    ) -> None:
-        self._name, self._act, self._interval = name, act, interval
-        self._stopping = stopping
-        self._clock = clock
-        self._last = clock()
-        self._thread = threading.Thread(target=self._run, name="kvstow-ticker", daemon=True)
-
-    def start(self) -> None:
-        self._last = self._clock()
-        self._thread.start()
-
-    def join(self) -> None:
-        """Waits for a second at most; the thread is a daemon."""
-        if self._thread.ident is not None:
-            self._thread.join(_JOIN_SECONDS)
-
-    def failure(self) -> str | None:
-        """How the work has stopped, or None."""
-        if not self._thread.is_alive():
-            return f"{self._name} has stopped"
-        age = self._clock() - self._last
-        return f"{self._name} has not run for {age:.0f} s" if age > _OVERDUE_SECONDS + self._interval else None
-
-    def _run(self) -> None:
+    def _repeat(self, name: str, act: Callable[[], object]) -> None:
         while not self._stopping.wait(self._interval):
             try:
-                self._act()
+                act()
             except Exception:
-                logger.exception("%s failed", self._name)
-            self._last = self._clock()
+                logger.exception("%s failed", name)
+            self._returned[name] = self._clock()
 
 
 def make_api_host(
@@ -168,18 +140,13 @@ def make_api_host(
     sockets: AdminSockets,
     options: AdminOptions,
     *,
-    mode: str,
-    agent_token: str | None = None,
     tls: ServerTls | None = None,
     settings: Mapping[str, Any] | None = None,
-    build: Mapping[str, str] | None = None,
-    live_checks: Mapping[str, HealthCheck] | None = None,
     startup_checks: Mapping[str, HealthCheck] | None = None,
-    orphaned_memory: Callable[[], Sequence[OrphanedMemory]] = tuple,
-    attach: str | None = None,
+    **given: Any,
 ) -> ApiHost:
     """What the API serves on `sockets`. Every reader sees `settings`: no secrets, no paths. `startup_checks` are also
-    checks of readiness.
+    checks of readiness. `given`: other fields of `ApiHost`.
 
     Host names are restricted on loopback only: elsewhere any name may lead to the server.
     """
@@ -189,7 +156,6 @@ def make_api_host(
     return ApiHost(
         directory=directory,
         version=kvstow.__version__,
-        mode=mode,
         addresses=sockets.addresses,
         settings=settings,
         token_file=options.token_file,
@@ -198,15 +164,11 @@ def make_api_host(
         client_certificates=options.has_certificates,
         certificate_ends=None if tls is None else tls.ends,
         host_memory=partial(measure_memory, limits_of(settings.get("huge_pages", "advised"))),
-        orphaned_memory=orphaned_memory,
-        attach=attach,
-        agent_token=agent_token,
         readiness_require=options.readiness_require,
-        live_checks=live_checks or {},
         ready_checks={"ticker": ticker.check, **(startup_checks or {})},
         startup_checks=startup_checks or {},
-        build=build or {},
         registry=_registry(),
+        **given,
     )
 
 

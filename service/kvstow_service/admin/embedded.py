@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from kvstow.control.engine import OffloadEngine
@@ -61,8 +62,8 @@ class EmbeddedAdmin:
         identity: str,
         mode: str,
         max_capacity_slots: int,
-        settings: Mapping[str, Any] | None = None,
-        build: Mapping[str, str] | None = None,
+        settings: Mapping[str, Any] = MappingProxyType({}),
+        build: Mapping[str, str] = MappingProxyType({}),
         node_host: str = "",
         head_start: float = _HEAD_START_SECONDS,
         freezes_heap: bool = False,
@@ -80,16 +81,12 @@ class EmbeddedAdmin:
         self._head_start, self._freezes_heap = head_start, freezes_heap
         self._token = secrets.token_hex(16)
         self._tls: ServerTls | None = None
-        self._ticker = Ticker(engine, renew_tls=None if options.tls is None else self._renew_tls)
+        self._ticker = Ticker(engine.tick, renew_tls=None if options.tls is None else self._renew_tls)
         self._sockets = AdminSockets(secure=options.tls is not None)
         self._rendezvous = Rendezvous(identity, environ)
         self._server: AdminServer | None = None
         self._max_capacity_slots = max_capacity_slots
-        self._description: dict[str, Any] = {
-            "mode": mode,
-            "settings": settings,
-            "build": build,
-        }
+        self._mode, self._settings, self._build = mode, settings, build
         self._warned_of_loopback = False
         self._failing = threading.Lock()
         self._stopping = threading.Event()
@@ -170,20 +167,17 @@ class EmbeddedAdmin:
 
         self._tls = None if self._options.tls is None else ServerTls(self._options.tls)
         self._listen()  # clients that connect now are answered soon
-        settings = self._description["settings"] or {}
+        model = str(self._settings.get("model", ""))
         host = make_api_host(
-            EmbeddedDirectory(
-                self._engine,
-                self._max_capacity_slots,
-                name=self._description["mode"],
-                model=str(settings.get("model", "")),
-            ),
+            EmbeddedDirectory(self._engine, self._max_capacity_slots, name=self._mode, model=model),
             self._ticker,
             self._sockets,
             self._options,
-            agent_token=self._token,
             tls=self._tls,
-            **self._description,
+            settings=self._settings,
+            agent_token=self._token,
+            mode=self._mode,
+            build=self._build,
         )
         log = LogWriter(partial(self._engine.count_error, "log_line_dropped"))
         return AdminServer(create_app(host), self._sockets.sockets, self._fail, tls=self._tls, log=log)

@@ -136,8 +136,9 @@ class Connections:
 def connection_limit() -> int:
     """How many connections the server may hold: few enough to leave most of the process's descriptors to the engine."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    share = _MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else soft // _SHARE_OF_DESCRIPTORS
-    return max(_MIN_CONNECTIONS, min(_MAX_CONNECTIONS, share))
+    if soft == resource.RLIM_INFINITY:
+        return _MAX_CONNECTIONS
+    return max(_MIN_CONNECTIONS, min(_MAX_CONNECTIONS, soft // _SHARE_OF_DESCRIPTORS))
 
 
 class RequestQueue:
@@ -151,16 +152,14 @@ class RequestQueue:
     def __init__(self) -> None:
         self._probes: deque[asyncio.Future[None]] = deque()
         self._others: deque[asyncio.Future[None]] = deque()
-        self._scheduled = False
 
     async def wait(self, *, probe: bool) -> None:
         """Returns when the request may begin."""
         loop = asyncio.get_running_loop()
         admitted = loop.create_future()
-        (self._probes if probe else self._others).append(admitted)
-        if not self._scheduled:
-            self._scheduled = True
+        if not (self._probes or self._others):
             loop.call_soon(self._admit, loop)
+        (self._probes if probe else self._others).append(admitted)
         await admitted
 
     def _admit(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -168,8 +167,7 @@ class RequestQueue:
             queue = (self._others or self._probes) if number == 0 else (self._probes or self._others)
             if queue and not (admitted := queue.popleft()).done():  # done: its request was cancelled
                 admitted.set_result(None)
-        self._scheduled = bool(self._probes or self._others)
-        if self._scheduled:
+        if self._probes or self._others:
             loop.call_soon(self._admit, loop)
 
 

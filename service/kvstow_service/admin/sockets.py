@@ -10,9 +10,8 @@ import stat
 import tempfile
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
 
 from kvstow.errors import ConfigError, ConflictError
 
@@ -53,7 +52,7 @@ class AdminSockets:
     def __init__(self, address: TcpAddress | None = None, *, secure: bool = False) -> None:
         """Raises `ConflictError` if the port is taken or not permitted."""
         self.sockets: list[socket.socket] = []
-        self._tcp: _Bound | None = None
+        self._tcp: TcpAddress | None = None
         self._scheme = "https" if secure else "http"
         self._files: dict[Path, FileId] = {}
         with ExitStack() as undo:
@@ -65,7 +64,8 @@ class AdminSockets:
     def listen_tcp(self, address: TcpAddress) -> None:
         """Call at most once. Raises `ConflictError`, or its subclass `PortTakenError`."""
         listener = _bind_tcp(address)
-        self._tcp = _Bound(*listener.getsockname()[:2])
+        host, port = listener.getsockname()[:2]
+        self._tcp = replace(address, host=host, port=port)
         self.sockets.append(listener)
 
     def listen_unix(self, path: Path, group: int | None = None) -> None:
@@ -95,7 +95,7 @@ class AdminSockets:
     @property
     def addresses(self) -> tuple[str, ...]:
         """Where the server listens, for display."""
-        tcp = [tcp_url(*self._tcp, self._scheme)] if self._tcp else []
+        tcp = [tcp_url(self._tcp.host, self._tcp.port, self._scheme)] if self._tcp else []
         return (*tcp, *(f"unix:{path}" for path in self._files))
 
     def close(self) -> None:
@@ -121,11 +121,6 @@ def is_listening(path: Path) -> bool:
         except (ConnectionRefusedError, FileNotFoundError):
             return False
     return True
-
-
-class _Bound(NamedTuple):
-    host: str
-    port: int
 
 
 FileId = tuple[int, int] | None

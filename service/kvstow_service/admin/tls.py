@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import ssl
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,7 +15,6 @@ from typing import NamedTuple
 
 from kvstow.errors import ConfigError, SettingError
 from kvstow_api.regularfile import FileStamp, RegularFile
-from kvstow_service.pemfile import in_memory
 
 logger = logging.getLogger("kvstow.tls")
 
@@ -80,6 +81,15 @@ def _trust(context: ssl.SSLContext, client_ca: Path) -> None:
         raise SettingError("tls_client_ca", str(client_ca), f"has no usable certificates: {error}") from None
     context.verify_mode = ssl.CERT_OPTIONAL  # probes have none; changes need a certificate or a token
     context.num_tickets = 0  # a resumed session is not checked against the current authorities
+
+
+@contextmanager
+def in_memory(pem: bytes) -> Iterator[str]:
+    """A path to these bytes: `ssl` takes paths only, and opening the original again could find another file."""
+    with open(os.memfd_create("kvstow-tls", os.MFD_CLOEXEC), "wb") as file:
+        file.write(pem)
+        file.flush()
+        yield f"/proc/self/fd/{file.fileno()}"
 
 
 def _content(setting: str, path: Path) -> bytes:

@@ -14,10 +14,8 @@ from kvstow_api.texts import counted
 from kvstow_service.cli.connection import (
     SIZE,
     TIME,
-    Connection,
-    Effect,
+    Call,
     chosen_pool,
-    confirm,
     dry_run_flag,
     evicted,
     pool_flag,
@@ -25,7 +23,7 @@ from kvstow_service.cli.connection import (
     yes_flag,
 )
 from kvstow_service.cli.failures import CommandError
-from kvstow_service.cli.output import Format, emit, format_flag, table
+from kvstow_service.cli.output import format_flag, table
 
 if TYPE_CHECKING:
     from kvstow_api.answers import OperationView, RemovedView
@@ -108,14 +106,14 @@ def started(operation: Any) -> str:
 @click.argument("operation_id", metavar="ID")
 @format_flag
 @remote
-def cancel(connection: Connection, operation_id: str, style: Format) -> None:
+def cancel(call: Call, operation_id: str) -> None:
     """Stop a long-running operation. What it has done so far stays done."""
     from kvstow_api.client import routes
     from kvstow_api.columns import OPERATIONS
 
-    with connection.client() as client:
+    with call.client() as client:
         view = client.call(routes.cancel_operation, operation_id=operation_id)
-    emit(view, style, lambda view: table([view], OPERATIONS))
+    call.emit(view, lambda view: table([view], OPERATIONS))
 
 
 # -- blocks -----------------------------------------------------------------------------------------------------------
@@ -132,16 +130,7 @@ def cancel(connection: Connection, operation_id: str, style: Format) -> None:
 @format_flag
 @pool_flag
 @remote
-def evict(
-    connection: Connection,
-    slots: int | None,
-    size: int | None,
-    idle: float | None,
-    context: str | None,
-    style: Format,
-    pool: str | None,
-    **flags: bool,
-) -> None:
+def evict(call: Call, slots: int | None, size: int | None, idle: float | None, context: str | None) -> None:
     """Remove the coldest blocks.
 
     Leased blocks stay. Give one of --slots, --size, --idle and --context.
@@ -156,7 +145,7 @@ def evict(
     }
     if sum(given is not None for given in chosen.values()) != 1:
         raise click.UsageError("give one of --slots, --size, --idle and --context")
-    _remove(connection, routes.evict, chosen, style, pool, **flags)
+    _remove(call, routes.evict, chosen)
 
 
 @click.command()
@@ -175,7 +164,7 @@ def evict(
 @pool_flag
 @remote
 def purge(
-    connection: Connection,
+    call: Call,
     keys: tuple[str, ...],
     everything: bool,
     key_prefixes: tuple[str, ...],
@@ -184,9 +173,6 @@ def purge(
     slots: int | None,
     size: int | None,
     context: str | None,
-    style: Format,
-    pool: str | None,
-    **flags: bool,
 ) -> None:
     """Remove blocks by key, context, age or number.
 
@@ -206,7 +192,7 @@ def purge(
     }
     if sum(value is not None for value in chosen.values()) != 1:
         raise click.UsageError("give one of KEY..., --all, --key-prefix, --idle, --age, --slots, --size and --context")
-    _remove(connection, routes.purge, chosen, style, pool, **flags)
+    _remove(call, routes.purge, chosen)
 
 
 # -- contexts ---------------------------------------------------------------------------------------------------------
@@ -225,7 +211,7 @@ def context_id_of(text: str, salt: str = "") -> str:
 @format_flag
 @pool_flag
 @remote
-def release(connection: Connection, context: str, salt: str, style: Format, pool: str | None) -> None:
+def release(call: Call, context: str, salt: str) -> None:
     """Expect no further request of a context.
 
     CONTEXT is an id, as `kvstow get contexts` shows it, or what clients call it. Blocks that nothing else uses are
@@ -233,40 +219,29 @@ def release(connection: Connection, context: str, salt: str, style: Format, pool
     """
     from kvstow_api.client import routes
 
-    with connection.client() as client:
-        pool = chosen_pool(client, pool)
+    with call.client() as client:
+        pool = chosen_pool(client, call.pool)
         view = client.call(routes.release_context, context=context_id_of(context, salt), pool=pool)
-    emit(view, style, lambda view: f"released {counted(view.blocks, 'block')}")
+    call.emit(view, lambda view: f"released {counted(view.blocks, 'block')}")
 
 
 # -- removals ---------------------------------------------------------------------------------------------------------
 
 
-def _remove(
-    connection: Connection,
-    route: Route[RemovedView | OperationView],
-    chosen: dict[str, Any],
-    style: Format,
-    pool: str | None,
-    *,
-    dry_run: bool,
-    yes: bool,
-    no_wait: bool,
-) -> None:
+def _remove(call: Call, route: Route[RemovedView | OperationView], chosen: dict[str, Any]) -> None:
     """`chosen` selects the blocks."""
-    with connection.client() as client:
-        pool = chosen_pool(client, pool)
-        effect = Effect("remove blocks", lost_blocks=None)
-        if dry_run or not yes:
+    with call.client() as client:
+        pool = chosen_pool(client, call.pool)
+        effect, is_destructive = "remove blocks", True
+        if call.dry_run or not call.yes:
             planned = follow(client, route, {**chosen, "dry_run": True}, pool=pool)
-            if dry_run:
-                emit(planned, style, _removed)
+            if call.dry_run:
+                call.emit(planned, _removed)
                 return
             plan = _result(planned)
-            effect = Effect(f"remove {evicted(plan)}", lost_blocks=plan.evicted_slots)
-        confirm(effect, connection, yes)
-        answer = follow(client, route, chosen, pool=pool, no_wait=no_wait)
-        emit(answer, style, _removed)
+            effect, is_destructive = f"remove {evicted(plan)}", plan.evicted_slots > 0
+        call.confirm(effect, destructive=is_destructive)
+        call.emit(follow(client, route, chosen, pool=pool, no_wait=call.no_wait), _removed)
 
 
 def _result(answer: Any) -> Any:

@@ -132,35 +132,26 @@ def _grid() -> Table:
 
 
 def rank_bars(ranks: Sequence[RankRow], width: int, most: int) -> RenderableType:
-    """A bar for each rank, or in `most` lines for some of them, as `select_ranks` chooses them. Where host, pid and
-    device do not fit beside the bar, they are below it, unless that takes more than `most` lines."""
-    lines: list[RenderableType] = []
+    """A bar for each rank, or in `most` lines for some of them, as `select_ranks` chooses them. On a narrow terminal
+    host, pid and device are cut off."""
+    grid = _grid()
     chosen = select_ranks(ranks, most if len(ranks) <= most else most - 1)
-    room = width - _LABEL - _GAPS - _widest(chosen, with_place=True)
-    below = room < _NARROWEST and 2 * len(chosen) <= most
-    if below:
-        room = width - _LABEL - _GAPS - _widest(chosen, with_place=False)
+    words = [
+        Text.assemble(
+            (rank.state, STATE_STYLES.get(rank.state, "red" if rank.troubled else "")),
+            f"  {rank.progress}",
+            (f"  {rank.place}", "dim"),
+        )
+        for rank in chosen
+    ]
+    room = width - _LABEL - _GAPS - max((len(text) for text in words), default=0)
     bar_width = max(_NARROWEST, min(room, _bar_width(width)))
-    for rank in chosen:
+    for rank, text in zip(chosen, words, strict=True):
         bar = ProgressBar(max(rank.target_bytes, 1), rank.pinned_bytes, bar_width, complete_style="green")
-        line = _grid()
-        line.add_row(_label(f"rank {rank.rank}"), bar, _rank_words(rank, with_place=not below))
-        lines.append(line)
-        if below and rank.place:
-            lines.append(_indented(Text(rank.place, style="dim")))
-    if len(chosen) < len(ranks):
-        lines.append(Text(f"and {len(ranks) - len(chosen)} more ranks", style="dim"))
-    return Group(*lines)
-
-
-def _rank_words(rank: RankRow, *, with_place: bool) -> Text:
-    state = Text(rank.state, style=STATE_STYLES.get(rank.state, "red" if rank.troubled else ""))
-    place = f"  {rank.place}" if rank.place and with_place else ""
-    return Text.assemble(state, f"  {rank.progress}", (place, "dim"))
-
-
-def _widest(ranks: Sequence[RankRow], *, with_place: bool) -> int:
-    return max((len(_rank_words(rank, with_place=with_place)) for rank in ranks), default=0)
+        grid.add_row(_label(f"rank {rank.rank}"), bar, text)
+    if len(chosen) == len(ranks):
+        return grid
+    return Group(grid, Text(f"and {len(ranks) - len(chosen)} more ranks", style="dim"))
 
 
 def _indented(text: Text) -> RenderableType:
@@ -175,16 +166,11 @@ def _memory(memory: MemoryBar, width: int) -> RenderableType:
 
 
 def _pools(shown: Overview, width: int, most: int) -> RenderableType:
-    if shown.is_missing:
-        return Group(_pools_there(shown, width, most), Text("there is no pool of the name that you chose", "red"))
-    return _pools_there(shown, width, most)
-
-
-def _pools_there(shown: Overview, width: int, most: int) -> RenderableType:
+    missing = [Text("there is no pool of the name that you chose", "red")] if shown.is_missing else []
     if not shown.pools.rows:
-        return Text(shown.empty)
+        return Group(Text(shown.empty), *missing)
     selected = (shown.selected or "") if shown.choices else None
-    return row_table(shown.pools, width, most, noun="pools", selected=selected)
+    return Group(row_table(shown.pools, width, most, noun="pools", selected=selected), *missing)
 
 
 def _sessions(shown: Overview, width: int, most: int) -> RenderableType:

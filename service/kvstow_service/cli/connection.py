@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import click
 
@@ -18,6 +18,7 @@ from kvstow.errors import ConfigError
 from kvstow_api.texts import counted
 from kvstow_service import environment
 from kvstow_service.cli.failures import CommandError, ExitCode, reporting_failures
+from kvstow_service.cli.output import Format, emit
 from kvstow_service.duration import parse_duration
 
 if TYPE_CHECKING:
@@ -109,33 +110,6 @@ class Connection:
         return tls
 
 
-_FILE = click.Path(dir_okay=False)
-_FLAGS = (
-    click.option(
-        "--server",
-        metavar="URL",
-        help="http://HOST:PORT, https://HOST:PORT or unix:/PATH. Default: KVSTOW_SERVER, then http://127.0.0.1:9595.",
-    ),
-    click.option("--token-file", type=_FILE, help="File with the bearer token. Default: KVSTOW_TOKEN_FILE."),
-    click.option("--ca-file", type=_FILE, help="CA certificates instead of the system's. Default: KVSTOW_CA_FILE."),
-    click.option("--cert-file", type=_FILE, help="Client certificate."),
-    click.option("--key-file", type=_FILE, help="Key of the client certificate, if it is in another file."),
-    click.option("--request-timeout", type=TIME, default="10s", show_default=True, help="Longest wait for one answer."),
-)
-
-
-def remote(command: Callable[..., None]) -> Callable[..., None]:
-    """Adds the connection flags to a command and passes it a `Connection` as its first argument. KVStow's errors become
-    a message on standard error and an exit code."""
-
-    @functools.wraps(command)
-    def run(**options: Any) -> None:
-        with reporting_failures():
-            command(Connection.take(options, os.environ), **options)
-
-    return functools.reduce(lambda function, flag: flag(function), reversed(_FLAGS), run)
-
-
 # -- pools and sessions -----------------------------------------------------------------------------------------------
 
 
@@ -170,26 +144,11 @@ def find_session(client: Client, session_id: str) -> SessionStatus:
     raise CommandError(f"there is no session {session_id!r}", "`kvstow get sessions` lists them", ExitCode.NOT_FOUND)
 
 
-# -- destructive commands ---------------------------------------------------------------------------------------------
+# -- what a command gets ---------------------------------------------------------------------------------------------
 
 
 yes_flag = click.option("--yes", "-y", is_flag=True, help="Proceed without a prompt.")
 dry_run_flag = click.option("--dry-run", is_flag=True, help="Show what would happen, and change nothing.")
-
-
-class Effect(NamedTuple):
-    """What a command is about to do to a server: `words` follow "would". None: not counted beforehand."""
-
-    words: str
-    lost_blocks: int | None = 0
-    fails_readyz: bool = False
-    ends_engine: bool = False
-
-    @property
-    def is_destructive(self) -> bool:
-        """The rule: a command is destructive if it loses blocks, if it makes /readyz fail, or if it takes the cache
-        from an engine."""
-        return self.lost_blocks != 0 or self.fails_readyz or self.ends_engine
 
 
 def evicted(plan: PlanView | RemovedView) -> str:
@@ -197,19 +156,69 @@ def evicted(plan: PlanView | RemovedView) -> str:
     return f"{counted(plan.evicted_slots, 'block')}, {format_size(plan.evicted_bytes)} of each rank"
 
 
-def confirm(effect: Effect, connection: Connection, yes: bool) -> None:
-    """Return if the command may go on. A destructive one names its server first: in a question, or with `yes` in a line
-    on standard error. Raises `CommandError` for a no, and where there is no terminal to ask on."""
-    if not effect.is_destructive:
-        return
-    if yes:
-        click.echo(f"server: {connection.server}", err=True)
-        return
-    if not sys.stdin.isatty():
-        raise CommandError(
-            f"this would {effect.words} on {connection.server}, and there is no terminal to confirm it on",
-            "--yes proceeds without a prompt; --dry-run only shows what would happen",
-            ExitCode.USAGE,
-        )
-    if not click.confirm(f"{effect.words[0].upper()}{effect.words[1:]} on {connection.server}?", err=True):
-        raise CommandError("nothing was changed", "--yes proceeds without a prompt")
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A command: its server, and the flags that commands have in common, as far as it has them."""
+
+    connection: Connection
+    style: Format = "table"
+    pool: str | None = None
+    dry_run: bool = False
+    yes: bool = False
+    no_wait: bool = False
+
+    def client(self) -> Client:
+        return self.connection.client()
+
+    def emit(self, view: Any, show: Callable[[Any], str]) -> None:
+        """Print `view`; `show` makes the text for people."""
+        emit(view, self.style, show)
+
+    def confirm(self, effect: str, *, destructive: bool) -> None:
+        """Return if the command may go on. `effect` follows "would". A command is destructive if it loses blocks, if it
+        makes /readyz fail, or if it takes the cache from an engine; it names its server first: in a question, or with
+        --yes in a line on standard error. Raises `CommandError` for a no, and where there is no terminal to ask on."""
+        if not destructive:
+            return
+        server = self.connection.server
+        if self.yes:
+            click.echo(f"server: {server}", err=True)
+            return
+        if not sys.stdin.isatty():
+            raise CommandError(
+                f"this would {effect} on {server}, and there is no terminal to confirm it on",
+                "--yes proceeds without a prompt; --dry-run only shows what would happen",
+                ExitCode.USAGE,
+            )
+        if not click.confirm(f"{effect[0].upper()}{effect[1:]} on {server}?", err=True):
+            raise CommandError("nothing was changed", "--yes proceeds without a prompt")
+
+
+_FILE = click.Path(dir_okay=False)
+_FLAGS = (
+    click.option(
+        "--server",
+        metavar="URL",
+        help="http://HOST:PORT, https://HOST:PORT or unix:/PATH. Default: KVSTOW_SERVER, then http://127.0.0.1:9595.",
+    ),
+    click.option("--token-file", type=_FILE, help="File with the bearer token. Default: KVSTOW_TOKEN_FILE."),
+    click.option("--ca-file", type=_FILE, help="CA certificates instead of the system's. Default: KVSTOW_CA_FILE."),
+    click.option("--cert-file", type=_FILE, help="Client certificate."),
+    click.option("--key-file", type=_FILE, help="Key of the client certificate, if it is in another file."),
+    click.option("--request-timeout", type=TIME, default="10s", show_default=True, help="Longest wait for one answer."),
+)
+_COMMON = ("style", "pool", "dry_run", "yes", "no_wait")
+
+
+def remote(command: Callable[..., None]) -> Callable[..., None]:
+    """Adds the connection flags to a command and passes it a `Call` as its first argument. KVStow's errors become a
+    message on standard error and an exit code."""
+
+    @functools.wraps(command)
+    def run(**options: Any) -> None:
+        with reporting_failures():
+            connection = Connection.take(options, os.environ)
+            common = {name: options.pop(name) for name in _COMMON if name in options}
+            command(Call(connection, **common), **options)
+
+    return functools.reduce(lambda function, flag: flag(function), reversed(_FLAGS), run)

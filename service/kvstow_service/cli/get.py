@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import re
-import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
-from datetime import datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,11 +13,11 @@ import click
 from kvstow.stats import EngineStats, Histogram
 from kvstow.status import SOURCE_KINDS, Readiness
 from kvstow_api.answers import PoolCurveView
-from kvstow_api.texts import duration, field_text, moment
+from kvstow_api.texts import duration, field_text
 from kvstow_service.cli.blocks import context_id_of
-from kvstow_service.cli.connection import TIME, Connection, chosen_pool, find_session, pool_flag, remote
+from kvstow_service.cli.connection import Call, chosen_pool, find_session, pool_flag, remote
 from kvstow_service.cli.failures import CommandError, ExitCode
-from kvstow_service.cli.output import Format, emit, format_flag, format_option, pairs, styled, table, text_of
+from kvstow_service.cli.output import format_flag, format_option, pairs, table
 
 if TYPE_CHECKING:
     from kvstow_api.client import Client, Route
@@ -139,53 +136,36 @@ def get() -> None:
     """
 
 
-def _command(noun: _Noun) -> click.Command:
+def _command(noun: _Noun) -> None:
     @get.command(noun.name, help=noun.help)
     @click.argument("extra", nargs=-1, metavar="")
     @format_option(("table", "wide", "name", "json", "yaml"), "wide shows more columns, name only ids.")
-    @click.option("--watch", "-w", is_flag=True, help="Repeat until Ctrl-C.")
-    @click.option("--interval", type=TIME, default="2s", show_default=True, help="How often --watch asks the server.")
     @remote
-    def command(
-        connection: Connection,
-        extra: tuple[str, ...],
-        style: Format,
-        watch: bool,
-        interval: float,
-        **options: Any,
-    ) -> None:
+    def command(call: Call, extra: tuple[str, ...], **options: Any) -> None:
+        from kvstow_api.columns import LISTS
+
         if extra and noun.described:
             raise click.UsageError(f"this is a list; `kvstow describe {noun.singular} {extra[0]}` shows one")
         if extra:
             raise click.UsageError(f"unexpected argument {extra[0]}")
-        with connection.client() as client:
-            fetch = partial(_fetch, client, noun, style, options, watched=watch)
-            if watch:
-                _watch(fetch, max(interval, 0.1), title=f"kvstow get {noun.name}  {connection.server}")
-            else:
-                click.echo(fetch(), nl=style != "name")
+        kind = LISTS[noun.name]
+        if any(option.name == "pool" for option in noun.options):
+            options["pool"] = call.pool
+        with call.client() as client:
+            view: Any = _read(client, noun, **options)
+        if note := _note(view, options):
+            click.echo(note, err=True)
+        if call.style == "name":
+            names = [getattr(item, kind.name) for item in view.items]
+            click.echo("".join(f"{name}\n" for name in names if name is not None), nl=False)
+        else:
+            call.emit(view, lambda view: _shown(view, kind, wide=call.style == "wide"))
 
     command.params[:0] = noun.options
-    return command
 
 
 for _one in _NOUNS:
     _command(_one)
-
-
-def _fetch(client: Client, noun: _Noun, style: Format, options: dict[str, Any], *, watched: bool) -> str:
-    from kvstow_api.columns import LISTS
-
-    kind = LISTS[noun.name]
-    view: Any = _read(client, noun, **options)
-    note = _note(view, options)
-    if note and not watched:
-        click.echo(note, err=True)
-    if style == "name":
-        names = [getattr(item, kind.name) for item in view.items]
-        return "".join(f"{name}\n" for name in names if name is not None)
-    text = text_of(view, style, lambda view: _shown(view, kind, wide=style == "wide"), one_line=watched)
-    return f"{text}\n{note}" if note and watched and style in ("table", "wide") else text
 
 
 def _shown(view: Any, kind: Columns, *, wide: bool) -> str:
@@ -228,47 +208,6 @@ def _pages(call: Callable[..., Any], limit: int) -> Iterator[Any]:
             return
 
 
-def _watch(
-    fetch: Callable[[], str],
-    interval: float,
-    *,
-    title: str,
-    sleep: Callable[[float], object] = time.sleep,
-    now: Callable[[], datetime] = datetime.now,
-) -> None:
-    """Print what `fetch` returns, until Ctrl-C: a terminal shows the newest text, a pipe gets every changed one.
-
-    Once the server has answered, a lost connection is reported and tried again. Raises `ApiError` before that, and if
-    the server refuses.
-    """
-    from kvstow_api.client import ApiError
-
-    on_terminal = sys.stdout.isatty()
-    shown: str | None = None
-    lost = ""
-    try:
-        while True:
-            before, lost_before = shown, lost
-            try:
-                shown, lost = fetch(), ""
-            except ApiError as error:
-                if error.problem is not None or shown is None:
-                    raise
-                lost = f"no answer: {error}; trying again"
-            if on_terminal:
-                click.clear()
-                click.echo(f"{styled(title, bold=True)}  {moment(now())}")
-                click.echo(f"{styled(lost, 'red')}\n{shown}")
-            else:
-                if lost != lost_before:
-                    click.echo(lost, err=True, nl=bool(lost))
-                if shown != before:
-                    click.echo(shown)
-            sleep(interval)
-    except KeyboardInterrupt:
-        return
-
-
 # -- describe ---------------------------------------------------------------------------------------------------------
 
 
@@ -280,131 +219,115 @@ def describe() -> None:
     """Show one thing in full: the server, a pool, a rank, ..."""
 
 
-def _noun(name: str) -> Callable[[Callable[..., None]], click.Command]:
-    return lambda function: describe.command(name)(format_flag(remote(function)))
+def _described(
+    help: str, *params: Callable[[Any], Any], in_pool: bool = False
+) -> Callable[[Callable[..., Mapping[str, Any]]], click.Command]:
+    """A command that shows what the function returns, by title; `in_pool`: it gets the pool, which is chosen if there
+    is only one. Prints nothing unless all of it could be read."""
+
+    def register(function: Callable[..., Mapping[str, Any]]) -> click.Command:
+        def command(call: Call, **options: Any) -> None:
+            with call.client() as client:
+                if pool_flag in params or in_pool:
+                    options["pool"] = chosen_pool(client, call.pool) if in_pool else call.pool
+                found = function(client, **options)
+            (first, *more) = found.values()
+            call.emit(found if more else first, lambda _: "\n\n".join(_section(*each) for each in found.items()))
+
+        decorated: Callable[..., None] = remote(command)
+        for param in reversed((*params, *([pool_flag] if in_pool else []), format_flag)):
+            decorated = param(decorated)
+        return describe.command(function.__name__, help=help)(decorated)
+
+    return register
 
 
-@_noun("server")
-def server(connection: Connection, style: Format) -> None:
-    """The server: version, settings, readiness, ranks, operations."""
+@_described("The server: version, settings, readiness, ranks, operations.")
+def server(client: Client) -> Mapping[str, Any]:
     from kvstow_api.client import routes
 
-    _show(
-        connection,
-        style,
-        server=_asking(routes.get_info),
-        readiness=_asking(routes.get_readiness),
-        drain=_asking(routes.get_drain),
-        bypass=_asking(routes.get_bypass),
-        running_operations=_asking(routes.list_operations, state="running"),
-    )
+    return {
+        "server": client.call(routes.get_info),
+        "readiness": client.call(routes.get_readiness),
+        "drain": client.call(routes.get_drain),
+        "bypass": client.call(routes.get_bypass),
+        "running_operations": client.call(routes.list_operations, state="running"),
+    }
 
 
-@_noun("stats")
-@click.option("--section", help=f"Only this one: {', '.join(_SECTIONS)}.", type=click.Choice(_SECTIONS))
-@pool_flag
-def stats(connection: Connection, style: Format, section: str | None, pool: str | None) -> None:
-    """Counters of a pool since it was made."""
+@_described(
+    "Counters of a pool since it was made.",
+    click.option("--section", help=f"Only this one: {', '.join(_SECTIONS)}.", type=click.Choice(_SECTIONS)),
+    pool_flag,
+)
+def stats(client: Client, section: str | None, pool: str | None) -> Mapping[str, Any]:
     from kvstow_api.client import routes
 
-    with connection.client() as client:
-        found = client.call(routes.get_stats, pool=pool)
-    _emit({"stats": _sections(found, *_SECTIONS) if section is None else _sections(found, section)}, style)
+    return {"stats": _sections(client.call(routes.get_stats, pool=pool), *([section] if section else _SECTIONS))}
 
 
-@_noun("pool")
-@click.argument("name", required=False)
-def pool(connection: Connection, style: Format, name: str | None) -> None:
-    """A pool: its slots by state, and counters of its blocks. NAME is needed only where there are several."""
+@_described(
+    "A pool: its slots by state, and counters of its blocks. NAME is needed only where there are several.",
+    click.argument("name", required=False),
+)
+def pool(client: Client, name: str | None) -> Mapping[str, Any]:
     from kvstow_api.client import routes
 
-    with connection.client() as client:
-        name = chosen_pool(client, name)
-        found, stats = client.call(routes.get_pool, pool=name), client.call(routes.get_stats, pool=name)
-    _emit({"pool": found, "blocks": _sections(stats, "stores", "evictions", "lookups")}, style)
+    name = chosen_pool(client, name)
+    blocks = _sections(client.call(routes.get_stats, pool=name), "stores", "evictions", "lookups")
+    return {"pool": client.call(routes.get_pool, pool=name), "blocks": blocks}
 
 
-@_noun("session")
-@click.argument("session_id", metavar="ID")
-def session(connection: Connection, style: Format, session_id: str) -> None:
-    """An engine that uses a pool, and its ranks."""
-
-    with connection.client() as client:
-        found = find_session(client, session_id)
-    emit(found, style, details)
+@_described("An engine that uses a pool, and its ranks.", click.argument("session_id", metavar="ID"))
+def session(client: Client, session_id: str) -> Mapping[str, Any]:
+    return {"session": find_session(client, session_id)}
 
 
-@_noun("namespace")
-@click.argument("name")
-def namespace(connection: Connection, style: Format, name: str) -> None:
-    """A namespace of a pool: model, weights, and which engines share its blocks."""
+@_described("A namespace of a pool: model, weights, and which engines share its blocks.", click.argument("name"))
+def namespace(client: Client, name: str) -> Mapping[str, Any]:
     from kvstow_api.client import routes
 
-    with connection.client() as client:
-        found = [one for one in client.call(routes.list_namespaces).items if one.name == name]
+    found = [one for one in client.call(routes.list_namespaces).items if one.name == name]
     if not found:
         raise CommandError(f"there is no namespace {name!r}", "`kvstow get namespaces` lists them", ExitCode.NOT_FOUND)
-    emit(found if len(found) > 1 else found[0], style, lambda _: "\n\n".join(map(details, found)))
+    return {"namespace": found if len(found) > 1 else found[0]}
 
 
-@_noun("rank")
-@click.argument("number", type=int)
-@click.option("--session", metavar="ID", help="The engine; needed only where several have a rank of this number.")
-@pool_flag
-def rank(connection: Connection, style: Format, number: int, session: str | None, pool: str | None) -> None:
-    """A rank as it last reported."""
+@_described(
+    "A rank as it last reported.",
+    click.argument("number", type=int),
+    click.option("--session", metavar="ID", help="The engine; needed only where several have a rank of this number."),
+    pool_flag,
+)
+def rank(client: Client, number: int, session: str | None, pool: str | None) -> Mapping[str, Any]:
     from kvstow_api.client import routes
 
-    _show(connection, style, rank=_asking(routes.get_rank, rank=number, pool=pool, session=session))
+    return {"rank": client.call(routes.get_rank, rank=number, pool=pool, session=session)}
 
 
-@_noun("block")
-@click.argument("key")
-@pool_flag
-def block(connection: Connection, style: Format, key: str, pool: str | None) -> None:
-    """A block in a pool."""
+@_described("A block in a pool.", click.argument("key"), in_pool=True)
+def block(client: Client, key: str, pool: str) -> Mapping[str, Any]:
     from kvstow_api.client import routes
 
-    with connection.client() as client:
-        pool = chosen_pool(client, pool)
-    _show(connection, style, block=_asking(routes.get_block, pool=pool, key=key))
+    return {"block": client.call(routes.get_block, pool=pool, key=key)}
 
 
-@_noun("context")
-@click.argument("context", metavar="CONTEXT")
-@pool_flag
-def context(connection: Connection, style: Format, context: str, pool: str | None) -> None:
-    """A context that hints have named, by its id or its name."""
+@_described(
+    "A context that hints have named, by its id or its name.",
+    click.argument("context", metavar="CONTEXT"),
+    in_pool=True,
+)
+def context(client: Client, context: str, pool: str) -> Mapping[str, Any]:
     from kvstow_api.client import routes
 
-    with connection.client() as client:
-        pool = chosen_pool(client, pool)
-        found = client.call(routes.get_context, context=context_id_of(context), pool=pool)
-    emit(found, style, lambda view: "\n\n".join(map(details, view.items)))
+    return {"context": client.call(routes.get_context, context=context_id_of(context), pool=pool)}
 
 
-@_noun("operation")
-@click.argument("operation_id", metavar="ID")
-def operation(connection: Connection, style: Format, operation_id: str) -> None:
-    """A long-running operation."""
+@_described("A long-running operation.", click.argument("operation_id", metavar="ID"))
+def operation(client: Client, operation_id: str) -> Mapping[str, Any]:
     from kvstow_api.client import routes
 
-    _show(connection, style, operation=_asking(routes.get_operation, operation_id=operation_id))
-
-
-def _asking(route: Route[Any], **given: Any) -> Callable[[Client], Any]:
-    return lambda client: client.call(route, **given)
-
-
-def _show(connection: Connection, style: Format, **sections: Callable[[Client], Any]) -> None:
-    """Prints nothing unless every section could be read."""
-    with connection.client() as client:
-        _emit({title: ask(client) for title, ask in sections.items()}, style)
-
-
-def _emit(found: Mapping[str, Any], style: Format) -> None:
-    (first, *more) = found.values()
-    emit(found if more else first, style, lambda _: "\n\n".join(_section(*each) for each in found.items()))
+    return {"operation": client.call(routes.get_operation, operation_id=operation_id)}
 
 
 def _sections(stats: EngineStats, *names: str) -> dict[str, Any]:

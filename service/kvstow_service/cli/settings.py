@@ -15,10 +15,8 @@ from kvstow_service.cli.blocks import follow, no_wait_flag, started
 from kvstow_service.cli.connection import (
     SIZE,
     TIME,
-    Connection,
-    Effect,
+    Call,
     chosen_pool,
-    confirm,
     dry_run_flag,
     evicted,
     find_session,
@@ -28,7 +26,7 @@ from kvstow_service.cli.connection import (
 )
 from kvstow_service.cli.failures import CommandError, ExitCode
 from kvstow_service.cli.get import details
-from kvstow_service.cli.output import Format, emit, format_flag, table
+from kvstow_service.cli.output import format_flag, table
 
 if TYPE_CHECKING:
     from kvstow.status import BypassStatus, DrainStatus, SessionStatus
@@ -47,16 +45,7 @@ if TYPE_CHECKING:
 @format_flag
 @pool_flag
 @remote
-def resize(
-    connection: Connection,
-    size: int | None,
-    slots: int | None,
-    dry_run: bool,
-    yes: bool,
-    no_wait: bool,
-    style: Format,
-    pool: str | None,
-) -> None:
+def resize(call: Call, size: int | None, slots: int | None) -> None:
     """Set the pool size of every rank to SIZE bytes, such as 16GiB.
 
     A larger pool is pinned in the background. A smaller one evicts the coldest blocks.
@@ -65,19 +54,19 @@ def resize(
 
     if (size is None) == (slots is None):
         raise click.UsageError("give a size, or --slots")
-    with connection.client() as client:
-        name = chosen_pool(client, pool)
+    with call.client() as client:
+        name = chosen_pool(client, call.pool)
         now = client.call(routes.get_pool, pool=name)
         _check_size(size if size is not None else (slots or 0) * now.slot_bytes, now)
         wanted = {"capacity_slots": slots, "capacity_bytes": size}
         plan = planned(client, wanted, name)
-        if dry_run:
-            emit(plan, style, _would_resize)
+        if call.dry_run:
+            call.emit(plan, _would_resize)
             return
         words = f"shrink the pool to {counted(plan.capacity_slots, 'slot')} and evict {evicted(plan)},"
-        confirm(Effect(words, lost_blocks=plan.evicted_slots), connection, yes)
-        answer = follow(client, routes.change_pool, wanted, pool=name, if_match=now.etag, no_wait=no_wait)
-        emit(answer, style, partial(_resized, now.capacity_slots, plan.capacity_slots))
+        call.confirm(words, destructive=plan.evicted_slots > 0)
+        answer = follow(client, routes.change_pool, wanted, pool=name, if_match=now.etag, no_wait=call.no_wait)
+        call.emit(answer, partial(_resized, now.capacity_slots, plan.capacity_slots))
 
 
 def planned(client: Client, wanted: dict[str, Any], pool: str) -> PlanView:
@@ -127,15 +116,15 @@ def config() -> None:
 @format_flag
 @pool_flag
 @remote
-def view(connection: Connection, style: Format, pool: str | None) -> None:
+def view(call: Call) -> None:
     """Show the settings: those of the pool, which can change now, and those of the start."""
     from kvstow_api.client import routes
 
-    with connection.client() as client:
+    with call.client() as client:
         startup = client.call(routes.get_info).settings
-        pools = [one for one in client.call(routes.list_pools).items if pool in (None, one.name)]
+        pools = [one for one in client.call(routes.list_pools).items if call.pool in (None, one.name)]
     found = {"pools": {one.name: _settings_of(one) for one in pools}, "startup": startup}
-    emit(found, style, details)
+    call.emit(found, details)
 
 
 @config.command("set")
@@ -146,31 +135,23 @@ def view(connection: Connection, style: Format, pool: str | None) -> None:
 @format_flag
 @pool_flag
 @remote
-def set_values(
-    connection: Connection,
-    settings: tuple[str, ...],
-    dry_run: bool,
-    yes: bool,
-    no_wait: bool,
-    style: Format,
-    pool: str | None,
-) -> None:
+def set_values(call: Call, settings: tuple[str, ...]) -> None:
     """Change settings of the running server: capacity_slots, policy, pinning_paused."""
     from kvstow_api.answers import OperationView
     from kvstow_api.client import routes
 
     runtime = dict(_parse(setting) for setting in settings)
-    with connection.client() as client:
-        pool = chosen_pool(client, pool)
+    with call.client() as client:
+        pool = chosen_pool(client, call.pool)
         etag = client.call(routes.get_pool, pool=pool).etag
         plan = planned(client, runtime, pool)
-        if dry_run:
-            emit(plan, style, details)
+        if call.dry_run:
+            call.emit(plan, details)
             return
         words = f"change {', '.join(runtime)} and evict {evicted(plan)},"
-        confirm(Effect(words, lost_blocks=plan.evicted_slots), connection, yes)
-        answer = follow(client, routes.change_pool, runtime, pool=pool, if_match=etag, no_wait=no_wait)
-        emit(answer if isinstance(answer, OperationView) else _settings_of(answer), style, details)
+        call.confirm(words, destructive=plan.evicted_slots > 0)
+        answer = follow(client, routes.change_pool, runtime, pool=pool, if_match=etag, no_wait=call.no_wait)
+        call.emit(answer if isinstance(answer, OperationView) else _settings_of(answer), details)
 
 
 @config.command("log-level")
@@ -178,14 +159,14 @@ def set_values(
 @click.option("--logger", default="kvstow", show_default=True, help="A logger of `kvstow get log-levels`.")
 @format_flag
 @remote
-def log_level(connection: Connection, level: str, logger: str, style: Format) -> None:
+def log_level(call: Call, level: str, logger: str) -> None:
     """Set a logger's LEVEL until the server stops: debug, info, warning or error."""
     from kvstow_api.client import routes
     from kvstow_api.columns import LOG_LEVELS
 
-    with connection.client() as client:
+    with call.client() as client:
         answer = client.call(routes.set_log_level, {"logger": logger, "level": level})
-    emit(answer, style, lambda view: table([view], LOG_LEVELS))
+    call.emit(answer, lambda view: table([view], LOG_LEVELS))
 
 
 def _parse(setting: str) -> tuple[str, Any]:
@@ -228,15 +209,7 @@ switch_pool_flag = click.option("--pool", metavar="NAME", help="Only this pool. 
 @format_flag
 @switch_pool_flag
 @remote
-def drain(
-    connection: Connection,
-    mode: str,
-    deadline: float | None,
-    dry_run: bool,
-    yes: bool,
-    style: Format,
-    pool: str | None,
-) -> None:
+def drain(call: Call, mode: str, deadline: float | None) -> None:
     """Finish what is in flight, and accept nothing new.
 
     Requests are still served, without the cache. /readyz fails until `kvstow undrain`; `kvstow wait --for=drained`
@@ -244,15 +217,14 @@ def drain(
     """
     from kvstow_api.client import routes
 
-    wanted: Any = mode.replace("-", "_")
-    with connection.client() as client:
-        if dry_run:
-            emit(client.call(routes.get_drain, pool=pool), style, partial(_would_drain, mode))
+    wanted = {"mode": mode.replace("-", "_"), "deadline_seconds": deadline}
+    with call.client() as client:
+        if call.dry_run:
+            call.emit(client.call(routes.get_drain, pool=call.pool), partial(_would_drain, mode))
             return
-        words = _DRAINS[mode] if pool is None else f"{_POOL_DRAINS[mode]} in pool {pool},"
-        confirm(Effect(words, fails_readyz=pool is None), connection, yes)
-        now = client.call(routes.start_drain, {"mode": wanted, "deadline_seconds": deadline}, pool=pool)
-        emit(now, style, drain_words)
+        words = _DRAINS[mode] if call.pool is None else f"{_POOL_DRAINS[mode]} in pool {call.pool},"
+        call.confirm(words, destructive=call.pool is None)
+        call.emit(client.call(routes.start_drain, wanted, pool=call.pool), drain_words)
 
 
 @click.command()
@@ -260,17 +232,17 @@ def drain(
 @format_flag
 @switch_pool_flag
 @remote
-def undrain(connection: Connection, dry_run: bool, style: Format, pool: str | None) -> None:
+def undrain(call: Call) -> None:
     """Accept traffic again."""
     from kvstow_api.client import routes
 
-    with connection.client() as client:
-        if dry_run:
-            emit(client.call(routes.get_drain, pool=pool), style, _would_undrain)
+    with call.client() as client:
+        before = client.call(routes.get_drain, pool=call.pool)
+        if call.dry_run:
+            call.emit(before, _would_undrain)
             return
-        was_active = client.call(routes.get_drain, pool=pool).active
-        now = client.call(routes.end_drain, pool=pool)
-        emit(now, style, drain_words if was_active else lambda _: "nothing to do: there was no drain")
+        now = client.call(routes.end_drain, pool=call.pool)
+        call.emit(now, drain_words if before.active else lambda _: "nothing to do: there was no drain")
 
 
 def _would_drain(mode: str, now: DrainStatus) -> str:
@@ -291,16 +263,7 @@ def _would_undrain(now: DrainStatus) -> str:
 @format_flag
 @switch_pool_flag
 @remote
-def bypass(
-    connection: Connection,
-    load: bool,
-    store: bool,
-    off: bool,
-    ttl: float | None,
-    dry_run: bool,
-    style: Format,
-    pool: str | None,
-) -> None:
+def bypass(call: Call, load: bool, store: bool, off: bool, ttl: float | None) -> None:
     """Switch loads or stores off without touching the pool.
 
     Replaces any earlier bypass.
@@ -310,14 +273,14 @@ def bypass(
 
     if off == (load or store) or (off and ttl is not None):
         raise click.UsageError("give --load, --store or both, with or without --ttl; or --off alone")
-    if dry_run:
-        emit(BypassStatus(load=load, store=store, ttl_seconds_left=ttl), style, _would_bypass)
+    if call.dry_run:
+        call.emit(BypassStatus(load=load, store=store, ttl_seconds_left=ttl), _would_bypass)
         return
-    with connection.client() as client:
-        before = client.call(routes.get_bypass, pool=pool)
-        now = client.call(routes.set_bypass, {"load": load, "store": store, "ttl_seconds": ttl}, pool=pool)
+    with call.client() as client:
+        before = client.call(routes.get_bypass, pool=call.pool)
+        now = client.call(routes.set_bypass, {"load": load, "store": store, "ttl_seconds": ttl}, pool=call.pool)
         is_nothing = off and not bypassed(before)
-        emit(now, style, (lambda _: "nothing to do: there was no bypass") if is_nothing else bypass_words)
+        call.emit(now, (lambda _: "nothing to do: there was no bypass") if is_nothing else bypass_words)
 
 
 def _would_bypass(plan: BypassStatus) -> str:
@@ -335,37 +298,37 @@ def pinning() -> None:
 @pinning.command()
 @pool_flag
 @remote
-def pause(connection: Connection, pool: str | None) -> None:
+def pause(call: Call) -> None:
     """Pin no further chunk of memory. What is pinned stays usable."""
-    _set_paused(connection, pool, paused=True)
+    _set_paused(call, paused=True)
     click.echo("pinning is paused")
 
 
 @pinning.command()
 @pool_flag
 @remote
-def resume(connection: Connection, pool: str | None) -> None:
+def resume(call: Call) -> None:
     """Continue a paused pinning."""
-    _set_paused(connection, pool, paused=False)
+    _set_paused(call, paused=False)
     click.echo("pinning continues")
 
 
-def _set_paused(connection: Connection, pool: str | None, *, paused: bool) -> None:
+def _set_paused(call: Call, *, paused: bool) -> None:
     from kvstow_api.client import routes
 
-    with connection.client() as client:
-        client.call(routes.change_pool, {"pinning_paused": paused}, pool=chosen_pool(client, pool))
+    with call.client() as client:
+        client.call(routes.change_pool, {"pinning_paused": paused}, pool=chosen_pool(client, call.pool))
 
 
 @pinning.command()
 @pool_flag
 @remote
-def retry(connection: Connection, pool: str | None) -> None:
+def retry(call: Call) -> None:
     """Let ranks whose pinning failed try again."""
     from kvstow_api.client import routes
 
-    with connection.client() as client:
-        attempt = client.call(routes.retry, pool=chosen_pool(client, pool)).pin_attempt
+    with call.client() as client:
+        attempt = client.call(routes.retry, pool=chosen_pool(client, call.pool)).pin_attempt
     click.echo(f"ranks try again: attempt {attempt}")
 
 
@@ -379,7 +342,7 @@ def retry(connection: Connection, pool: str | None) -> None:
 @yes_flag
 @format_flag
 @remote
-def detach(connection: Connection, session_id: str, kill: bool, dry_run: bool, yes: bool, style: Format) -> None:
+def detach(call: Call, session_id: str, kill: bool) -> None:
     """Detach an engine from the node.
 
     Its connections end at once, and it serves without the cache until it attaches again. What it holds is freed when
@@ -388,13 +351,13 @@ def detach(connection: Connection, session_id: str, kill: bool, dry_run: bool, y
     """
     from kvstow_api.client import routes
 
-    with connection.client() as client:
+    with call.client() as client:
         session = find_session(client, session_id)
-        if dry_run:
-            emit(session, style, partial(_would_detach, kill))
+        if call.dry_run:
+            call.emit(session, partial(_would_detach, kill))
             return
-        confirm(Effect(f"{_detach_words(session, kill)},", ends_engine=True), connection, yes)
-        emit(client.call(routes.detach_session, session_id=session_id, kill=kill), style, _detached)
+        call.confirm(f"{_detach_words(session, kill)},", destructive=True)
+        call.emit(client.call(routes.detach_session, session_id=session_id, kill=kill), _detached)
 
 
 def _detach_words(session: SessionStatus, kill: bool) -> str:
@@ -426,24 +389,24 @@ def delete() -> None:
 @yes_flag
 @format_flag
 @remote
-def pool(connection: Connection, name: str, dry_run: bool, yes: bool, style: Format) -> None:
+def pool(call: Call, name: str) -> None:
     """Delete a pool with all its blocks.
 
     Its memory is for other pools as soon as no process can reach it. Exit code 5 while sessions use the pool.
     """
     from kvstow_api.client import routes
 
-    with connection.client() as client:
+    with call.client() as client:
         now = client.call(routes.get_pool, pool=name)
         if now.sessions:
             uses = f"{counted(now.sessions, 'session')} {'uses' if now.sessions == 1 else 'use'}"
             raise CommandError(
                 f"{uses} pool {name}", "`kvstow get sessions` lists them; detach them first", ExitCode.CONFLICT
             )
-        if dry_run:
-            emit(now, style, lambda view: f"would delete pool {name} and {_blocks(view)}")
+        if call.dry_run:
+            call.emit(now, lambda view: f"would delete pool {name} and {_blocks(view)}")
             return
-        confirm(Effect(f"delete pool {name} and {_blocks(now)},", lost_blocks=None), connection, yes)
+        call.confirm(f"delete pool {name} and {_blocks(now)},", destructive=True)
         client.call(routes.delete_pool, pool=name)
     click.echo(f"deleted pool {name}")
 

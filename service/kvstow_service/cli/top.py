@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import click
 
-from kvstow_service.cli.connection import TIME, Connection, remote
+from kvstow_service.cli.connection import TIME, Call, remote
 from kvstow_service.cli.failures import CommandError, ExitCode
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class Answer(NamedTuple):
 @click.option("--svg", type=click.Path(dir_okay=False, path_type=Path), help="Write one picture to this file instead.")
 @click.option("--pool", metavar="NAME", help="Begin with this pool; otherwise with all.")
 @remote
-def top(connection: Connection, interval: float, svg: Path | None, pool: str | None) -> None:
+def top(call: Call, interval: float, svg: Path | None) -> None:
     """Watch the server live.
 
     Shows what is wrong and what mends it, memory, and a row for each pool and for each engine (session). Of one pool it
@@ -46,14 +46,13 @@ def top(connection: Connection, interval: float, svg: Path | None, pool: str | N
     Keeps trying if the server does not answer. q or Ctrl-C quits. Without a terminal it prints once.
     """
     interval = max(interval, 0.1)
+    connection, pool = call.connection, call.pool
     with replace(connection, timeout=min(connection.timeout, _TIMEOUT)).client() as client:
         server = connection.server
-        if svg is not None:
-            _draw(_ask_once(client, server, pool), svg)
-        elif sys.stdin.isatty() and sys.stdout.isatty():
+        if svg is None and sys.stdin.isatty() and sys.stdout.isatty():
             _watch(client, interval, server, pool)
         else:
-            _print(_ask_once(client, server, pool))
+            _print(_ask_once(client, server, pool), svg)
 
 
 def ask(client: Client, server: str, pool: str | None = None) -> Answer:
@@ -112,25 +111,20 @@ def _ask_once(client: Client, server: str, pool: str | None) -> Answer:
     return answer
 
 
-def _print(answer: Answer) -> None:
-    from rich.console import Console
-
-    from kvstow_service.cli.board import board
-
-    console = Console(highlight=False)
-    console.print(board(answer.overview, None, width=console.width, height=_SVG_HEIGHT, server=answer.server))
-
-
-def _draw(answer: Answer, path: Path) -> None:
+def _print(answer: Answer, svg: Path | None) -> None:
+    """On the terminal, or into a file."""
     import io
 
     from rich.console import Console
 
     from kvstow_service.cli.board import board
 
-    console = Console(record=True, file=io.StringIO(), width=_SVG_WIDTH, force_terminal=True, highlight=False)
-    console.print(board(answer.overview, None, width=_SVG_WIDTH, height=_SVG_HEIGHT, server=answer.server))
-    console.save_svg(str(path), title="kvstow top")
+    console = Console(highlight=False)
+    if svg is not None:
+        console = Console(record=True, file=io.StringIO(), width=_SVG_WIDTH, force_terminal=True, highlight=False)
+    console.print(board(answer.overview, None, width=console.width, height=_SVG_HEIGHT, server=answer.server))
+    if svg is not None:
+        console.save_svg(str(svg), title="kvstow top")
 
 
 def _watch(client: Client, interval: float, server: str, pool: str | None) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from datetime import datetime
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
@@ -13,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 import click
 
 from kvstow_api.texts import counted, moment
-from kvstow_service.cli.connection import TIME, Connection, pool_flag, remote
+from kvstow_service.cli.connection import TIME, Call, pool_flag, remote
 from kvstow_service.cli.failures import CommandError, ExitCode, hint_for
-from kvstow_service.cli.output import STATE_STYLES, Format, emit, styled, text_of, wide_format_flag
+from kvstow_service.cli.output import STATE_STYLES, styled, text_of, wide_format_flag
 
 if TYPE_CHECKING:
     from kvstow_api.answers import DoctorView, EventView, ReadinessView
@@ -27,16 +25,16 @@ if TYPE_CHECKING:
 @click.command()
 @wide_format_flag
 @remote
-def doctor(connection: Connection, style: Format) -> None:
+def doctor(call: Call) -> None:
     """Tell what is wrong, whom it concerns, and what mends it.
 
     Exit code 1 if there is a warning or an error. wide shows the numbers, and what could not be measured.
     """
     from kvstow_api.client import routes
 
-    with connection.client() as client:
+    with call.client() as client:
         view = client.call(routes.get_doctor)
-    emit(view, style, lambda view: "\n".join(_lines(view, wide=style == "wide")))
+    call.emit(view, lambda view: "\n".join(_lines(view, wide=call.style == "wide")))
     click.get_current_context().exit(ExitCode.OK if view.healthy else ExitCode.ERROR)
 
 
@@ -69,32 +67,30 @@ _RETRY_SECONDS = 1.0
 @wide_format_flag
 @pool_flag
 @remote
-def events(
-    connection: Connection, types: tuple[Any, ...], recent: int, limit: int | None, style: Format, pool: str | None
-) -> None:
+def events(call: Call, types: tuple[Any, ...], recent: int, limit: int | None) -> None:
     """Print events as they happen, until Ctrl-C.
 
     Types: state, session, rank, tier, policy, hints, operation, change, lost. Events of blocks, stored and removed,
     come only if --type names them, and only of one pool: --pool where there are several.
     After a lost connection the stream resumes where it was. json prints one object a line.
     """
-    stream = _stream(connection, types, recent, pool)
+    stream = _stream(call, types, recent)
     try:
         for event in islice(stream, limit):
-            click.echo(_line(event, style))
+            click.echo(text_of(event, call.style, _words if call.style == "table" else _words_with_id, one_line=True))
     except KeyboardInterrupt:
         click.get_current_context().exit()
 
 
-def _stream(connection: Connection, types: tuple[Any, ...], recent: int, pool: str | None) -> Iterator[EventView]:
+def _stream(call: Call, types: tuple[Any, ...], recent: int) -> Iterator[EventView]:
     """Events over as many connections as needed. Raises `ApiError` if the first one fails or the server refuses."""
     from kvstow_api.client import ApiError
 
     seen, after = False, None
-    with connection.client() as client:
+    with call.client() as client:
         while True:
             try:
-                for event in client.events(types, after=after, recent=recent, pool=pool):
+                for event in client.events(types, after=after, recent=recent, pool=call.pool):
                     seen, after, recent = True, event.id or after, 0
                     yield event
             except ApiError as error:
@@ -104,16 +100,16 @@ def _stream(connection: Connection, types: tuple[Any, ...], recent: int, pool: s
             time.sleep(_RETRY_SECONDS)
 
 
-def _line(event: EventView, style: Format) -> str:
-    return text_of(event, style, lambda _: _words(event, with_id=style == "wide"), one_line=True)
-
-
-def _words(event: EventView, *, with_id: bool) -> str:
+def _words(event: EventView) -> str:
     data = dict(event.data)
     said = data.pop("time", None)
     when = moment(datetime.fromisoformat(said) if said else None)
     words = "  ".join(f"{name}={value}" for name, value in data.items() if value not in (None, ""))
-    return f"{when:25}  {event.type:9}  {words}" + (f"  id={event.id}" if with_id else "")
+    return f"{when:25}  {event.type:9}  {words}"
+
+
+def _words_with_id(event: EventView) -> str:
+    return f"{_words(event)}  id={event.id}"
 
 
 # -- wait -------------------------------------------------------------------------------------------------------------
@@ -132,7 +128,6 @@ class _Status(NamedTuple):
 
     met: bool
     words: str
-    readiness: ReadinessView | None = None
     error: ApiError | None = None
 
 
@@ -149,21 +144,21 @@ class _Status(NamedTuple):
 )
 @click.option("--timeout", type=TIME, default="5m", show_default=True, help="How long to wait; 0 checks once.")
 @remote
-def wait(connection: Connection, condition: Condition, timeout: float) -> None:
+def wait(call: Call, condition: Condition, timeout: float) -> None:
     """Wait until the server is ready, pinned or drained.
 
-    The server does not have to be running yet. Prints what it is waiting for; on a terminal, also the progress of
-    each rank. Exits with code 3 on timeout.
+    The server does not have to be running yet. Prints what it is waiting for. Exits with code 3 on timeout.
     """
     ends = time.monotonic() + timeout
-    with connection.client() as client, _display() as show:
+    lines = _Lines()
+    with call.client() as client:
         while not (status := _check(client, condition)).met:
             left = ends - time.monotonic()
             if left <= 0:
                 raise CommandError(
                     f"not {condition} after {timeout:g} s: {status.words}", _hint(status), ExitCode.NOT_READY
                 )
-            show(status)
+            lines.show(status.words)
             time.sleep(min(_POLL_SECONDS, left))
     click.echo(status.words)
 
@@ -173,40 +168,16 @@ def _hint(status: _Status) -> str:
     return f"{hint or '`kvstow doctor` shows problems'}; --timeout waits longer"
 
 
-@contextmanager
-def _display() -> Iterator[Callable[[_Status], None]]:
-    """Shows each status on standard error: in place on a terminal, as lines elsewhere."""
-    if not sys.stderr.isatty():
-        yield _Lines().show
-        return
-    from rich.console import Console, Group
-    from rich.live import Live
-    from rich.text import Text
-
-    from kvstow_api.overview import rank_rows
-    from kvstow_service.cli.board import rank_bars
-
-    console = Console(stderr=True, highlight=False)
-    with Live(console=console, transient=True, auto_refresh=False) as live:
-
-        def show(status: _Status) -> None:
-            words, (width, height) = Text(f"waiting: {status.words}"), console.size
-            ranks = () if status.readiness is None else rank_rows(status.readiness.ranks)
-            live.update(Group(words, rank_bars(ranks, width, max(4, height - 4))), refresh=True)
-
-        yield show
-
-
 class _Lines:
     """Prints the first status at once, and then a line every five seconds at most, to spare logs."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._said, self._next = clock, "", clock()
 
-    def show(self, status: _Status) -> None:
-        if status.words != self._said and self._clock() >= self._next:
-            click.echo(f"waiting: {status.words}", err=True)
-            self._said, self._next = status.words, self._clock() + _LINE_SECONDS
+    def show(self, words: str) -> None:
+        if words != self._said and self._clock() >= self._next:
+            click.echo(f"waiting: {words}", err=True)
+            self._said, self._next = words, self._clock() + _LINE_SECONDS
 
 
 def _check(client: Client, condition: Condition) -> _Status:
@@ -231,10 +202,10 @@ def _ready(client: Client) -> _Status:
     probe, readiness = client.call(routes.readyz, verbose=True), client.call(routes.get_readiness)
     if probe.ok:
         # a node is ready before the first engine attaches: there is no slot then
-        return _Status(bool(readiness.usable_slots or not readiness.capacity_slots), _state(readiness), readiness)
+        return _Status(bool(readiness.usable_slots or not readiness.capacity_slots), _state(readiness))
     failed = [line for line in probe.text.splitlines() if line.startswith("[-]") and "(informational)" not in line]
     words = "; ".join(line.removeprefix("[-]") for line in failed) or "/readyz fails"
-    return _Status(False, words, readiness)
+    return _Status(False, words)
 
 
 def _pinned(client: Client) -> _Status:
@@ -244,10 +215,10 @@ def _pinned(client: Client) -> _Status:
     memory = readiness.memory
     is_populated = not is_node or memory.populated_bytes >= memory.target_bytes
     if readiness.usable_slots >= readiness.capacity_slots and is_populated:
-        return _Status(True, _state(readiness), readiness)
+        return _Status(True, _state(readiness))
     is_paused = any(pool.pinning_paused for pool in client.call(routes.list_pools).items)
     paused = "; pinning is paused: `kvstow pinning resume`" if is_paused else ""
-    return _Status(False, _state(readiness) + paused, readiness)
+    return _Status(False, _state(readiness) + paused)
 
 
 def _drained(client: Client) -> _Status:

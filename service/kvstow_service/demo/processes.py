@@ -19,8 +19,8 @@ from typing import Any
 import httpx
 
 from kvstow.errors import KvstowError
-from kvstow_service.replay.engineprocess import EngineSpec
-from kvstow_service.replay.launcher import AttachedResult, EngineLauncher
+from kvstow_service.replay.launcher import EngineLauncher, EngineSpec
+from kvstow_service.replay.result import AttachedResult
 
 _POLL_SECONDS = 0.02
 DEADLINE_SECONDS = 300.0

@@ -14,8 +14,8 @@ from pathlib import Path
 from kvstow.bytesize import format_size, parse_size
 from kvstow_service.demo.processes import DEADLINE_SECONDS, Engine, Service, wait_until
 from kvstow_service.replay.driver import blocks_needed
-from kvstow_service.replay.engineprocess import EngineSpec
-from kvstow_service.replay.launcher import AttachedResult
+from kvstow_service.replay.launcher import EngineSpec
+from kvstow_service.replay.result import AttachedResult
 from kvstow_service.replay.trace import ReplayOptions, TraceShape, even_shape, generate_trace
 
 _SAME = 0.99
@@ -118,7 +118,7 @@ class Story:
             engine.kill()
             engine.wait_for(_MIDDLE, life=2)
             found, _ = self._end(engine, other)
-        last = found.engines[0].lives[-1]
+        last = found.engines[0].lives[-1].result
         self._say(f"It found {last.first_hit_blocks} of the {last.first_blocks} blocks of its first request.")
         ratio = last.hit_blocks / max(1, last.blocks)
         yield Claim(

@@ -8,12 +8,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from threading import RLock
-from typing import NamedTuple
 
 from msgspec.structs import replace
 
 from kvstow.attach.calls import ResetDone
-from kvstow.attach.hello import Hello
+from kvstow.attach.hello import Hello, Welcome
 from kvstow.attach.identity import NamespaceIdentity, PoolIdentity
 from kvstow.attach.peer import Peer
 from kvstow.control.administration import HostSwitches
@@ -34,16 +33,6 @@ NAMESPACES_OF_USER = 256
 at each start, each start has a namespace of its own."""
 
 logger = logging.getLogger("kvstow.node")
-
-
-class SessionGrant(NamedTuple):
-    """What a new session receives: see `Welcome`."""
-
-    engine_id: str
-    pool: str
-    namespace: str
-    sharing_off: tuple[str, ...] = ()
-    source_key: str = ""
 
 
 class NodeHost:
@@ -172,9 +161,9 @@ class NodeHost:
         pool = self._pools[record.pool]
         unknown = NamespaceIdentity(pool.model, "", "", "")
         namespace = pool.known.get(record.namespace) or KnownNamespace(record.namespace, unknown, ())
-        hello = replace(record.hello(), role="scheduler", namespace=namespace.identity)
+        hello = replace(record.hello, role="scheduler", namespace=namespace.identity)
         control = pool.find_session(record.number)
-        peer, memory = record.peer(None), self._memory
+        peer, memory = Peer(0, record.uid, record.gid, None), self._memory
         session = NodeSession(record.session_id, hello, peer, link, pool, namespace, control, memory, self._waiting)
         with self._lock:
             self._sessions[record.session_id] = session
@@ -182,9 +171,7 @@ class NodeHost:
 
     # -- the attach server's thread -------------------------------------------------------------------------
 
-    def open_session(
-        self, session_id: str, hello: Hello, peer: Peer, link: SessionLink
-    ) -> tuple[NodeSession, SessionGrant]:
+    def open_session(self, session_id: str, hello: Hello, peer: Peer, link: SessionLink) -> tuple[NodeSession, Welcome]:
         """A scheduler half attaches. `hello` is what it claims; `peer.uid` comes from the kernel, and is part of the
         pool's identity. Raises `AttachRefusedError`."""
         assert hello.pool is not None, "the hello of a scheduler half has both identities"
@@ -223,8 +210,14 @@ class NodeHost:
         self._memory.do(self._memory.add_session, session)
         if self.tier is not None:
             session.tier = self.tier.enter(session, session.hello.fleet_weights)
-        key = pool.sources.key.hex()
-        return session, SessionGrant(pool.facade.engine_id, pool.name, namespace.name, reasons, key)
+        return session, Welcome(
+            session_id=session_id,
+            engine_id=pool.facade.engine_id,
+            pool=pool.name,
+            namespace=namespace.name,
+            sharing_off=reasons,
+            source_key=pool.sources.key.hex(),
+        )
 
     def _require_ranks(self, uid: int, num_ranks: int) -> None:
         """The caller holds the lock. Raises `AttachRefusedError`."""

@@ -7,7 +7,6 @@ import os
 import threading
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,20 +16,18 @@ from kvstow.bytesize import format_size
 from kvstow.errors import ConflictError, InsufficientMemoryError
 from kvstow.memory.limits import MemoryLimits, limits_of
 from kvstow_api.app import create_app
-from kvstow_api.directory import Directory, OrphanedMemory
-from kvstow_service.admin.adminhost import AdminOptions, Ticker, make_api_host
+from kvstow_api.directory import Directory
+from kvstow_service.admin.adminhost import Ticker, make_api_host
 from kvstow_service.admin.server import AdminServer
 from kvstow_service.admin.sockets import AdminSockets, TcpAddress, group_id, require_folder
 from kvstow_service.admin.tls import ServerTls
-from kvstow_service.node.node import Node, NodeDirectory, NodeSettings
-from kvstow_service.node.pools.nodepool import PoolSettings
+from kvstow_service.node.node import Node
 from kvstow_service.node.settings import Settings
 from kvstow_service.node.survival.orphanedmemory import find_orphaned_memory, running_services
-from kvstow_service.process.logformat import configure_logs
-from kvstow_service.process.logwriter import QueuedLog
+from kvstow_service.process.logwriter import QueuedLog, configure_logs
 from kvstow_service.process.stop import StopRequests
 from kvstow_service.process.switchinterval import short_switch_interval
-from kvstow_service.tiers.hostedtiers import TierChoice, shown_url
+from kvstow_service.tiers.stores import open_store, shown_url
 
 logger = logging.getLogger("kvstow.service")
 
@@ -53,90 +50,60 @@ def run_service(settings: Settings) -> int:
 def _serve(settings: Settings, log: QueuedLog) -> int:
     with ExitStack() as running:
         stops = running.enter_context(StopRequests())
-        plan = _check(settings)
-        if plan.tls is not None:
-            stops.on_reload = plan.tls.renew
+        address = TcpAddress.resolve(settings.host, settings.port)  # what can be refused, before anything is taken
+        admin = settings.admin_options(address.host)
+        tls = None if admin.tls is None else ServerTls(admin.tls)
+        attach_group, admin_group = (
+            None if name is None else group_id(setting, name)
+            for setting, name in (("attach_group", settings.attach_group), ("admin_group", settings.admin_group))
+        )
+        store = None if settings.tier is None else open_store(settings.tier)
+        require_memory(settings.budget_bytes, limits_of(settings.huge_pages))
+        if tls is not None:
+            stops.on_reload = tls.renew
 
-        sockets = AdminSockets(plan.address, secure=plan.tls is not None)
+        sockets = AdminSockets(address, secure=tls is not None)
         running.callback(sockets.close)
-        node = Node(plan.node, on_failure=lambda reason: stops.request(reason, 1))
+        node = Node(
+            settings,
+            attach_group=attach_group,
+            store=store,
+            on_failure=lambda reason: stops.request(reason, 1),
+        )
         running.callback(node.close)
-        directory = NodeDirectory(node)
-        log.queue.on_drop = partial(directory.count_error, "log_line_dropped")
-        _listen_for_changes(sockets, settings.admin_path, plan.admin_group, directory)
-        ticker = Ticker(node, renew_tls=None if plan.tls is None else plan.tls.renew)
+        log.queue.on_drop = partial(node.count_error, "log_line_dropped")
+        _listen_for_changes(sockets, settings.admin_path, admin_group, node)
+        ticker = Ticker(node.tick, renew_tls=None if tls is None else tls.renew)
 
         host = make_api_host(
-            directory,
+            node,
             ticker,
             sockets,
-            plan.admin,
+            admin,
             mode="node",
-            tls=plan.tls,
+            tls=tls,
             settings=public_settings(settings),
             live_checks={"node": node.live_failure},
             startup_checks={"node": node.start_failure},
-            orphaned_memory=_orphaned_memory,
-            attach=f"unix:{plan.node.attach_socket}",
+            orphaned_memory=lambda: find_orphaned_memory(running_services()),
+            attach=f"unix:{settings.attach_path}",
         )
-        server = AdminServer(create_app(host), sockets.sockets, lambda reason: stops.request(reason, 1), tls=plan.tls)
+        server = AdminServer(create_app(host), sockets.sockets, lambda reason: stops.request(reason, 1), tls=tls)
         server.start()  # first, so that it answers while the node recovers what an earlier service has left
         running.callback(server.stop)
         with short_switch_interval():  # the admin server answers while the node recovers a million blocks
             node.start()
         ticker.start()
         running.callback(ticker.stop)
-        _announce(settings, plan, sockets)
+        _announce(settings, sockets)
 
         stop = stops.wait()
         logger.info("stopping: %s", stop.reason)
-        _drain(directory, settings, stops.hurried)
+        _drain(node, settings, stops.hurried)
         if not stop.status and not settings.keep_on_stop:  # otherwise the next service finds everything
             node.give_back()
     logger.info("stopped")
     return stop.status
-
-
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """The consequences of the settings on this machine."""
-
-    address: TcpAddress
-    admin: AdminOptions
-    tls: ServerTls | None
-    admin_group: int | None
-    node: NodeSettings
-
-
-def _check(settings: Settings) -> _Plan:
-    """Check the settings, and refuse what can be refused before anything is taken."""
-    address = TcpAddress.resolve(settings.host, settings.port)
-    admin = settings.admin_options(address.host)
-    tls = None if admin.tls is None else ServerTls(admin.tls)
-    attach_group, admin_group = (
-        None if name is None else group_id(setting, name)
-        for setting, name in (("attach_group", settings.attach_group), ("admin_group", settings.admin_group))
-    )
-    tier = None if settings.tier is None else TierChoice.of(settings.tier)
-    require_memory(settings.budget_bytes, limits_of(settings.huge_pages))
-    return _Plan(address, admin, tls, admin_group, node_settings(settings, attach_group, tier))
-
-
-def node_settings(settings: Settings, attach_group: int | None, tier: TierChoice | None = None) -> NodeSettings:
-    return NodeSettings(
-        memory_bytes=settings.budget_bytes,
-        attach_socket=settings.attach_path,
-        attach_group=attach_group,
-        extent_bytes=settings.extent_size,
-        huge_pages=settings.huge_pages,
-        populate_chunk_bytes=settings.pin_chunk,
-        populate_pause=settings.pin_pause,
-        trust_eof=settings.trust_eof,
-        state=settings.state,
-        keep_timeout=settings.keep_timeout if settings.start_keeper else None,
-        tier=tier,
-        pools=PoolSettings(policy=settings.policy, curve=settings.curve, transfer_timeout=settings.transfer_timeout),
-    )
 
 
 def require_memory(num_bytes: int, limits: MemoryLimits) -> None:
@@ -186,18 +153,13 @@ def _listen_for_changes(sockets: AdminSockets, path: Path, group: int | None, di
         logger.warning("there is no admin socket, so changes need a token: %s; --admin-socket names another", error)
 
 
-def _orphaned_memory() -> list[OrphanedMemory]:
-    """Memory that no service on this machine uses, as far as this service can see."""
-    return [OrphanedMemory(one.sentence, one.added_bytes) for one in find_orphaned_memory(running_services())]
-
-
-def _announce(settings: Settings, plan: _Plan, sockets: AdminSockets) -> None:
+def _announce(settings: Settings, sockets: AdminSockets) -> None:
     logger.info("admin server on %s", " and ".join(sockets.addresses))
     guarded = settings.token_file or settings.tls_client_ca
     over_tcp = "and over TCP with a token" if guarded else "and not over TCP"
     if any(address.startswith("unix:") for address in sockets.addresses):  # otherwise a warning has said why not
         logger.info("changes are taken through the Unix socket, %s", over_tcp)
-    logger.info("engines attach at unix:%s", plan.node.attach_socket)
+    logger.info("engines attach at unix:%s", settings.attach_path)
     pages = "in reserved huge pages" if settings.huge_pages == "reserved" else "populated in the background"
     logger.info("memory: %s, %s", format_size(settings.budget_bytes), pages)
 

@@ -30,7 +30,7 @@ from kvstow_service.admin.sockets import runtime_folder
 from kvstow_service.admin.tls import TlsFiles
 from kvstow_service.duration import parse_duration
 from kvstow_service.environment import CLIENT_VARIABLES, ENV_PREFIX, is_service_link
-from kvstow_service.process.logformat import LogFormat, LogLevel
+from kvstow_service.process.logwriter import LogFormat, LogLevel
 
 LEAST_TRUST_EOF = LONGEST_GRACE_SECONDS + 60.0
 """A worker may start loads so long after the end of its session, and they take time. With less, the memory that they

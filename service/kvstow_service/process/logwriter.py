@@ -1,16 +1,30 @@
-"""Writes log lines on a thread of their own, so that a log which nobody reads can stop no other thread."""
+"""The log of our processes: text, or one JSON object a line, written on a thread of its own, so that a log which nobody
+reads can stop no other thread.
+
+Only the loggers "kvstow", "uvicorn" and "asyncio" are configured; the root logger is left alone.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Literal
 
 logger = logging.getLogger("kvstow.server")
+
+LogFormat = Literal["text", "json"]
+LogLevel = Literal["debug", "info", "warning", "error"]
+
+_TEXT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
+_STANDARD_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "color_message", "taskName"}
 
 _MOST_LINES = 1000
 _STOP_SECONDS = 1.0
@@ -56,13 +70,13 @@ class LogQueue:
                 logger.warning("dropped %d log lines: the log is not read fast enough", dropped)
 
 
+@dataclass(slots=True)
 class _Written:
     """How often a message was written since a moment, and how often it was suppressed."""
 
-    __slots__ = ("lines", "since", "suppressed")
-
-    def __init__(self, since: float) -> None:
-        self.since, self.lines, self.suppressed = since, 0, 0
+    since: float
+    lines: int = 0
+    suppressed: int = 0
 
 
 class MessageLimit:
@@ -171,3 +185,32 @@ def _loggers() -> Iterator[logging.Logger]:
     for name, found in list(logging.root.manager.loggerDict.items()):
         if isinstance(found, logging.Logger) and name.partition(".")[0] in _LOGGERS:
             yield found
+
+
+class JsonFormatter(logging.Formatter):
+    """Writes `time` (UTC), `level`, `logger`, `message`, the fields of `extra`, and `exception`."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        line |= {key: value for key, value in vars(record).items() if key not in _STANDARD_FIELDS}
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
+
+
+def configure_logs(log_format: LogFormat, level: LogLevel) -> QueuedLog:
+    """Send these loggers to stderr. A second call replaces the first one's handler. The caller stops what it gets at
+    the end, which writes the last lines."""
+    handler = QueuedLog(JsonFormatter() if log_format == "json" else logging.Formatter(_TEXT))
+    others = "debug" if level == "debug" else "warning"
+    for name, threshold in zip(_LOGGERS, (level, others, others), strict=True):
+        logger = logging.getLogger(name)
+        logger.handlers = [handler]
+        logger.setLevel(threshold.upper())
+        logger.propagate = False
+    return handler

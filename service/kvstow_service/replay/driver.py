@@ -15,73 +15,35 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol, TypeVar
 
 from kvstow.errors import InvalidRequestError
 from kvstow.keys import BlockKey
-from kvstow.messages import Completion, Direction, Op
+from kvstow.messages import Completion, Op, StepPlan
 from kvstow.prefill import PrefillCost, PrefillNews
 from kvstow.results import Awaited, Lease, Settled, StoreGrant
-from kvstow_service.replay.kv import FreeBlocks, KVCache, Verification
-from kvstow_service.replay.offload import ReplayOffload
-from kvstow_service.replay.ranks import RankWorker, RankWorkers
-from kvstow_service.replay.result import ReplayResult, Tally
+from kvstow_service.replay.kv import LocalKV, Verification
+from kvstow_service.replay.offload import AttachedOffload, EmbeddedOffload
+from kvstow_service.replay.remoteranks import RemoteRanks
+from kvstow_service.replay.result import Position, ReplayResult
 from kvstow_service.replay.trace import BLOCK_TOKENS, ReplayOptions, TraceRequest
 
 _log = logging.getLogger("kvstow.replay")
 
 
-@dataclass(slots=True)
-class _Moved:
-    """Bytes that the ranks have copied for an op, and how long that took, added up."""
+class RankWorker(Protocol):
+    """What the replay needs of a rank's worker."""
 
-    num_bytes: int = 0
-    seconds: float = 0.0
+    @property
+    def boot_id(self) -> str: ...
 
+    def submit(self, plan: StepPlan) -> None: ...
 
-class CopyTally:
-    """Counts in `tally`. Used by one thread."""
+    def take_completions(self) -> list[Completion]: ...
 
-    def __init__(self, tally: Tally) -> None:
-        self._tally = tally
-        self._moved: dict[int, _Moved] = {}
-        """By loads that some rank has not finished."""
-        self._unverified: deque[tuple[int, _Moved]] = deque()
-        """Blocks, and what was moved, of loads that are being verified, in order."""
-
-    def add(self, completion: Completion, direction: Direction) -> None:
-        """A rank has copied what the op asked for."""
-        if direction == "load":
-            moved = self._moved.setdefault(completion.op_id, _Moved())
-            moved.num_bytes += completion.num_bytes
-            moved.seconds += completion.seconds
-        else:
-            self._tally.stored_bytes += completion.num_bytes
-            self._tally.store_seconds += completion.seconds
-
-    def fail_load(self, op_id: int, blocks: int) -> None:
-        self._moved.pop(op_id, None)
-        self._tally.failed_loads += blocks
-
-    def begin_verifying(self, op_id: int, blocks: int) -> None:
-        """All ranks have finished the load, and its verification comes after those that have begun."""
-        self._unverified.append((blocks, self._moved.pop(op_id, _Moved())))
-
-    def end_verifying(self, verifications: Iterable[Verification]) -> None:
-        """In the order in which they have begun. What was loaded counts from now on, so that the figures match at any
-        time."""
-        tally = self._tally
-        for found in verifications:
-            blocks, moved = self._unverified.popleft()
-            tally.loaded_blocks += blocks
-            tally.loaded_bytes += moved.num_bytes
-            tally.load_seconds += moved.seconds
-            tally.verified_bytes += found.num_bytes
-            if found.mismatches:
-                tally.count_mismatches(found.mismatches)
-                _log.error("%d blocks loaded wrong; the first: %s", len(found.mismatches), tally.first_mismatches)
+    def wait_completions(self, timeout: float) -> bool: ...
 
 
 _WAIT = 0.05  # the longest that the loop is blind to a stop or to another rank
@@ -102,16 +64,10 @@ class _Computed:
         return time.monotonic() >= self.moment
 
 
-class Position(NamedTuple):
-    """How far a replay is: the numbers of the requests in flight, and of the next one to start."""
-
-    in_flight: tuple[int, ...] = ()
-    next: int = 0
-
-
 @dataclass(slots=True)
 class _Job:
-    """A request in flight. Its first `loaded` blocks come from the pool. `blocks` is empty once they are freed.
+    """A request in flight. Its first `loaded` blocks come from the pool, for which the ranks have copied `loaded_bytes`
+    in `load_seconds`. `blocks` is empty once they are freed.
 
     `hold` keeps the hit prefix leased until the rest is stored: the prefix goes back to the order of eviction
     last, and so outlives its continuation. `go_on` continues the request if the answer that it waits for is there, and
@@ -124,6 +80,8 @@ class _Job:
     hold: Awaited[Lease] | None = None
     go_on: Callable[[], bool] | None = None
     loaded: int = 0
+    loaded_bytes: int = 0
+    load_seconds: float = 0.0
     started: float = 0.0
 
 
@@ -138,41 +96,45 @@ class ReplayDriver:
 
     def __init__(
         self,
-        offload: ReplayOffload,
+        offload: EmbeddedOffload | AttachedOffload,
         workers: Sequence[RankWorker],
-        kv: KVCache,
+        kv: LocalKV | RemoteRanks,
         requests: Sequence[TraceRequest],
         options: ReplayOptions,
         *,
         kv_blocks: int,
-        on_request: Callable[[int], None] | None = None,
+        on_request: Callable[[int], None] = lambda finished: None,
         wait: Callable[[float], None] | None = None,
     ) -> None:
         check_fits(requests, kv_blocks)
         self._offload = offload
-        self._workers = RankWorkers(workers)
+        self._workers = workers
+        self._outstanding: list[set[int]] = [set() for _ in workers]
+        """The ops that each rank has not finished."""
         self._kv = kv
         self._requests = requests
         self._options = options
         self._on_request = on_request
         self._wait_for_news = wait
-        self._free = FreeBlocks(kv_blocks)
+        self._free = deque(range(kv_blocks))
+        """KV blocks that no request holds. First in, first out: a block is reused as late as possible, as in an
+        inference engine."""
         self._next = 0
         self._jobs: dict[int, _Job] = {}
         self._asking: dict[int, _Job] = {}
         """Those that wait for an answer, in the order of their questions."""
         self._plan: list[Op] = []
         self._ops: dict[int, tuple[Op, _Job]] = {}
-        self.tally = Tally()
+        self._unverified: deque[_Job] = deque()
+        """Those whose loads are being verified, in order."""
+        self._tally = ReplayResult(ranks=len(workers))
         """The figures that are counted here, while `run` goes on."""
-        self._copies = CopyTally(self.tally)
         self._model_is_free = 0.0
         """When the model has computed what it has been given."""
         self._started = self._ended = 0.0
 
     @property
     def free_blocks(self) -> int:
-        """KV blocks that no request holds."""
         return len(self._free)
 
     @property
@@ -206,7 +168,7 @@ class ReplayDriver:
     def result(self) -> ReplayResult:
         """The figures now; while `run` goes on they may be of slightly different moments."""
         seconds = (self._ended or time.monotonic()) - self._started if self._started else 0.0
-        return self.tally.freeze(self._offload.figures(), seconds=seconds, ranks=len(self._workers))
+        return replace(self._tally, seconds=seconds, drops=self._tally.drops.copy(), **self._offload.figures())
 
     def _finished(self, stop: threading.Event) -> bool:
         return not self._jobs and not self._kv.is_verifying and (stop.is_set() or self._next == len(self._requests))
@@ -231,19 +193,27 @@ class ReplayDriver:
         return has_moved
 
     def _submit_step(self) -> None:
-        if self._plan:
-            self._workers.submit(self._plan)
-            self._plan.clear()
+        """After what the ranks' devices were given so far."""
+        if not self._plan:
+            return
+        plan = StepPlan(tuple(self._plan))
+        for worker, outstanding in zip(self._workers, self._outstanding, strict=True):
+            outstanding.update(op.op_id for op in plan.ops)
+            worker.submit(plan)
+        self._plan.clear()
 
     def _collect(self) -> bool:
         """Whether any op became final or freed its blocks, on all ranks."""
-        for rank, boot_id, completions in self._workers.take_completions():
-            self._count_copies(completions)
-            self._offload.complete(rank, boot_id, completions)
+        for rank, worker in enumerate(self._workers):
+            if completions := worker.take_completions():
+                self._outstanding[rank].difference_update(one.op_id for one in completions if one.mark != "source_free")
+                self._count_copies(completions)
+                self._offload.complete(rank, worker.boot_id, completions)
         settled = self._offload.take_settled()
         for entry in settled:
             self._advance(entry)
-        self._copies.end_verifying(self._kv.take_verifications())
+        for found in self._kv.take_verifications():
+            self._count_verified(self._unverified.popleft(), found)
         return bool(settled)
 
     def _wait(self, stop: threading.Event) -> None:
@@ -254,8 +224,10 @@ class ReplayDriver:
         if self._wait_for_news is not None:
             self._wait_for_news(timeout)
             return
-        if self._workers.wait(timeout):
-            return
+        for worker, outstanding in zip(self._workers, self._outstanding, strict=True):
+            if outstanding:
+                worker.wait_completions(timeout)
+                return
         if stop.is_set():
             time.sleep(_WAIT)  # nothing runs on a rank: the engine itself has to give an op up
         else:
@@ -274,11 +246,12 @@ class ReplayDriver:
     # The life of a request.
 
     def _start(self, number: int, request: TraceRequest) -> None:
-        job = _Job(number, request.keys(), self._free.take(len(request.hash_ids)), started=time.monotonic())
+        job = _Job(number, request.keys(), [self._free.popleft() for _ in request.hash_ids])
+        job.started = time.monotonic()
         self._jobs[number] = job
-        self.tally.blocks += len(job.keys)
+        self._tally.blocks += len(job.keys)
         if not number:
-            self.tally.first_blocks = len(job.keys)
+            self._tally.first_blocks = len(job.keys)
         self._ask(job, self._offload.find(job.keys), self._found)
 
     def _ask(self, job: _Job, answer: Awaited[_T], then: Callable[[_Job, _T], None]) -> None:
@@ -312,9 +285,9 @@ class ReplayDriver:
             self._store(job)
             return
         job.loaded = len(op.blocks)
-        self.tally.hit_blocks += job.loaded
+        self._tally.hit_blocks += job.loaded
         if not job.number:
-            self.tally.first_hit_blocks = job.loaded
+            self._tally.first_hit_blocks = job.loaded
         self._plan_op(op, job)
 
     def _store(self, job: _Job) -> None:
@@ -330,7 +303,7 @@ class ReplayDriver:
         self._ask(job, _Computed(self._model_is_free if seconds else now), self._computed)
 
     def _computed(self, job: _Job, _: None) -> None:
-        self.tally.request_seconds += time.monotonic() - job.started
+        self._tally.request_seconds += time.monotonic() - job.started
         keys, blocks = job.keys[job.loaded :], job.blocks[job.loaded :]
         self._kv.compute(keys, blocks)
         if keys:
@@ -366,29 +339,28 @@ class ReplayDriver:
 
     def _loaded(self, job: _Job, settled: Settled) -> None:
         if settled.mark == "done":
-            self._copies.begin_verifying(settled.op_id, job.loaded)
+            self._unverified.append(job)
             self._kv.verify(job.keys[: job.loaded], job.blocks[: job.loaded])
             return
         _log.warning("a load of %d blocks failed, computing them again: %s", job.loaded, settled.error)
-        self._copies.fail_load(settled.op_id, job.loaded)
+        self._tally.failed_loads += job.loaded
         job.loaded = 0
         self._release(job)
 
     def _stored(self, settled: Settled) -> None:
         if settled.mark == "done":
-            self.tally.stored_blocks += len(settled.blocks)
+            self._tally.stored_blocks += len(settled.blocks)
             return
         _log.warning("a store of %d blocks failed: %s", len(settled.blocks), settled.error)
-        self.tally.failed_stores += len(settled.blocks)
+        self._tally.failed_stores += len(settled.blocks)
 
     def _finish(self, job: _Job) -> None:
         self._release(job)
         self._offload.use(job.keys)
         self._free_blocks(job)
         del self._jobs[job.number]
-        self.tally.requests += 1
-        if self._on_request is not None:
-            self._on_request(self.tally.requests)
+        self._tally.requests += 1
+        self._on_request(self._tally.requests)
 
     def _release(self, job: _Job) -> None:
         if job.hold is not None:
@@ -397,30 +369,48 @@ class ReplayDriver:
 
     def _free_blocks(self, job: _Job) -> None:
         self._kv.scrub(job.blocks)
-        self._free.give_back(job.blocks)
+        self._free.extend(job.blocks)
         job.blocks = []
 
     def _abandon(self) -> None:
         """Give back what unfinished requests hold. Their blocks are not scrubbed: copies may still use them."""
         for job in self._jobs.values():
             self._release(job)
-            self._free.give_back(job.blocks)
+            self._free.extend(job.blocks)
         self._asking.clear()
         self._ops.clear()
-        self.tally.abandoned = len(self._jobs)
+        self._tally.abandoned = len(self._jobs)
         self._jobs.clear()
 
     # Figures.
 
     def _count_copies(self, completions: list[Completion]) -> None:
         for completion in completions:
-            if completion.mark == "done" and completion.op_id in self._ops:
-                self._copies.add(completion, self._ops[completion.op_id][0].direction)
+            if completion.mark != "done" or completion.op_id not in self._ops:
+                continue
+            op, job = self._ops[completion.op_id]
+            if op.direction == "load":
+                job.loaded_bytes += completion.num_bytes
+                job.load_seconds += completion.seconds
+            else:
+                self._tally.stored_bytes += completion.num_bytes
+                self._tally.store_seconds += completion.seconds
+
+    def _count_verified(self, job: _Job, verified: Verification) -> None:
+        """What was loaded counts from now on, so that the figures match at any time."""
+        found = self._tally
+        found.loaded_blocks += job.loaded
+        found.loaded_bytes += job.loaded_bytes
+        found.load_seconds += job.load_seconds
+        found.verified_bytes += verified.num_bytes
+        if verified.mismatches:
+            found.count_mismatches(verified.mismatches)
+            _log.error("%d blocks loaded wrong; the first: %s", len(verified.mismatches), found.first_mismatches)
 
     def _count_drops(self, outcomes: dict[str, int]) -> None:
         for outcome, count in outcomes.items():
             if outcome.startswith("dropped") and count:
-                self.tally.drops[outcome] += count
+                self._tally.drops[outcome] += count
 
 
 def blocks_needed(requests: Sequence[TraceRequest], concurrency: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from heapq import heappop, heappush
 from math import inf
 from typing import Any, NamedTuple
@@ -11,13 +12,13 @@ from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
 from kvstow.hints import Hints
 from kvstow.keys import BlockKey
-from kvstow.messages import Completion
-from kvstow_service.replay.ranks import SimulatedWorker
+from kvstow.messages import Completion, RankReport
 from kvstow_service.replay.trace import TraceRequest
 
 FORESIGHT = "min"
 """In place of a policy: the block is evicted that is used again last, or never."""
 _SLOT_BYTES = 64
+_BOOT = "simulated"
 _TOLD = 64  # requests from one call of `on_requests` to the next
 
 
@@ -28,9 +29,8 @@ class TimedPool:
         self.now = 0.0
         config = EngineConfig(slot_bytes=_SLOT_BYTES, capacity_slots=slots, policy=policy, curve=False)
         self.engine = OffloadEngine(config, clock=lambda: self.now)
-        worker = SimulatedWorker(0, _SLOT_BYTES, slots)
-        self.engine.report(worker.report())
-        self._boot_id = worker.boot_id
+        no_pool = RankReport.without_pool(0, _BOOT, "ready", _SLOT_BYTES)
+        self.engine.report(replace(no_pool, pinned_slots=slots, target_slots=slots, number=1))
 
     def serve(
         self,
@@ -50,7 +50,7 @@ class TimedPool:
         if rest:
             op = engine.begin_store(rest, range(len(rest))).op
             if op is not None:
-                engine.complete(0, self._boot_id, [Completion(op.op_id, "done", None, _SLOT_BYTES, 0.001)])
+                engine.complete(0, _BOOT, [Completion(op.op_id, "done", None, _SLOT_BYTES, 0.001)])
             engine.take_settled()
         engine.release_lease(lease)
         engine.use(keys, looked_up=(first, stop), hints=hints)

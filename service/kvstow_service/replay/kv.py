@@ -1,4 +1,4 @@
-"""The KV caches of a replay: of one rank, of all ranks, and none for a replay that moves no bytes.
+"""The KV caches of a replay, of one rank and of all in a process.
 
 Every word of a block follows from key, rank, region and position. A page that lands at another offset, in another
 region, rank or block, or that mixes two blocks, differs. A key names a prefix of tokens, so every engine can check what
@@ -8,59 +8,29 @@ any other has stored.
 from __future__ import annotations
 
 import hashlib
-from collections import deque
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple, Protocol, Self
+from collections.abc import Sequence
+from typing import NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstow.bytesize import format_size
 from kvstow.errors import InsufficientMemoryError
-from kvstow.keys import BlockKey
+from kvstow.keys import BlockKey, format_key
 from kvstow.layout import KVLayout
 
 
-class Mismatch(NamedTuple):
-    """A block on one rank whose bytes are not those of its key."""
-
-    key: BlockKey
-    rank: int
-    region: int
-    block: int
-
-
 class Verification(NamedTuple):
-    """`num_bytes` were looked at; one entry in `mismatches` per wrong block and rank."""
+    """`num_bytes` were looked at; `mismatches` has the place of each wrong block on each rank."""
 
     num_bytes: int
-    mismatches: tuple[Mismatch, ...]
+    mismatches: tuple[str, ...]
 
     @classmethod
     def of_ranks(cls, found: Sequence[Verification]) -> Verification:
         """What all ranks have found together."""
         mismatches = tuple(wrong for one in found for wrong in one.mismatches)
         return cls(sum(one.num_bytes for one in found), mismatches)
-
-
-class KVCache(Protocol):
-    """The KV caches of all ranks, used by one thread. Each rank does what it is given in the order of the calls."""
-
-    def compute(self, keys: Sequence[BlockKey], blocks: Sequence[int]) -> None:
-        """`HostKV.write` on every rank."""
-
-    def verify(self, keys: Sequence[BlockKey], blocks: Sequence[int]) -> None:
-        """`HostKV.check` on every rank; see `take_verifications`."""
-
-    def scrub(self, blocks: Sequence[int]) -> None:
-        """`HostKV.scrub` on every rank."""
-
-    def take_verifications(self) -> list[Verification]:
-        """What all ranks have found together, for each call of `verify`, in order; since the last call."""
-
-    @property
-    def is_verifying(self) -> bool:
-        """Whether a rank has yet to report what it found."""
 
 
 Page = npt.NDArray[np.uint8]
@@ -124,7 +94,7 @@ class HostKV:
     def check(self, keys: Sequence[BlockKey], blocks: Sequence[int]) -> Verification:
         """Compare every byte of block `blocks[i]` with those of `keys[i]`."""
         mismatches = tuple(
-            Mismatch(key, self._rank, wrong, block)
+            f"key {format_key(key)} in block {block}, region {wrong} of rank {self._rank}"
             for key, block in zip(keys, blocks, strict=True)
             if (wrong := self._wrong_region(key, block)) is not None
         )
@@ -145,9 +115,10 @@ class HostKV:
 
 
 class LocalKV:
-    """The KV caches of ranks in this process."""
+    """The KV caches of ranks in this process, or of none; `RemoteRanks` has those of other processes."""
 
     is_verifying = False
+    """Whether a rank has yet to report what it found."""
 
     def __init__(self, ranks: Sequence[HostKV]) -> None:
         self._ranks = ranks
@@ -165,30 +136,6 @@ class LocalKV:
             rank.scrub(blocks)
 
     def take_verifications(self) -> list[Verification]:
+        """What all ranks have found together, for each call of `verify` since the last call of this, in order."""
         found, self._found = self._found, []
         return found
-
-
-class NoKV(LocalKV):
-    """No cache: for a replay of the control plane alone."""
-
-    def __init__(self) -> None:
-        super().__init__(())
-
-
-class FreeBlocks:
-    """The free list of the KV cache's blocks, which all ranks share. First in, first out, so that a block is
-    reused as late as possible, as in an inference engine."""
-
-    def __init__(self, num_blocks: int) -> None:
-        self._blocks = deque(range(num_blocks))
-
-    def __len__(self) -> int:
-        return len(self._blocks)
-
-    def take(self, count: int) -> list[int]:
-        """`count` free blocks; the caller has seen that there are so many."""
-        return [self._blocks.popleft() for _ in range(count)]
-
-    def give_back(self, blocks: Iterable[int]) -> None:
-        self._blocks.extend(blocks)

@@ -1,92 +1,155 @@
-"""Engines of an attached replay: started, started again when they die, and summed up."""
+"""Engines of an attached replay: what runs in the process of each, and the launcher, which starts them, starts them
+again when they die, and sums them up. The ranks of an engine are processes of their own."""
 
 from __future__ import annotations
 
+import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from contextlib import closing
+from dataclasses import dataclass, replace
 from multiprocessing.connection import wait as wait_for_pipes
 from pathlib import Path
-from typing import Any, Self
 
 from kvstow.errors import ProcessEndedError
-from kvstow_service.replay.engineprocess import EngineSpec, Progress, ReplayEngine, run_engine
-from kvstow_service.replay.offload import PoolCounts
-from kvstow_service.replay.processes import Child
-from kvstow_service.replay.result import ReplayResult, Tally
+from kvstow_service.replay.driver import ReplayDriver
+from kvstow_service.replay.offload import AttachedOffload, pool_identity
+from kvstow_service.replay.processes import Child, Pipe
+from kvstow_service.replay.remoteranks import RemoteRanks
+from kvstow_service.replay.result import AttachedResult, EngineLife, EngineResult
+from kvstow_service.replay.trace import ReplayOptions, Shape, TraceRequest
 
-_WAIT_SECONDS = 0.05  # the longest that the loop is blind to a stop
+_POLL_SECONDS = 0.05  # the longest that the loop is blind to a stop
 _FUTILE_LIVES = 3  # in a row, without a request finished
+_FIRST_SLOT_SECONDS = 10.0  # after that the replay begins without a pool, as an inference engine would
+_ABSENT_SECONDS = 2.0  # the same while no service answers
+_SETTLED_SECONDS = 0.15  # without more slots; a worker reports new ones to the service every 0.05 s
+_GROWTH_SECONDS = 2.0  # with more and more slots
+_PROGRESS_SECONDS = 0.1
+_WAIT_SECONDS = 0.02
 
 
 @dataclass(frozen=True, slots=True)
-class EngineLife:
-    """One process of an engine. `first_blocks` and `first_hit_blocks`: of its first request. `end`: "finished", or how
-    it died."""
-
-    requests: int
-    blocks: int
-    hit_blocks: int
-    first_blocks: int
-    first_hit_blocks: int
-    seconds: float
-    end: str
-
-    @classmethod
-    def of(cls, progress: Progress, end: str) -> Self:
-        one = progress.tally
-        found = one.requests, one.blocks, one.hit_blocks, one.first_blocks, one.first_hit_blocks
-        return cls(*found, progress.seconds, end)
-
-
-@dataclass(frozen=True, slots=True)
-class EngineResult:
-    """What one engine found in all its lives. `sessions`: how often it attached; `seconds_without`: how long it was not
-    attached while it ran; `problem`: why not, if it was not at the end; `waits`: look-ups that the service has answered
-    later, because its fleet tier might have more, or a rank was still registering what was found."""
+class EngineSpec:
+    """What an engine's process needs. `is_held`: it attaches at once, and starts no request before it gets `begin`."""
 
     name: str
-    result: ReplayResult
-    lives: tuple[EngineLife, ...]
-    sessions: int
-    seconds_without: float
-    problem: str | None
-    waits: int
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "engine": self.name,
-            **self.result.to_json(),
-            "sessions": self.sessions,
-            "restarts": len(self.lives) - 1,
-            "seconds_without_service": self.seconds_without,
-            "problem": self.problem,
-            "waits": self.waits,
-            "lives": [asdict(life) for life in self.lives],
-        }
+    socket: Path
+    shape: Shape
+    num_ranks: int
+    kv_blocks: int
+    wanted_bytes: int
+    requests: Sequence[TraceRequest]
+    options: ReplayOptions
+    is_held: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class AttachedResult:
-    """`total` sums up the engines; its seconds are those of the wall clock."""
+class ReplayEngine:
+    """Replays on the main thread. Another one makes the calls of the parent, and ends the process if that goes."""
 
-    total: ReplayResult
-    engines: tuple[EngineResult, ...]
+    def __init__(self, pipe: Pipe, spec: EngineSpec) -> None:
+        self._pipe, self._spec = pipe, spec
+        self._stop = threading.Event()
+        self._may_begin = threading.Event()
+        self._reported = 0.0
 
-    @property
-    def ok(self) -> bool:
-        """Whether every loaded byte was right."""
-        return self.total.ok
+    def run(self) -> None:
+        spec = self._spec
+        threading.Thread(target=self._listen, name="kvstow-parent", daemon=True).start()
+        layout = spec.shape.layout(spec.kv_blocks)
+        with closing(RemoteRanks(spec.num_ranks, spec.name, spec.socket, layout)) as ranks:
+            identity = pool_identity(spec.shape, spec.num_ranks)
+            offload = AttachedOffload(spec.socket, spec.name, identity, ranks, wanted_bytes=spec.wanted_bytes)
+            self._wait_for_ranks(ranks)
+            if spec.is_held:
+                self._wait_for_begin(offload, ranks)
+            else:
+                self._wait_for_slots(offload, ranks)
+            driver = ReplayDriver(
+                offload,
+                ranks.workers,
+                ranks,
+                spec.requests,
+                spec.options,
+                kv_blocks=spec.kv_blocks,
+                on_request=lambda finished: self._report_progress(driver, offload),
+                wait=offload.wait,
+            )
+            driver.run(self._stop)
+            last = replace(self._progress(driver, offload), end="finished")
+            logging.disable(logging.WARNING)  # the processes see each other leave
+        offload.close()  # after the ranks, which release their memory by themselves
+        self._pipe.send(last)
 
-    @property
-    def waits(self) -> int:
-        return sum(engine.waits for engine in self.engines)
+    def _wait_for_ranks(self, ranks: RemoteRanks) -> None:
+        while not ranks.are_ready and not self._stop.is_set():
+            ranks.receive()
+            ranks.wait(_WAIT_SECONDS, -1)
 
-    def to_json(self) -> dict[str, Any]:
-        engines = [engine.to_json() for engine in self.engines]
-        sums = {name: sum(engine[name] for engine in engines) for name in ("sessions", "restarts", "waits")}
-        return {**self.total.to_json(), **sums, "engines": engines}
+    def _wait_for_begin(self, offload: AttachedOffload, ranks: RemoteRanks) -> None:
+        while not self._may_begin.is_set() and not self._stop.is_set():
+            offload.step()
+            ranks.receive()
+            offload.wait(_WAIT_SECONDS)
+
+    def _wait_for_slots(self, offload: AttachedOffload, ranks: RemoteRanks) -> None:
+        """Until the service lets this engine use slots, and for a moment their number has not grown: a replay is over
+        while an inference engine would still load its weights. Not forever: see the constants above."""
+        begun = changed = time.monotonic()
+        slots = 0
+        while not self._stop.is_set():
+            offload.step()
+            ranks.receive()
+            now, before, slots = time.monotonic(), slots, min(ranks.usable_slots, offload.ask_room())
+            if slots != before:
+                begun, changed = begun if before else now, now
+            if slots:
+                patience = _GROWTH_SECONDS
+            else:
+                patience = _FIRST_SLOT_SECONDS if offload.engine.is_attached else _ABSENT_SECONDS
+            if now > begun + patience or (slots and now > changed + _SETTLED_SECONDS):
+                return
+            offload.wait(_WAIT_SECONDS)
+
+    def _report_progress(self, driver: ReplayDriver, offload: AttachedOffload) -> None:
+        now = time.monotonic()
+        if now >= self._reported + _PROGRESS_SECONDS:
+            self._reported = now
+            self._pipe.send(self._progress(driver, offload))
+
+    def _progress(self, driver: ReplayDriver, offload: AttachedOffload) -> EngineLife:
+        return EngineLife(
+            result=driver.result(),
+            position=driver.position,
+            sessions=offload.engine.num_sessions,
+            seconds_without=offload.seconds_without,
+            problem=offload.engine.problem,
+            waits=offload.waits,
+        )
+
+    def begin(self) -> None:
+        """Start with the first request. For an engine that is held."""
+        self._may_begin.set()
+
+    def finish(self) -> None:
+        """Start no request any more, and end when those in flight have."""
+        self._stop.set()
+
+    def _listen(self) -> None:
+        try:
+            while True:
+                self._pipe.recv()(self)
+        except (EOFError, OSError):
+            os._exit(1)  # the parent has gone; the ranks end with this process
+
+
+def run_engine(pipe: Pipe, spec: EngineSpec) -> None:
+    ReplayEngine(pipe, spec).run()
+
+
+# -- in the parent's process -------------------------------------------------------------------------------------------
 
 
 class EngineLauncher:
@@ -121,10 +184,10 @@ class EngineLauncher:
                 if stop.is_set():
                     for engine, _ in running:
                         engine.finish()
-                wait_for_pipes([child.pipe for _, child in running], _WAIT_SECONDS)
+                wait_for_pipes([child.pipe for _, child in running], _POLL_SECONDS)
                 for engine, child in running:
                     engine.receive(child)
-                self._on_request(sum(engine.tally().requests for engine in self._engines))
+                self._on_request(sum(engine.finished for engine in self._engines))
                 for engine, _ in running:
                     if engine.child is not None and engine.is_held and self._may_begin(engine.child.pid):
                         engine.begin(engine.child)
@@ -132,13 +195,8 @@ class EngineLauncher:
             for engine in self._engines:
                 if engine.child is not None:
                     engine.child.join(0.0)
-        results = tuple(engine.result() for engine in self._engines)
-        tally = Tally()
-        for engine in self._engines:
-            tally.add(engine.tally())
-        slots = max(result.result.slots for result in results)
-        seconds = time.monotonic() - begun
-        return AttachedResult(tally.freeze(PoolCounts(slots), seconds=seconds, ranks=results[0].result.ranks), results)
+        results = [EngineResult(engine.name, engine.ended) for engine in self._engines]
+        return AttachedResult(results, time.monotonic() - begun)
 
 
 class _Engine:
@@ -146,17 +204,18 @@ class _Engine:
 
     def __init__(self, spec: EngineSpec, log: Callable[[str], None], children_log: Path | None) -> None:
         self._spec, self._log, self._children_log = spec, log, children_log
+        self.name = spec.name
         self._waiting: Sequence[int] = range(len(spec.requests))
         """Numbers of the requests that the current life was given."""
-        self._ended: list[tuple[Progress, str]] = []
-        self._now = Progress()
+        self.ended: list[EngineLife] = []
+        self._now = EngineLife()
         self._is_finishing = False
         self.is_held = False
         self.child: Child | None = None
 
     def start(self) -> None:
         requests = [self._spec.requests[number] for number in self._waiting]
-        self._now, self.is_held = Progress(), self._spec.is_held
+        self._now, self.is_held = EngineLife(), self._spec.is_held
         self.child = Child(run_engine, replace(self._spec, requests=requests), self._children_log)
 
     def begin(self, child: Child) -> None:
@@ -176,37 +235,20 @@ class _Engine:
             self._end(child)
 
     def _end(self, child: Child) -> None:
-        now, how = self._now, child.describe_end()
-        self.child = None
-        self._ended.append((now, "finished" if now.is_last else how))
-        self._now = Progress()
-        if now.is_last or self._is_finishing:
+        how = child.describe_end()
+        now = self._now if self._now.end else replace(self._now, end=how)
+        self.child, self._now = None, EngineLife()
+        self.ended.append(now)
+        if now.end == "finished" or self._is_finishing:
             return
         numbers = [*now.position.in_flight, *range(now.position.next, len(self._waiting))]
         self._waiting = [self._waiting[number] for number in numbers]
-        if len(self._ended) >= _FUTILE_LIVES and not any(
-            life.tally.requests for life, _ in self._ended[-_FUTILE_LIVES:]
-        ):
-            raise ProcessEndedError(f"{self._spec.name} ended {_FUTILE_LIVES} times in a row at once: {how}")
-        self._log(f"{self._spec.name} ended ({how}); it is started again with {len(self._waiting)} requests to go")
+        if len(self.ended) >= _FUTILE_LIVES and not any(life.result.requests for life in self.ended[-_FUTILE_LIVES:]):
+            raise ProcessEndedError(f"{self.name} ended {_FUTILE_LIVES} times in a row at once: {how}")
+        self._log(f"{self.name} ended ({how}); it is started again with {len(self._waiting)} requests to go")
         self.start()
 
-    def tally(self) -> Tally:
-        """Of all lives."""
-        total = Tally()
-        for life in (*(life for life, _ in self._ended), self._now):
-            total.add(life.tally)
-        return total
-
-    def result(self) -> EngineResult:
-        lives = [life for life, _ in self._ended]
-        seconds, slots = sum(life.seconds for life in lives), max((life.slots for life in lives), default=0)
-        return EngineResult(
-            self._spec.name,
-            self.tally().freeze(PoolCounts(slots), seconds=seconds, ranks=self._spec.num_ranks),
-            tuple(EngineLife.of(progress, end) for progress, end in self._ended),
-            sum(life.sessions for life in lives),
-            sum(life.seconds_without for life in lives),
-            lives[-1].problem if lives else None,
-            sum(life.waits for life in lives),
-        )
+    @property
+    def finished(self) -> int:
+        """Requests, in all lives."""
+        return sum(life.result.requests for life in (*self.ended, self._now))

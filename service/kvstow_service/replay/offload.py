@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any
 
 from kvstow.attach.calls import Hold
 from kvstow.attach.connection import Answer
@@ -16,100 +16,55 @@ from kvstow.attach.identity import GroupIdentity, NamespaceIdentity, PoolIdentit
 from kvstow.control.engine import OffloadEngine
 from kvstow.errors import LeaseError
 from kvstow.keys import BlockKey
-from kvstow.messages import Completion, Op
-from kvstow.prefill import PrefillNews
-from kvstow.results import NO_LEASE, Awaited, Given, Lease, Settled, StoreGrant
+from kvstow.messages import Op
+from kvstow.results import NO_LEASE, Awaited, Given, Lease, StoreGrant
 from kvstow.tier.fingerprint import named_weights
 from kvstow_service.replay.remoteranks import RemoteRanks
 from kvstow_service.replay.trace import BLOCK_TOKENS, Shape
 
 
-class PoolCounts(NamedTuple):
-    """What is known of the pool; None where the node service alone knows it."""
-
-    slots: int
-    policy: str | None = None
-    evicted_blocks: int | None = None
-
-
-class ReplayOffload(Protocol):
-    """Used by one thread. Answers come in the order of the questions, at once or after a later `step`."""
-
-    def step(self) -> None:
-        """Called once a step of the replay."""
-
-    def find(self, keys: Sequence[BlockKey]) -> Awaited[Lease]:
-        """Look up the leading keys that are present, and keep them from eviction. The lease may be empty."""
-
-    def hold(self, keys: Sequence[BlockKey]) -> Awaited[Lease]:
-        """Keep exactly these keys from eviction; the lease is empty if one of them is absent."""
-
-    def release(self, held: Awaited[Lease]) -> None:
-        """End a lease, as soon as it is there. Idempotent, also after a load has used it."""
-
-    def begin_load(self, lease: Lease, blocks: Sequence[int], request_id: str) -> Awaited[Op | None]:
-        """Load the keys of the lease, which it uses up. None if the lease was broken in between."""
-
-    def begin_store(self, keys: Sequence[BlockKey], blocks: Sequence[int], request_id: str) -> Awaited[StoreGrant]: ...
-
-    def use(self, keys: Sequence[BlockKey]) -> None:
-        """A request has used these blocks, its whole prompt; see `Session.use`."""
-
-    def note_prefill(self, news: PrefillNews) -> None:
-        """See `Session.note_prefill`."""
-
-    def complete(self, rank: int, boot_id: str, completions: Sequence[Completion]) -> None: ...
-
-    def take_settled(self) -> list[Settled]: ...
-
-    def figures(self) -> PoolCounts: ...
-
-
 class EmbeddedOffload:
-    """The engine in this process."""
+    """The engine in this process. Used by one thread. `AttachedOffload` has the same methods; its answers come in the
+    order of the questions, at once or after a later `step`."""
 
     def __init__(self, engine: OffloadEngine) -> None:
         self._engine = engine
         self._evicted_before = engine.stats().evicted_for_capacity
+        # What needs no answer is the engine's own.
+        self.complete, self.take_settled = engine.complete, engine.take_settled
+        self.use, self.note_prefill = engine.use, engine.note_prefill
 
     def step(self) -> None:
-        """The engine's host ticks it."""
+        """Called once a step of the replay. The engine's host ticks it."""
 
     def find(self, keys: Sequence[BlockKey]) -> Awaited[Lease]:
+        """Look up the leading keys that are present, and keep them from eviction. The lease may be empty."""
         return Given(self._engine.acquire(keys))
 
-    def hold(self, keys: Sequence[BlockKey]) -> Given[Lease]:
+    def hold(self, keys: Sequence[BlockKey]) -> Awaited[Lease]:
+        """Keep exactly these keys from eviction; the lease is empty if one of them is absent."""
         return Given(self._engine.lease(keys) or NO_LEASE)
 
     def release(self, held: Awaited[Lease]) -> None:
+        """End a lease, as soon as it is there. Idempotent, also after a load has used it."""
         self._engine.release_lease(held.value)
 
-    def begin_load(self, lease: Lease, blocks: Sequence[int], request_id: str) -> Given[Op | None]:
+    def begin_load(self, lease: Lease, blocks: Sequence[int], request_id: str) -> Awaited[Op | None]:
+        """Load the keys of the lease, which it uses up. None if the lease was broken in between."""
         try:
             return Given(self._engine.begin_load(lease, blocks, request_id=request_id))
         except LeaseError:
             self._engine.release_lease(lease)
             return Given(None)
 
-    def begin_store(self, keys: Sequence[BlockKey], blocks: Sequence[int], request_id: str) -> Given[StoreGrant]:
+    def begin_store(self, keys: Sequence[BlockKey], blocks: Sequence[int], request_id: str) -> Awaited[StoreGrant]:
         return Given(self._engine.begin_store(keys, blocks, request_id=request_id))
 
-    def use(self, keys: Sequence[BlockKey]) -> None:
-        self._engine.use(keys)
-
-    def note_prefill(self, news: PrefillNews) -> None:
-        self._engine.note_prefill(news)
-
-    def complete(self, rank: int, boot_id: str, completions: Sequence[Completion]) -> None:
-        self._engine.complete(rank, boot_id, completions)
-
-    def take_settled(self) -> list[Settled]:
-        return self._engine.take_settled()
-
-    def figures(self) -> PoolCounts:
+    def figures(self) -> dict[str, Any]:
+        """Fields of `ReplayResult` that are the pool's."""
         stats = self._engine.stats()
         evicted = stats.evicted_for_capacity - self._evicted_before
-        return PoolCounts(stats.pool.capacity_slots, stats.pool.policy, evicted)
+        return {"slots": stats.pool.capacity_slots, "policy": stats.pool.policy, "evicted_blocks": evicted}
 
 
 _MODEL = "replay"
@@ -159,7 +114,8 @@ class _FoundLease:
 
 
 class AttachedOffload:
-    """An `Offload`. The ranks join each session of the engine; without one, lookups miss and stores are refused."""
+    """The node service's engine. The ranks join each session of it; without one, lookups miss and stores are
+    refused."""
 
     def __init__(
         self, path: Path, engine: str, pool: PoolIdentity, ranks: RemoteRanks, *, wanted_bytes: int = 0
@@ -172,6 +128,9 @@ class AttachedOffload:
             fleet_weights=named_weights(_CONTENT, _MODEL),
             wanted_bytes=wanted_bytes,
         )
+        engine_ = self.engine
+        self.complete, self.take_settled = engine_.complete, engine_.take_settled
+        self.use, self.note_prefill, self.close = engine_.use, engine_.note_prefill, engine_.close
         self._ranks = ranks
         self._joined: SessionTicket | None = None
         self._asked: Answer[StoreGrant] | None = None
@@ -210,9 +169,6 @@ class AttachedOffload:
             self._asked = self.engine.begin_store((), ())
         return self._room
 
-    def close(self) -> None:
-        self.engine.close()
-
     def find(self, keys: Sequence[BlockKey]) -> Awaited[Lease]:
         return _FoundLease(self, self.engine.find(keys, hold=Hold.LEADING))
 
@@ -229,17 +185,5 @@ class AttachedOffload:
     def begin_store(self, keys: Sequence[BlockKey], blocks: Sequence[int], request_id: str) -> Awaited[StoreGrant]:
         return self.engine.begin_store(keys, blocks, request_id=request_id)
 
-    def use(self, keys: Sequence[BlockKey]) -> None:
-        self.engine.use(keys)
-
-    def note_prefill(self, news: PrefillNews) -> None:
-        self.engine.note_prefill(news)
-
-    def complete(self, rank: int, boot_id: str, completions: Sequence[Completion]) -> None:
-        self.engine.complete(rank, boot_id, completions)
-
-    def take_settled(self) -> list[Settled]:
-        return self.engine.take_settled()
-
-    def figures(self) -> PoolCounts:
-        return PoolCounts(self._ranks.usable_slots)
+    def figures(self) -> dict[str, Any]:
+        return {"slots": self._ranks.usable_slots}

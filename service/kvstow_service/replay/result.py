@@ -1,72 +1,35 @@
-"""What a replay found: counted while it runs, frozen when asked for."""
+"""What a replay found: counted while it runs, and shown at its end, for programs and for people."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvstow.keys import format_key
-from kvstow_service.replay.kv import Mismatch
-from kvstow_service.replay.offload import PoolCounts
+from kvstow.bytesize import format_size
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 _NAMED_MISMATCHES = 5
-
-
-@dataclass(frozen=True, slots=True)
-class ReplayResult:
-    """Figures of a replay. Blocks count once, whatever the number of ranks; bytes are summed over the ranks.
-
-    `hit_blocks`: the leading runs that lookups found; `block_hit_rate` is their share of `blocks`.
-    `stored_bytes`, `loaded_bytes`: moved by copies that succeeded. `load_gbps`, `store_gbps`: these bytes in
-    10^9 bytes per second that the ranks' copies were busy, so the rate of one rank, without waiting and
-    checking; 0 where nothing was moved. `verified_bytes`: loaded bytes that were compared with what was
-    stored; `mismatches`: (block, rank) pairs with any wrong byte. `dropped_stores`: blocks that found no slot, by
-    reason in `drops`. `failed_loads`: blocks whose load failed and which were computed again; `failed_stores`:
-    blocks that stayed unpublished. `abandoned`: requests cut off by a stop. `seconds`: wall clock.
-    `policy` and `evicted_blocks` are of the pool, and None where the node service has it. `mean_request_seconds`: from
-    the start of a request until its last block is loaded or computed.
-    """
-
-    requests: int
-    blocks: int
-    hit_blocks: int
-    block_hit_rate: float
-    stored_blocks: int
-    loaded_blocks: int
-    stored_bytes: int
-    loaded_bytes: int
-    verified_bytes: int
-    mismatches: int
-    first_mismatches: tuple[str, ...]
-    evicted_blocks: int | None
-    dropped_stores: int
-    drops: Mapping[str, int]
-    failed_loads: int
-    failed_stores: int
-    abandoned: int
-    load_gbps: float
-    store_gbps: float
-    seconds: float
-    policy: str | None
-    ranks: int
-    slots: int
-    mean_request_seconds: float = 0.0
-
-    @property
-    def ok(self) -> bool:
-        """Whether every loaded byte was right."""
-        return self.mismatches == 0
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+_NOT_ADDED = ("first_mismatches", "first_blocks", "first_hit_blocks", "ranks", "slots", "policy", "evicted_blocks")
+_DERIVED = ("block_hit_rate", "dropped_stores", "load_gbps", "store_gbps", "mean_request_seconds")
 
 
 @dataclass(slots=True)
-class Tally:
-    """Running figures, which can be pickled. `load_seconds` and `store_seconds` are the busy times of copies, summed
-    over the ranks; `first_blocks` and `first_hit_blocks` are of the first request."""
+class ReplayResult:
+    """Figures of a replay, which can be pickled. Blocks count once, whatever the number of ranks; bytes and the busy
+    times of copies are summed over the ranks.
+
+    `hit_blocks`: the leading runs that lookups found; `stored_bytes`, `loaded_bytes`: moved by copies that succeeded;
+    `verified_bytes`: loaded bytes that were compared with what was stored; `mismatches`: (block, rank) pairs with any
+    wrong byte; `drops`: blocks that found no slot, by reason; `failed_loads`: blocks whose load failed and which were
+    computed again; `failed_stores`: blocks that stayed unpublished; `abandoned`: requests cut off by a stop;
+    `first_blocks`, `first_hit_blocks`: of the first request; `request_seconds`: from the start of each request until
+    its last block was loaded or computed; `seconds`: wall clock; `slots`, `policy`, `evicted_blocks`: of the pool, the
+    last two None where only the node service knows them.
+    """
 
     requests: int = 0
     blocks: int = 0
@@ -87,51 +50,201 @@ class Tally:
     first_blocks: int = 0
     first_hit_blocks: int = 0
     request_seconds: float = 0.0
-    """From the start of each request until its last block was loaded or computed."""
+    seconds: float = 0.0
+    ranks: int = 0
+    slots: int = 0
+    policy: str | None = None
+    evicted_blocks: int | None = None
 
-    def add(self, other: Tally) -> None:
-        """Add the figures of a replay that came after this one, or ran beside it."""
-        for name in self.__slots__:
-            if name not in ("first_mismatches", "drops", "first_blocks", "first_hit_blocks"):
-                setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.drops.update(other.drops)
-        self.first_mismatches = (self.first_mismatches + other.first_mismatches)[:_NAMED_MISMATCHES]
+    @property
+    def ok(self) -> bool:
+        """Whether every loaded byte was right."""
+        return self.mismatches == 0
 
-    def count_mismatches(self, found: Sequence[Mismatch]) -> None:
-        self.mismatches += len(found)
-        for wrong in found[: _NAMED_MISMATCHES - len(self.first_mismatches)]:
-            self.first_mismatches.append(
-                f"key {format_key(wrong.key)} in block {wrong.block}, region {wrong.region} of rank {wrong.rank}"
-            )
+    @property
+    def block_hit_rate(self) -> float:
+        return self.hit_blocks / self.blocks if self.blocks else 0.0
 
-    def freeze(self, pool: PoolCounts, *, seconds: float, ranks: int) -> ReplayResult:
-        return ReplayResult(
-            requests=self.requests,
-            blocks=self.blocks,
-            hit_blocks=self.hit_blocks,
-            block_hit_rate=self.hit_blocks / self.blocks if self.blocks else 0.0,
-            stored_blocks=self.stored_blocks,
-            loaded_blocks=self.loaded_blocks,
-            stored_bytes=self.stored_bytes,
-            loaded_bytes=self.loaded_bytes,
-            verified_bytes=self.verified_bytes,
-            mismatches=self.mismatches,
-            first_mismatches=tuple(self.first_mismatches),
-            evicted_blocks=pool.evicted_blocks,
-            dropped_stores=self.drops.total(),
-            drops=dict(self.drops),
-            failed_loads=self.failed_loads,
-            failed_stores=self.failed_stores,
-            abandoned=self.abandoned,
-            load_gbps=_gbps(self.loaded_bytes, self.load_seconds),
-            store_gbps=_gbps(self.stored_bytes, self.store_seconds),
-            seconds=seconds,
-            policy=pool.policy,
-            ranks=ranks,
-            slots=pool.slots,
-            mean_request_seconds=self.request_seconds / self.requests if self.requests else 0.0,
-        )
+    @property
+    def dropped_stores(self) -> int:
+        return self.drops.total()
+
+    @property
+    def load_gbps(self) -> float:
+        """10^9 bytes per second that the ranks' copies were busy: the rate of one rank, without waiting and checking.
+        0 where nothing was moved."""
+        return self.loaded_bytes / self.load_seconds / 1e9 if self.load_seconds else 0.0
+
+    @property
+    def store_gbps(self) -> float:
+        return self.stored_bytes / self.store_seconds / 1e9 if self.store_seconds else 0.0
+
+    @property
+    def mean_request_seconds(self) -> float:
+        return self.request_seconds / self.requests if self.requests else 0.0
+
+    @classmethod
+    def together(cls, results: Sequence[ReplayResult], *, seconds: float) -> ReplayResult:
+        """Of replays that came one after the other, or ran beside each other, on as many ranks."""
+        total = cls()
+        for one in results:
+            for name in cls.__slots__:
+                if name not in _NOT_ADDED:
+                    setattr(total, name, getattr(total, name) + getattr(one, name))
+            total.first_mismatches = (total.first_mismatches + one.first_mismatches)[:_NAMED_MISMATCHES]
+            total.ranks, total.slots = one.ranks or total.ranks, max(total.slots, one.slots)
+        total.seconds = seconds
+        return total
+
+    def count_mismatches(self, places: Sequence[str]) -> None:
+        self.mismatches += len(places)
+        self.first_mismatches = [*self.first_mismatches, *places][:_NAMED_MISMATCHES]
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), **{name: getattr(self, name) for name in _DERIVED}}
+
+    def rows(self) -> list[Row]:
+        """What is worth a line, in order of reading."""
+        reasons = ", ".join(f"{reason.removeprefix('dropped_')} {count:,}" for reason, count in self.drops.items())
+        policy = f", {self.policy}" if self.policy is not None else ""
+        rows = [
+            ("requests", f"{self.requests:,} in {self.seconds:.1f} s"),
+            ("pool", f"{self.slots:,} slots on {self.ranks} rank{'s' if self.ranks > 1 else ''}{policy}"),
+            ("hit ratio", f"{self.block_hit_rate:.2%} ({self.hit_blocks:,} of {self.blocks:,} blocks)"),
+            ("loaded", _moved(self.loaded_blocks, self.loaded_bytes, self.load_gbps)),
+            ("stored", _moved(self.stored_blocks, self.stored_bytes, self.store_gbps)),
+            *([] if self.evicted_blocks is None else [("evicted", f"{self.evicted_blocks:,} blocks")]),
+            ("dropped stores", f"{self.dropped_stores:,} blocks" + (f" ({reasons})" if reasons else "")),
+            ("failed", f"{self.failed_loads:,} loaded, {self.failed_stores:,} stored blocks"),
+            ("verified", f"{format_size(self.verified_bytes)} of {format_size(self.loaded_bytes)} loaded"),
+            ("mismatches", f"{self.mismatches:,} blocks"),
+        ]
+        if self.abandoned:
+            rows.append(("abandoned", f"{self.abandoned:,} requests"))
+        return rows + [("wrong bytes", place) for place in self.first_mismatches]
 
 
-def _gbps(num_bytes: int, seconds: float) -> float:
-    return num_bytes / seconds / 1e9 if seconds > 0 else 0.0
+class Position(NamedTuple):
+    """How far a replay is: the numbers of the requests in flight, and of the next one to start."""
+
+    in_flight: tuple[int, ...] = ()
+    next: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLife:
+    """One process of an attached engine, as it last reported. `sessions`: how often it has attached; `problem`: why it
+    is not attached now; `waits`: look-ups that the service has answered later, because its fleet tier might have more,
+    or a rank was still registering what was found; `position` counts in the requests that it was given. `end`: empty
+    while it runs, "finished", or how it died."""
+
+    result: ReplayResult = field(default_factory=ReplayResult)
+    position: Position = field(default_factory=Position)
+    sessions: int = 0
+    seconds_without: float = 0.0
+    problem: str | None = None
+    waits: int = 0
+    end: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        names = ("requests", "blocks", "hit_blocks", "first_blocks", "first_hit_blocks", "seconds")
+        return {name: getattr(self.result, name) for name in names} | {"end": self.end}
+
+
+@dataclass(frozen=True, slots=True)
+class EngineResult:
+    """What one engine found in all its lives."""
+
+    name: str
+    lives: Sequence[EngineLife]
+
+    @property
+    def result(self) -> ReplayResult:
+        lives = [life.result for life in self.lives]
+        return ReplayResult.together(lives, seconds=sum(one.seconds for one in lives))
+
+    @property
+    def problem(self) -> str | None:
+        """Why it was not attached at its end."""
+        return self.lives[-1].problem if self.lives else None
+
+    @property
+    def sessions(self) -> int:
+        return sum(life.sessions for life in self.lives)
+
+    @property
+    def waits(self) -> int:
+        return sum(life.waits for life in self.lives)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "engine": self.name,
+            **self.result.to_json(),
+            "sessions": self.sessions,
+            "restarts": len(self.lives) - 1,
+            "seconds_without_service": sum(life.seconds_without for life in self.lives),
+            "problem": self.problem,
+            "waits": self.waits,
+            "lives": [life.to_json() for life in self.lives],
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class AttachedResult:
+    """Of all engines. `seconds`: of the wall clock."""
+
+    engines: Sequence[EngineResult]
+    seconds: float
+
+    @property
+    def total(self) -> ReplayResult:
+        return ReplayResult.together([engine.result for engine in self.engines], seconds=self.seconds)
+
+    @property
+    def ok(self) -> bool:
+        return self.total.ok
+
+    def to_json(self) -> dict[str, Any]:
+        engines = [engine.to_json() for engine in self.engines]
+        sums = {name: sum(engine[name] for engine in engines) for name in ("sessions", "restarts", "waits")}
+        return {**self.total.to_json(), **sums, "engines": engines}
+
+    def rows(self) -> list[Row]:
+        """The engines together, and a line for each where there are several or one was started again."""
+        rows = self.total.rows()
+        # The service alone knows what was fetched: several engines wait for the same blocks.
+        tier = "no look-up waited for the service: it has no fleet tier, or fetches do not pay; see `kvstow get tier`"
+        if waits := sum(engine.waits for engine in self.engines):
+            tier = f"{waits:,} look-ups waited for the service; `kvstow get tier` shows what was fetched and put"
+        rows.append(("tier", tier))
+        if len(self.engines) == 1 and len(self.engines[0].lives) == 1:
+            return rows
+        for engine in self.engines:
+            text = f"hit ratio {engine.result.block_hit_rate:.2%} in {engine.result.requests:,} requests"
+            for life in engine.lives[1:]:
+                first = life.result
+                text += f"; started again: {first.first_hit_blocks:,} of the first {first.first_blocks:,} blocks found"
+            rows.append((engine.name, text))
+        return rows
+
+
+Row = tuple[str, str]
+
+
+def print_rows(rows: Sequence[Row], console: Console, *, title: str) -> None:
+    """A table on a terminal, aligned lines elsewhere."""
+    from rich.table import Table
+
+    if not console.is_terminal:
+        for name, value in rows:
+            console.print(f"{name:16}{value}", highlight=False, markup=False, soft_wrap=True)
+        return
+    table = Table(title=title, show_header=False, title_justify="left")
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+
+
+def _moved(blocks: int, num_bytes: int, gbps: float) -> str:
+    text = f"{blocks:,} blocks, {format_size(num_bytes)}"
+    return f"{text}, {gbps:.2f} GB/s while copying" if gbps else text

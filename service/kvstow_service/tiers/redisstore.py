@@ -9,9 +9,10 @@ import ctypes
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -27,11 +28,9 @@ from kvstow.tier.store import (
     PutStatus,
     SlotObject,
     check_batch,
-    count_gets,
-    count_puts,
 )
 from kvstow_api.regularfile import RegularFile
-from kvstow_service.pemfile import in_memory
+from kvstow_service.admin.tls import in_memory
 
 if TYPE_CHECKING:
     from redis.connection import Connection
@@ -135,6 +134,9 @@ class RedisRefusal(NamedTuple):
     """The key has a value of another type than a string."""
 
 
+Ask = Callable[[Sequence[Sequence[Any]]], Iterator[Any]]
+
+
 class RedisLane:
     """A connection for one kind of call, one call at a time. It is made by the first call, and made anew after a call
     that failed."""
@@ -149,8 +151,8 @@ class RedisLane:
         self.connects = self.timeouts = 0
 
     @contextmanager
-    def call(self, timeout: float) -> Iterator[RedisCall]:
-        """Raises `TierUnavailableError`."""
+    def call(self, timeout: float) -> Iterator[Ask]:
+        """What is asked in it ends at the same time. Raises `TierUnavailableError`."""
         end = time.monotonic() + timeout
         with self._lock:
             if self._is_closed:
@@ -159,7 +161,7 @@ class RedisLane:
             from redis.exceptions import TimeoutError as RedisTimeoutError
 
             try:
-                yield RedisCall(self._connected(end), end)
+                yield partial(_ask, self._connected(end), end)
             except (RedisTimeoutError, TimeoutError):
                 self.timeouts += 1
                 self._drop(f"{self._location} did not answer for {timeout:.3g} s")
@@ -197,34 +199,27 @@ class RedisLane:
             self._connection = None
 
 
-class RedisCall:
-    """Requests of one call, which end at the same time."""
+def _ask(connection: Connection, end: float, commands: Sequence[Sequence[Any]]) -> Iterator[Any]:
+    """Send all commands, and take an answer for each, until `end`."""
+    from redis.exceptions import OutOfMemoryError, ResponseError
 
-    def __init__(self, connection: Connection, end: float) -> None:
-        self._connection, self._end = connection, end
-
-    def ask(self, commands: Sequence[Sequence[Any]]) -> Iterator[Any]:
-        """Send all commands, and take an answer for each."""
-        from redis.exceptions import OutOfMemoryError, ResponseError
-
-        self._limit()
-        self._connection.send_packed_command(self._connection.pack_commands(commands))
-        for _ in commands:
-            self._limit()
-            try:
-                yield self._connection.read_response()
-            except ResponseError as error:
-                text = str(error)
-                yield RedisRefusal(text, isinstance(error, OutOfMemoryError), text.startswith("WRONGTYPE"))
-
-    def _limit(self) -> None:
-        left = self._end - time.monotonic()
+    def limit() -> None:
+        left, found = end - time.monotonic(), _socket_of(connection)
         if left <= 0:
             raise TimeoutError
-        end = _socket_of(self._connection)
-        if end is None:
+        if found is None:
             raise ConnectionError("the connection was closed")
-        end.settimeout(left)
+        found.settimeout(left)
+
+    limit()
+    connection.send_packed_command(connection.pack_commands(commands))
+    for _ in commands:
+        limit()
+        try:
+            yield connection.read_response()
+        except ResponseError as error:
+            text = str(error)
+            yield RedisRefusal(text, isinstance(error, OutOfMemoryError), text.startswith("WRONGTYPE"))
 
 
 @contextmanager
@@ -277,7 +272,7 @@ class RedisStore:
         location.check_files()
         self._location = location
 
-    def open_transfers(self, rank: int, witness: int | None = None) -> RedisTransfers:
+    def open_transfers(self, witness: int | None = None) -> RedisTransfers:
         return RedisTransfers(self._location)
 
     def open_lookups(self) -> RedisLookups:
@@ -285,13 +280,11 @@ class RedisStore:
 
 
 class _Client:
-    """What both clients are: a lane for each kind of call, and counters. They count as connected until a call fails:
-    nobody is to wait for a connection that the first call makes."""
+    """A lane for each kind of call. They count as connected until a call fails: nobody is to wait for a connection that
+    the first call makes."""
 
     def __init__(self, location: RedisLocation, num_lanes: int) -> None:
         self._lanes = [RedisLane(location) for _ in range(num_lanes)]
-        self._counts = ClientStats()
-        self._counting = threading.Lock()
         self._is_closed = False
 
     def health(self) -> ClientHealth:
@@ -301,20 +294,13 @@ class _Client:
         return ClientHealth("connecting", problem) if problem else ClientHealth("connected")
 
     def stats(self) -> ClientStats:
-        return replace(
-            self._counts,
-            timeouts=sum(lane.timeouts for lane in self._lanes),
-            restarts=sum(max(0, lane.connects - 1) for lane in self._lanes),
-        )
+        restarts = sum(max(0, lane.connects - 1) for lane in self._lanes)
+        return ClientStats(timeouts=sum(lane.timeouts for lane in self._lanes), restarts=restarts)
 
     def close(self) -> None:
         self._is_closed = True
         for lane in self._lanes:
             lane.close()
-
-    def _count(self, **more: int) -> None:
-        with self._counting:
-            self._counts = self._counts.plus(**more)
 
 
 class RedisTransfers(_Client):
@@ -337,13 +323,13 @@ class RedisTransfers(_Client):
         check_batch(objects, self._ranges)
         statuses: list[PutStatus] = []
         refused = ""
-        with self._puts.call(timeout) as call:
+        with self._puts.call(timeout) as ask:
             for part in _parts(objects):
                 commands = []
                 for one in part:
                     slot, name = _slot(one), str(one.name)
                     commands.append(("SET", name, pack_header(one.name.fingerprint, name, slot) + bytes(slot), "NX"))
-                for answer in call.ask(commands):
+                for answer in ask(commands):
                     if isinstance(answer, RedisRefusal):
                         refused = answer.text
                         statuses.append("full" if answer.is_full else "failed")
@@ -351,25 +337,23 @@ class RedisTransfers(_Client):
                         statuses.append("stored")  # None: it was there
         if statuses and set(statuses) == {"failed"}:
             raise TierUnavailableError(f"Redis refuses to store: {refused}")
-        self._count(**count_puts(objects, statuses))
         return statuses
 
     def get(self, objects: Sequence[SlotObject], timeout: float) -> list[GetStatus]:
         check_batch(objects, self._ranges)
         statuses: list[GetStatus] = []
         refused = ""
-        with self._gets.call(timeout) as call:
+        with self._gets.call(timeout) as ask:
             for part in _parts(objects):
-                for one, answer in zip(part, call.ask([("GET", str(one.name)) for one in part]), strict=True):
+                for one, answer in zip(part, ask([("GET", str(one.name)) for one in part]), strict=True):
                     if isinstance(answer, RedisRefusal):
                         refused = answer.text
                     statuses.append(_take(one, answer))
             wrong = [str(one.name) for one, status in zip(objects, statuses, strict=True) if status == "corrupt"]
             if wrong:  # the store would keep them, and refuse better ones
-                list(call.ask([("UNLINK", *wrong)]))
+                list(ask([("UNLINK", *wrong)]))
         if statuses and set(statuses) == {"failed"}:
             raise TierUnavailableError(f"Redis refuses to answer: {refused}")
-        self._count(**count_gets(objects, statuses))
         return statuses
 
 
@@ -382,17 +366,14 @@ class RedisLookups(_Client):
 
     def exists(self, names: Sequence[ObjectName], timeout: float) -> list[bool]:
         found: list[bool] = []
-        with self._exists.call(timeout) as call:
+        with self._exists.call(timeout) as ask:
             for at in range(0, len(names), _NAMES_IN_REQUEST):
                 part = names[at : at + _NAMES_IN_REQUEST]
-                found.extend(bool(_answer(one)) for one in call.ask([("EXISTS", str(name)) for name in part]))
+                for answer in ask([("EXISTS", str(name)) for name in part]):
+                    if isinstance(answer, RedisRefusal):
+                        raise TierUnavailableError(f"Redis refuses to answer: {answer.text}")
+                    found.append(bool(answer))
         return found
-
-
-def _answer(answer: Any) -> Any:
-    if isinstance(answer, RedisRefusal):
-        raise TierUnavailableError(f"Redis refuses to answer: {answer.text}")
-    return answer
 
 
 def _take(one: SlotObject, answer: Any) -> GetStatus:

@@ -131,9 +131,9 @@ async def test_a_context_is_fetched_where_a_namespace_knows_it(
     client = await launch(directory=host.directory(32))
     url = f"/v1/contexts/{TRIP.hex()}/prefetch"
     assert (await client.post(url)).status_code == 409, "no namespace uses the store"
-    fleet = host.begin()
+    host.begin()
     assert (await client.post(url)).status_code == 404
-    host.tiers.add(fleet, pool="host", namespace="b", prefetch={TRIP: 7}.get)
+    host.tiers.contexts[TRIP] = 7
     answer = await client.post(url)
     assert (answer.status_code, answer.json()) == (202, {"blocks": 7})
     host.close()

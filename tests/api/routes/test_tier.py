@@ -54,8 +54,8 @@ async def test_readiness_does_not_depend_on_the_tier(tiered: httpx.AsyncClient, 
 async def test_the_figures_of_each_pool(tiered: httpx.AsyncClient, tiered_host: TieredHost) -> None:
     tier = tiered_host.begin()
     tier.break_even.note_fetch(100, 0.5)
-    tiered_host.stats = ClientStats(put_bytes=5, get_bytes=7, corrupt_objects=2, timeouts=3, restarts=4)
-    tiered_host.health = ClientHealth("failed", "the memory cannot be registered")
+    tiered_host.tiers.stats = ClientStats(put_bytes=5, get_bytes=7, corrupt_objects=2, timeouts=3, restarts=4)
+    tiered_host.tiers.health = ClientHealth("failed", "the memory cannot be registered")
     view = await read(tiered)
     assert (view["store"], view["url"]) == ("memory", URL)
     (item,) = view["items"]

@@ -10,16 +10,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstow.attach.channel import HEADER_BYTES, MAX_FDS, MAX_PAYLOAD_BYTES, FrameDecoder, RawFrame, encode_header
+from kvstow.attach.channel import HEADER_BYTES, MAX_FDS, MAX_PAYLOAD_BYTES, Frame, FrameDecoder, encode_header
 from kvstow.errors import ProtocolError
 
 
-def encoded(frame: RawFrame) -> bytes:
-    return encode_header(frame.kind, len(frame.payload), frame.request_id, frame.num_fds) + frame.payload
+def encoded(frame: Frame, num_fds: int) -> bytes:
+    return encode_header(frame.kind, len(frame.payload), frame.request_id, num_fds) + frame.payload
 
 
-FRAMES = st.builds(
-    RawFrame, st.integers(0, 2**16 - 1), st.integers(0, MAX_FDS), st.integers(0, 2**64 - 1), st.binary(max_size=100)
+FRAMES = st.tuples(
+    st.builds(Frame, st.integers(0, 2**16 - 1), st.integers(0, 2**64 - 1), st.binary(max_size=100), st.just(())),
+    st.integers(0, MAX_FDS),
 )
 
 
@@ -29,10 +30,10 @@ def test_a_header_has_sixteen_bytes() -> None:
 
 
 @given(st.lists(FRAMES, max_size=6), st.lists(st.integers(0, 60), max_size=40))
-def test_frames_survive_any_cut_of_the_stream(frames: list[RawFrame], cuts: list[int]) -> None:
-    stream = b"".join(map(encoded, frames))
+def test_frames_survive_any_cut_of_the_stream(frames: list[tuple[Frame, int]], cuts: list[int]) -> None:
+    stream = b"".join(encoded(*frame) for frame in frames)
     decoder = FrameDecoder()
-    found: list[RawFrame] = []
+    found: list[tuple[Frame, int]] = []
     at = 0
     for length in cuts:
         found += decoder.feed(stream[at : at + length])
@@ -62,7 +63,7 @@ def test_the_limit_can_be_raised_between_frames() -> None:
     decoder = FrameDecoder(limit=10)
     assert decoder.feed(encode_header(1, 10) + bytes(10)) != []
     decoder.limit = MAX_PAYLOAD_BYTES
-    (frame,) = decoder.feed(encode_header(1, MAX_PAYLOAD_BYTES) + bytes(MAX_PAYLOAD_BYTES))
+    ((frame, _),) = decoder.feed(encode_header(1, MAX_PAYLOAD_BYTES) + bytes(MAX_PAYLOAD_BYTES))
     assert len(frame.payload) == MAX_PAYLOAD_BYTES
     with pytest.raises(ProtocolError, match="was announced"):
         FrameDecoder(limit=10).feed(encode_header(1, 11))

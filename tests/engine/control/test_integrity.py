@@ -41,7 +41,7 @@ def add_a_key_to_a_store(pool: Pool) -> None:
 
 
 def add_a_holder_to_a_free_slot(pool: Pool) -> None:
-    pool.index._held._extra[7] = 1
+    pool.index.held._extra[7] = 1
 
 
 def take_a_slot_from_its_namespace(pool: Pool) -> None:
@@ -61,7 +61,7 @@ def forget_a_lease(pool: Pool) -> None:
 
 
 def put_a_slot_into_two_states(pool: Pool) -> None:
-    pool.index._quarantined.add(0)
+    pool.index.quarantined.add(0)
 
 
 def free_a_used_slot(pool: Pool) -> None:

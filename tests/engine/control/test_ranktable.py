@@ -260,19 +260,6 @@ def test_a_restart_loses_everything_during_any_sweep(make_engine: MakeEngine, ki
     engine.check_integrity()
 
 
-def test_a_restart_loses_everything_while_the_policy_changes(make_engine: MakeEngine) -> None:
-    engine = make_engine(slots=12, slice_slots=2)
-    (rank,) = make_ranks(engine)
-    store_keys(engine, [rank], KEYS)
-    sweep = engine.admin.resize(2)
-    engine.admin.set_policy("4")
-    rank.restart(pinned=12)
-    engine.admin.set_policy("lru")
-    sweep.cancel()
-    assert engine.contains(KEYS) == [False] * 12
-    engine.check_integrity()
-
-
 def test_an_interrupted_removal_is_finished_before_anything_is_served(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
-from itertools import pairwise
+from itertools import pairwise, takewhile
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,7 +14,8 @@ from hypothesis import strategies as st
 from kvstow.config import EngineConfig
 from kvstow.control.comparison import CHOICES, SIZES, Change, Chooser, Comparison, Window
 from kvstow.control.engine import OffloadEngine
-from kvstow.control.shadows import Hits, HotKeys, Request, Seen, Shadows, level_of, spread
+from kvstow.control.shadows import Followed, Hits, HotKeys, Seen, Shadows, Tally, spread
+from kvstow.control.uses import hash_keys
 from kvstow.hints import Hints, context_id
 from kvstow.testing.fakes import FakeClock
 from kvstow.testing.rank import make_ranks, store_keys
@@ -36,6 +36,18 @@ def chain_of(numbers: Sequence[int]) -> list[bytes]:
         name = name * 7 + number + 1
         chain.append(key(name))
     return chain
+
+
+def choose(shadows: Shadows, chain: Sequence[bytes]) -> list[Followed]:
+    (chosen,) = shadows.choose([shadows.part(chain)])
+    return chosen
+
+
+def follow(shadows: Shadows, chain: Sequence[bytes], now: float, looked_up: range | None = None) -> Tally:
+    """What a request has hit that has used this chain, and has looked up all of it, or these positions."""
+    tally = Tally()
+    shadows.use(choose(shadows, chain), range(len(chain)) if looked_up is None else looked_up, now, tally)
+    return tally
 
 
 class Pool:
@@ -78,9 +90,8 @@ def test_where_all_keys_are_followed_a_shadow_is_exact(
         chain = chain_of(numbers)
         on_gpu = min(on_gpu, len(chain))
         hits = pool.serve(chain, on_gpu)
-        part = shadows.choose(chain)
-        request = shadows.use([part], range(on_gpu, len(chain)), pool.clock())
-        assert request.queried == len(chain) - on_gpu
+        request = follow(shadows, chain, pool.clock(), range(on_gpu, len(chain)))
+        assert request.blocks == len(chain) - on_gpu
         assert spread(request.hits, 2)[1] == hits
         shadows.check()
 
@@ -104,13 +115,11 @@ def long_traffic() -> list[list[bytes]]:
 
 def run(shadows: Shadows, requests: list[list[bytes]], start: int = 0) -> list[float]:
     """The ratio of hits of each shadow."""
-    blocks, hits = 0.0, np.zeros(4)
+    tally = Tally()
     for number, chain in enumerate(requests, start):
-        found = shadows.use([shadows.choose(chain)], range(len(chain)), float(number))
-        blocks += found.blocks
-        hits += spread(found.hits, 4)
+        tally.add(follow(shadows, chain, float(number)))
     shadows.check()
-    return list(hits / blocks)
+    return list(spread(tally.hits, 4) / tally.sampled)
 
 
 VARIANTS = [(0.0, 1.0), (4.0, 1.0), (0.0, 0.5), (0.0, 2.0)]
@@ -131,7 +140,7 @@ def test_a_key_of_every_request_is_always_followed(long_traffic: list[list[bytes
     for seed in range(3):
         shadows = Shadows([(0.0, 1.0), (4.0, 1.0)], 2000, 160)
         for number, chain in enumerate(chains):
-            found = shadows.use([shadows.choose([hash_of(each, seed) for each in chain])], range(3), float(number))
+            found = follow(shadows, [hash_of(each, seed) for each in chain], float(number))
             if number >= 200:
                 assert list(spread(found.hits, 2)) == [2.0, 2.0]
 
@@ -172,91 +181,109 @@ def test_a_client_that_repeats_keys_of_a_chain_harms_no_other(parts: list[list[i
     shadows = Shadows(VARIANTS, 7, 64)
     for at in range(2):
         chains = [[key(number) for number in part] for part in parts]
-        chosen = [shadows.choose(each, start=2 * place) for place, each in enumerate(chains)]
-        request = shadows.use(chosen, range(5), at)
-        assert (len(shadows), request.blocks) == (3, 3.0)
+        chosen = shadows.choose([shadows.part(each, start=2 * place) for place, each in enumerate(chains)])
+        request = Tally()
+        shadows.use([one for part in chosen for one in part], range(5), at, request)
+        assert (len(shadows), request.sampled) == (3, 3.0)
         assert spread(request.hits, 4).tolist() == [3.0 * at] * 4
         shadows.check()
     for number in range(200):
-        shadows.use([shadows.choose([key(100 + number)])], range(1), 2.0 + number)
+        follow(shadows, [key(100 + number)], 2.0 + number)
     shadows.check()
     assert 63 <= len(shadows) <= 64
 
 
 def test_hot_keys_are_those_of_more_than_one_request_in_a_hundred() -> None:
     hot = HotKeys()
+
+    def lead(*names: int) -> int:
+        """How many leading keys of a request are hot."""
+        found = len(list(takewhile(hot.count, names)))
+        hot.end(1)
+        return found
+
     for number in range(20_000):
-        leading = hot.lead([key(each) for each in (1, 2 if number % 2 else 3, 10 + number % 300, 10**6 + number)])
-    assert leading == [0, 1]
+        leading = lead(1, 2 if number % 2 else 3, 10 + number % 300, 10**6 + number)
+    assert leading == 2
     assert len(hot.names) == 3
     assert len(hot._counts) <= 4097
     hot.take_changed()
     for number in range(50_000):
-        leading = hot.lead([key(4), key(10**7 + number)])
-    assert (leading, len(hot.names)) == ([0], 1)
+        leading = lead(4, 10**7 + number)
+    assert (leading, len(hot.names)) == (1, 1)
     assert len(hot.take_changed()) == 4
 
 
 def test_a_long_common_beginning_is_counted_with_few_keys() -> None:
-    """Each of them stands for those up to the next one."""
-    shadows = Shadows([(0.0, 1.0), (2.0, 1.0)], 10**6, 1000)
-    for number in range(1000):
-        chain = [*map(key, range(1000)), key(10**6 + number)]
-        part = shadows.choose(chain)
-        request = shadows.use([part], range(len(chain)), float(number))
-    shadows.check()
-    assert len(part.names) < 50
-    assert sum(part.weights) == pytest.approx(1000, abs=110)
-    assert list(spread(request.hits, 2)) == pytest.approx([1000, 1000], abs=110)
+    """Each of them stands for those around it."""
+    for slots in (10**6, 10_000):
+        shadows = Shadows([(0.0, 1.0), (2.0, 1.0)], slots, 10_000)
+        for number in range(300):
+            chain = [*map(key, range(1000)), key(10**6 + number)]
+            request = follow(shadows, chain, float(number))
+        shadows.check()
+        hot = [one for one in choose(shadows, chain) if one[3]]
+        assert 40 < len(hot) < 60
+        assert sum(one[3] for one in hot) == pytest.approx(1000, abs=32)
+        assert list(spread(request.hits, 2)) == pytest.approx([1000, 1000], abs=40)
 
 
 @pytest.mark.parametrize("slots", [140_000, 100_000])
 def test_the_share_of_keys_that_are_followed_is_the_rate(slots: int) -> None:
     """Wherever they are in their chains, and for any length of the keys."""
-    choose = random.Random(1)
+    choose_bytes = random.Random(1)
     for width in (8, 34):
         shadows = Shadows(VARIANTS, slots)
-        chains = [[choose.randbytes(width) for _ in range(700)] for _ in range(200)]
-        found = [at for chain in chains for at in shadows.choose(chain).positions]
-        for low, high in ((0, 64), (64, 256), (256, 700)):
-            share = sum(low <= at < high for at in found) / 200 / (high - low)
-            assert share == pytest.approx(shadows.rate, rel=0.15), (width, low)
+        chains = [[choose_bytes.randbytes(width) for _ in range(1600)] for _ in range(200)]
+        found = [position for chain in chains for _, _, position, _ in choose(shadows, chain)]
+        for low, high in ((0, 64), (64, 256), (256, 1600)):
+            count = sum(low <= at < high for at in found)
+            assert count / 200 / (high - low) == pytest.approx(shadows.rate, rel=3.5 / count**0.5), (width, low)
 
 
 def test_the_sample_is_one_of_keys_and_not_of_chains() -> None:
-    choose = random.Random(4)
+    choose_bytes = random.Random(4)
     shadows = Shadows(VARIANTS, 20_000)
     for _ in range(50):
-        chain = [choose.randbytes(34) for _ in range(600)]
-        assert 30 < len(shadows.choose(chain).names) < 95
+        chain = [choose_bytes.randbytes(34) for _ in range(600)]
+        assert 30 < len(choose(shadows, chain)) < 95
 
 
-def test_a_chain_in_parts_has_the_keys_that_it_has_as_a_whole() -> None:
-    choose = random.Random(2)
-    for slots in (10**6, 10**5):
-        shadows = Shadows(VARIANTS, slots)
-        for _ in range(20):
-            chain = [choose.randbytes(34) for _ in range(1000)]
-            whole = shadows.choose(chain)
-            bounds = sorted({0, 1000, *choose.sample(range(1000), 3)})
-            parts = [shadows.choose(chain[low:high], start=low) for low, high in pairwise(bounds)]
-            assert [at for part in parts for at in part.positions] == whole.positions
-            assert [name for part in parts for name in part.names] == whole.names
+@pytest.mark.parametrize("slots", [10**6, 10**5])
+def test_a_chain_in_parts_has_the_keys_that_it_has_as_a_whole(slots: int) -> None:
+    choose_bytes = random.Random(2)
+    shadows = Shadows(VARIANTS, slots)
+    chains = [[choose_bytes.randbytes(width) for _ in range(3000)] for width in (34, 34, 8)]
+    whole = shadows.choose([shadows.part(chain, tag) for tag, chain in enumerate(chains)])
+    for tag, chain in enumerate(chains):
+        bounds = sorted({0, 3000, *choose_bytes.sample(range(3000), 3)})
+        parts = [shadows.part(chain[low:high], tag, start=low) for low, high in pairwise(bounds)]
+        assert [one for part in shadows.choose(parts) for one in part] == whole[tag]
+        assert whole[tag]
 
 
-def test_one_level_by_two_ways() -> None:
-    keys = [random.Random(3).randbytes(34) for _ in range(100)]
+def test_a_key_is_another_one_in_another_namespace() -> None:
     shadows = Shadows(VARIANTS, 1)
-    assert shadows.choose(keys).levels == [level_of(each) for each in keys]
-    assert [shadows.choose([each]).levels for each in (b"", b"a")] == [[level_of(b"")], [level_of(b"a")]]
+    first, second = shadows.choose([shadows.part([key(1)], tag) for tag in (1, 2)])
+    assert first[0][0] != second[0][0]
+    assert first[0][0] == hash_keys([key(1)], 1)[0]
+
+
+def test_what_was_made_before_a_resize_to_a_thinner_sample_is_not_followed() -> None:
+    shadows = Shadows(VARIANTS, 10**5)
+    part = shadows.part([key(number) for number in range(1000)])
+    shadows.resize(10**7)
+    assert shadows.choose([part, part]) == [[], []]
 
 
 def test_what_was_ever_seen_is_known_in_bounded_memory(long_traffic: list[list[bytes]]) -> None:
     def seen(most: int) -> float:
         shadows, found = Shadows(VARIANTS, 100, 10**6), Seen(most)
-        shares = [found.use([shadows.choose(chain)], range(len(chain))) for chain in long_traffic]
+        tally = Tally()
+        for chain in long_traffic:
+            found.use(choose(shadows, chain), range(len(chain)), tally)
         assert len(found._level_of) <= most
-        return sum(hits for _, hits in shares) / sum(blocks for blocks, _ in shares)
+        return tally.seen_hits / tally.seen_blocks
 
     known, again, blocks = set[bytes](), 0, 0
     for chain in long_traffic:
@@ -277,7 +304,13 @@ def hits_of(better: float, by: float) -> Hits:
 
 def ask(chooser: Chooser, count: int, hits: Hits) -> list[Change]:
     """So many requests of 100 blocks."""
-    return [change for _ in range(count) if (change := chooser.add(Request(100, 100.0, hits))) is not None]
+    return [change for _ in range(count) if (change := ended(chooser, hits)) is not None]
+
+
+def ended(chooser: Chooser, hits: Hits) -> Change | None:
+    """A request of 100 blocks."""
+    chooser.window.piece.add(Tally(1, 100, 100.0, hits))
+    return chooser.look()
 
 
 def test_another_k_is_taken_when_it_leads_by_half_a_point() -> None:
@@ -293,9 +326,7 @@ def test_nothing_is_chosen_before_half_a_window_is_full() -> None:
     """Eight pools of blocks, or 300 requests if those are more."""
     for slots, needed in ((10, 152), (1000, 152), (100_000, 4000)):
         chooser = Chooser(Window(slots))
-        first = next(
-            number for number in range(1, 5000) if chooser.add(Request(100, 100.0, hits_of(1.0, by=20.0))) is not None
-        )
+        first = next(number for number in range(1, 5000) if ended(chooser, hits_of(1.0, by=20.0)) is not None)
         assert needed <= first <= needed + 16
 
 
@@ -303,7 +334,7 @@ def test_what_a_pool_of_another_size_has_hit_says_nothing() -> None:
     """A tenth more or less is the same size."""
     window = Window(1000)
     for _ in range(400):
-        window.add(Request(100, 100.0, hits_of(1.0, by=0.0)))
+        window.add(Tally(1, 100, 100.0, hits_of(1.0, by=0.0)))
     assert window.is_meaningful
     window.resize(1090)
     assert window.requests > 200
@@ -317,7 +348,7 @@ def test_a_choice_lasts_for_a_pool_of_blocks() -> None:
     changed = []
     for number in range(4000):
         better = CHOICES[number // 40 % len(CHOICES)]
-        changed += [number] * (chooser.add(Request(100, 100.0, hits_of(better, by=50.0))) is not None)
+        changed += [number] * (ended(chooser, hits_of(better, by=50.0)) is not None)
     assert all(after - before >= 200 for before, after in pairwise(changed))
 
 
@@ -341,8 +372,8 @@ def test_a_pool_chooses_for_itself_and_says_so(
         engine.use(chain[3:], start=3)
         engine.use(chain[:3], looked_up=(0, len(chain)))
     pool = engine.pool
-    assert engine.stats().pool.k == pool.index.uses.k == pool.changes[-1].k > 0
-    assert f"from k = 0 to k = {pool.changes[0].k:g}: over the last" in caplog.text
+    assert engine.stats().pool.k == pool.index.uses.k == pool.changes.after(0)[-1].k > 0
+    assert f"from k = 0 to k = {pool.changes.after(0)[0].k:g}: over the last" in caplog.text
     engine.admin.set_policy("lru")
     assert engine.stats().pool.k == 0.0
     engine.check_integrity()
@@ -364,6 +395,7 @@ def test_chains_that_never_begin_take_a_bounded_amount_of_memory(
     engine.use([key(1)], looked_up=(0, 2))
     assert engine.pool.comparison is not None
     assert len(engine._parts_behind) == engine._parts_behind.num_keys == 0
+    assert engine.curve() is None
     assert len(engine.pool.comparison._shadows) == 2
 
 
@@ -386,13 +418,12 @@ def test_parts_with_hints_that_never_begin_take_a_bounded_amount_of_memory(
 
 def test_keys_that_a_client_has_made_to_be_followed_all_end_nothing() -> None:
     """Their level is the least there is, so no threshold leaves some of them out."""
-    keys = [bytes(8) + number.to_bytes(16, "big") + bytes(8) for number in range(65)]
-    assert {level_of(one) for one in keys} == {0}
-    shadows = Shadows([(0.0, 1.0)], 20, most=256)
+    seen = Seen(64)
     for turn in range(2):
-        request = shadows.use([shadows.choose(keys)], range(65), float(turn))
-        assert request.blocks == 65
-    assert len(shadows._seen._level_of) <= 64
+        tally = Tally()
+        seen.use([(number, 0, number, 0.0) for number in range(65)], range(65), tally)
+        assert (tally.seen_blocks > 0) == (turn == 0)
+        assert len(seen._level_of) <= 64
 
 
 # -- the curve ---------------------------------------------------------------------------------------------------------
@@ -422,14 +453,28 @@ def test_the_curve_is_what_pools_of_these_sizes_hit(long_traffic: list[list[byte
 
 
 def test_nothing_is_said_of_keys_that_are_never_in_the_sample() -> None:
-    comparison = Comparison(100_000, 0.0, has_curve=True)
-    last = max(range(256), key=lambda byte: level_of(bytes(33) + bytes([byte])))
-    for end, said in ((bytes([last]), False), (b"", True)):
+    for length, said in ((0, False), (50, True)):
+        comparison = Comparison(100_000, 0.0, has_curve=True)
         for number in range(320):
-            chain = [hash_of(b"%d %d" % (number, at)) for at in range(50)]
-            part = comparison.choose([one[: 34 - len(end)] + end for one in chain], 0, 0, 100_000)
-            comparison.use([part], range(5000), float(number))
+            part = comparison.part([hash_of(b"%d %d" % (number, at)) for at in range(length)], 0, 0)
+            comparison.use([part], range(5000), float(number), 100_000)
         assert (comparison.curve() is not None) == said
+
+
+def test_requests_are_followed_together_and_none_is_left_out() -> None:
+    """In the order in which they have ended, the last ones before a curve is read or the pool gets another size."""
+    one, several = (Comparison(1000, 0.0, has_curve=True) for _ in range(2))
+    for number in range(700):
+        chain = [hash_of(b"%d" % (number % 90 * 7 + at)) for at in range(7)]
+        slots = 1000 if number < 350 else 1040
+        one.use([one.part(chain, 0, 0)], range(7), float(number), slots)
+        parts = [several.part(chain[low:high], 0, low) for low, high in ((0, 3), (3, 7))]
+        several.use(parts, range(7), float(number), slots)
+        one.curve()
+        assert len(one._shadows) == 7 * min(90, number + 1)
+    curve = one.curve()
+    assert curve is not None
+    assert curve == several.curve()
 
 
 def test_without_the_setting_nothing_is_followed(make_engine: Callable[..., OffloadEngine]) -> None:

@@ -21,7 +21,7 @@ from tests.engine.control.test_session_schedules import (
 from tests.seeds import few_and_many
 
 from kvstow.config import EngineConfig
-from kvstow.control import placement, sharedpool
+from kvstow.control import sharedpool
 from kvstow.control.attachedsession import AttachedSession
 from kvstow.control.engine import PoolFacade
 from kvstow.control.indexjournal import IndexJournal, RecoveredIndex
@@ -389,16 +389,16 @@ def test_taking_out_a_safeguard_is_noticed(
 
 
 def blocks_that_earlier_engines_read_are_evicted(patch: pytest.MonkeyPatch) -> None:
-    evict = placement._evict
+    evict = Pool._evict
 
-    def at_once(pool: SharedPool, *values: Any) -> list[int]:
+    def at_once(pool: Pool, *values: Any) -> list[int]:
         earlier, pool.earlier = pool.earlier, None
         try:
             return evict(pool, *values)
         finally:
             pool.earlier = earlier
 
-    patch.setattr(placement, "_evict", at_once)
+    patch.setattr(Pool, "_evict", at_once)
 
 
 def slots_that_earlier_engines_read_are_freed(patch: pytest.MonkeyPatch) -> None:

@@ -45,9 +45,9 @@ def test_slots_are_found_by_their_times(times: SlotTimes) -> None:
     times.mark_stored([4, 5, 6, 30], 5.0)
     times.mark_used([[5]], 7.0)
     times.mark_stored([6], 9.0)
-    assert times.stored_until(5.0, 4, 40) == [4, 5, *range(7, 40)]
-    assert times.used_until(6.0, 3, 8) == [3, 4, 7]
-    assert times.used_until(7.0, 3, 8) == [3, 4, 5, 7]
+    assert times.until("stored", 5.0, 4, 40) == [4, 5, *range(7, 40)]
+    assert times.until("used", 6.0, 3, 8) == [3, 4, 7]
+    assert times.until("used", 7.0, 3, 8) == [3, 4, 5, 7]
 
 
 def test_neighbours_are_marked_in_one_piece(make_engine: Callable[..., OffloadEngine]) -> None:

@@ -146,7 +146,7 @@ class Host:
 
 def _left(cuda: FakeCuda) -> list[str]:
     """Remaining resources, without the events that the context keeps for later fences."""
-    idle = primary_context(0).events._idle
+    idle = primary_context(0)._idle_events
     return sorted(kind for handle, kind in cuda.live.items() if handle not in idle)
 
 

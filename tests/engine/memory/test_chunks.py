@@ -26,7 +26,7 @@ def test_chunks_tile_the_slots_in_whole_pages(
         assert chunk.offset == end == covered * grid.slot_stride
         assert chunk.offset % PAGE_BYTES == chunk.num_bytes % PAGE_BYTES == 0
         covered, end, count = chunk.end_slot, chunk.offset + chunk.num_bytes, count + 1
-        assert covered * grid.slot_stride <= end <= grid.region_bytes
+        assert covered * grid.slot_stride <= end <= grid.end_offset(slots)
     assert grid.count(covered, target, chunk_bytes) == 0
     assert grid.end_offset(target) == end
     assert covered - target < grid.unit_slots

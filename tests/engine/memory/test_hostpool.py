@@ -573,7 +573,7 @@ def test_nothing_can_be_held_once_close_has_seen_that_nothing_is(make_pool: Make
                 return
             self.has_waited = False
             try:
-                pool.hold(4).release()
+                pool.hold(4).close()
             except CopyError:
                 self.refusals += 1
 

@@ -228,7 +228,7 @@ def test_a_revoked_extent_is_used_no_more_and_goes_when_its_copies_have_ended(
     eventually(lambda: pool._next_step() is None)
     assert registrar.locked_bytes == 3 * MIB, "the chunk under the copy stays"
     assert pool.take_released() == []
-    copy.release()
+    copy.close()
     eventually(lambda: pool.take_released() == [1])
     assert (registrar.locked_bytes, mapped_bytes(), pool.registered_slots()) == (2 * MIB, 2 * MIB, [(0, 32)])
     grant(pool, extents.create(2 * MIB), first=32, extent_id=2)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvstow.errors import PinError
+from kvstow.memfd import open_for_client
 from kvstow.memory.budget import Create, MemoryBudget, Recall
 from kvstow.memory.extents import Extent, Populator
 from kvstow.memory.limits import MemoryLimits
@@ -166,14 +167,14 @@ Keeper = Callable[[Extent], AbstractContextManager[object]]
 
 @contextmanager
 def descriptor(extent: Extent) -> Iterator[None]:
-    fd = extent.open_for_client()
+    fd = open_for_client(extent.fd)
     yield
     os.close(fd)
 
 
 @contextmanager
 def mapping(extent: Extent) -> Iterator[None]:
-    fd = extent.open_for_client()
+    fd = open_for_client(extent.fd)
     with mmap.mmap(fd, EXTENT):
         os.close(fd)
         yield
@@ -181,7 +182,7 @@ def mapping(extent: Extent) -> Iterator[None]:
 
 @contextmanager
 def private_mapping(extent: Extent) -> Iterator[None]:
-    fd = extent.open_for_client()
+    fd = open_for_client(extent.fd)
     with mmap.mmap(fd, EXTENT, mmap.MAP_PRIVATE, mmap.PROT_READ):
         os.close(fd)
         yield
@@ -189,7 +190,7 @@ def private_mapping(extent: Extent) -> Iterator[None]:
 
 @contextmanager
 def message(extent: Extent) -> Iterator[None]:
-    fd = extent.open_for_client()
+    fd = open_for_client(extent.fd)
     near, far = socket.socketpair()
     socket.send_fds(near, [b"x"], [fd])
     os.close(fd)
@@ -209,7 +210,7 @@ def path_alone(extent: Extent) -> Iterator[None]:
 @contextmanager
 def pinned_page(extent: Extent) -> Iterator[None]:
     """A page in a pipe, and no mapping any more."""
-    fd = extent.open_for_client()
+    fd = open_for_client(extent.fd)
     reader, writer = os.pipe()
     with mmap.mmap(fd, EXTENT) as mapped:
         os.close(fd)
@@ -265,7 +266,7 @@ def test_memory_that_is_pinned_while_it_is_given_up_is_not_free(make: MakeNode) 
     node = make(1)
     extent = Extent.create(EXTENT)
     os.pwrite(extent.fd, b"x", 0)
-    client = extent.open_for_client()
+    client = open_for_client(extent.fd)
     node.give_up(extent.fd)
     node.close_given_up()
     reader, writer = os.pipe()

@@ -72,7 +72,7 @@ class StoreContract:
 
     @pytest.fixture
     def transfers(self, tier: TierStore, slots: Slots) -> Iterator[TransferClient]:
-        client = tier.open_transfers(0)
+        client = tier.open_transfers()
         client.add_memory(slots.range)
         yield client
         client.close()
@@ -161,7 +161,7 @@ class StoreContract:
         self, tier: TierStore, transfers: TransferClient, slots: Slots, name: Callable[..., ObjectName]
     ) -> None:
         transfers.put([slots.object(name(1), 1)], TIMEOUT)
-        other, memory = tier.open_transfers(0), Slots(4)
+        other, memory = tier.open_transfers(), Slots(4)
         try:
             other.add_memory(memory.range)
             assert other.get([memory.object(name(1), 3)], TIMEOUT) == ["found"]
@@ -233,21 +233,13 @@ class StoreContract:
         finally:
             more.close()
 
-    def test_objects_and_bytes_are_counted(
-        self, transfers: TransferClient, slots: Slots, name: Callable[..., ObjectName]
-    ) -> None:
-        transfers.put([slots.object(name(number), number) for number in range(3)], TIMEOUT)
-        transfers.get([slots.object(name(number), 9) for number in (0, 8)], TIMEOUT)
-        stats = transfers.stats()
-        assert (stats.put_objects, stats.put_bytes, stats.get_objects, stats.get_bytes) == (3, 3 * SLOT, 1, SLOT)
-
     def test_a_batch_may_be_empty(self, transfers: TransferClient) -> None:
         assert transfers.put([], TIMEOUT) == transfers.get([], TIMEOUT) == []
 
     def test_a_closed_client_moves_nothing(
         self, tier: TierStore, slots: Slots, name: Callable[..., ObjectName]
     ) -> None:
-        transfers, lookups = tier.open_transfers(0), tier.open_lookups()
+        transfers, lookups = tier.open_transfers(), tier.open_lookups()
         transfers.add_memory(slots.range)
         for client in (transfers, lookups, transfers, lookups):
             client.close()

@@ -1,17 +1,4 @@
-import pytest
-
-from kvstow.tier.rate import RecentRate, TransferRate
-
-
-def test_the_average_follows_the_times_of_the_calls() -> None:
-    rate = TransferRate()
-    rate.observe(100, 1.0)
-    assert rate.bytes_per_second == 100
-    rate.observe(1_000_000, 0.001)
-    assert rate.bytes_per_second == pytest.approx(125, rel=0.01)
-    for _ in range(100):
-        rate.observe(100, 2.0)
-    assert rate.bytes_per_second == pytest.approx(50)
+from kvstow.tier.rate import RecentRate
 
 
 def test_the_recent_rate_is_that_of_most_bytes() -> None:
@@ -29,14 +16,14 @@ def test_the_recent_rate_is_that_of_most_bytes() -> None:
 
 
 def test_empty_calls_measure_nothing() -> None:
-    rate = TransferRate()
+    rate = RecentRate()
     rate.observe(0, 1.0)
     rate.observe(10, 0.0)
-    assert rate.bytes_per_second is None
+    assert rate.per_second is None
 
 
-def test_a_call_may_take_four_times_the_average_and_half_a_second() -> None:
-    rate = TransferRate()
+def test_a_call_may_take_four_times_as_long_as_recent_ones_and_half_a_second() -> None:
+    rate = RecentRate()
     assert rate.timeout(0) == 0.5
     assert rate.timeout(50_000_000) == 4.5
     rate.observe(100, 1.0)

@@ -52,7 +52,7 @@ class Storm:
         )
         listeners = AdminSockets(TcpAddress.resolve("127.0.0.1", 0))
         server = AdminServer(create_app(context), listeners.sockets, pytest.fail)
-        ticker = Ticker(self.engine, interval=0.05)
+        ticker = Ticker(self.engine.tick, interval=0.05)
         self.url = listeners.url
         agents = [RankAgent(n, rank.worker, AdminAddress(self.url, "agent")) for n, rank in enumerate(self.ranks)]
         running.callback(listeners.close)

@@ -22,7 +22,7 @@ def engine() -> OffloadEngine:
 def test_it_ticks_until_it_is_stopped(engine: OffloadEngine, monkeypatch: pytest.MonkeyPatch, eventually: Any) -> None:
     ticks: list[int] = []
     monkeypatch.setattr(engine, "tick", lambda: ticks.append(1))
-    ticker = Ticker(engine, interval=FAST)
+    ticker = Ticker(engine.tick, interval=FAST)
     ticker.start()
     eventually(lambda: len(ticks) > 3)
     assert ticker.check() is None
@@ -42,7 +42,7 @@ def test_a_tick_that_raises_does_not_end_it(
         raise RuntimeError("out of step")
 
     monkeypatch.setattr(engine, "tick", tick)
-    ticker = Ticker(engine, interval=FAST)
+    ticker = Ticker(engine.tick, interval=FAST)
     ticker.start()
     assert ticked_again.wait(30)
     ticker.stop()
@@ -62,7 +62,7 @@ def test_tls_files_are_renewed_at_each_tick_although_the_engine_fails(
         raise OSError("no such file")
 
     monkeypatch.setattr(engine, "tick", tick)
-    ticker = Ticker(engine, interval=FAST, renew_tls=chore)
+    ticker = Ticker(engine.tick, interval=FAST, renew_tls=chore)
     ticker.start()
     eventually(lambda: len(done) > 3)
     assert ticker.check() is None
@@ -80,7 +80,7 @@ def test_a_tick_that_hangs_is_noticed(engine: OffloadEngine, monkeypatch: pytest
 
     monkeypatch.setattr(engine, "tick", tick)
     clock = FakeClock()
-    ticker = Ticker(engine, interval=FAST, clock=clock)
+    ticker = Ticker(engine.tick, interval=FAST, clock=clock)
     ticker.start()
     assert hangs.wait(30.0)
     assert ticker.check() is None
@@ -103,7 +103,7 @@ def test_a_renewal_that_hangs_stops_no_tick(
 
     monkeypatch.setattr(engine, "tick", lambda: ticks.append(1))
     clock = FakeClock()
-    ticker = Ticker(engine, interval=FAST, renew_tls=chore, clock=clock)
+    ticker = Ticker(engine.tick, interval=FAST, renew_tls=chore, clock=clock)
     ticker.start()
     assert hangs.wait(30.0)
     clock.advance(11.0)
@@ -115,4 +115,4 @@ def test_a_renewal_that_hangs_stops_no_tick(
 
 
 def test_one_that_was_never_started_can_be_stopped(engine: OffloadEngine) -> None:
-    Ticker(engine).stop()
+    Ticker(engine.tick).stop()

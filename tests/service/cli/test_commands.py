@@ -1,4 +1,4 @@
-"""The list of commands, their lazy imports, shell completion."""
+"""The list of commands, their lazy imports."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import click
 import pytest
 
 import kvstow
-from kvstow_service.cli.commands import COMMANDS, load
+from kvstow_service.cli import COMMANDS, load
 
 HEAVY = ["torch", "numpy", "fastapi", "starlette", "uvicorn", "pydantic", "prometheus_client", "vllm"]
 ON_THIS_MACHINE = {"serve", "keeper", "replay"}
@@ -68,7 +68,7 @@ def test_the_command_list_matches_each_commands_help() -> None:
 def test_every_remote_command_has_connection_flags(name: str) -> None:
     command = load(name)
     commands = list(command.commands.values()) if isinstance(command, click.Group) else [command]
-    if name in ON_THIS_MACHINE or name in ("trace", "completion"):
+    if name in ON_THIS_MACHINE or name == "trace":
         return
     for one in commands:
         flags = {flag for parameter in one.params for flag in parameter.opts}
@@ -90,15 +90,8 @@ def test_a_missing_package_is_named(run: Any, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setitem(sys.modules, "pydantic.fields", None)
     outcome = run("serve", "--help")
     assert outcome.exit_code == 1
-    assert "`kvstow serve` needs the package pydantic" in outcome.stderr
+    assert "this command needs the package pydantic" in outcome.stderr
     assert "pip install '.[service,cli]' in KVStow's checkout" in outcome.stderr
-
-
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_each_shell_has_a_completion_script(run: Any, shell: str) -> None:
-    outcome = run("completion", shell)
-    assert outcome.exit_code == 0
-    assert f"_KVSTOW_COMPLETE={shell}_complete" in outcome.stdout
 
 
 def test_the_script_completes_commands_nouns_and_flags(child_environ: dict[str, str]) -> None:

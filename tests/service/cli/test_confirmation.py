@@ -8,34 +8,19 @@ from typing import Any
 import click
 import pytest
 
-from kvstow_service.cli.commands import COMMANDS, load
-from kvstow_service.cli.connection import Connection, Effect, confirm
+from kvstow_service.cli import COMMANDS, load
+from kvstow_service.cli.connection import Call, Connection
 from kvstow_service.cli.failures import CommandError
 
-CONNECTION = Connection(server="http://prod:1")
-PURGE = Effect("remove 2 blocks", lost_blocks=2)
-
-
-@pytest.mark.parametrize(
-    ("effect", "is_destructive"),
-    [
-        (Effect("grow the pool"), False),
-        (Effect("remove 0 blocks", lost_blocks=0), False),
-        (PURGE, True),
-        (Effect("remove blocks", lost_blocks=None), True),
-        (Effect("drain", fails_readyz=True), True),
-    ],
-)
-def test_what_is_lost_for_good_or_fails_readyz_is_destructive(effect: Effect, is_destructive: bool) -> None:
-    assert effect.is_destructive == is_destructive
+CALL = Call(Connection(server="http://prod:1"))
 
 
 def test_a_harmless_command_needs_no_confirmation() -> None:
-    confirm(Effect("grow the pool"), CONNECTION, yes=False)
+    CALL.confirm("grow the pool", destructive=False)
 
 
 def test_yes_names_the_server_and_asks_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    confirm(PURGE, CONNECTION, yes=True)
+    Call(CALL.connection, yes=True).confirm("remove 2 blocks", destructive=True)
     assert capsys.readouterr().err == "server: http://prod:1\n"
 
 
@@ -48,16 +33,16 @@ def test_the_question_names_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     monkeypatch.setattr(click, "confirm", answer)
-    confirm(PURGE, CONNECTION, yes=False)
+    CALL.confirm("remove 2 blocks", destructive=True)
     assert asked == ["Remove 2 blocks on http://prod:1?"]
     with pytest.raises(CommandError, match="nothing was changed"):
-        confirm(PURGE, CONNECTION, yes=False)
+        CALL.confirm("remove 2 blocks", destructive=True)
 
 
 def test_without_a_terminal_a_flag_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin.isatty", lambda: False, raising=False)
     with pytest.raises(CommandError, match=r"would remove 2 blocks on http://prod:1") as refusal:
-        confirm(PURGE, CONNECTION, yes=False)
+        CALL.confirm("remove 2 blocks", destructive=True)
     assert refusal.value.hint.startswith("--yes proceeds without a prompt")
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from tests.api.tieredhost import TieredHost
+from tests.api.tieredhost import ShownTiers, TieredHost
 from tests.service.cli.terminal import Terminal
 
 from kvstow.control.engine import OffloadEngine
@@ -18,7 +18,6 @@ from kvstow.testing.fakes import FakeClock
 from kvstow_api.columns import LISTS, Column, Columns
 from kvstow_api.texts import ABSENT
 from kvstow_service.cli.output import pairs, styled, table
-from kvstow_service.tiers.hostedtiers import HostedTiers
 
 COLUMNS = Columns(
     (
@@ -63,7 +62,7 @@ def crowded(make_host: Any, run: Any) -> Iterator[Any]:
     """A host with something in each list, and long names everywhere."""
     tiered: list[TieredHost] = []
 
-    def make_tier(engine: OffloadEngine) -> HostedTiers:
+    def make_tier(engine: OffloadEngine) -> ShownTiers:
         tiered.append(TieredHost(engine, FakeClock()))
         return tiered[0].tiers
 

@@ -15,8 +15,7 @@ from kvstow.errors import ConfigError, MissingPackageError
 from kvstow_api.answers import PoolCurveView
 from kvstow_api.openapi import EXAMPLES
 from kvstow_service.cli.failures import ExitCode
-from kvstow_service.cli.plot import of_curve
-from kvstow_service.cli.plotting import Line, Plot, drawn, save
+from kvstow_service.cli.plotting import Line, Plot, drawn, of_curve, save
 
 VIEW = msgspec.convert(EXAMPLES["PoolCurveView"], PoolCurveView)
 LOOP = [hashlib.sha256(bytes([number])).digest() for number in range(CAPACITY + CAPACITY // 2)]

@@ -2,22 +2,16 @@ import json
 import os
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import httpx
 import pytest
 from click.testing import CliRunner, Result
 
 from kvstow.devices.base import Fence
 from kvstow.devices.cpu import CpuDevice
-from kvstow_service.admin.embedded import EmbeddedAdmin
 from kvstow_service.cli import app
-from kvstow_service.replay.driver import ReplayDriver
 from kvstow_service.replay.kv import Page
-from kvstow_service.replay.result import ReplayResult
 from kvstow_service.replay.trace import TraceShape, generate_trace
 
 FIELDS = {
@@ -56,10 +50,12 @@ def test_the_summary_has_the_main_numbers(trace: str) -> None:
 
 
 def test_a_trace_from_standard_input_can_be_truncated(trace: str) -> None:
-    outcome = invoke("-", "--no-data", "--requests", "7", "--json", "--policy", "lru", stdin=Path(trace).read_text())
+    outcome = invoke(
+        "-", "--slot-size", "1KiB", "--requests", "7", "--json", "--policy", "lru", stdin=Path(trace).read_text()
+    )
     assert outcome.exit_code == 0, outcome.stderr
     result = json.loads(outcome.stdout)
-    assert (result["requests"], result["policy"], result["loaded_bytes"]) == (7, "lru", 0)
+    assert (result["requests"], result["policy"]) == (7, "lru")
 
 
 def test_wrong_bytes_are_exit_code_1(trace: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,12 +109,11 @@ def test_wrong_bytes_are_exit_code_1(trace: str, monkeypatch: pytest.MonkeyPatch
         (("--ranks", "0"), "'--ranks': 0 is not in the range x>=1"),
         (("--rate", "1", "--time-scale", "1"), "not both"),
         (("--engines", "2"), "--engines 2 needs --attach"),
-        (("--attach", "unix:/run/kvstow.sock"), "--no-data cannot be used with --attach"),
         (("--prefill-rate", "0"), "'--prefill-rate': 0.0 is not in the range x>0"),
     ],
 )
 def test_invalid_options_are_exit_code_2_with_a_reason(trace: str, arguments: tuple[str, ...], complaint: str) -> None:
-    outcome = invoke(trace, "--no-data", *arguments)
+    outcome = invoke(trace, *arguments)
     assert outcome.exit_code == 2
     assert complaint in outcome.stderr
 
@@ -157,75 +152,44 @@ def test_an_invalid_line_is_exit_code_2_and_located(tmp_path: Path) -> None:
     assert "bad.jsonl:1: input_length, output_length, hash_ids missing" in outcome.stderr
 
 
-@pytest.mark.parametrize("package", ["numpy", "msgspec"])
-def test_a_package_that_is_missing_is_named(trace: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, package, None)
-    outcome = invoke(trace, "--no-data")
-    assert outcome.exit_code == 2
-    assert f"kvstow replay: a replay needs {package}, which is not installed: pip install '.[cli]'" in outcome.stderr
+@pytest.mark.parametrize(
+    ("command", "module"), [(("replay",), "replay.driver"), (("trace", "hits", "--sizes=8"), "replay.hittable")]
+)
+def test_a_package_that_is_missing_is_named(
+    trace: str, command: tuple[str, ...], module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "kvstow_service.cli.replay", raising=False)
+    monkeypatch.setitem(sys.modules, f"kvstow_service.{module}", None)
+    outcome = CliRunner().invoke(app, [*command, trace])
+    assert outcome.exit_code == 1
+    assert f"this command needs the package kvstow_service.{module}" in outcome.stderr
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("options", [("--no-data",), ("--slot-size", "1KiB", "--pool-slots", "100")])
-def test_a_replay_does_not_import_torch(trace: str, options: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    "command", [("trace", "hits", "--sizes=8"), ("replay", "--slot-size", "1KiB", "--pool-slots", "100")]
+)
+def test_a_replay_does_not_import_torch(trace: str, command: tuple[str, ...]) -> None:
     program = (
         "import sys; from kvstow_service.cli import app; app(sys.argv[1:], standalone_mode=False);"
         "sys.exit('torch' in sys.modules)"
     )
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}  # the checkout need not be installed
-    command = [sys.executable, "-c", program, "replay", trace, *options]
-    subprocess.run(command, check=True, capture_output=True, env=environ)
-
-
-def test_a_replay_serves_the_admin_api_meanwhile(trace: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = ReplayDriver.run
-
-    def look(self: ReplayDriver, stop: threading.Event) -> ReplayResult:
-        (admin,) = admins
-        deadline = time.monotonic() + 60
-        while not admin.addresses:
-            assert admin.failure is None
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        answer = httpx.get(f"{admin.addresses[0]}/v1/info")
-        assert answer.json()["mode"] == "replay"
-        return run(self, stop)
-
-    admins: list[EmbeddedAdmin] = []
-    start = EmbeddedAdmin.start
-
-    def note(self: EmbeddedAdmin) -> None:
-        admins.append(self)
-        start(self)
-
-    monkeypatch.setattr(EmbeddedAdmin, "start", note)
-    monkeypatch.setattr(ReplayDriver, "run", look)
-    outcome = invoke(trace, "--slot-size", "1KiB", "--pool-slots", "100", "--port", "0", "--json")
-    assert outcome.exit_code == 0, outcome.stderr
-    assert json.loads(outcome.stdout)["mismatches"] == 0
-
-
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
-        (["--no-data"], "--port 0 cannot be used with --no-data"),
-        (["--attach", "unix:/x"], "--port 0 cannot be used with --attach"),
-    ],
-)
-def test_an_admin_server_is_for_one_pool_in_this_process(trace: str, arguments: list[str], complaint: str) -> None:
-    outcome = invoke(trace, "--port", "0", *arguments)
-    assert outcome.exit_code == 2
-    assert complaint in outcome.stderr
+    subprocess.run([sys.executable, "-c", program, *command, trace], check=True, capture_output=True, env=environ)
 
 
 # -- a table of sizes and policies -------------------------------------------------------------------------------------
 
-TABLE = ("--no-data", "--sizes", "50,2MiB,20", "--slot-size", "8KiB", "--ranks", "2")
+TABLE = ("--sizes", "50,2MiB,20", "--slot-size", "8KiB", "--ranks", "2")
+
+
+def hits(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["trace", "hits", *arguments])
 
 
 def test_a_table_has_the_hits_of_each_size_and_policy(trace: str) -> None:
     policies = ("--policy", "auto", "--policy", "lru", "--policy", "4", "--policy", "min")
-    outcome = invoke(trace, *TABLE, *policies, "--json")
+    outcome = hits(trace, *TABLE, *policies, "--json")
     assert outcome.exit_code == 0, outcome.stderr
     found = json.loads(outcome.stdout)
     assert [(size["slots"], size["bytes"]) for size in found["sizes"]] == [
@@ -236,12 +200,12 @@ def test_a_table_has_the_hits_of_each_size_and_policy(trace: str) -> None:
         assert list(ratios) == ["auto", "lru", "4", "min"]
         assert all(0 <= ratio <= ratios["min"] + 1e-9 for ratio in ratios.values())
     assert found["sizes"][-1]["ratios"]["min"] <= found["everything"]
-    single = json.loads(invoke(trace, "--no-data", "--pool-slots", "50", "--policy", "lru", "--json").stdout)
+    single = json.loads(invoke(trace, "--slot-size=1KiB", "--pool-slots=50", "--policy=lru", "--json").stdout)
     assert found["sizes"][1]["ratios"]["lru"] == pytest.approx(single["block_hit_rate"])
 
 
 def test_a_table_is_printed_and_drawn(trace: str) -> None:
-    outcome = invoke(trace, *TABLE)
+    outcome = hits(trace, *TABLE)
     lines = outcome.stdout.splitlines()
     assert lines[0].split() == ["SLOTS", "SIZE", "AUTO", "LRU"]
     assert lines[1].split()[:3] == ["20", "320", "KiB"]
@@ -251,7 +215,7 @@ def test_a_table_is_printed_and_drawn(trace: str) -> None:
 
 def test_a_table_goes_into_a_png(trace: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    assert invoke(trace, *TABLE, "--png", str(tmp_path / "table.png")).exit_code == 0
+    assert hits(trace, *TABLE, "--png", str(tmp_path / "table.png")).exit_code == 0
     assert (tmp_path / "table.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -260,7 +224,7 @@ def test_only_what_was_looked_up_counts_in_a_table(tmp_path: Path) -> None:
     path = tmp_path / "recorded.jsonl"
     line = {"timestamp": 0, "input_length": 3, "output_length": 1, "hash_ids": [1, 2, 3, 4], "looked_up": [1, 3]}
     path.write_text("\n".join(json.dumps({**line, "timestamp": number}) for number in range(3)))
-    found = json.loads(invoke(str(path), "--no-data", "--sizes", "8", "--policy", "lru", "--json").stdout)
+    found = json.loads(hits(str(path), "--sizes", "8", "--policy", "lru", "--json").stdout)
     assert (found["blocks"], found["everything"]) == (6, pytest.approx(2 / 3))
     assert found["sizes"][0]["ratios"]["lru"] == pytest.approx(2 / 3)
 
@@ -268,20 +232,15 @@ def test_only_what_was_looked_up_counts_in_a_table(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--sizes", "8"), "needs --no-data"),
-        (("--no-data", "--sizes", "0"), "1 slot or more"),
-        (("--no-data", "--sizes", "1KiB"), "1 slot or more"),
-        (("--no-data", "--sizes", "many"), "--sizes"),
-        (("--no-data", "--sizes", ","), "separated by commas"),
-        (("--no-data", "--sizes", "8", "--policy", "best"), "min, with foresight"),
-        (("--no-data", "--sizes", "8", "--pool-slots", "8"), "--pool-slots"),
-        (("--no-data", "--sizes", "8", "--time-scale", "2"), "--time-scale"),
-        (("--no-data", "--policy", "lru", "--policy", "auto"), "can be repeated only with"),
-        (("--no-data", "--policy", "min"), "min"),
-        (("--no-data", "--png", "x.png"), "needs --no-data and --sizes"),
+        (("--sizes", "0"), "1 slot or more"),
+        (("--sizes", "1KiB"), "1 slot or more"),
+        (("--sizes", "many"), "--sizes"),
+        (("--sizes", ","), "separated by commas"),
+        (("--sizes", "8", "--policy", "best"), "min, with foresight"),
+        ((), "Missing option '--sizes'"),
     ],
 )
 def test_options_of_a_table_that_make_no_sense_are_refused(trace: str, options: tuple[str, ...], words: str) -> None:
-    outcome = invoke(trace, *options)
+    outcome = hits(trace, *options)
     assert outcome.exit_code == 2
     assert words in outcome.stderr

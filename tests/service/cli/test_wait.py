@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.service.cli.terminal import Terminal
 
 from kvstow.testing.fakes import FakeClock
-from kvstow_service.cli.watching import _Lines, _Status
+from kvstow_service.cli.watching import _Lines
 
 
 def test_wait_returns_at_once_if_the_server_is_ready(run: Any, host: Any) -> None:
@@ -92,22 +91,10 @@ def test_progress_lines_are_rate_limited(capsys: pytest.CaptureFixture[str]) -> 
     clock = FakeClock()
     lines = _Lines(clock)
     for _ in range(12):
-        lines.show(_Status(False, f"at {clock():g} s"))
+        lines.show(f"at {clock():g} s")
         clock.advance(1.0)
-    lines.show(_Status(False, "at 10 s"))
+    lines.show("at 10 s")
     assert capsys.readouterr().err == "waiting: at 0 s\nwaiting: at 5 s\nwaiting: at 10 s\n"
-
-
-def test_on_a_terminal_it_shows_each_rank(make_host: Any, child_environ: dict[str, str]) -> None:
-    host = make_host(pinned=4)
-    with Terminal("wait", "--for=pinned", "--server", host.url, environ=child_environ) as terminal:
-        terminal.until("4 of 16 slots are usable")
-        terminal.until("rank 1")
-        terminal.until("16 KiB of 64 KiB")
-        for rank in host.ranks:
-            rank.pin(16)
-        terminal.until("ready: 16 of 16 slots are usable")
-        assert terminal.end() == 0
 
 
 def test_a_server_that_does_not_answer_is_named(run: Any) -> None:

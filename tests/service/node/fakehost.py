@@ -29,11 +29,10 @@ from kvstow.attach.calls import (
     StoreBegun,
     Use,
 )
-from kvstow.attach.hello import Hello
+from kvstow.attach.hello import Hello, Welcome
 from kvstow.attach.peer import Peer
 from kvstow.errors import AttachRefusedError, LeaseError, NotFoundError
 from kvstow.messages import DesiredState, RankReport
-from kvstow_service.node.nodehost import SessionGrant
 from kvstow_service.node.pools.memoryholder import SessionLink
 from kvstow_service.node.pools.nodesession import Later
 
@@ -186,9 +185,7 @@ class FakeHost:
         self.on_lookup: Callable[[], object] = lambda: None
         self.on_join: Callable[[SessionLink, int], object] = lambda link, rank: None
 
-    def open_session(
-        self, session_id: str, hello: Hello, peer: Peer, link: SessionLink
-    ) -> tuple[FakeSession, SessionGrant]:
+    def open_session(self, session_id: str, hello: Hello, peer: Peer, link: SessionLink) -> tuple[FakeSession, Welcome]:
         self.threads.add(threading.get_ident())
         if self.refusal is not None:
             raise self.refusal
@@ -196,7 +193,13 @@ class FakeHost:
         session = self.session_type(self, session_id, link, peer.uid, hello.pool.num_ranks)
         self.sessions[session_id] = session
         self.events.append(("opened", session_id))
-        return session, SessionGrant("engine-1", "model-0a1b2c", "model-3d4e5f", ("hashes are not reproducible",))
+        return session, Welcome(
+            session_id=session_id,
+            engine_id="engine-1",
+            pool="model-0a1b2c",
+            namespace="model-3d4e5f",
+            sharing_off=("hashes are not reproducible",),
+        )
 
     def reset(self, session_id: str) -> ResetDone:
         return ResetDone("model-99")

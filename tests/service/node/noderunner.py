@@ -22,41 +22,41 @@ from kvstow.memory.limits import MemoryLimits
 from kvstow.testing.memorystore import MemoryStore, MemoryTransfers
 from kvstow.tier.store import GetStatus, SlotObject
 from kvstow.tier.tierstatus import TierStatus
-from kvstow_service.node.node import Node, NodeSettings
+from kvstow_service.node.node import Node
 from kvstow_service.node.pools.noderecords import NodeRecords
+from kvstow_service.node.settings import Settings
 from kvstow_service.node.survival.roster import WorkerRecord
 from kvstow_service.node.tier.pooltier import ENGINE
-from kvstow_service.tiers.hostedtiers import TierChoice
+from kvstow_service.tiers.stores import open_store
 
 EXTENT_BYTES = 2 << 20
 
 
-def settings_of(socket: Path, state: Path, extents: int, words: Sequence[str]) -> NodeSettings:
+def settings_of(socket: Path, state: Path, extents: int, words: Sequence[str]) -> Settings:
     timeouts = [float(word.partition("=")[2]) for word in words if word.startswith("timeout=")]
-    return NodeSettings(
-        memory_bytes=extents * EXTENT_BYTES,
+    return Settings(
+        memory=extents * EXTENT_BYTES,
         attach_socket=socket,
-        extent_bytes=EXTENT_BYTES,
-        populate_pause=0,
+        extent_size=EXTENT_BYTES,
+        pin_pause=0,
         state=state,
-        tier=tier_of(words),
-        keep_timeout=None if "elsewhere" in words else timeouts[0] if timeouts else 600.0,
+        tier=url_of(words),
+        start_keeper="elsewhere" not in words,
+        **{"keep_timeout": timeouts[0]} if timeouts else {},
     )
 
 
-def tier_of(words: Sequence[str]) -> TierChoice | None:
-    if "tier" in words:
-        return TierChoice("redis://store:1", HungStore())
+def url_of(words: Sequence[str]) -> str | None:
     urls = [word.partition("=")[2] for word in words if word.startswith("tier=")]
-    return TierChoice.of(urls[0]) if urls else None
+    return "redis://store:1" if "tier" in words else urls[0] if urls else None
 
 
 def shares_of(node: Node) -> dict[str, int]:
     """As the thread says that owns the budget."""
     found: list[dict[str, int]] = []
     done = threading.Event()
-    node.memory.do(lambda: found.append(node.memory.memory.budget.fair_shares()))
-    node.memory.do(done.set)
+    node.memory_thread.do(lambda: found.append(node.memory_thread.memory.budget.fair_shares()))
+    node.memory_thread.do(done.set)
     assert done.wait(60)
     return found[0]
 
@@ -80,17 +80,17 @@ def shown(node: Node) -> dict[str, Any]:
         "pools": pools,
         "sessions": sessions,
         "shares": shares_of(node),
-        "allocated": node.memory.figures.allocated_bytes,
-        "given_up": sum(one.num_bytes for one in node.memory.memory.budget.closed.values()),
-        "problems": node.memory.figures.failures,
-        "faults": node.memory.faults,
+        "allocated": node.memory_thread.figures.allocated_bytes,
+        "given_up": sum(one.num_bytes for one in node.memory_thread.memory.budget.closed.values()),
+        "problems": node.memory_thread.figures.failures,
+        "faults": node.memory_thread.faults,
         "descriptors": len(os.listdir("/proc/self/fd")),
         **shown_tier(node),
     }
 
 
 def tiers_of(node: Node) -> list[TierStatus]:
-    return [] if node.tier is None else node.tier.view.tiers()
+    return [] if node.tier is None else node.tier.tiers()
 
 
 def put_blocks(node: Node) -> int:
@@ -105,13 +105,12 @@ def is_connected(node: Node) -> bool:
 
 
 def shown_tier(node: Node) -> dict[str, Any]:
-    choice = node.settings.tier
-    if choice is None:
+    store = node._store
+    if store is None:
         return {}
-    if not isinstance(choice.store, HungStore):
+    if not isinstance(store, HungStore):
         return {"put": put_blocks(node), "connected": is_connected(node)}
-    worker = choice.store.worker
-    return {"worker": None if worker is None else worker.pid, "gets": choice.store.gets}
+    return {"worker": None if store.worker is None else store.worker.pid, "gets": store.gets}
 
 
 class HungStore(MemoryStore):
@@ -122,7 +121,7 @@ class HungStore(MemoryStore):
         self.worker: subprocess.Popen[bytes] | None = None
         self.gets = 0
 
-    def open_transfers(self, rank: int, witness: int | None = None) -> MemoryTransfers:
+    def open_transfers(self, witness: int | None = None) -> MemoryTransfers:
         assert witness is not None
         self.worker = subprocess.Popen(["sleep", "1000"], stdout=subprocess.DEVNULL, pass_fds=[witness])
         return _HungTransfers(self)
@@ -145,7 +144,7 @@ def forget_transfers() -> None:
     add_worker = NodeRecords.add_worker
 
     def add_engine(records: NodeRecords, record: WorkerRecord, pidfd: int | None) -> None:
-        if record.engine == ENGINE:
+        if record.hello.engine == ENGINE:
             assert pidfd is not None
             os.close(pidfd)
         else:
@@ -196,7 +195,10 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     if "unrecorded" in sys.argv[4:]:
         forget_transfers()
-    node = Node(settings_of(socket, state, extents, sys.argv[4:]), limits=limits)
+    words = sys.argv[4:]
+    settings = settings_of(socket, state, extents, words)
+    store = HungStore() if "tier" in words else None if settings.tier is None else open_store(settings.tier)
+    node = Node(settings, store=store, limits=limits)
     try:
         node.start()
         print(json.dumps(shown(node)), flush=True)

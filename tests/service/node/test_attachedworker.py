@@ -253,12 +253,12 @@ def test_an_extent_that_is_revoked_under_a_load_by_layer_stays_until_the_load_ha
     wait_until(lambda: rank.ended(load) == "done")
 
 
-@pytest.mark.parametrize("when", ["poll", "report_due"])
+@pytest.mark.parametrize("when", ["poll", "_report_due"])
 def test_what_is_revoked_while_the_service_closes_is_let_go_of_although_sending_fails_first(
     rank: Rank, service: Service, node: Node, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
     connection, sent, waits, has_closed = rank.worker._connection, list[bool](), threading.Event(), threading.Event()
-    late = connection if when == "poll" else rank.worker._calls
+    late = connection if when == "poll" else rank.worker
     go_on = getattr(late, when)
 
     def send_first() -> Any:

@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 from kvstow.memory.limits import MemoryLimits
-from kvstow_service.node.node import Node, NodeSettings
+from kvstow_service.node.node import Node
+from kvstow_service.node.settings import Settings
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "attach.py"
 MIB = 1 << 20
@@ -16,7 +17,7 @@ MIB = 1 << 20
 def test_the_example_stores_and_loads(tmp_path: Path, child_environ: dict[str, str]) -> None:
     (tmp_path / "meminfo").write_text(f"MemAvailable: {1 << 30} kB\n")
     path = tmp_path / "node" / "attach.sock"
-    settings = NodeSettings(memory_bytes=8 * MIB, attach_socket=path, extent_bytes=2 * MIB)
+    settings = Settings(memory=8 * MIB, attach_socket=path, extent_size=2 * MIB)
     node = Node(settings, limits=MemoryLimits(tmp_path / "meminfo", tmp_path / "cgroup", tmp_path / "fs"))
     try:
         node.start()

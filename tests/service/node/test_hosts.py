@@ -30,7 +30,8 @@ from kvstow.memory.mappedpool import MappedPool
 from kvstow.messages import Op, StepPlan
 from kvstow.results import KeyRun, Lease, Settled, StoreGrant
 from kvstow.testing.fakes import FakeRegistrar
-from kvstow_service.node.node import Node, NodeSettings
+from kvstow_service.node.node import Node
+from kvstow_service.node.settings import Settings
 
 MIB = 1 << 20
 PAGE = 64 << 10
@@ -225,9 +226,7 @@ class Nodes:
         (folder / "meminfo").write_text(f"MemAvailable: {1 << 30} kB\n")
         self.limits = MemoryLimits(folder / "meminfo", folder / "cgroup", folder / "fs")
         self.path = folder / "node" / "attach.sock"
-        self.settings = NodeSettings(
-            memory_bytes=extents * 2 * MIB, attach_socket=self.path, extent_bytes=2 * MIB, populate_pause=0.0
-        )
+        self.settings = Settings(memory=extents * 2 * MIB, attach_socket=self.path, extent_size=2 * MIB, pin_pause=0.0)
         self.node: Node
 
     def start(self) -> Node:

@@ -22,7 +22,9 @@ from kvstow.attach.calls import Hold
 from kvstow.errors import ConflictError
 from kvstow.memory.limits import MemoryLimits
 from kvstow.testing.fakes import FakeClock
-from kvstow_service.node.node import Node, NodeDirectory, NodeSettings
+from kvstow_service.node.node import Node
+from kvstow_service.node.pools.nodepool import PoolSettings
+from kvstow_service.node.settings import Settings, load_settings
 
 MIB = 1 << 20
 EXTENT = 2 * MIB
@@ -41,7 +43,7 @@ def make_node(tmp_path: Path) -> Iterator[MakeNode]:
 
     def make(extents: int = 8, *, state: Path | None = None, paused: bool = False, **options: Any) -> Node:
         path = tmp_path / "node" / f"attach{len(nodes)}.sock"
-        settings = NodeSettings(memory_bytes=extents * EXTENT, attach_socket=path, extent_bytes=EXTENT, state=state)
+        settings = Settings(memory=extents * EXTENT, attach_socket=path, extent_size=EXTENT, state=state)
         nodes.append(Node(settings, limits=limits, **options))
         nodes[-1].populator.set_paused(paused)
         nodes[-1].start()
@@ -60,7 +62,7 @@ def engines() -> Iterator[Callable[..., RawEngine]]:
     made: list[RawEngine] = []
 
     def make(node: Node, hello: Any = HELLO) -> RawEngine:
-        made.append(RawEngine(node.settings.attach_socket, hello))
+        made.append(RawEngine(node.settings.attach_path, hello))
         return made[-1]
 
     yield make
@@ -78,7 +80,7 @@ def process() -> Iterator[Callable[..., subprocess.Popen[str]]]:
     def start(node: Node, count: int, first: int = 0) -> subprocess.Popen[str]:
         root = Path(__file__).parents[3]
         path = os.pathsep.join([str(root), *filter(None, sys.path)])
-        arguments = [sys.executable, rawengine.__file__, str(node.settings.attach_socket), str(count), str(first)]
+        arguments = [sys.executable, rawengine.__file__, str(node.settings.attach_path), str(count), str(first)]
         started.append(subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True, env={"PYTHONPATH": path}))
         stdout = started[-1].stdout
         assert stdout is not None
@@ -98,13 +100,12 @@ def test_no_session_is_detached_while_the_node_takes_up_what_an_earlier_one_has_
 
     def recover(*_: object) -> None:
         with pytest.raises(ConflictError) as refused:
-            NodeDirectory(node).detach("s", kill=False)
+            node.detach("s", kill=False)
         told.append(str(refused.value))
 
-    monkeypatch.setattr("kvstow_service.node.node.recover_node", recover)
-    settings = NodeSettings(
-        memory_bytes=EXTENT, attach_socket=tmp_path / "other.sock", extent_bytes=EXTENT, state=tmp_path / "state"
-    )
+    monkeypatch.setattr(Node, "_recover", recover)
+    other, state = tmp_path / "other.sock", tmp_path / "state"
+    settings = Settings(memory=EXTENT, attach_socket=other, extent_size=EXTENT, state=state)
     node = Node(settings)
     with pytest.raises(ConflictError, match="/startupz"):
         node.detach("s")
@@ -134,13 +135,12 @@ def test_an_engine_that_is_killed_leaves_its_blocks_and_frees_the_rest(
     make_node: MakeNode, engines: Engines, process: Callable[..., subprocess.Popen[str]], eventually: Any
 ) -> None:
     node = make_node()
-    directory = NodeDirectory(node)
     killed = process(node, 20)
-    (session,) = directory.sessions()
+    (session,) = node.sessions()
     assert (session.pid, session.state, session.in_flight) == (killed.pid, "attached", 1)
     killed.kill()
-    eventually(lambda: not directory.sessions())
-    (hosted,) = directory.pools()
+    eventually(lambda: not node.sessions())
+    (hosted,) = node.pools()
     hosted.facade.check_integrity()
     slots = hosted.facade.stats().pool.slots
     assert (slots.cached, slots.filling, slots.quarantined, slots.leased) == (20, 0, 0, 0)
@@ -160,7 +160,7 @@ def test_a_pool_grows_with_what_it_stores_up_to_the_node_s_memory(make_node: Mak
         engine.store_all([key_of(number) for number in range((rows - 1) * ROW_SLOTS + 1)])
     engine.store_all([key_of(number) for number in range(3 * ROW_SLOTS + 1, 6 * ROW_SLOTS)])
     assert len(pool.extents) == 4, "two ranks"
-    assert node.memory.figures.spare_bytes == 0
+    assert node.memory_thread.figures.spare_bytes == 0
     assert pool.facade.stats().evicted_for_capacity == 2 * ROW_SLOTS
 
 
@@ -170,7 +170,7 @@ def _fill(node: Node, engine: RawEngine) -> None:
 
     def has_all() -> bool:
         engine.store_all([key_of(number) for number in range(4 * ROW_SLOTS)])
-        return node.memory.figures.spare_bytes == 0
+        return node.memory_thread.figures.spare_bytes == 0
 
     engine.wait_for(has_all)
 
@@ -196,41 +196,47 @@ def test_memory_goes_from_one_live_engine_to_another(make_node: MakeNode, engine
 
 def test_a_pool_that_waits_for_memory_has_less_than_it_should_have(make_node: MakeNode, engines: Engines) -> None:
     node = make_node(extents=8)
-    directory = NodeDirectory(node)
     first = engines(node)
     _fill(node, first)
     total = 8 * EXTENT
-    (pool,) = directory.pools()
-    assert (pool.granted_bytes, pool.due_bytes, directory.memory().granted_bytes) == (total, total, total)
-    assert 0 < directory.memory().used_bytes <= total
+    (pool,) = node.pools()
+    assert (pool.granted_bytes, pool.due_bytes, node.memory().granted_bytes) == (total, total, total)
+    assert 0 < node.memory().used_bytes <= total
 
     second = engines(node, replace(HELLO, pool=replace(POOL, kv_cache_dtype="fp8")))
 
     def both() -> list[tuple[int, int]]:
-        return [(one.granted_bytes, one.due_bytes) for one in directory.pools()]
+        return [(one.granted_bytes, one.due_bytes) for one in node.pools()]
 
     # The first engine does not answer: it keeps what it was asked to let go of.
     row = 2 * EXTENT
     second.wait_for(lambda: both() == [(total - row, total - row), (0, row)])
-    second.wait_for(lambda: directory.memory().recalled_bytes == row)
+    second.wait_for(lambda: node.memory().recalled_bytes == row)
 
     def moved() -> bool:
         first.step()
         return both() == [(total - row, total - row), (row, row)]
 
     second.wait_for(moved)
-    second.wait_for(lambda: directory.memory().recalled_bytes == 0)
+    second.wait_for(lambda: node.memory().recalled_bytes == 0)
 
 
-def test_a_directory_knows_the_keeper(make_node: MakeNode, tmp_path: Path, eventually: Any) -> None:
-    assert NodeDirectory(make_node()).memory().keeper is None
+def test_the_keeper_is_shown(make_node: MakeNode, tmp_path: Path, eventually: Any) -> None:
+    assert make_node().memory().keeper is None
     folder = tmp_path / "state"
     node = make_node(state=folder)
-    directory = NodeDirectory(node)
-    assert (directory.memory().keeper, directory.memory().keeper_restarts) == ("connected", 0)
+    assert (node.memory().keeper, node.memory().keeper_restarts) == ("connected", 0)
     os.kill(look(folder).pid, signal.SIGKILL)
-    eventually(lambda: directory.memory().keeper_restarts == 1)
-    assert directory.memory().keeper == "connected"
+    eventually(lambda: node.memory().keeper_restarts == 1)
+    assert node.memory().keeper == "connected"
+
+
+def test_the_settings_reach_its_parts() -> None:
+    given = {"memory": "65MiB", "extent_size": "4MiB", "policy": "lru", "curve": "false", "transfer_timeout": "9s"}
+    node = Node(load_settings(given, {}))
+    assert (node.memory_thread.budget.total_bytes, node.memory_thread.budget.extent_bytes) == (64 * MIB, 4 * MIB)
+    assert node.host._settings == PoolSettings("lru", curve=False, transfer_timeout=9.0)
+    node.close()
 
 
 def test_memory_is_populated_before_an_engine_comes(make_node: MakeNode, eventually: Any) -> None:
@@ -240,42 +246,40 @@ def test_memory_is_populated_before_an_engine_comes(make_node: MakeNode, eventua
 
 def test_an_engine_is_answered_before_there_is_memory(make_node: MakeNode, engines: Engines) -> None:
     node = make_node(paused=True)
-    directory = NodeDirectory(node)
     engine = engines(node)
     assert engine.lookup([key_of(0)]).runs == ()
-    (session,) = directory.sessions()
+    (session,) = node.sessions()
     assert session.state == "attaching"
-    assert directory.memory().target_bytes == 8 * EXTENT
+    assert node.memory().target_bytes == 8 * EXTENT
     node.populator.set_paused(False)
     engine.store_all([key_of(0)])
-    engine.wait_for(lambda: directory.memory().populated_bytes == 8 * EXTENT)
-    assert directory.memory().failure is None
-    (pool,) = directory.pools()
+    engine.wait_for(lambda: node.memory().populated_bytes == 8 * EXTENT)
+    assert node.memory().failure is None
+    (pool,) = node.pools()
     assert (pool.name, pool.model, pool.is_resizable) == (engine.welcome.pool, "org/Model-1", False)
     assert pool.max_capacity_slots == 8 * EXTENT // (2 * SLOT_BYTES)
-    assert directory.find_pool(pool.name) == pool
-    assert directory.find_pool("other") is None
+    assert node.find_pool(pool.name) == pool
+    assert node.find_pool("other") is None
 
 
 def test_an_operator_ends_a_session(
     make_node: MakeNode, process: Callable[..., subprocess.Popen[str]], eventually: Any
 ) -> None:
     node = make_node()
-    directory = NodeDirectory(node)
     running = process(node, 1)
-    (session,) = directory.sessions()
-    assert not directory.detach("unknown", kill=True)
-    assert directory.detach(session.id, kill=False)
-    eventually(lambda: [one.state for one in directory.sessions()] == ["lost"])
-    (pool,) = directory.pools()
+    (session,) = node.sessions()
+    assert not node.detach("unknown", kill=True)
+    assert node.detach(session.id, kill=False)
+    eventually(lambda: [one.state for one in node.sessions()] == ["lost"])
+    (pool,) = node.pools()
     assert pool.facade.stats().pool.slots.quarantined == 1
     with pytest.raises(ConflictError, match="detach them first"):
-        directory.delete_pool(pool.name)
+        node.delete_pool(pool.name)
     running.kill()
-    eventually(lambda: not directory.sessions())
-    directory.delete_pool(pool.name)
-    assert directory.pools() == []
-    eventually(lambda: node.memory.figures.spare_bytes == 8 * EXTENT)
+    eventually(lambda: not node.sessions())
+    node.delete_pool(pool.name)
+    assert node.pools() == []
+    eventually(lambda: node.memory_thread.figures.spare_bytes == 8 * EXTENT)
 
 
 def test_closing_leaves_no_thread_no_socket_and_no_memory(make_node: MakeNode, engines: Engines) -> None:
@@ -287,7 +291,7 @@ def test_closing_leaves_no_thread_no_socket_and_no_memory(make_node: MakeNode, e
     engine.workers[0].holds_revoked = True
     node.close()
     assert not {"kvstow-attach", "kvstow-memory", "kvstow-populate"} & {one.name for one in threading.enumerate()}
-    assert not node.settings.attach_socket.exists()
+    assert not node.settings.attach_path.exists()
     engine.wait_for(lambda: engine.scheduler.state != "attached")
     assert engine.workers[0].read(0) == rawengine.content_of(key_of(0), 0), "a mapping stays until its process lets go"
     assert engine.workers[0].revoked, "which it was asked to do"
@@ -307,8 +311,8 @@ def test_a_thread_that_fails_is_seen(monkeypatch: pytest.MonkeyPatch, make_node:
     monkeypatch.setattr("kvstow_service.node.node._REVOKE_SECONDS", 0.1)  # its thread no longer answers
     node = make_node(on_failure=failures.append)
     assert node.live_failure() is None
-    monkeypatch.setattr(node.memory, "run_pending", lambda: 1 / 0)
-    node.memory.look_again()
+    monkeypatch.setattr(node.memory_thread, "run_pending", lambda: 1 / 0)
+    node.memory_thread.look_again()
     eventually(lambda: failures)
     assert (
         node.live_failure()
@@ -322,8 +326,8 @@ def test_a_defect_in_one_change_of_memory_is_seen_and_ends_nothing(
 ) -> None:
     node = make_node()
     with monkeypatch.context() as patch:
-        patch.setattr(node.memory.memory, "retry", lambda: 1 / 0)
-        node.memory.do(node.memory.memory.retry)
+        patch.setattr(node.memory_thread.memory, "retry", lambda: 1 / 0)
+        node.memory_thread.do(node.memory_thread.memory.retry)
         eventually(lambda: node.memory_failure() is not None)
     assert node.memory_failure() == "1 changes of the node's memory failed by a defect; the log says which"
     engines(node).store_all([key_of(0)])
@@ -335,7 +339,7 @@ def test_refused_memory_is_shown_and_tried_again(make_node: MakeNode, tmp_path: 
     clock = FakeClock()
     node = make_node(clock=clock)
     eventually(lambda: node.memory_failure() is not None)
-    assert NodeDirectory(node).memory().failure == node.memory_failure()
+    assert node.memory().failure == node.memory_failure()
     (tmp_path / "meminfo").write_text(f"MemAvailable: {1 << 30} kB\n")
     clock.advance(11.0)
     node.tick()

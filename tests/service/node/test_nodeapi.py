@@ -16,7 +16,8 @@ from kvstow.memory.limits import MemoryLimits
 from kvstow_api.app import create_app
 from kvstow_api.host import ApiHost
 from kvstow_service.node.attach.clients import REASONS
-from kvstow_service.node.node import Node, NodeDirectory, NodeSettings
+from kvstow_service.node.node import Node
+from kvstow_service.node.settings import Settings
 
 pytestmark = pytest.mark.anyio
 
@@ -34,7 +35,7 @@ def node(tmp_path: Path) -> Iterator[Node]:
     (tmp_path / "meminfo").write_text(f"MemAvailable: {1 << 30} kB\n")
     limits = MemoryLimits(tmp_path / "meminfo", tmp_path / "cgroup", tmp_path / "fs")
     path = tmp_path / "node" / "attach.sock"
-    made = Node(NodeSettings(memory_bytes=4 * EXTENT, attach_socket=path, extent_bytes=EXTENT), limits=limits)
+    made = Node(Settings(memory=4 * EXTENT, attach_socket=path, extent_size=EXTENT), limits=limits)
     try:
         made.start()
         yield made
@@ -44,14 +45,14 @@ def node(tmp_path: Path) -> Iterator[Node]:
 
 @pytest.fixture
 def engine(node: Node) -> Iterator[RawEngine]:
-    made = RawEngine(node.settings.attach_socket)
+    made = RawEngine(node.settings.attach_path)
     yield made
     made.close()
 
 
 @pytest.fixture
 async def client(node: Node) -> AsyncIterator[httpx.AsyncClient]:
-    app = create_app(ApiHost(directory=NodeDirectory(node), version="1", mode="node"))
+    app = create_app(ApiHost(directory=node, version="1", mode="node"))
     async with (
         app.router.lifespan_context(app),
         httpx.AsyncClient(transport=httpx.ASGITransport(called_by(CALLER_UID, app)), base_url="http://kvstow") as made,
@@ -103,7 +104,7 @@ async def test_an_engine_is_seen_and_detached_and_its_pool_deleted(
 
 async def test_a_drain_reaches_an_engine_that_attaches_later(client: httpx.AsyncClient, node: Node) -> None:
     await client.put("/v1/drain", json={"mode": "stop_stores"})
-    engine = RawEngine(node.settings.attach_socket)
+    engine = RawEngine(node.settings.attach_path)
     try:
         drain = (await client.get(f"/v1/drain?pool={engine.welcome.pool}")).json()
         assert (drain["active"], drain["mode"]) == (True, "stop_stores")
@@ -116,7 +117,7 @@ async def test_who_cannot_attach_is_counted(client: httpx.AsyncClient, node: Nod
     assert set(rejected) == set(REASONS)
     assert not any(rejected.values())
     with socket.socket(socket.AF_UNIX) as stranger:
-        stranger.connect(str(node.settings.attach_socket))
+        stranger.connect(str(node.settings.attach_path))
         stranger.sendall(b"\xff" * 64)
         eventually(lambda: sum(node.rejected.values()) == 1)
     rejected = (await client.get("/v1/sessions")).json()["rejected"]

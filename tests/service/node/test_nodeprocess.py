@@ -26,8 +26,8 @@ from kvstow.memory.limits import RESERVE_BYTES, HugePageLimits, MemoryLimits
 from kvstow_service.admin.server import AdminServer
 from kvstow_service.node import nodeprocess
 from kvstow_service.node.node import Node
-from kvstow_service.node.nodeprocess import node_settings, public_settings, require_memory, run_service
-from kvstow_service.node.settings import Settings, load_settings
+from kvstow_service.node.nodeprocess import public_settings, require_memory, run_service
+from kvstow_service.node.settings import Settings
 
 pytestmark = pytest.mark.usefixtures("process_state")
 
@@ -385,32 +385,6 @@ def test_what_everybody_may_read_names_no_files(base: dict[str, Any], tmp_path: 
     shown = public_settings(settings)
     assert str(tmp_path) not in json.dumps(shown)
     assert shown["tier"] == "rediss://cache:6379"
-
-
-def test_every_setting_of_the_node_reaches_it() -> None:
-    given = {
-        "memory": "65MiB",
-        "attach_socket": "/run/x/attach.sock",
-        "extent_size": "4MiB",
-        "huge_pages": "reserved",
-        "pin_chunk": "2MiB",
-        "pin_pause": "7ms",
-        "trust_eof": "2min",
-        "state": "/var/lib/kvstow",
-        "keep_timeout": "1h",
-        "policy": "lru",
-        "curve": "false",
-        "transfer_timeout": "9s",
-    }
-    node = node_settings(load_settings(given, {}), 42)
-    assert (node.memory_bytes, node.extent_bytes, node.huge_pages) == (64 * MIB, 4 * MIB, "reserved")
-    assert (node.attach_socket, node.attach_group) == (Path("/run/x/attach.sock"), 42)
-    assert (node.populate_chunk_bytes, node.populate_pause) == (2 * MIB, 0.007)
-    assert node.trust_eof == 120.0
-    assert (node.state, node.keep_timeout) == (Path("/var/lib/kvstow"), 3600.0)
-    elsewhere = {"memory": "65MiB", "state": "/var/lib/kvstow", "start_keeper": False}
-    assert node_settings(load_settings(elsewhere, {}), None).keep_timeout is None
-    assert (node.pools.policy, node.pools.curve, node.pools.transfer_timeout) == ("lru", False, 9.0)
 
 
 def test_the_loggers_belong_to_the_service(base: dict[str, Any], eventually: Any) -> None:

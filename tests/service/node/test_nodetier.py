@@ -27,13 +27,13 @@ from kvstow.memory.limits import MemoryLimits
 from kvstow.prefill import PrefillCost
 from kvstow.testing.tier import ControlledLookups, ControlledStore, ControlledTransfers, Gate
 from kvstow.tier.fingerprint import TIER_FAILED
-from kvstow.tier.ranktransfers import RankTransfers
 from kvstow.tier.store import MemoryRange
-from kvstow_service.node.node import Node, NodeSettings
+from kvstow.tier.transfers import StoreTransfers
+from kvstow_service.node.node import Node
+from kvstow_service.node.settings import Settings
 from kvstow_service.node.tier.namespacetier import ContextKeys, NamespaceTier
 from kvstow_service.node.tier.nodetier import NodeTier
 from kvstow_service.node.tier.pooltier import MappedRank, PoolTier
-from kvstow_service.tiers.hostedtiers import HostedTiers, TierChoice
 
 MIB = 1 << 20
 EXTENT = 2 * MIB
@@ -52,7 +52,7 @@ class Reluctant(ControlledStore):
         super().__init__()
         self.removals = Gate()
 
-    def open_transfers(self, rank: int, witness: int | None = None) -> ControlledTransfers:
+    def open_transfers(self, witness: int | None = None) -> ControlledTransfers:
         return ReluctantTransfers(self)
 
 
@@ -101,15 +101,15 @@ def make_node(tmp_path: Path, store: ControlledStore, monkeypatch: pytest.Monkey
     nodes: list[Node] = []
 
     def make(extents: int = 8, **options: Any) -> Node:
-        settings = NodeSettings(
-            memory_bytes=extents * EXTENT,
+        settings = Settings(
+            memory=extents * EXTENT,
             attach_socket=tmp_path / "node" / f"attach{len(nodes)}.sock",
-            extent_bytes=EXTENT,
-            populate_pause=0,
-            tier=TierChoice("redis://store:1", store),
+            extent_size=EXTENT,
+            pin_pause=0,
+            tier="redis://store:1",
             **options,
         )
-        nodes.append(Node(settings, limits=limits))
+        nodes.append(Node(settings, store=store, limits=limits))
         nodes[-1].start()
         return nodes[-1]
 
@@ -126,7 +126,7 @@ def engines() -> Iterator[Engines]:
     made: list[RawEngine] = []
 
     def make(node: Node, hello: Any = NAMED) -> RawEngine:
-        made.append(RawEngine(node.settings.attach_socket, hello))
+        made.append(RawEngine(node.settings.attach_path, hello))
         return made[-1]
 
     yield make
@@ -141,10 +141,6 @@ def keys_of(first: int, count: int) -> list[bytes]:
 def node_tier(node: Node) -> NodeTier:
     assert node.tier is not None
     return node.tier
-
-
-def shown(node: Node) -> HostedTiers:
-    return node_tier(node).view
 
 
 def tier_of(node: Node) -> NamespaceTier:
@@ -256,7 +252,7 @@ def test_of_several_groups_what_a_hit_needs_is_fetched(
     engine.wait_for(is_fetched)
     assert calls[-1].is_pending
     assert calls[-1].answer(Found).runs == ((0, 6), (8 + 3, 3)), "6 blocks, and of the window the last ones"
-    engine.wait_for(lambda: [totals.fetched_blocks for totals in shown(node).totals().values()] == [9])
+    engine.wait_for(lambda: [totals.fetched_blocks for totals in node_tier(node).totals().values()] == [9])
     if len(calls) == 1:  # otherwise the memory was registered late, and an earlier look-up has fetched some
         assert calls[0].answer(Found).fetched == calls[0].answer(Found).runs
     lease = engine.lookup([*full[:6], *window[3:6]], Hold.ALL)
@@ -306,10 +302,12 @@ def test_the_node_s_own_session_counts_as_no_engine(
     leave(engine)
     eventually(lambda: not node.host.sessions(), "the end of the session")
     assert [one.sessions for one in node.host.namespaces()] == [0]
-    eventually(lambda: node.memory.memory.budget.fair_shares() == {}, "the end of what was asked for")
+    eventually(lambda: node.memory_thread.memory.budget.fair_shares() == {}, "the end of what was asked for")
     node.host.delete_pool(pool.name)
-    eventually(lambda: node.memory.figures.spare_bytes == node.memory.budget.total_bytes, "the pool's memory")
-    assert node.memory.faults == 0
+    eventually(
+        lambda: node.memory_thread.figures.spare_bytes == node.memory_thread.budget.total_bytes, "the pool's memory"
+    )
+    assert node.memory_thread.faults == 0
     eventually(lambda: not node.host._closing, "the pool's name")
 
 
@@ -325,6 +323,7 @@ def test_after_a_reset_nothing_is_put_or_fetched(make_node: MakeNode, engines: E
     engine.store_until_found(keys_of(4, 4))
     engine.wait_for(lambda: tier_of(node).is_idle)
     assert (store.num_objects, store.batches.count(("exists", 4))) == (8, asked)
+    assert [len(one.clients) for one in node_tier(node).tiers()] == [2, 0], "they are shown once"
     fleet = tier_of(node).fleet
     assert fleet is not None
     assert (fleet.status().state, "reset its cache" in fleet.status().reason) == ("off", True)
@@ -332,7 +331,7 @@ def test_after_a_reset_nothing_is_put_or_fetched(make_node: MakeNode, engines: E
 
 def put_blocks(node: Node) -> list[int]:
     """What each pool has counted."""
-    return [totals.put_blocks for totals in shown(node).totals().values()]
+    return [totals.put_blocks for totals in node_tier(node).totals().values()]
 
 
 def test_what_a_pool_has_counted_outlives_a_reset_but_not_the_pool(
@@ -342,10 +341,10 @@ def test_what_a_pool_has_counted_outlives_a_reset_but_not_the_pool(
     engine = engines(node, ONE_RANK)
     engine.store_until_found(keys_of(0, 4))
     engine.wait_for(lambda: put_blocks(node) == [4])
-    (before,) = shown(node).tiers()
+    (before,) = node_tier(node).tiers()
     engine.ask(Reset(), ResetDone)
     assert only_pool(node).facade.admin.purge(everything=True).run().finished
-    eventually(lambda: before.namespace not in {one.namespace for one in shown(node).tiers()}, "its end")
+    eventually(lambda: before.namespace not in {one.namespace for one in node_tier(node).tiers()}, "its end")
     engine.wait_for(lambda: tier_of(node).fleet is not None)
     assert put_blocks(node) == [4]
 
@@ -355,7 +354,7 @@ def test_what_a_pool_has_counted_outlives_a_reset_but_not_the_pool(
     eventually(lambda: not node.host._closing, "the pool's name")
     engine = engines(node, ONE_RANK)
     engine.wait_for(lambda: tier_of(node).fleet is not None)
-    assert [one.pool for one in shown(node).tiers()] == [before.pool]
+    assert [one.pool for one in node_tier(node).tiers()] == [before.pool]
     assert put_blocks(node) == [0]
 
 
@@ -374,8 +373,8 @@ def test_without_an_identity_across_nodes_the_tier_is_off_and_says_why(
     node = make_node()
     engine = engines(node, hello)
     engine.store_until_found(keys_of(0, 4))
-    engine.wait_for(lambda: shown(node).tiers())
-    (one,) = shown(node).tiers()
+    engine.wait_for(lambda: node_tier(node).tiers())
+    (one,) = node_tier(node).tiers()
     assert one.state == "off"
     assert reason in one.reason
     call = engine.scheduler.call(Lookup(keys_of(50, 2)))
@@ -400,8 +399,8 @@ def test_a_defect_switches_the_tier_of_its_namespace_off(
     call = engine.scheduler.call(Lookup(keys_of(50, 4)))
     engine.wait_for(lambda: call.done)
     assert call.answer(Found).leading == 0
-    engine.wait_for(lambda: shown(node).tiers()[0].state == "off")
-    assert shown(node).tiers()[0].reason == TIER_FAILED
+    engine.wait_for(lambda: node_tier(node).tiers()[0].state == "off")
+    assert node_tier(node).tiers()[0].reason == TIER_FAILED
     engine.store_until_found(keys_of(0, 4))
     assert tier_of(node)._early is None, "what is stored is kept for nobody"
 
@@ -423,14 +422,14 @@ def test_a_defect_strands_no_transfer_that_has_begun(
 
     monkeypatch.setattr(fleet, "step", begin_and_fail)
     engine.store_until_found(keys_of(0, 4))
-    engine.wait_for(lambda: tier.failed is fleet)
+    engine.wait_for(lambda: tier.fleet is None)
     engine.wait_for(lambda: not len(tier.control.ops))
     assert store.num_objects > 0
 
 
 @pytest.mark.parametrize(
     "broken",
-    [(RankTransfers, "close"), (MappedRank, "clear"), (PoolTier, "take_completions"), (PoolTier, "end_sessions")],
+    [(StoreTransfers, "drop"), (MappedRank, "clear"), (PoolTier, "take_completions"), (PoolTier, "end_sessions")],
 )
 @pytest.mark.parametrize("is_closed", [False, True])
 def test_a_defect_at_the_end_of_a_pool_keeps_nobody_waiting(
@@ -481,7 +480,7 @@ def test_memory_that_cannot_be_mapped_is_shown_and_costs_hits_alone(
     assert engine.load(keys_of(0, 4)) == 4
 
     def failures() -> list[str]:
-        clients = [client for one in shown(node).tiers() for client in one.clients]
+        clients = [client for one in node_tier(node).tiers() for client in one.clients]
         return [f"{one.purpose}: {one.health.reason}" for one in clients if one.health.state == "failed"]
 
     engine.wait_for(failures)
@@ -550,14 +549,14 @@ def is_known_to_map(make_node: MakeNode, engines: Engines, store: Reluctant) -> 
     engine = engines(node, ONE_RANK)
     engine.store_until_found(keys_of(0, ROW_SLOTS + 1))
     engine.wait_for(lambda: store.num_objects == ROW_SLOTS + 1)
-    tier, budget = tier_of(node).pool_tier, node.memory.memory.budget
+    tier, budget = tier_of(node).pool_tier, node.memory_thread.memory.budget
     last = budget.pool(tier.pool.name).rows[1].extents[0]
     leave(engine)
     store.removals.shut()
     assert ONE_RANK.pool is not None
     other = engines(node, replace(ONE_RANK, pool=replace(ONE_RANK.pool, kv_cache_dtype="fp8")))
     other.wait_for(lambda: store.removals.num_arrived)
-    for pass_on in (node.server.post, node.memory.do):  # what was said before has been heard now
+    for pass_on in (node.server.post, node.memory_thread.do):  # what was said before has been heard now
         heard = threading.Event()
         pass_on(heard.set)
         assert heard.wait(60)
@@ -589,7 +588,7 @@ def test_a_store_that_cannot_be_opened_leaves_nothing_open(
     make_node: MakeNode, store: ControlledStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`make_node` counts the descriptors."""
-    opened = store.open_transfers(0)
+    opened = store.open_transfers()
 
     def fail() -> ControlledLookups:
         raise OSError("injected")
@@ -665,16 +664,16 @@ def test_a_context_is_fetched_when_somebody_asks_for_it(
     pool = only_pool(node).name
     engine.wait_for(lambda: tier_of(node).may_have_more)
     assert found(node) == 0
-    engine.wait_for(lambda: shown(node).prefetch(pool, TRIP) == 10 and found(node) == 10)  # memory comes by and by
-    (totals,) = shown(node).totals().values()
+    engine.wait_for(lambda: node_tier(node).prefetch(pool, TRIP) == 10 and found(node) == 10)  # memory comes by and by
+    (totals,) = node_tier(node).totals().values()
     assert totals.prefetched_blocks >= 10
     assert totals.saved_seconds == 0.0
     assert engine.load(keys) == 10
     with pytest.raises(NotFoundError):
-        shown(node).prefetch(pool, context_id("walk"))
+        node_tier(node).prefetch(pool, context_id("walk"))
     use(engine, keys, Hints(TRIP, release=True))
     with pytest.raises(NotFoundError):
-        shown(node).prefetch(pool, TRIP)
+        node_tier(node).prefetch(pool, TRIP)
 
 
 def test_a_context_is_fetched_shortly_before_it_is_expected(
@@ -722,7 +721,7 @@ def test_a_context_is_fetched_shortly_before_it_is_expected(
     use(engine, keys, Hints(TRIP, 3600.0))
     engine.wait_for(lambda: bool(tier._due_at))
     tier._do(lambda: tier.fail(ValueError("a defect")))
-    engine.wait_for(lambda: tier.failed is not None)
+    engine.wait_for(lambda: tier.fleet is None)
     assert tier.next_deadline is None, "the thread waits for no prefetch that nobody begins"
 
 

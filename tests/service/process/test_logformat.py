@@ -5,7 +5,7 @@ import logging
 
 import pytest
 
-from kvstow_service.process.logformat import configure_logs
+from kvstow_service.process.logwriter import configure_logs
 
 pytestmark = pytest.mark.usefixtures("process_state")
 

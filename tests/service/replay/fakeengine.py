@@ -10,17 +10,16 @@ import signal
 import sys
 
 from kvstow.errors import InsufficientMemoryError
-from kvstow_service.replay.driver import Position
-from kvstow_service.replay.engineprocess import EngineSpec, Progress, ReplayEngine
+from kvstow_service.replay.launcher import EngineSpec, ReplayEngine
 from kvstow_service.replay.processes import Pipe
-from kvstow_service.replay.result import Tally
+from kvstow_service.replay.result import EngineLife, Position, ReplayResult
 
 
-def progress(spec: EngineSpec, finished: int, in_flight: tuple[int, ...], *, is_last: bool) -> Progress:
+def progress(spec: EngineSpec, finished: int, in_flight: tuple[int, ...], *, end: str = "") -> EngineLife:
     """`finished` counts from the first request that is not in flight."""
-    tally = Tally(requests=finished, blocks=sum(len(one.hash_ids) for one in spec.requests), first_blocks=7)
-    position = Position(in_flight, finished + len(in_flight))
-    return Progress(tally, position, 1.0, 100, 1, 0.0, None, 0, is_last)
+    blocks = sum(len(one.hash_ids) for one in spec.requests)
+    result = ReplayResult(finished, blocks, first_blocks=7, seconds=1.0, ranks=spec.num_ranks, slots=100)
+    return EngineLife(result, Position(in_flight, finished + len(in_flight)), sessions=1, end=end)
 
 
 def run_fake_engine(pipe: Pipe, spec: EngineSpec) -> None:
@@ -29,7 +28,7 @@ def run_fake_engine(pipe: Pipe, spec: EngineSpec) -> None:
         assert pipe.recv() is ReplayEngine.begin
     match spec.name:
         case "dies with 1 and 3 in flight" if count == 10:
-            pipe.send(progress(spec, 3, (1, 3), is_last=False))
+            pipe.send(progress(spec, 3, (1, 3)))
             os.kill(os.getpid(), signal.SIGKILL)
         case "dies at once":
             print("dying", flush=True)
@@ -37,8 +36,8 @@ def run_fake_engine(pipe: Pipe, spec: EngineSpec) -> None:
         case "cannot work":
             raise InsufficientMemoryError("1 TiB of KV cache do not fit")
         case "waits to be finished":
-            pipe.send(progress(spec, 0, (), is_last=False))
+            pipe.send(progress(spec, 0, ()))
             assert pipe.recv() is ReplayEngine.finish
-            pipe.send(progress(spec, 0, (), is_last=True))
+            pipe.send(progress(spec, 0, (), end="finished"))
             return
-    pipe.send(progress(spec, count, (), is_last=True))
+    pipe.send(progress(spec, count, (), end="finished"))

@@ -17,14 +17,14 @@ import pytest
 
 from kvstow.control.fleettier import TierSettings
 from kvstow.testing.memorystore import MemoryStore
+from kvstow.tier.store import TierStore
 from kvstow.tier.tierstatus import TierStatus
-from kvstow_service.node.node import Node, NodeSettings
+from kvstow_service.node.node import Node
+from kvstow_service.node.settings import Settings
 from kvstow_service.replay.driver import blocks_needed
-from kvstow_service.replay.engineprocess import EngineSpec
-from kvstow_service.replay.launcher import AttachedResult, EngineLauncher
-from kvstow_service.replay.summary import attached_rows
+from kvstow_service.replay.launcher import EngineLauncher, EngineSpec
+from kvstow_service.replay.result import AttachedResult
 from kvstow_service.replay.trace import ReplayOptions, TraceRequest, even_shape
-from kvstow_service.tiers.hostedtiers import TierChoice
 
 pytestmark = pytest.mark.process
 
@@ -38,14 +38,13 @@ class Service:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.tier: TierChoice | None = None
+        self.tier: TierStore | None = None
         self._running = ExitStack()
         self.node: Node
 
     def start(self) -> None:
-        self.node = Node(
-            NodeSettings(memory_bytes=64 * MIB, attach_socket=self.path, extent_bytes=16 * MIB, tier=self.tier)
-        )
+        settings = Settings(memory=64 * MIB, attach_socket=self.path, extent_size=16 * MIB, tier="redis://store:1")
+        self.node = Node(settings, store=self.tier)
         self.node.start()
         self._running.callback(self.node.close)
 
@@ -54,7 +53,7 @@ class Service:
 
     def tier_status(self) -> TierStatus:
         assert self.node.tier is not None
-        (tier,) = self.node.tier.view.tiers()
+        (tier,) = self.node.tier.tiers()
         return tier
 
     @property
@@ -167,7 +166,7 @@ def test_what_one_node_has_put_a_replay_on_another_node_finds_in_the_fleet_tier(
 ) -> None:
     patient = partial(TierSettings, deadline=DEADLINE_SECONDS, lookup_wait=DEADLINE_SECONDS)
     monkeypatch.setattr("kvstow_service.node.tier.nodetier.TierSettings", patient)
-    service.tier = TierChoice("redis://store:1", MemoryStore())
+    service.tier = MemoryStore()
     service.start()
     first = run(spec(service, requests), may_begin=service.has_registered)
     eventually(lambda: service.tier_status().counters.put_blocks == first.total.stored_blocks)
@@ -177,8 +176,8 @@ def test_what_one_node_has_put_a_replay_on_another_node_finds_in_the_fleet_tier(
     assert_verified(second)
     assert second.total.block_hit_rate > first.total.block_hit_rate
     assert service.tier_status().counters.fetched_blocks > 0
-    assert second.waits > 0
-    assert dict(attached_rows(second))["tier"].startswith(f"{second.waits} look-ups waited for the service")
+    assert second.engines[0].waits > 0
+    assert dict(second.rows())["tier"].startswith(f"{second.engines[0].waits} look-ups waited for the service")
 
 
 @pytest.mark.parametrize(("victim", "end"), [("engine", "signal SIGKILL"), ("rank", "exit status 1")])
@@ -212,8 +211,8 @@ def test_an_engine_that_is_killed_or_loses_a_rank_comes_back_to_a_hot_cache(
     assert_verified(found)
     before, after = found.engines[0].lives
     assert (before.end, after.end) == (end, "finished")
-    assert after.first_hit_blocks == after.first_blocks > 0
-    assert after.hit_blocks == after.blocks
+    assert after.result.first_hit_blocks == after.result.first_blocks > 0
+    assert after.result.hit_blocks == after.result.blocks
     service.wait_until_empty()
 
 
@@ -251,7 +250,7 @@ def test_a_replay_goes_on_without_the_service_and_attaches_when_it_comes(
     assert_verified(found)
     engine = found.engines[0]
     assert (engine.sessions, engine.problem) == (1, None)
-    assert engine.seconds_without > 0
+    assert engine.lives[0].seconds_without > 0
 
 
 def test_a_replay_outlives_its_service_and_uses_the_next_one(service: Service, requests: list[TraceRequest]) -> None:

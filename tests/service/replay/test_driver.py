@@ -132,7 +132,7 @@ def bench(
     ranks: int = 2,
     fault: Callable[[MemoryWorker, Op], list[Step] | None] = lambda worker, op: None,
     engine_type: type[OffloadEngine] = OffloadEngine,
-    on_request: Callable[[int], None] | None = None,
+    on_request: Callable[[int], None] = lambda finished: None,
     delay: int = 0,
 ) -> Iterator[Bench]:
     engine = engine_type(EngineConfig(slot_bytes=PAGE, capacity_slots=SLOTS, num_ranks=ranks, policy="lru"))
@@ -176,7 +176,7 @@ def test_answers_that_come_later_change_nothing_but_the_time(conversations: list
             results.append(parts.driver.run(Event()))
             parts.assert_all_given_back()
     at_once, later = results
-    times = dict.fromkeys(("seconds", "load_gbps", "store_gbps", "mean_request_seconds"), 0.0)
+    times = dict.fromkeys(("seconds", "load_seconds", "store_seconds", "request_seconds"), 0.0)
     assert replace(later, **times) == replace(at_once, **times)  # type: ignore[arg-type]
     assert later.loaded_bytes > 0
 
@@ -198,7 +198,7 @@ def test_what_prefills_cost_and_what_loads_have_saved_is_told_where_the_replay_h
     conversations: list[TraceRequest], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reported: list[PrefillNews] = []
-    monkeypatch.setattr(EmbeddedOffload, "note_prefill", lambda self, news: reported.append(news))
+    monkeypatch.setattr(OffloadEngine, "note_prefill", lambda self, news: reported.append(news))
     with bench(conversations[:5]) as parts:
         parts.driver.run(Event())
     assert reported == []

@@ -6,11 +6,11 @@ from pathlib import Path
 from threading import Event
 
 import pytest
+from bench.kvstow_subject import EngineSubject
 
-from kvstow.config import EngineConfig
 from kvstow_service.replay.driver import ReplayDriver, blocks_needed
+from kvstow_service.replay.kv import LocalKV
 from kvstow_service.replay.offload import EmbeddedOffload
-from kvstow_service.replay.ranks import simulated_session
 from kvstow_service.replay.result import ReplayResult
 from kvstow_service.replay.trace import ReplayOptions, TraceRequest, read_trace
 
@@ -20,21 +20,14 @@ MOONCAKE = Path(__file__).parents[3].parent / "shared" / "data" / "conversation_
 def replay(
     requests: Sequence[TraceRequest], slots: int, *, policy: str = "lru", ranks: int = 1, concurrency: int = 1
 ) -> ReplayResult:
-    config = EngineConfig(slot_bytes=4096, capacity_slots=slots, num_ranks=ranks, policy=policy)
-    kv_blocks = blocks_needed(requests, concurrency)
-    with simulated_session(config) as session:
-        driver = ReplayDriver(
-            EmbeddedOffload(session.engine),
-            session.workers,
-            session.kv,
-            requests,
-            ReplayOptions(concurrency=concurrency),
-            kv_blocks=kv_blocks,
-        )
-        result = driver.run(Event())
-        assert driver.free_blocks == kv_blocks
-        assert session.engine.stats().pool.leases == 0
-        session.engine.check_integrity()
+    subject, kv_blocks = EngineSubject(slots, policy=policy, ranks=ranks), blocks_needed(requests, concurrency)
+    offload, options = EmbeddedOffload(subject.engine), ReplayOptions(concurrency=concurrency)
+    driver = ReplayDriver(offload, subject.workers, LocalKV([]), requests, options, kv_blocks=kv_blocks)
+    result = driver.run(Event())
+    assert driver.free_blocks == kv_blocks
+    assert subject.engine.stats().pool.leases == 0
+    subject.engine.check_integrity()
+    subject.engine.close()
     return result
 
 

@@ -11,8 +11,8 @@ from tests.service.replay.fakeengine import run_fake_engine
 
 from kvstow.errors import InsufficientMemoryError, ProcessEndedError
 from kvstow_service.replay import launcher
-from kvstow_service.replay.engineprocess import EngineSpec
-from kvstow_service.replay.launcher import AttachedResult, EngineLauncher
+from kvstow_service.replay.launcher import EngineLauncher, EngineSpec
+from kvstow_service.replay.result import AttachedResult
 from kvstow_service.replay.trace import ReplayOptions, TraceRequest, even_shape
 
 pytestmark = pytest.mark.process
@@ -52,9 +52,9 @@ def test_an_engine_that_dies_goes_on_with_what_it_had_not_finished(run: Run) -> 
     lines: list[str] = []
     found = run(spec("dies with 1 and 3 in flight"), log=lines.append)
     first, second = found.engines[0].lives
-    assert (first.requests, first.end) == (3, "signal SIGKILL")
-    assert (second.requests, second.end) == (7, "finished")  # 1, 3 and 5 to 9
-    assert second.blocks == 1 + 3 + sum(range(5, 10))
+    assert (first.result.requests, first.end) == (3, "signal SIGKILL")
+    assert (second.result.requests, second.end) == (7, "finished")  # 1, 3 and 5 to 9
+    assert second.result.blocks == 1 + 3 + sum(range(5, 10))
     assert found.total.requests == 10
     assert found.to_json()["restarts"] == 1
     assert lines == ["dies with 1 and 3 in flight ended (signal SIGKILL); it is started again with 7 requests to go"]
@@ -87,7 +87,7 @@ def test_each_process_of_an_engine_is_held_until_it_may_begin(run: Run) -> None:
     found = run(spec("dies with 1 and 3 in flight"), may_begin=may_begin)
     first, second = dict.fromkeys(asked)
     assert asked == [first] * 3 + [second] * 3
-    assert [life.requests for life in found.engines[0].lives] == [3, 7]
+    assert [life.result.requests for life in found.engines[0].lives] == [3, 7]
 
 
 def test_what_an_engine_writes_goes_to_the_log_of_the_children(run: Run, tmp_path: Path) -> None:

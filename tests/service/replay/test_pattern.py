@@ -22,7 +22,8 @@ def test_every_single_byte_is_checked(page_bytes: int, padding: int) -> None:
     assert kv.check(KEYS, [3, 0, 2]).mismatches == ()
     for byte in {0, page_bytes // 2, page_bytes - 1}:
         regions[1][0, byte] ^= 1
-        assert [wrong[1:] for wrong in kv.check(KEYS, [3, 0, 2]).mismatches] == [(1, 1, 0)]
+        (wrong,) = kv.check(KEYS, [3, 0, 2]).mismatches
+        assert wrong.endswith("in block 0, region 1 of rank 1")
         regions[1][0, byte] ^= 1
 
 
@@ -48,7 +49,8 @@ def test_scrubbed_blocks_are_wrong_on_every_rank() -> None:
     kv.scrub([1])
     kv.verify(KEYS, [0, 1, 2])
     found = kv.take_verifications()
-    assert {(wrong.rank, wrong.block) for one in found for wrong in one.mismatches} == {(0, 1), (1, 1)}
+    places = [wrong.partition(" in ")[2] for one in found for wrong in one.mismatches]
+    assert places == ["block 1, region 0 of rank 0", "block 1, region 0 of rank 1"]
     assert kv.take_verifications() == []
 
 

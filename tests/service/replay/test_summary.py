@@ -1,25 +1,16 @@
 import io
-from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
-from kvstow_service.replay.kv import Mismatch
-from kvstow_service.replay.launcher import AttachedResult, EngineResult
-from kvstow_service.replay.offload import PoolCounts
-from kvstow_service.replay.result import ReplayResult, Tally
-from kvstow_service.replay.summary import attached_rows, print_rows, summary_rows
-
-
-def freeze(tally: Tally) -> ReplayResult:
-    return tally.freeze(PoolCounts(1000, "auto", 3), seconds=2.0, ranks=2)
+from kvstow_service.replay.result import AttachedResult, EngineLife, EngineResult, ReplayResult, print_rows
 
 
 def test_trouble_is_spelled_out() -> None:
-    tally = Tally(blocks=10, hit_blocks=5, abandoned=2)
-    tally.drops["dropped_no_slot"] = 4
-    tally.count_mismatches([Mismatch(b"\x01", 1, 3, 7)])
-    rows = dict(summary_rows(freeze(tally)))
+    found = ReplayResult(blocks=10, hit_blocks=5, abandoned=2)
+    found.drops["dropped_no_slot"] = 4
+    found.count_mismatches(["key 01 in block 7, region 3 of rank 1"])
+    rows = dict(found.rows())
     assert rows["dropped stores"] == "4 blocks (no_slot 4)"
     assert rows["abandoned"] == "2 requests"
     assert rows["mismatches"] == "1 blocks"
@@ -30,15 +21,14 @@ def test_trouble_is_spelled_out() -> None:
     ("waits", "line"), [(0, "no look-up waited for the service: it has no"), (1200, "1,200 look-ups waited for the")]
 )
 def test_an_attached_replay_says_whether_it_met_a_fleet_tier(waits: int, line: str) -> None:
-    engine = EngineResult("replay-1", freeze(Tally()), (), 1, 0.0, None, waits)
-    result = AttachedResult(freeze(Tally()), (replace(engine, waits=0), engine))
+    engines = [EngineResult(f"replay-{count}", [EngineLife(waits=count)]) for count in (0, waits)]
+    result = AttachedResult(engines, 2.0)
     assert result.to_json()["waits"] == waits
-    assert dict(attached_rows(result))["tier"].startswith(line)
+    assert dict(result.rows())["tier"].startswith(line)
 
 
 def test_a_rate_is_shown_only_where_bytes_were_moved() -> None:
-    tally = Tally(loaded_blocks=1, loaded_bytes=3_000_000_000, load_seconds=2.0)
-    rows = dict(summary_rows(freeze(tally)))
+    rows = dict(ReplayResult(loaded_blocks=1, loaded_bytes=3_000_000_000, load_seconds=2.0).rows())
     assert rows["loaded"] == "1 blocks, 2.794 GiB, 1.50 GB/s while copying"
     assert rows["stored"] == "0 blocks, 0 B"
 

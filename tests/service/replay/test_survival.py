@@ -15,8 +15,8 @@ import pytest
 
 from kvstow_service.demo.processes import DEADLINE_SECONDS, Service, wait_until
 from kvstow_service.replay.driver import blocks_needed
-from kvstow_service.replay.engineprocess import EngineSpec
-from kvstow_service.replay.launcher import AttachedResult, EngineLauncher
+from kvstow_service.replay.launcher import EngineLauncher, EngineSpec
+from kvstow_service.replay.result import AttachedResult
 from kvstow_service.replay.trace import ReplayOptions, TraceRequest, even_shape
 
 pytestmark = pytest.mark.process

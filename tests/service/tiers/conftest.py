@@ -16,8 +16,9 @@ from tests.service.tiers.redisserver import Server
 from kvstow.attach.identity import FleetWeights
 from kvstow.control.fleettier import TierSettings
 from kvstow.memory.limits import MemoryLimits
-from kvstow_service.node.node import Node, NodeSettings
-from kvstow_service.tiers.hostedtiers import TierChoice
+from kvstow_service.node.node import Node
+from kvstow_service.node.settings import Settings
+from kvstow_service.tiers.stores import open_store
 
 # It imports what the tiers' extras bring.
 collect_ignore = [] if find_spec("xxhash") else ["test_objectheader.py"]
@@ -55,13 +56,13 @@ def make_tiered_node(tmp_path: Path) -> Iterator[Callable[[str], Node]]:
     nodes: list[Node] = []
 
     def make(url: str) -> Node:
-        settings = NodeSettings(
-            memory_bytes=8 * _EXTENT,
+        settings = Settings(
+            memory=8 * _EXTENT,
             attach_socket=tmp_path / "node" / f"attach{len(nodes)}.sock",
-            extent_bytes=_EXTENT,
-            tier=TierChoice.of(url),
+            extent_size=_EXTENT,
+            tier=url,
         )
-        nodes.append(Node(settings, limits=limits))
+        nodes.append(Node(settings, store=open_store(url), limits=limits))
         nodes[-1].start()
         return nodes[-1]
 

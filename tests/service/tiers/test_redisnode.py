@@ -30,10 +30,10 @@ def test_what_one_node_has_stored_another_one_hits(
     url = f"redis://127.0.0.1:{serve().port}"
     here, there = make_tiered_node(url), make_tiered_node(url)
     keys = [key_of(number) for number in range(12)]  # a lease holds half of a pool at most
-    first = engines(here.settings.attach_socket)
+    first = engines(here.settings.attach_path)
     first.store_until_found(keys)
     first.wait_for(lambda: put_blocks(here) >= len(keys))  # a block that was evicted and stored again is put again
-    second = engines(there.settings.attach_socket)
+    second = engines(there.settings.attach_path)
     second.wait_for(lambda: second.load(keys) == len(keys))  # every byte of both ranks is verified
     for node in (here, there):
         for pool in node.host.pools():
@@ -45,14 +45,14 @@ def test_a_redis_that_ends_costs_hits_and_no_answer_and_its_successor_is_used(
 ) -> None:
     server = serve()
     node = make_tiered_node(f"redis://127.0.0.1:{server.port}")
-    engine = engines(node.settings.attach_socket)
+    engine = engines(node.settings.attach_path)
     server.kill()
     engine.store_until_found([key_of(number) for number in range(6)])
 
     def tier_state() -> str:
         engine.lookup([key_of(99)])
         assert node.tier is not None
-        (one,) = node.tier.view.tiers()
+        (one,) = node.tier.tiers()
         return one.state
 
     engine.wait_for(lambda: tier_state() == "down")

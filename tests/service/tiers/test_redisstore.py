@@ -95,7 +95,7 @@ def opened(slots: Slots) -> Iterator[Callable[..., RedisTransfers]]:
     clients: list[RedisTransfers] = []
 
     def open_transfers(server: Server, user: str | None = None, secret: Path | None = None) -> RedisTransfers:
-        clients.append(RedisStore(RedisLocation("127.0.0.1", server.port, user, secret)).open_transfers(0))
+        clients.append(RedisStore(RedisLocation("127.0.0.1", server.port, user, secret)).open_transfers())
         clients[-1].add_memory(slots.range)
         return clients[-1]
 
@@ -136,7 +136,6 @@ def test_an_object_with_other_bytes_is_never_found(
         assert client.get(objects(slots, 1, 2, 3, first=64), TIMEOUT) == ["found", "corrupt", "found"]
         assert slots.read(66) == b"\xee" * SLOT
         assert not store.exists(str(name(2)))  # it does not stay
-    assert client.stats().corrupt_objects == 1
     assert client.put(objects(slots, 2), TIMEOUT) == ["stored"]
     assert client.get(objects(slots, 2, first=64), TIMEOUT) == ["found"]
 
@@ -260,7 +259,6 @@ def test_a_key_of_another_type_is_removed_like_other_garbage(
         store.execute_command(*commands[kind])
         assert client.get(objects(slots, 1, 2, 3, first=64), TIMEOUT) == ["found", "corrupt", "found"]
         assert not store.exists(key)
-    assert client.stats().corrupt_objects == 2
     assert client.put(objects(slots, 2), TIMEOUT) == ["stored"]
     assert client.get(objects(slots, 2, first=64), TIMEOUT) == ["found"]
 

@@ -5,7 +5,7 @@ from importlib.util import find_spec
 import pytest
 
 from kvstow.errors import ConfigError, MissingPackageError
-from kvstow_service.tiers.hostedtiers import open_store
+from kvstow_service.tiers.stores import measure_store, open_store, shown_url
 
 
 def test_a_url_names_a_store() -> None:
@@ -29,3 +29,25 @@ def test_redis_with_and_without_tls() -> None:
                 open_store(url)
         else:
             assert open_store(url).name == "redis"
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("mooncake://10.0.0.1:50051?protocol=rdma&replicas=2", "mooncake://10.0.0.1:50051?protocol=rdma&replicas=2"),
+        ("mooncake://a:1,b:2?ha=etcd", "mooncake://a:1,b:2?ha=etcd"),
+        ("rediss://kvstow@cache:6379?password_file=/etc/secret&ca_file=/etc/ca", "rediss://cache:6379"),
+    ],
+)
+def test_a_url_is_shown_without_secrets_and_paths(url: str, shown: str) -> None:
+    assert shown_url(url) == shown
+
+
+def test_who_can_reach_a_store() -> None:
+    public = measure_store("mooncake://8.8.8.8:50051?protocol=rdma")
+    assert (public.public_addresses, public.has_access_control, public.pins_memory) == (("8.8.8.8",), False, True)
+    for host in ("127.0.0.1", "10.1.2.3", "192.168.0.7", "[::1]", "[fd00::7]", "localhost"):
+        found = measure_store(f"mooncake://{host}:50051")
+        assert (found.public_addresses, found.pins_memory) == ((), False)
+    assert measure_store("redis://u@8.8.8.8:6379?password_file=/x").has_access_control
+    assert not measure_store("redis://8.8.8.8:6379").has_access_control

@@ -27,40 +27,33 @@ def primary_context(ordinal: int) -> Context:
 _MOST_IDLE = 256  # events: more fences are seldom alive at once
 
 
-class EventPool:
-    """Events without timing, for reuse: creating and destroying one for each fence cost more than recording it.
-
-    Thread-safe. Each method is one list operation and takes no lock: a fence returns its event when the last reference
-    to it is dropped, which may happen in the middle of `take`.
-    """
-
-    def __init__(self, driver: Driver) -> None:
-        self._driver = driver
-        self._idle: list[Handle] = []
-
-    def take(self) -> Handle:
-        """An event with no other owner; it may have been recorded before. The context is current."""
-        try:
-            return self._idle.pop()
-        except IndexError:
-            return self._driver.create_event(timing=False)
-
-    def give_back(self, event: Handle) -> None:
-        """Take back an event that is no longer queried or waited for. Needs no current context."""
-        if len(self._idle) < _MOST_IDLE:
-            self._idle.append(event)
-        else:
-            with suppress(DriverError):  # the device is lost; the next copy reports it
-                self._driver.destroy_event(event)
-
-
 class Context:
-    """Thread-safe. Costs about 1 us per `current`."""
+    """Thread-safe. Costs about 1 us per `current`.
+
+    Keeps events without timing for reuse: creating and destroying one for each fence cost more than recording it. Each
+    method for them is one list operation and takes no lock: a fence returns its event when the last reference to it is
+    dropped, which may happen in the middle of `take_event`.
+    """
 
     def __init__(self, driver: Driver, ordinal: int) -> None:
         self.driver, self.ordinal = driver, ordinal
         self._handle = driver.retain_primary_context(ordinal)
-        self.events = EventPool(driver)
+        self._idle_events: list[Handle] = []
+
+    def take_event(self) -> Handle:
+        """An event with no other owner; it may have been recorded before. The context is current."""
+        try:
+            return self._idle_events.pop()
+        except IndexError:
+            return self.driver.create_event(timing=False)
+
+    def give_back(self, event: Handle) -> None:
+        """Take back an event that is no longer queried or waited for. Needs no current context."""
+        if len(self._idle_events) < _MOST_IDLE:
+            self._idle_events.append(event)
+        else:
+            with suppress(DriverError):  # the device is lost; the next copy reports it
+                self.driver.destroy_event(event)
 
     def settle(self) -> None:
         """Make the context current on the calling thread for good, as `current` does for a while."""
@@ -103,7 +96,7 @@ class CudaFence:
     def __init__(self, context: Context) -> None:
         """Not recorded; hosts call `record`."""
         self._context = context
-        self._event = context.events.take()
+        self._event = context.take_event()
 
     @classmethod
     def record(cls, stream: torch.cuda.Stream) -> CudaFence:
@@ -126,7 +119,7 @@ class CudaFence:
     def __del__(self) -> None:
         event = getattr(self, "_event", None)  # its creation may have failed
         if event is not None:
-            self._context.events.give_back(event)
+            self._context.give_back(event)
 
 
 class CudaRegistrar:

@@ -84,7 +84,11 @@ class CudaDevice:
         """`parts`: what loads by layer bring one after the other; None: there are no such loads. Allocates up to four
         staging buffers on the device, and may calibrate (`CudaOptions`). Raises `ConfigError`, `DriverUnavailableError`
         and `DriverError`, and then leaves nothing behind."""
-        check_tensors(pool, layout, tensors, "cuda")
+        layout.require(pool.slot_bytes, len(tensors))
+        for region, tensor in zip(layout.regions, tensors, strict=True):
+            if tensor.device.type != "cuda" or tensor.device != tensors[0].device:
+                raise ConfigError(f"region {region.name}", str(tensor.device), "one cuda device for all regions")
+            region.require(str(tensor.dtype).removeprefix("torch."), tensor.shape, tensor.stride())
         if pool.status().pin_mode != registrar.mode:
             raise ConfigError("lock", False, "true: CUDA copies from registered memory only")
         self._pool, self._registrar, self._num_blocks = pool, registrar, layout.num_blocks
@@ -94,36 +98,20 @@ class CudaDevice:
         if parts is not None:
             layout.require_parts(parts)
         self.num_parts = len(parts or ())
+        self._layout, self._bases = layout, [tensor.data_ptr() for tensor in tensors]
+        options, driver = options or CudaOptions(), self._context.driver
         with self._context.current(), ExitStack() as undo:
-            self._build(layout, tensors, options or CudaOptions(), parts, undo)
+            direct = _direct_regions(driver, layout, options)
+            split = self._split = Split(layout, self._bases, direct, options.staging_bytes)
+            kernels = PageKernels(self._context, split.pieces, split.staged_bytes, undo) if split.staged_bytes else None
+            buffers = options.num_buffers
+            make = partial(Copier, driver, split, kernels, num_buffers=buffers, undo=undo)
+            self._stores = make(stores=True, batches_ahead=buffers, per_advance=buffers)
+            self._loads = make(stores=False, batches_ahead=options.loads_ahead, per_advance=options.loads_per_advance)
+            self._layers = None
+            if parts is not None:
+                self._layers = LayerLoader(self._context, layout, self._bases, parts, self._compute_stream, undo)
             self._undo = undo.pop_all()
-
-    def _build(
-        self,
-        layout: KVLayout,
-        tensors: Sequence[torch.Tensor],
-        options: CudaOptions,
-        parts: Sequence[Part] | None,
-        undo: ExitStack,
-    ) -> None:
-        driver = self._context.driver
-        bases = [tensor.data_ptr() for tensor in tensors]
-        self._split = Split(layout, bases, _direct_regions(driver, layout, options), options.staging_bytes)
-        split = self._split
-        kernels = PageKernels(self._context, split.pieces, split.staged_bytes, undo) if split.staged_bytes else None
-        buffers = options.num_buffers
-        make = partial(Copier, driver, split, kernels, num_buffers=buffers, undo=undo)
-        self._stores = make(stores=True, batches_ahead=buffers, per_advance=buffers)
-        self._loads = make(stores=False, batches_ahead=options.loads_ahead, per_advance=options.loads_per_advance)
-        self._layers = None
-        if parts is not None:
-            self._layers = LayerLoader(self._context, layout, bases, parts, self._compute_stream, undo)
-        self._bases, self._layout = bases, layout
-
-    @property
-    def notice(self) -> str | None:
-        """A message for operators if copies are slower than they could be."""
-        return self._context.driver.notice
 
     def launch_store(self, op_id: int, blocks: Sequence[int], slots: Sequence[int], after: Fence | None) -> Transfer:
         transfer = self._planned(blocks, slots, after)
@@ -259,13 +247,3 @@ class _Probe:
         self._timer.stop(self._stream)
         self._driver.synchronize(self._stream)
         return self._timer.take()
-
-
-def check_tensors(pool: SlotPool, layout: KVLayout, tensors: Sequence[torch.Tensor], device_type: str) -> None:
-    """Raises `ConfigError` unless `tensors[i]` is region `i` of `layout`, all on one device of `device_type`, and the
-    pool's slots hold a block."""
-    layout.require(pool.slot_bytes, len(tensors))
-    for region, tensor in zip(layout.regions, tensors, strict=True):
-        if tensor.device.type != device_type or tensor.device != tensors[0].device:
-            raise ConfigError(f"region {region.name}", str(tensor.device), f"one {device_type} device for all regions")
-        region.require(str(tensor.dtype).removeprefix("torch."), tensor.shape, tensor.stride())

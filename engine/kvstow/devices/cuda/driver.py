@@ -21,18 +21,15 @@ Handle = Any  # a context, stream, event, module or function, as cuda-bindings m
 Int64Array = npt.NDArray[np.int64]
 AccessOrder = Literal["stream", "any"]
 
-_OLDEST = 12000
-_BATCH_COPY = 12080  # cuMemcpyBatchAsync came with CUDA 12.8
+_OLDEST = 12080  # cuMemcpyBatchAsync came with CUDA 12.8
 _SUCCESS, _OUT_OF_MEMORY, _NOT_READY = 0, 2, 600
 _STREAM_NON_BLOCKING, _EVENT_NO_TIMING, _HOST_PORTABLE, _HOST_PORTABLE_MAPPED = 1, 2, 1, 1 | 2
 _CAPTURE_RELAXED = 2
 _COMPUTE_MAJOR, _COMPUTE_MINOR, _HOST_NUMA_ID = 75, 76, 134  # CU_DEVICE_ATTRIBUTE_*
 
 
-class DriverError(KvstowError):
+class DriverError(KvstowError, code="driver_error"):
     """A call of the CUDA driver failed; `name` and `text` are the driver's own."""
-
-    code = "driver_error"
 
     def __init__(self, call: str, status: int, name: str, text: str) -> None:
         super().__init__(f"{call} failed: {name} ({status}): {text}")
@@ -43,10 +40,8 @@ class DriverError(KvstowError):
         return self.status == _OUT_OF_MEMORY
 
 
-class DriverUnavailableError(KvstowError):
+class DriverUnavailableError(KvstowError, code="driver_unavailable"):
     """CUDA cannot be used here at all: no cuda-bindings, no driver, or one that is too old."""
-
-    code = "driver_unavailable"
 
 
 @cache
@@ -68,16 +63,6 @@ class Driver:
         self._cu, self._nvrtc = cu, nvrtc
         self.version = self._start()
         self._copy_batch = self._find_batch_copy()
-
-    @property
-    def notice(self) -> str | None:
-        """A message for operators if this driver makes copies slower than they could be."""
-        if self._copy_batch is not None:
-            return None
-        return (
-            f"the driver supports CUDA {_version_text(self.version)} and has no cuMemcpyBatchAsync, which came with "
-            "12.8: pages are copied call by call, which costs more host time"
-        )
 
     # Contexts and threads.
 
@@ -188,9 +173,8 @@ class Driver:
         "stream": sources are read in stream order. "any": they may be read before earlier work on the stream. After
         an error some copies may be under way: synchronise before reusing their memory.
         """
-        if self._copy_batch is None or len(size) == 1:  # cheaper for a single copy
-            for copy in zip(target.tolist(), source.tolist(), size.tolist(), strict=True):
-                self._call("cuMemcpyAsync", *copy, stream)
+        if len(size) == 1:  # cheaper for a single copy
+            self._call("cuMemcpyAsync", int(target[0]), int(source[0]), int(size[0]), stream)
             return
         arrays = (target.ctypes.data, source.ctypes.data, size.ctypes.data)
         status = self._copy_batch(*arrays, len(size), *_ATTRIBUTES[order], 1, _FAILED_INDEX, int(stream))
@@ -278,20 +262,18 @@ class Driver:
             raise DriverUnavailableError(f"the CUDA driver does not start: {error}") from error
         if version < _OLDEST:
             raise DriverUnavailableError(
-                f"the CUDA driver is too old: it supports CUDA {_version_text(version)}; needed: "
-                f"{_version_text(_OLDEST)} or newer, best {_version_text(_BATCH_COPY)} or newer"
+                f"the CUDA driver is too old: it supports CUDA {version // 1000}.{version % 1000 // 10}; "
+                "needed: 12.8 or newer"
             )
         return version
 
     def _find_batch_copy(self) -> Any:
-        """cuMemcpyBatchAsync with the signature of CUDA 12.8, which CUDA 13 still offers; None if it is missing. Called
-        through ctypes: cuda-bindings would convert lists item by item."""
-        if self.version < _BATCH_COPY:
-            return None
-        address, *_ = self._call("cuGetProcAddress", b"cuMemcpyBatchAsync", _BATCH_COPY, 0)
+        """cuMemcpyBatchAsync with the signature of CUDA 12.8, which CUDA 13 still offers. Called through ctypes:
+        cuda-bindings would convert lists item by item."""
+        address, *_ = self._call("cuGetProcAddress", b"cuMemcpyBatchAsync", _OLDEST, 0)
         pointer, size = ctypes.c_void_p, ctypes.c_size_t
         arguments = (pointer, pointer, pointer, size, pointer, pointer, size, pointer, pointer)
-        return ctypes.CFUNCTYPE(ctypes.c_uint, *arguments)(int(address)) if address else None
+        return ctypes.CFUNCTYPE(ctypes.c_uint, *arguments)(int(address))
 
 
 class _Location(ctypes.Structure):
@@ -311,7 +293,3 @@ def _attributes_for_all(order: int) -> tuple[Any, Any]:
 
 _ATTRIBUTES = {"stream": _attributes_for_all(1), "any": _attributes_for_all(3)}
 _FAILED_INDEX = ctypes.pointer(ctypes.c_size_t(0))  # the driver requires it; it is never read
-
-
-def _version_text(version: int) -> str:
-    return f"{version // 1000}.{version % 1000 // 10}"

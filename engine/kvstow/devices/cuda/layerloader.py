@@ -90,7 +90,7 @@ class CudaLayeredLoad:
 
     def __del__(self) -> None:
         for event in getattr(self, "events", ()):
-            self._context.events.give_back(event)
+            self._context.give_back(event)
 
 
 class LayerLoader:
@@ -130,7 +130,7 @@ class LayerLoader:
         ends = self._launch_ends(len(blocks))
         load.launches = [number for number, (first, end) in enumerate(_pairs(ends)) for _ in range(first, end)]
         for _ in ends:  # taken one by one, so that none is lost
-            load.events.append(self._context.events.take())
+            load.events.append(self._context.take_event())
         try:
             buffers = self._buffers.popleft()
         except IndexError:

@@ -12,7 +12,7 @@ from typing import Literal, get_args
 
 from kvstow.devices.base import Fence, checked, checked_slots
 from kvstow.devices.jax.deviceloads import DeviceLoads, LoadTicket
-from kvstow.devices.jax.devicestores import DeviceStores, Gather, StoreTicket
+from kvstow.devices.jax.devicestores import DeviceStores, StoreTicket
 from kvstow.devices.jax.hostcopies import PAST_CACHE_BYTES, BytesInFlight, RangeCopier, cached_copy_bytes, load_buffers
 from kvstow.devices.jax.programs import DevicePrograms, buckets_up_to, compile_all, copies_rows
 from kvstow.devices.jax.shards import KVCell, ShardedKV
@@ -109,7 +109,7 @@ class JaxDevice:
 
     # The host's thread.
 
-    def gather(self, blocks: Sequence[int]) -> Gather:
+    def gather(self, blocks: Sequence[int]) -> StoreTicket:
         with self._launching:
             self._require_host()
             checked("blocks", blocks, self._num_blocks)
@@ -153,13 +153,12 @@ class JaxDevice:
     # The copy thread.
 
     def launch_store(self, op_id: int, blocks: Sequence[int], slots: Sequence[int], after: Fence | None) -> StoreTicket:
-        if not isinstance(after, Gather):
+        if not isinstance(after, StoreTicket):
             raise CopyError(
                 "the blocks of a store are gathered by the host's thread, with `gather`, before it is queued"
             )
-        ticket = StoreTicket(after, self._addresses(blocks, slots))
-        self._stores.queue(ticket)
-        return ticket
+        self._stores.queue(after, self._addresses(blocks, slots))
+        return after
 
     def launch_load(self, op_id: int, blocks: Sequence[int], slots: Sequence[int], after: Fence | None) -> LoadTicket:
         if not isinstance(after, LoadTicket):

@@ -59,14 +59,21 @@ class GatheredPiece:
         return _are_ready(self.arriving)
 
 
-class Gather:
-    """The programs of one store, and the fence of its copy. The host's thread launches pieces, the copy thread takes
-    them."""
+class StoreTicket:
+    """The programs that gather the blocks of a store, as the fence of its copy, and from `queue` on its `Ticket`, which
+    `DeviceStores.advance` moves on. The host's thread launches pieces, the copy thread takes them."""
 
     def __init__(self, num_pieces: int) -> None:
         self.num_unlaunched = num_pieces
         self.launched: deque[GatheredPiece] = deque()
+        self.copying: deque[GatheredPiece] = deque()
+        self.slots: Sequence[int] = ()
+        """Their addresses."""
+        self.num_started = self.num_copied = 0
         self.error: BaseException | None = None
+        self.seconds = 0.0
+        self.began: float | None = None
+        """When the first piece was gathered."""
 
     def fail(self, error: BaseException) -> None:
         """Keeps the first error."""
@@ -76,22 +83,6 @@ class Gather:
         """Whether all blocks have been read."""
         return not self.num_unlaunched and all(piece.is_gathered() for piece in tuple(self.launched))
 
-
-class StoreTicket:
-    """A `Ticket`; `DeviceStores.advance` moves it on. `slots`: their addresses."""
-
-    def __init__(self, gather: Gather, slots: Sequence[int]) -> None:
-        self.gather, self.slots = gather, slots
-        self.copying: deque[GatheredPiece] = deque()
-        self.num_started = self.num_copied = 0
-        self.seconds = 0.0
-        self.began: float | None = None
-        """When the first piece was gathered."""
-
-    @property
-    def error(self) -> BaseException | None:
-        return self.gather.error
-
     @property
     def has_ended(self) -> bool:
         """A store that failed has ended when nothing writes its slots any more."""
@@ -100,7 +91,7 @@ class StoreTicket:
     def poll(self) -> TicketState:
         if self.has_ended:
             return TicketState.DONE if self.error is None else TicketState.FAILED
-        return TicketState.PENDING if self.gather.num_unlaunched else TicketState.SOURCE_FREE
+        return TicketState.PENDING if self.num_unlaunched else TicketState.SOURCE_FREE
 
 
 class DeviceStores:
@@ -132,19 +123,19 @@ class DeviceStores:
         """By bucket. The copy thread adds, the host's thread takes."""
         self._rest: deque[Sequence[int]] = deque()
         """Pieces of the last gather that are to be launched."""
-        self._last: Callable[[], Gather | None] = lambda: None
-        """The last gather, unless its store has failed before the copy thread had it."""
+        self._last: Callable[[], StoreTicket | None] = lambda: None
+        """The last store, unless it has failed before the copy thread had it."""
         self._tickets: list[StoreTicket] = []
 
-    def gather(self, blocks: Sequence[int]) -> Gather:
+    def gather(self, blocks: Sequence[int]) -> StoreTicket:
         """Launch the first gather of a store; `launch_rest` goes on."""
         pieces = pieces_of(len(blocks), self._buckets[-1])
         self._rest = deque(blocks[piece.start : piece.stop] for piece in pieces)
-        gather = Gather(len(pieces))
-        self._last = weakref.ref(gather)
+        ticket = StoreTicket(len(pieces))
+        self._last = weakref.ref(ticket)
         if pieces:
             self._launch_piece([])
-        return gather
+        return ticket
 
     def launch_rest(self) -> None:
         """Launch the other gathers of the store. Waits for memory in flight."""
@@ -152,7 +143,9 @@ class DeviceStores:
         while self._rest:
             self._launch_piece(split)
 
-    def queue(self, ticket: StoreTicket) -> None:
+    def queue(self, ticket: StoreTicket, slots: Sequence[int]) -> None:
+        """`slots`: their addresses."""
+        ticket.slots = slots
         self._tickets.append(ticket)
 
     def advance(self) -> bool:
@@ -188,32 +181,32 @@ class DeviceStores:
                 for rows in arriving:
                     rows.copy_to_host_async()
         except Exception as error:  # noqa: BLE001 - the failure of one op, in its ticket
-            if (gather := self._last()) is not None:
-                gather.fail(error)
+            if (ticket := self._last()) is not None:
+                ticket.fail(error)
             return
         if held is None:
             with suppress(Exception):
                 jax.block_until_ready(arriving)  # so that no more memory is in use than for one piece
-        elif (gather := self._last()) is not None and gather.error is None:
-            gather.launched.append(GatheredPiece(len(blocks), gathered, arriving, held, reusable=self._reuses))
-            gather.num_unlaunched -= 1
+        elif (ticket := self._last()) is not None and ticket.error is None:
+            ticket.launched.append(GatheredPiece(len(blocks), gathered, arriving, held, reusable=self._reuses))
+            ticket.num_unlaunched -= 1
 
     def _wait_for_memory(self, num_bytes: int) -> Held | None:
         """None if the store has failed."""
         taken: list[Held] = []
 
         def is_ready() -> bool:
-            gather = self._last()
-            if gather is None or gather.error is not None:
+            ticket = self._last()
+            if ticket is None or ticket.error is not None:
                 return True
             if (held := self._in_flight.take(num_bytes)) is not None:
                 taken.append(held)
             return held is not None
 
         stopped = self._stopping.is_set()
-        if (stopped or not wait_until(is_ready, self._stopping)) and (gather := self._last()) is not None:
+        if (stopped or not wait_until(is_ready, self._stopping)) and (ticket := self._last()) is not None:
             what = "the data plane was closed" if self._stopping.is_set() else "memory in flight did not become free"
-            gather.fail(CopyError(f"{what} before the host launched the op"))
+            ticket.fail(CopyError(f"{what} before the host launched the op"))
         return taken[0] if taken else None
 
     def _take_spare(self, bucket: int) -> Sequence[jax.Array | None]:
@@ -223,9 +216,9 @@ class DeviceStores:
             return [None] * len(self._programs)
 
     def _begin_copy(self, ticket: StoreTicket) -> bool:
-        if ticket.error is not None or not ticket.gather.launched:
+        if ticket.error is not None or not ticket.launched:
             return False
-        piece = ticket.gather.launched[0]
+        piece = ticket.launched[0]
         if ticket.began is None and piece.is_gathered():
             ticket.began = time.perf_counter()
         if not piece.has_arrived() or sum(len(one.copying) for one in self._tickets) >= _COPYING:
@@ -234,10 +227,10 @@ class DeviceStores:
         try:
             piece.job = self._copier.start(self._ranges(piece, slots))
         except Exception as error:  # noqa: BLE001 - the failure of one op, in its ticket
-            ticket.gather.fail(error)
+            ticket.fail(error)
             return True
         ticket.copying.append(piece)
-        ticket.gather.launched.popleft()
+        ticket.launched.popleft()
         ticket.num_started += piece.num_blocks
         return True
 
@@ -248,7 +241,7 @@ class DeviceStores:
             try:
                 piece.job.result()
             except Exception as error:  # noqa: BLE001 - the failure of one op, in its ticket
-                ticket.gather.fail(error)
+                ticket.fail(error)
             if piece.reusable is not None:
                 self._spare[piece.reusable[0].shape[0]].append(piece.reusable)
             ticket.num_copied += piece.num_blocks

@@ -175,7 +175,7 @@ class AttachServer:
         """Clients with a backlog, in the order of their turns."""
         self._epoll = select.epoll()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._posted: deque[Callable[[], object]] = deque()
+        self._posted: deque[tuple[Callable[[], object], Sequence[int]]] = deque()
         self._life = SessionLife(
             host,
             self._epoll,
@@ -212,9 +212,8 @@ class AttachServer:
         if self._thread.ident is not None:
             self.post(lambda: None)
             self._thread.join()
-        for posted in self._posted:
-            if isinstance(posted, _Push):
-                close_fds(posted.fds)
+        for _, fds in self._posted:
+            close_fds(fds)
         self._posted.clear()
         self._epoll.close()
         os.close(self._wake)
@@ -228,15 +227,17 @@ class AttachServer:
         self.post(partial(self._detach, session, kill))
         return True
 
-    def post(self, action: Callable[[], object]) -> None:
-        """Have the server's thread call `action` soon. Actions run in the order of the calls of `post`."""
-        self._posted.append(action)
+    def post(self, action: Callable[[], object], fds: Sequence[int] = ()) -> None:
+        """Have the server's thread call `action` soon, and close `fds` afterwards. Actions run in the order of the
+        calls of `post`."""
+        self._posted.append((action, fds))
         if threading.current_thread() is not self._thread:
             with suppress(BlockingIOError):  # the counter is full, so the thread will wake up anyway
                 os.eventfd_write(self._wake, 1)
 
     def _send_later(self, session: WireSession, message: Message, rank: int | None, fds: Sequence[int]) -> None:
-        self.post(_Push(partial(self._push, session, message, rank), duplicates_of(fds)))
+        copies = duplicates_of(fds)
+        self.post(partial(self._push, session, message, rank, copies), copies)
 
     # -- the thread -----------------------------------------------------------------------------------------
 
@@ -297,11 +298,13 @@ class AttachServer:
 
     def _run_posted(self) -> None:
         for _ in range(len(self._posted)):
-            action = self._posted.popleft()
+            action, fds = self._posted.popleft()
             try:
                 action()
             except Exception as error:  # noqa: BLE001 - logged and counted
                 self.tally.fault(error)
+            finally:
+                close_fds(fds)
 
     # -- accepting ------------------------------------------------------------------------------------------
 
@@ -450,8 +453,7 @@ class AttachServer:
     def _send_answer(self, client: ClientConnection, request_id: int, call: Callable[[], Message]) -> None:
         answer = self._answer_or_error(call, request_id)
         if answer is not None and answer.KIND != Kind.PENDING:  # the client knows that already
-            client.channel.send(answer.KIND, answer.pack(), request_id)
-            self._rewatch(client)
+            self._send(client, answer, request_id)
 
     # -- the first and the last frame -----------------------------------------------------------------------
 
@@ -518,10 +520,10 @@ class AttachServer:
             return
         if fds:
             member.has_memory = True
-        self._guarded(client, partial(self._push_to, client, message, fds))
+        self._guarded(client, partial(self._send, client, message, 0, fds))
 
-    def _push_to(self, client: ClientConnection, message: Message, fds: Sequence[int]) -> None:
-        client.channel.send(message.KIND, message.pack(), 0, fds)
+    def _send(self, client: ClientConnection, message: Message, request_id: int, fds: Sequence[int] = ()) -> None:
+        client.channel.send(message.KIND, message.pack(), request_id, fds)
         self._rewatch(client)
 
     # -- ending ---------------------------------------------------------------------------------------------
@@ -567,16 +569,3 @@ class AttachServer:
         client.backlog.clear()
         self._epoll.unregister(client.channel.fileno())
         client.channel.close()
-
-
-class _Push:
-    """A message on its way to the server's thread, with descriptors of its own."""
-
-    def __init__(self, send: Callable[[Sequence[int]], object], fds: Sequence[int]) -> None:
-        self._send, self.fds = send, fds
-
-    def __call__(self) -> None:
-        try:
-            self._send(self.fds)
-        finally:
-            close_fds(self.fds)

@@ -12,7 +12,10 @@ import select
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Literal, ParamSpec
+from functools import partial
+from typing import Literal
+
+from msgspec.structs import replace
 
 from kvstow.attach.hello import Hello, Welcome, digest_of
 from kvstow.attach.peer import Peer
@@ -28,8 +31,6 @@ Send = Callable[["WireSession", Message, int | None, Sequence[int]], object]
 """Sends a message to the worker of a rank, or to the scheduler half: see `SessionLink.push`."""
 
 _ID_BYTES, _TOKEN_BYTES = 8, 16
-
-P = ParamSpec("P")
 
 
 class Member:
@@ -81,11 +82,6 @@ class WireSession:
         """The connected member."""
         return next((member for member in self.members if member.rank == rank and member.is_connected), None)
 
-    @property
-    def is_awaited(self) -> bool:
-        """Whether any process of the session may still reach memory."""
-        return any(member.is_awaited for member in self.members)
-
 
 class SessionLife:
     """Used only by the attach server's thread.
@@ -120,22 +116,19 @@ class SessionLife:
         """Names this life of the service."""
         self._max_awaited = max_awaited
         self._errors = errors
-        self._trust_eof = trust_eof
+        self._trust_eof, self.needs_pidfd = trust_eof, trust_eof is None
         self._clock = clock
         self._trusted: list[tuple[float, int, Member]] = []
         """A heap of the times at which members without a pidfd count as ended."""
         self._num_trusted = 0
-
-    @property
-    def needs_pidfd(self) -> bool:
-        return self._trust_eof is None
 
     # -- attaching ------------------------------------------------------------------------------------------
 
     def greet(self, hello: Hello, peer: Peer) -> tuple[Member, Welcome]:
         """Take a process into a session, which then owns `peer`. Raises `AttachRefusedError`."""
         self.settle(hello, peer)
-        if self._awaited() >= self._max_awaited:
+        lost = [one for one in self.sessions.values() if one.state == "lost"]
+        if sum(member.is_awaited for one in lost for member in one.members) >= self._max_awaited:
             raise AttachRefusedError(
                 "too_many_lost", f"{self._max_awaited} processes of lost sessions still have memory mapped"
             )
@@ -143,29 +136,14 @@ class SessionLife:
             return self._join(hello, peer)
         token = secrets.token_urlsafe(_TOKEN_BYTES)
         session = WireSession(secrets.token_hex(_ID_BYTES), token, hello, peer.uid, self._send)
-        session.hosted, grant = self._host.open_session(session.session_id, hello, peer, session)
-        self._add(session)
+        session.hosted, welcome = self._host.open_session(session.session_id, hello, peer, session)
+        self.sessions[session.session_id] = self._by_token[session.token_digest] = session
         member = self._add_member(session, hello, peer)
         logger.info("session %s: %r on %r attached", session.session_id, hello.engine, hello.host)
-        return member, Welcome(
-            session_id=session.session_id,
-            service=self._service,
-            token=session.token,
-            engine_id=grant.engine_id,
-            pool=grant.pool,
-            namespace=grant.namespace,
-            sharing_off=grant.sharing_off,
-            source_key=grant.source_key,
-        )
+        return member, replace(welcome, service=self._service, token=session.token)
 
     def _join(self, hello: Hello, peer: Peer) -> tuple[Member, Welcome]:
-        session = self._session_to_join(hello, peer)
-        session.hosted.join_worker(hello, peer)
-        member = self._add_member(session, hello, peer)
-        return member, Welcome(session_id=session.session_id, service=self._service)
-
-    def _session_to_join(self, hello: Hello, peer: Peer) -> WireSession:
-        """The session that a worker joins. Raises `AttachRefusedError` if the worker may not join it."""
+        """Raises `AttachRefusedError` if the worker may not join the session."""
         session = self._by_token.get(digest_of(hello.token))
         if session is None or session.state != "attached":
             raise AttachRefusedError(
@@ -177,17 +155,15 @@ class SessionLife:
             raise AttachRefusedError("rank", f"rank {hello.rank} of a session with {session.num_ranks} ranks")
         if session.member_of(hello.rank) is not None:
             raise AttachRefusedError("rank", f"rank {hello.rank} of the session is attached already")
-        return session
-
-    def _add(self, session: WireSession) -> None:
-        self.sessions[session.session_id] = session
-        self._by_token[session.token_digest] = session
+        session.hosted.join_worker(hello, peer)
+        member = self._add_member(session, hello, peer)
+        return member, Welcome(session_id=session.session_id, service=self._service)
 
     def _add_member(self, session: WireSession, hello: Hello, peer: Peer) -> Member:
         member = Member(session, hello, peer)
         try:
             if peer.pidfd is not None:
-                self._watch(member)
+                self._watch(member, peer.pidfd)
         except OSError:  # its end would not be noticed; the host has already accepted it
             self.lose(session, f"{described(member)} cannot be watched")
             raise
@@ -198,15 +174,10 @@ class SessionLife:
         """Handle what the process reports of lost sessions: the same process may have been in them, and it lists those
         whose copies in it have all ended."""
         for token in hello.settled_tokens:
-            self._settle(token, hello, peer)
-
-    def _settle(self, token: str, hello: Hello, peer: Peer) -> None:
-        session = self._by_token.get(digest_of(token))
-        if session is None or session.state != "lost":
-            return
-        for member in session.members:
-            if member.rank == hello.rank and member.is_awaited and self._is_same(member, peer):
-                self.process_ended(member)
+            session = self._by_token.get(digest_of(token))
+            for member in session.members if session is not None and session.state == "lost" else ():
+                if member.rank == hello.rank and member.is_awaited and self._is_same(member, peer):
+                    self.process_ended(member)
 
     def _is_same(self, member: Member, peer: Peer) -> bool:
         """Whether the peer is the member's process. Without the pidfd of a worker of the previous service, the token
@@ -221,13 +192,13 @@ class SessionLife:
         hello, peer = workers[0]
         session = WireSession(session_id, "", hello, peer.uid, self._send)
         session.state, session.token_digest = "lost", token_digest
-        self._add(session)
+        self.sessions[session_id] = self._by_token[token_digest] = session
         for hello, peer in workers:
             member = Member(session, hello, peer)
             member.is_connected, member.has_memory = False, True
             session.members.append(member)
             if peer.pidfd is not None:
-                self._watch(member)
+                self._watch(member, peer.pidfd)
             elif self._trust_eof is not None:
                 self._trust_later(member)
             else:
@@ -250,7 +221,7 @@ class SessionLife:
         for member in session.members:
             if member.is_connected:
                 self._disconnect(member)
-        self._guarded(session.hosted.lose, reason)
+        self._guarded(partial(session.hosted.lose, reason))
         for member in session.members:
             if member.has_memory and member.has_ended:
                 self._end_worker(member)
@@ -301,21 +272,19 @@ class SessionLife:
         heapq.heappush(self._trusted, (self._clock() + self._trust_eof, self._num_trusted, member))
 
     def _end_if_over(self, session: WireSession) -> None:
-        if session.state != "lost" or session.is_awaited:
+        if session.state != "lost" or any(member.is_awaited for member in session.members):
             return
         session.state = "over"
         self.sessions.pop(session.session_id, None)
         self._by_token.pop(session.token_digest, None)
         logger.info("session %s is over: none of its processes can reach memory", session.session_id)
-        self._guarded(self._host.session_over, session.session_id)
+        self._guarded(partial(self._host.session_over, session.session_id))
 
     def _end_worker(self, member: Member) -> None:
         assert member.rank is not None, "a scheduler half has no memory"
-        self._guarded(member.session.hosted.end_worker, member.rank)
+        self._guarded(partial(member.session.hosted.end_worker, member.rank))
 
-    def _watch(self, member: Member) -> None:
-        pidfd = member.peer.pidfd
-        assert pidfd is not None
+    def _watch(self, member: Member, pidfd: int) -> None:
         self._epoll.register(pidfd, select.EPOLLIN)
         self._watched[pidfd] = member
 
@@ -326,19 +295,13 @@ class SessionLife:
                 self._epoll.unregister(pidfd)
             member.peer.close()
 
-    def _awaited(self) -> int:
-        """Processes of lost sessions that may still reach memory."""
-        return sum(
-            member.is_awaited for found in self.sessions.values() if found.state == "lost" for member in found.members
-        )
-
-    def _guarded(self, call: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
+    def _guarded(self, call: Callable[[], object]) -> None:
         """Make a call to the host. If it fails, what the session holds stays held, and other sessions continue."""
         try:
-            call(*args, **kwargs)
+            call()
         except Exception:
             self._errors["internal"] += 1
-            logger.exception("the end of a session has failed in the control plane: %r%r", call, args)
+            logger.exception("the end of a session has failed in the control plane: %r", call)
 
 
 def described(member: Member) -> str:

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from msgspec.structs import replace
+
 from kvstow.attach.calls import ExtentGrant, ExtentSlots
 from kvstow.attach.hello import Hello, digest_of
 from kvstow.attach.peer import Peer
@@ -14,8 +16,6 @@ from kvstow.control.attachedsession import AttachedSession
 from kvstow.errors import InvalidRequestError
 from kvstow_service.node.pools.nodepool import KnownNamespace, NodePool
 from kvstow_service.node.survival.roster import WorkerRecord
-
-_MAX_TEXT = 200  # of an engine's own description, in a record
 
 
 class SessionLink(Protocol):
@@ -146,17 +146,12 @@ class MemoryHolder:
         """What the next service has to know about a worker."""
         return WorkerRecord(
             session_id=self.session_id,
-            client=self.client(hello.rank),
             token_digest=digest_of(hello.token),
             number=self.control.session_id,
             pool=self.pool.name,
             namespace=self.namespace.name,
-            rank=hello.rank,
             wanted_slots=self.wanted_slots,
-            engine=hello.engine[:_MAX_TEXT],
-            host=hello.host[:_MAX_TEXT],
-            pid=hello.pid,
-            device=hello.device[:_MAX_TEXT],
+            hello=replace(hello.in_session(), token=""),
             uid=peer.uid,
             gid=peer.gid,
             has_pidfd=peer.pidfd is not None,

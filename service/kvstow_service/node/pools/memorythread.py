@@ -18,6 +18,7 @@ from kvstow.bytesize import format_size
 from kvstow.errors import AttachRefusedError
 from kvstow.memory.nodememory import NodeMemory
 from kvstow.memory.rows import PoolLayout
+from kvstow.status import KeptMemory, MemoryWait
 from kvstow_service.node.pools.memoryholder import MemoryHolder
 from kvstow_service.node.pools.nodepool import NodePool
 from kvstow_service.node.pools.noderecords import NodeRecords
@@ -35,31 +36,13 @@ P = ParamSpec("P")
 logger = logging.getLogger("kvstow.node")
 
 
-class PoolWait(NamedTuple):
-    """A pool waits for memory that the processes of a session can still reach. `since`: in seconds of the monotonic
-    clock."""
-
-    pool: str
-    session: str
-    num_bytes: int
-    since: float
-
-
-class Kept(NamedTuple):
-    """Memory that was given back, and that some process has still. The sessions had it, and are not over."""
-
-    sessions: tuple[str, ...]
-    num_bytes: int
-    since: float
-
-
 class MemoryFigures(NamedTuple):
     """`waits`: which sessions hold memory that pools should get. `kept`: which ones may still have memory that they
-    have given back. `notices` say why else memory that pools should get must wait, and `failures` why workers lack
-    memory of their pools; both are sentences."""
+    have given back. Both since when, on the monotonic clock. `notices` say why else memory that pools should get must
+    wait, and `failures` why workers lack memory of their pools; both are sentences."""
 
-    waits: tuple[PoolWait, ...] = ()
-    kept: tuple[Kept, ...] = ()
+    waits: tuple[tuple[MemoryWait, float], ...] = ()
+    kept: tuple[tuple[KeptMemory, float], ...] = ()
     notices: tuple[str, ...] = ()
     failures: tuple[str, ...] = ()
     allocated_bytes: int = 0
@@ -233,8 +216,8 @@ class MemoryThread:
         assert self.records is not None
         memory = self._enter_pool(pool, found.record)
         for row in found.rows:
-            extents = [(extent, survivors.extents[extent].extent) for extent in row.extents]
-            described = [(extent, found.num_bytes, found.numa_node) for extent, found in extents]
+            extents = [(extent, survivors.extents[extent][0]) for extent in row.extents]
+            described = [(extent, taken.num_bytes, taken.numa_node) for extent, taken in extents]
             self.budget.restore_row(pool.name, row.first_slot, row.num_slots, described)
             for extent, taken in extents:
                 self.memory.restore(extent, taken)
@@ -242,7 +225,7 @@ class MemoryThread:
         self.records.restore_pool(pool, found.record, found.journal)
         for record, pidfd in found.workers:
             self.records.add_worker(record, pidfd)
-            place = pool.place_of(record.rank)
+            place = pool.place_of(record.hello.rank)
             for row in found.rows:
                 self.budget.record_mapping(record.client, row.extents[place])
             self.budget.attach(pool.name, record.session_id, record.wanted_slots)
@@ -368,7 +351,7 @@ class MemoryThread:
         if found.is_empty:
             self._on_empty(found.pool)
 
-    def _waits(self, due: Mapping[str, int]) -> Iterator[tuple[str, str, int]]:
+    def _waits(self, due: Mapping[str, int]) -> Iterator[MemoryWait]:
         """Sessions whose workers have yet to release memory. O(extents recalled, and their clients)."""
         if not self.budget.recalled_bytes:
             return
@@ -382,7 +365,7 @@ class MemoryThread:
                     held.update(dict.fromkeys(sessions, self.budget.find(extent).num_bytes))
         for pool, share in due.items():
             if self.budget.pool(pool).held_bytes() < share:
-                yield from ((pool, session, num_bytes) for session, num_bytes in held.items())
+                yield from (MemoryWait(pool, session, num_bytes) for session, num_bytes in held.items())
 
     def _kept(self) -> Mapping[tuple[str, ...], int]:
         """Memory that was given back, by the sessions that had it. O(extents that were given back)."""
@@ -406,8 +389,8 @@ class MemoryThread:
             return self._since.setdefault(what, before.get(what, now))
 
         self.figures = MemoryFigures(
-            tuple(PoolWait(pool, one, num_bytes, since(pool, one)) for pool, one, num_bytes in self._waits(due)),
-            tuple(Kept(sessions, num_bytes, since(sessions)) for sessions, num_bytes in self._kept().items()),
+            tuple((wait, since(wait.pool, wait.session)) for wait in self._waits(due)),
+            tuple((KeptMemory(sessions, taken), since(sessions)) for sessions, taken in self._kept().items()),
             notices,
             tuple(failures),
             budget.allocated_bytes,

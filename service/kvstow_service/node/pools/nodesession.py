@@ -70,13 +70,16 @@ class MemoryWaits:
         self._grown_at = clock()
         self._rate: float | None = None
         self._waiting: list[_Wait] = []
-        self.next_deadline: float | None = None
+
+    @property
+    def next_deadline(self) -> float | None:
         """When the first wait is over. None if there is none."""
+        return min((wait.until for wait in self._waiting), default=None)
 
     def put(self, end: int, tokens: int, answer: Callable[[], object]) -> bool:
-        """Call `answer` once all slots below `end` are registered, or the time is over that computing `tokens` takes.
-        Returns False, and never calls it, if registering has stalled or would take more than twice as long. `answer`
-        must not raise."""
+        """Call `answer`, which must not raise, once all slots below `end` are registered, or the time is over that
+        computing `tokens` takes. Returns False, and never calls it, if registering has stalled or would take more than
+        twice as long."""
         now = self._clock()
         seconds = min(MOST_SECONDS, tokens / TOKENS_PER_SECOND)
         if len(self._waiting) >= MOST_WAITING or now - self._grown_at > STALLED_SECONDS:
@@ -84,11 +87,10 @@ class MemoryWaits:
         if self._rate is not None and end - self._slots > 2 * seconds * self._rate:
             return False
         self._waiting.append(_Wait(end, now + seconds, answer))
-        self._note_deadline()
         return True
 
     def advance(self, slots: int) -> None:
-        """All ranks have registered this many slots. Answers the lookups that have waited for these slots."""
+        """All ranks have registered this many slots."""
         now = self._clock()
         if slots > self._slots:
             seconds = now - self._grown_at
@@ -102,28 +104,19 @@ class MemoryWaits:
         """Answer the lookups that have waited long enough, and those whose memory is registered. O(1) without any."""
         if not self._waiting:
             return
-        now = self._clock()
-        waiting, self._waiting = self._waiting, []
-        over = list[_Wait]()
+        now, waiting = self._clock(), self._waiting
+        self._waiting = [wait for wait in waiting if wait.end > self._slots and wait.until > now]
         for wait in waiting:
-            (over if wait.end <= self._slots or wait.until <= now else self._waiting).append(wait)
-        self._note_deadline()
-        for wait in over:
-            wait.answer()
-
-    def _note_deadline(self) -> None:
-        self.next_deadline = min((wait.until for wait in self._waiting), default=None)
+            if wait.end <= self._slots or wait.until <= now:
+                wait.answer()
 
 
 _OPS_PER_FRAME = 10_000
 _EVENTS_PER_PAGE = 64
 _KEYS_PER_PAGE = 2048
 """A page ends with the event that reaches this number: 3,071 keys at most, 0.1 MB."""
-
-
 HINTS_PER_SECOND = 1000
 """Of one session, as many at once, too. No engine ends so many requests."""
-
 
 Later = Callable[[Callable[[], Found | Pending]], object]
 """Answers a lookup that was `Pending` with what the given call returns. `Pending` means that it takes more time.
@@ -203,23 +196,25 @@ class NodeSession(MemoryHolder):
     def lookup(self, call: Lookup | LookupPrompt, later: Later | None = None) -> Found | Pending:
         """If this call returns `Pending`, the session calls `later` with the answer. It is None for a client that needs
         the answer at once."""
-        if isinstance(call, LookupPrompt):
-            answer = self._look_up(Lookup(call.keys, Hold.NOTHING, counted=False), later, is_prompt=True)
-        else:
-            answer = self._look_up(call, later)
+        is_prompt = isinstance(call, LookupPrompt)
+        lookup = Lookup(call.keys, Hold.NOTHING, counted=False) if isinstance(call, LookupPrompt) else call
+        answer = self._look_up(lookup, later, is_prompt=is_prompt)
         if isinstance(answer, Pending):
             self._waiting.add(self)
         return answer
 
     def _look_up(
-        self, call: Lookup, later: Later | None, *, is_prompt: bool = False, has_waited: bool = False
+        self, call: Lookup, later: Later | None, *, is_prompt: bool, has_waited: bool = False
     ) -> Found | Pending:
         """Waits for blocks in memory that the ranks are about to register. Then holds what the pool has while the tier
         may have more."""
         if later is None or call.hold == Hold.ALL:
             return self._find(call)
-        if not has_waited and self._waits_for_memory(call, later, is_prompt=is_prompt):
-            return Pending()
+        if not has_waited and (slots := self.control.out_of_reach(call.keys)):
+            tokens = len(slots) * max((group.block_tokens for group in self.pool.identity.groups), default=0)
+            again = partial(self._look_up, call, later, is_prompt=is_prompt, has_waited=True)
+            if self.waits.put(max(slots) + 1, tokens, partial(self._answer, later, again)):
+                return Pending()
         tier = self.tier
         if tier is None or not tier.may_have_more or (call.hold == Hold.NOTHING and not is_prompt):
             return self._find(call)
@@ -230,26 +225,13 @@ class NodeSession(MemoryHolder):
                 self.control.count_lookup(len(call.keys), num_found)
             return held
         ask = tier.ask_prompt if is_prompt else tier.ask
-        ask(call.keys, partial(self._answer, call, held, later))
+        ask(call.keys, partial(self._answer, later, partial(self._find_anew, call, held)))
         return Pending()
 
-    def _waits_for_memory(self, call: Lookup, later: Later, *, is_prompt: bool) -> bool:
-        """Whether the lookup is answered later because the ranks are about to register some of what it finds."""
-        slots = self.control.out_of_reach(call.keys)
-        if not slots:
-            return False
-
-        def look_again() -> None:
-            if not self.control.is_lost:
-                later(partial(self._look_up, call, later, is_prompt=is_prompt, has_waited=True))
-
-        tokens = len(slots) * max((group.block_tokens for group in self.pool.identity.groups), default=0)
-        return self.waits.put(max(slots) + 1, tokens, look_again)
-
-    def _answer(self, call: Lookup, before: Found, later: Later) -> None:
-        """Answer: the tier has nothing more to fetch. On the attach server's thread."""
+    def _answer(self, later: Later, call: Callable[[], Found | Pending]) -> None:
+        """What a lookup has waited for is there. On the attach server's thread."""
         if not self.control.is_lost:
-            later(partial(self._find_anew, call, before))
+            later(call)
 
     def _find_anew(self, call: Lookup, before: Found) -> Found:
         """`before`: what was found, and held, when the tier was asked."""
@@ -295,10 +277,9 @@ class NodeSession(MemoryHolder):
         grant = self.control.begin_store(call.keys, range(len(call.keys)), request_id=call.request_id)
         if self.pool.used_slots > self.pool.grow_above >= 0:
             self._memory.do(self._memory.grow, self.pool)
-        room = self.control.store_room()
-        if grant.op is None:
-            return StoreBegun(0, (), (), tuple(grant.unplaced), grant.outcomes, room)
-        return StoreBegun(grant.op.op_id, grant.accepted, grant.op.slots, tuple(grant.unplaced), grant.outcomes, room)
+        op_id, slots = (0, ()) if grant.op is None else (grant.op.op_id, grant.op.slots)
+        accepted = () if grant.op is None else grant.accepted
+        return StoreBegun(op_id, accepted, slots, tuple(grant.unplaced), grant.outcomes, self.control.store_room())
 
     def use(self, call: Use) -> None:
         hints = call.hints
@@ -350,13 +331,14 @@ class NodeSession(MemoryHolder):
 
     def take_report(self, report: RankReport) -> DesiredState:
         memory = self._memory_of(report.rank)
-        report = replace(
-            report,
-            pinned_slots=memory.registered_slots,
-            engine_id=self.pool.desired.engine_id,
-            applied=memory.applied,
+        desired = self.control.report(
+            replace(
+                report,
+                pinned_slots=memory.registered_slots,
+                engine_id=self.pool.desired.engine_id,
+                applied=memory.applied,
+            )
         )
-        desired = self.control.report(report)
         self.send_settled()
         self._advance_waits()
         return desired
@@ -388,8 +370,6 @@ class NodeSession(MemoryHolder):
         self._memory.do(self._memory.end_client, client)
         if self.pool.owed:
             self._memory.free_owed(self.pool)
-
-    # -- status ---------------------------------------------------------------------------------------------
 
     def status(self) -> SessionStatus:
         """From any thread."""

@@ -11,6 +11,7 @@ from kvstow.attach.channel import close_fds
 from kvstow.control.administration import Sweep
 from kvstow.control.indexjournal import IndexJournal
 from kvstow.errors import ConflictError, PinError
+from kvstow.memfd import open_for_client
 from kvstow.memory.extents import Extent
 from kvstow.memory.nodememory import NodeMemory
 from kvstow.memory.rows import Row
@@ -239,7 +240,7 @@ class PoolMemory:
         fds = list[int]()
         try:
             for extent in extents:
-                fds.append(extent.open_for_client())
+                fds.append(open_for_client(extent.fd))
             # Two actions of one thread, in this order: the worker cannot mention an extent that is not in `RankMemory`.
             self._post(partial(session.ranks[worker.rank].granted, grants))
             session.link.push(GrantedExtents(stride, tuple(grants), is_all), rank=worker.rank, fds=fds)

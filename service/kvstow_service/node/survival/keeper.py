@@ -37,15 +37,11 @@ from kvstow.errors import KeeperError
 VERSION = 1
 MESSAGE_BYTES = 64 << 10
 MESSAGE_FDS = 200  # the kernel takes 253
-MAX_LABEL, MAX_HELD = 128, 8192
+MAX_HELD = 8192
 BUSY = "busy"
 """Why a hello is refused while the process of the service before lives."""
 
 _MAGIC = b"KVK1"
-
-
-class Garbage(Exception):
-    """A message that no program of KVStow sends."""
 
 
 def receive(peer: socket.socket) -> tuple[bytes, list[int], bool]:
@@ -72,15 +68,13 @@ def send(peer: socket.socket, message: dict[str, Any], fds: Sequence[int]) -> No
 
 
 def take_apart(data: bytes, is_cut: bool) -> dict[str, Any]:
-    """The content of a message. Raises `Garbage`."""
-    if is_cut or not data.startswith(_MAGIC):
-        raise Garbage
+    """The content of a message. Raises `ValueError` for what no program of KVStow sends."""
     try:
         message = json.loads(data[len(_MAGIC) :])
-    except (ValueError, RecursionError) as error:
-        raise Garbage from error
-    if not isinstance(message, dict):
-        raise Garbage
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    if is_cut or not data.startswith(_MAGIC) or not isinstance(message, dict):
+        raise ValueError("it is no message of a keeper")
     return message
 
 
@@ -194,6 +188,7 @@ def _pidfd_of(connected: socket.socket) -> int | None:
 
 
 _MAX_CONNECTIONS = 8
+_FULL_SECONDS = 0.05
 _MAX_FORMER = 256
 
 
@@ -234,7 +229,6 @@ class Keeper:
         self._former: deque[str] = deque(maxlen=_MAX_FORMER)
         self._alone_since = clock()
         self._refused = 0
-        self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         self._poll = select.poll()
         self._poll.register(listener, select.POLLIN)
         self.ended: str | None = None
@@ -259,9 +253,6 @@ class Keeper:
         for connection in list(self._connections.values()):
             self._disconnect(connection)
         self._forget_process()
-        if self._spare >= 0:
-            os.close(self._spare)
-            self._spare = -1
         self._listener.close()
         self._close_held()
 
@@ -287,7 +278,7 @@ class Keeper:
             peer, _ = self._listener.accept()
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE):
-                self._turn_away()
+                time.sleep(_FULL_SECONDS)  # the connection waits, and would be reported again at once
             return
         if credentials_of(peer)[1] != os.geteuid() or len(self._connections) >= _MAX_CONNECTIONS:
             self._refused += 1
@@ -296,18 +287,6 @@ class Keeper:
         peer.setblocking(False)
         self._connections[peer.fileno()] = KeeperPeer(peer)
         self._poll.register(peer, select.POLLIN)
-
-    def _turn_away(self) -> None:
-        """Accept and close a connection for which no descriptor is left. Otherwise it would be reported again and
-        again."""
-        self._refused += 1
-        if self._spare >= 0:
-            os.close(self._spare)
-            self._spare = -1
-        with suppress(OSError):
-            self._listener.accept()[0].close()
-        with suppress(OSError):  # the machine may have none either: what is held matters more
-            self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
 
     def _disconnect(self, connection: KeeperPeer) -> None:
         fd = connection.socket.fileno()
@@ -324,23 +303,20 @@ class Keeper:
             if not data:
                 self._disconnect(connection)
                 return
-            answer, sent = self._answer(connection, take_apart(data, is_cut), fds)
-            send(connection.socket, {"ok": True, **answer}, sent)
-        except _Refusal as refusal:
-            self._refuse(connection, refusal)
-        except (Garbage, OSError):
+            sent: list[int] = []
+            try:
+                answer, sent = self._answer(connection, take_apart(data, is_cut), fds)
+                answer = {"ok": True, **answer}
+            except _Refusal as refusal:
+                self._refused += 1
+                answer = {"ok": False, "error": str(refusal), "reason": refusal.reason}
+            send(connection.socket, answer, sent)
+        except (ValueError, OSError):
             self._refused += 1
             self._disconnect(connection)
         finally:
             for fd in fds:
                 os.close(fd)
-
-    def _refuse(self, connection: KeeperPeer, refusal: _Refusal) -> None:
-        self._refused += 1
-        try:
-            send(connection.socket, {"ok": False, "error": str(refusal), "reason": refusal.reason}, [])
-        except OSError:
-            self._disconnect(connection)
 
     def _answer(
         self, connection: KeeperPeer, request: dict[str, Any], fds: list[int]
@@ -352,7 +328,7 @@ class Keeper:
         if verb == "hello":
             return self._welcome(connection, request), []
         if verb not in ("put", "commit", "take", "drop", "leave", "end"):
-            raise Garbage
+            raise ValueError(f"{verb!r} is no request")
         if connection is not self._service:
             raise _Refusal("this connection has sent no hello")
         if verb == "take":
@@ -375,8 +351,8 @@ class Keeper:
         life = request.get("life")
         if request.get("version") != VERSION:
             raise _Refusal(f"this keeper has version {VERSION} of the messages, not {request.get('version')}")
-        if not isinstance(life, str) or not 0 < len(life) <= MAX_LABEL:
-            raise Garbage
+        if not isinstance(life, str) or not life:
+            raise ValueError("a hello names no life")
         if connection.pidfd is None:
             raise _Refusal(
                 "the keeper cannot see when this service ends: the kernel is older than 6.5, and they are in different "
@@ -406,8 +382,6 @@ class Keeper:
     def _put(self, connection: KeeperPeer, labels: list[str], fds: list[int]) -> None:
         if len(labels) != len(fds) or len({*labels, *connection.staged}) < len(labels) + len(connection.staged):
             raise _Refusal(f"{len(labels)} labels came with {len(fds)} descriptors, or twice")
-        if not all(0 < len(label) <= MAX_LABEL and label.isprintable() for label in labels):
-            raise _Refusal(f"a label is empty, not printable, or longer than {MAX_LABEL} characters")
         if len(connection.staged) + len(labels) > MAX_HELD:
             raise _Refusal(f"a keeper holds at most {MAX_HELD} descriptors")
         for label in labels:
@@ -426,8 +400,8 @@ class Keeper:
     def _page(self, request: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
         """A page of what is held, starting at a given number, and the number at which the next page begins."""
         start = request.get("start")
-        if not isinstance(start, int) or isinstance(start, bool) or start < 0:
-            raise Garbage
+        if type(start) is not int or start < 0:
+            raise ValueError("a page begins with a number")
         page = dict(islice(self._held.items(), start, start + MESSAGE_FDS))
         end = start + len(page)
         more = {"next": end if end < len(self._held) else None, "pid": os.getpid(), "refused": self._refused}
@@ -437,7 +411,7 @@ class Keeper:
 def _strings(request: dict[str, Any], key: str) -> list[str]:
     found = request.get(key)
     if not isinstance(found, list) or not all(isinstance(one, str) for one in found):
-        raise Garbage
+        raise ValueError(f"{key} is no list of texts")
     return found
 
 

@@ -16,7 +16,6 @@ from kvstow_service.node.survival.keeper import (
     BUSY,
     MESSAGE_FDS,
     VERSION,
-    Garbage,
     connect,
     is_readable,
     receive,
@@ -147,7 +146,7 @@ class KeeperClient:
             if answer.get("ok") is not True:
                 failure = KeeperBusyError if answer.get("reason") == BUSY else KeeperError
                 raise failure(str(answer.get("error")))
-        except Garbage as error:
+        except ValueError as error:
             raise KeeperError("the keeper's answer cannot be read") from error
         except BaseException:
             for fd in received:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
 from kvstow.bytesize import format_size
 from kvstow.memory.extents import EXTENT_NAME
+from kvstow_api.directory import OrphanedMemory
 from kvstow_api.texts import counted
 from kvstow_service.node.survival.keeper import PROCESS_NAME
 
@@ -21,29 +21,7 @@ _Extents = dict[tuple[int, int], int]
 """How many bytes each extent takes, as far as a descriptor shows it, by device and inode."""
 
 
-@dataclass(frozen=True, slots=True)
-class HoldingProcess:
-    """A process that keeps extents alive. `num_bytes`: how much its extents take, without those that the process has
-    only mapped, whose size is not visible. `added_bytes`: the same without extents that an earlier process in the list
-    also has, so that the sum is right."""
-
-    pid: int
-    command: str
-    num_extents: int
-    num_bytes: int
-    added_bytes: int
-
-    @property
-    def sentence(self) -> str:
-        """What the process holds, and what to do about it."""
-        extents = counted(self.num_extents, "extent") + (f" ({format_size(self.num_bytes)})" if self.num_bytes else "")
-        return (
-            f"process {self.pid} ({self.command}) holds {extents} of a service that is gone; the memory is free when "
-            "the process releases it or ends"
-        )
-
-
-def find_orphaned_memory(in_use: Collection[int], *, proc: Path = Path("/proc")) -> list[HoldingProcess]:
+def find_orphaned_memory(in_use: Collection[int], *, proc: Path = Path("/proc")) -> list[OrphanedMemory]:
     """Processes with extents that none of the processes `in_use` has. These are the running services, which hold all of
     theirs, and keepers, which hold what is their services' while these are away. It finds only processes that this one
     can see and inspect: in a container, usually those of the container. If it finds any, it looks again, because the
@@ -58,8 +36,13 @@ def find_orphaned_memory(in_use: Collection[int], *, proc: Path = Path("/proc"))
         if sizes:
             added = sum(num_bytes for extent, num_bytes in sizes.items() if not before.get(extent))
             before |= {extent: num_bytes for extent, num_bytes in sizes.items() if num_bytes}
-            command = _command(proc / str(pid))
-            found.append(HoldingProcess(pid, command, len(sizes), sum(sizes.values()), added))
+            taken = sum(sizes.values())  # without what it has only mapped, whose size is not visible
+            extents_held = counted(len(sizes), "extent") + (f" ({format_size(taken)})" if taken else "")
+            words = (
+                f"process {pid} ({_command(proc / str(pid))}) holds {extents_held} of a service that is gone; the "
+                "memory is free when the process releases it or ends"
+            )
+            found.append(OrphanedMemory(words, added))
     return found
 
 

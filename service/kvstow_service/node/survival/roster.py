@@ -9,10 +9,11 @@ import logging
 import os
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
 import msgspec
+from msgspec import Struct
 
 from kvstow.attach.hello import Hello
 from kvstow.attach.identity import NamespaceIdentity, PoolIdentity
@@ -20,7 +21,7 @@ from kvstow.attach.peer import Peer, pid_of
 from kvstow.attach.wire import read_value
 from kvstow.config import HugePages
 from kvstow.control.indexjournal import IndexJournal, packed_copy, read_header
-from kvstow.errors import JournalError, KvstowError
+from kvstow.errors import JournalError, KeeperError, KvstowError
 from kvstow.memfd import MemfdIdentity, create_memfd, identify_memfd, require_memfd
 from kvstow.memory.budget import MemoryBudget
 from kvstow.memory.extents import Extent
@@ -28,8 +29,7 @@ from kvstow.memory.rows import PoolLayout, RankLayout
 from kvstow_service.node.survival.keeper import is_readable
 
 
-@dataclass(frozen=True, slots=True)
-class PoolRecord:
+class PoolRecord(Struct, frozen=True):
     """`extent_bytes` is that of the service that made the pool. It determines the pool's rows."""
 
     name: str
@@ -44,42 +44,26 @@ class PoolRecord:
         return PoolLayout(self.owner, tuple(map(RankLayout, self.identity.stored_slot_bytes)), self.extent_bytes)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerRecord:
-    """`number` is the session's number in its pool, whose journal names it. `client` is the worker's name in the books
-    of memory. `token_digest` is that of the session's token, which only the engine knows. `has_pidfd`: whether the end
-    of the process can be seen, by a descriptor that the keeper has."""
+class WorkerRecord(Struct, frozen=True, kw_only=True):
+    """A worker that may use the memory. `number` is the session's number in its pool, whose journal names it.
+    `token_digest` is that of the session's token, which only the engine knows: `hello` is without it. `has_pidfd`:
+    whether the end of the process can be seen, by a descriptor that the keeper has."""
 
     session_id: str
-    client: str
     token_digest: str
     number: int
     pool: str
     namespace: str
-    rank: int
     wanted_slots: int | None
-    engine: str
-    host: str
-    pid: int
-    device: str
+    hello: Hello
     uid: int
     gid: int
     has_pidfd: bool
 
-    def hello(self) -> Hello:
-        """The worker's hello, as far as it is known."""
-        return Hello(
-            role="worker",
-            engine=self.engine,
-            host=self.host,
-            pid=self.pid,
-            rank=self.rank,
-            device=self.device,
-        )
-
-    def peer(self, pidfd: int | None) -> Peer:
-        """Takes ownership of the pidfd. In another pid namespace, the process may have another number than before."""
-        return Peer(0 if pidfd is None else pid_of(pidfd), self.uid, self.gid, pidfd)
+    @property
+    def client(self) -> str:
+        """The worker's name in the books of memory."""
+        return f"{self.session_id}/{self.hello.rank}"
 
 
 ROSTER_NAME = "kvstow-roster"
@@ -157,6 +141,28 @@ def worker_label(client: str) -> str:
     return f"worker-{client}"
 
 
+class _ExtentRecord(Struct, frozen=True, array_like=True):
+    number: int
+    num_bytes: int
+    numa_node: int | None
+    owner: int | None
+    identity: MemfdIdentity
+    is_spare: bool
+
+
+class SurvivingRow(Struct, frozen=True, array_like=True):
+    first_slot: int
+    num_slots: int
+    extents: tuple[int, ...]
+
+
+class _PoolContent(Struct, frozen=True):
+    record: PoolRecord
+    journal: str
+    rows: tuple[SurvivingRow, ...]
+    workers: tuple[WorkerRecord, ...]
+
+
 def roster_content(
     extents: Mapping[int, Extent],
     budget: MemoryBudget,
@@ -165,47 +171,41 @@ def roster_content(
 ) -> dict[str, Any]:
     """What `read_survivors` reads. An extent is spare, or in a row, or of a pool that is gone. O(extents)."""
     booked = budget.extents
+    of_pool: dict[str, list[WorkerRecord]] = {}
+    for worker in workers:
+        of_pool.setdefault(worker.pool, []).append(worker)
     return {
-        "extents": {
-            number: [
-                extent.num_bytes,
-                extent.numa_node,
-                booked[number].owner,
-                extent.identity,
-                booked[number].is_spare,
-            ]
-            for number, extent in extents.items()
-        },
+        "extents": [
+            [one, extent.num_bytes, extent.numa_node, booked[one].owner, extent.identity, booked[one].is_spare]
+            for one, extent in extents.items()
+        ],
         "pools": [
-            {
-                "record": {**asdict(record), "identity": msgspec.to_builtins(record.identity)},
-                "journal": journal_label(journal),
-                "rows": [
-                    [row.first_slot, row.num_slots, row.extents] for _, row in sorted(budget.pool(name).rows.items())
-                ],
-            }
+            msgspec.to_builtins(
+                _PoolContent(
+                    record,
+                    journal_label(journal),
+                    tuple(
+                        SurvivingRow(row.first_slot, row.num_slots, row.extents)
+                        for _, row in sorted(budget.pool(name).rows.items())
+                    ),
+                    tuple(of_pool.get(name, ())),
+                )
+            )
             for name, (record, journal) in pools.items()
         ],
-        "workers": [asdict(worker) for worker in workers],
     }
 
 
-class SurvivingExtent(NamedTuple):
-    extent: Extent
-    owner: int | None
-
-
-class SurvivingRow(NamedTuple):
-    first_slot: int
-    num_slots: int
-    extents: tuple[int, ...]
-
-
 class SurvivingWorker(NamedTuple):
-    """A worker that may still use the memory."""
+    """A worker that may still use the memory. `pidfd` is owned by the `Survivors`."""
 
     record: WorkerRecord
     pidfd: int | None
+
+    def peer(self) -> Peer:
+        """With a pidfd of its own. In another pid namespace, the process may have another number than before."""
+        pidfd = None if self.pidfd is None else os.dup(self.pidfd)
+        return Peer(0 if pidfd is None else pid_of(pidfd), self.record.uid, self.record.gid, pidfd)
 
 
 @dataclass(slots=True)
@@ -221,126 +221,93 @@ class SurvivingPool:
 
 @dataclass(slots=True)
 class Survivors:
-    """`extents` are those of the rows, and spare ones. `given_up`: memory that is not used again, because its users are
-    not known. Owns all descriptors."""
+    """`extents`: each with its owner, those of the rows and spare ones. `given_up`: memory that is not used again,
+    because its users are not known. Owns all descriptors."""
 
-    extents: dict[int, SurvivingExtent] = field(default_factory=dict)
+    extents: dict[int, tuple[Extent, int | None]] = field(default_factory=dict)
     pools: list[SurvivingPool] = field(default_factory=list)
     given_up: list[int] = field(default_factory=list)
 
 
 def read_survivors(kept: Mapping[str, int], huge_pages: HugePages) -> Survivors:
     """Takes over the descriptors. What the roster does not name, or what the keeper lacks, is given up."""
-    reader = _RosterReader(kept, huge_pages)
-    if kept:
-        try:
-            reader.read(Roster.read(kept[ROSTER_LABEL]))
-        except Exception as error:  # noqa: BLE001 - a cold cache is better than no service
-            why = "there is no roster" if isinstance(error, KeyError) else str(error) or repr(error)
-            logger.warning("the service starts with an empty cache, as nothing of an earlier one can be used: %s", why)
-            reader.forget()
-    return reader.survivors()
-
-
-class _RosterReader:
-    def __init__(self, kept: Mapping[str, int], huge_pages: HugePages) -> None:
-        self._kept, self._huge_pages = kept, huge_pages
-        self._extents: dict[int, SurvivingExtent] = {}
-        self._spare: set[int] = set()
-        self._pools: list[SurvivingPool] = []
-
-    def read(self, content: Mapping[str, Any]) -> None:
-        for number, described in content["extents"].items():
-            self._read_extent(int(number), *described)
-        workers: dict[str, list[WorkerRecord]] = {}
-        for described in content["workers"]:
-            record = WorkerRecord(**described)
-            workers.setdefault(record.pool, []).append(record)
+    found, spare = Survivors(), set[int]()
+    try:
+        content = Roster.read(kept[ROSTER_LABEL]) if kept else {"extents": (), "pools": ()}
+        for record in msgspec.convert(content["extents"], tuple[_ExtentRecord, ...]):
+            if (extent := _read_extent(kept, record, huge_pages)) is not None:
+                found.extents[record.number] = extent, record.owner
+                if record.is_spare:
+                    spare.add(record.number)
         for described in content["pools"]:
-            name = described["record"]["name"]
             try:
-                self._read_pool(described, workers.get(name, []))
+                found.pools.append(_read_pool(kept, described, found.extents))
             except Exception as error:  # noqa: BLE001 - what one user's engines have sent costs no other user's cache
-                logger.warning("pool %s of an earlier service is not used: %r", name, error)
-
-    def _read_extent(
-        self, number: int, num_bytes: int, node: int | None, owner: int | None, identity: list[int], is_spare: bool
-    ) -> None:
-        fd = self._kept.get(f"{EXTENT_PREFIX}{number}")
-        if fd is None:
-            return
-        try:
-            extent = Extent.adopt(fd, num_bytes, self._huge_pages, node, identity=MemfdIdentity(*identity))
-        except KvstowError as error:
-            logger.warning("extent %d of an earlier service is not used: %s", number, error)
-            return
-        self._extents[number] = SurvivingExtent(extent, owner)
-        if is_spare:
-            self._spare.add(number)
-
-    def _read_pool(self, described: Mapping[str, Any], workers: list[WorkerRecord]) -> None:
-        identity = read_value(described["record"]["identity"], PoolIdentity, "the identity of a pool")
-        record = PoolRecord(**{**described["record"], "identity": identity})
-        label = described["journal"]
-        missing = [one for one in workers if one.has_pidfd and worker_label(one.client) not in self._kept]
-        if missing or label not in self._kept:
-            why = f"the worker {missing[0].client}" if missing else "its journal"
-            logger.warning("pool %s of an earlier service is not used: the keeper does not have %s", record.name, why)
-            return
-        fd = os.dup(self._kept[label])
-        try:
-            journal = IndexJournal.open(fd)
-        except (KvstowError, OSError) as error:
-            os.close(fd)
-            logger.warning("pool %s of an earlier service is not used: %s", record.name, error)
-            return
-        with ExitStack() as undo:
-            undo.callback(journal.close)
-            namespaces = {
-                one.name: read_value(one.note, NamespaceIdentity, "the record of a namespace")
-                for one in journal.namespaces().values()
-                if one.note is not None
-            }
-            rows = self._sound_rows(record, described["rows"])
-            living = [worker for one in workers if (worker := self._living(one)) is not None]
-            self._pools.append(SurvivingPool(record, journal, namespaces, rows, living))
-            undo.pop_all()
-
-    def _sound_rows(self, record: PoolRecord, rows: list[list[Any]]) -> list[SurvivingRow]:
-        """The rows from the first one on that are whole. Those above one that is not are lost."""
-        sound: list[SurvivingRow] = []
-        end = 0
-        for first_slot, num_slots, numbers in rows:
-            extents = [self._extents.get(number) for number in numbers]
-            sizes = [one.extent.num_bytes for one in extents if one is not None]
-            if first_slot != end or not record.layout.has_row(num_slots, sizes):
-                break
-            sound.append(SurvivingRow(first_slot, num_slots, tuple(numbers)))
-            end += num_slots
-        return sound
-
-    def _living(self, record: WorkerRecord) -> SurvivingWorker | None:
-        if not record.has_pidfd:
-            return SurvivingWorker(record, None)
-        pidfd = self._kept[worker_label(record.client)]
-        return None if is_readable(pidfd) else SurvivingWorker(record, pidfd)
-
-    def forget(self) -> None:
-        """Use nothing."""
-        for pool in self._pools:
+                name = described["record"]["name"]
+                why = error if isinstance(error, KvstowError) else repr(error)
+                logger.warning("pool %s of an earlier service is not used: %s", name, why)
+    except Exception as error:  # noqa: BLE001 - a cold cache is better than no service
+        why = "there is no roster" if isinstance(error, KeyError) else str(error) or repr(error)
+        logger.warning("the service starts with an empty cache, as nothing of an earlier one can be used: %s", why)
+        for pool in found.pools:
             pool.journal.close()
-        self._extents, self._spare, self._pools = {}, set(), []
+        found = Survivors()
+    in_rows = {number for pool in found.pools for row in pool.rows for number in row.extents}
+    found.extents = {number: one for number, one in found.extents.items() if number in in_rows | spare}
+    pidfds = {worker.pidfd for pool in found.pools for worker in pool.workers}
+    used = {extent.fd for extent, _ in found.extents.values()} | pidfds
+    for label, fd in kept.items():
+        if fd not in used:
+            if label.startswith((EXTENT_PREFIX, LOST_PREFIX)):
+                found.given_up.append(fd)
+            else:
+                os.close(fd)
+    return found
 
-    def survivors(self) -> Survivors:
-        in_rows = {number for pool in self._pools for row in pool.rows for number in row.extents}
-        extents = {number: one for number, one in self._extents.items() if number in in_rows | self._spare}
-        pidfds = {worker.pidfd for pool in self._pools for worker in pool.workers}
-        used = {one.extent.fd for one in extents.values()} | pidfds
-        given_up = []
-        for label, fd in self._kept.items():
-            if fd not in used:
-                if label.startswith((EXTENT_PREFIX, LOST_PREFIX)):
-                    given_up.append(fd)
-                else:
-                    os.close(fd)
-        return Survivors(extents, self._pools, given_up)
+
+def _read_extent(kept: Mapping[str, int], record: _ExtentRecord, huge_pages: HugePages) -> Extent | None:
+    fd = kept.get(f"{EXTENT_PREFIX}{record.number}")
+    try:
+        if fd is not None:
+            return Extent.adopt(fd, record.num_bytes, huge_pages, record.numa_node, identity=record.identity)
+    except KvstowError as error:
+        logger.warning("extent %d of an earlier service is not used: %s", record.number, error)
+    return None
+
+
+def _read_pool(
+    kept: Mapping[str, int], described: Any, extents: Mapping[int, tuple[Extent, int | None]]
+) -> SurvivingPool:
+    content = read_value(described, _PoolContent, "the record of a pool")
+    workers, label = content.workers, content.journal
+    missing = [one for one in workers if one.has_pidfd and worker_label(one.client) not in kept]
+    if missing or label not in kept:
+        what = f"the worker {missing[0].client}" if missing else "its journal"
+        raise KeeperError(f"the keeper does not have {what}")
+    with ExitStack() as undo:
+        fd = os.dup(kept[label])
+        undo.callback(os.close, fd)
+        journal = IndexJournal.open(fd)
+        namespaces = {
+            one.name: read_value(one.note, NamespaceIdentity, "the record of a namespace")
+            for one in journal.namespaces().values()
+            if one.note is not None
+        }
+        rows = _sound_rows(content, extents)
+        pidfds = [(one, kept[worker_label(one.client)] if one.has_pidfd else None) for one in workers]
+        living = [SurvivingWorker(one, fd) for one, fd in pidfds if fd is None or not is_readable(fd)]
+        undo.pop_all()
+        return SurvivingPool(content.record, journal, namespaces, rows, living)
+
+
+def _sound_rows(pool: _PoolContent, extents: Mapping[int, tuple[Extent, int | None]]) -> list[SurvivingRow]:
+    """The rows from the first one on that are whole. Those above one that is not are lost."""
+    sound: list[SurvivingRow] = []
+    end = 0
+    for row in pool.rows:
+        sizes = [extents[number][0].num_bytes for number in row.extents if number in extents]
+        if row.first_slot != end or not pool.record.layout.has_row(row.num_slots, sizes):
+            break
+        sound.append(row)
+        end += row.num_slots
+    return sound

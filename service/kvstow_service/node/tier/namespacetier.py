@@ -142,10 +142,10 @@ class NamespaceTier:
         self.pool_tier, self.namespace, self.control = pool_tier, namespace, control
         self._do, self._wake, self._post = do, wake, post
         self._groups = groups_of(pool_tier.pool.identity)
+        self.shown: FleetTier
+        """Set by the tier's thread once it has begun."""
         self.fleet: FleetTier | None = None
-        """None until the tier's thread has made it, and after `fail`."""
-        self.failed: FleetTier | None = None
-        """A tier that a defect has turned off. It is still shown."""
+        """The same while it may be used: None before that, and after `fail`."""
         self.is_closed = False
         """Whether no engine may use it any more."""
         self._early: deque[Sequence[bytes]] | None = deque(maxlen=1024)
@@ -212,7 +212,7 @@ class NamespaceTier:
         """Use this tier, and put what was stored before it was made."""
         with self.control.pool.lock:
             early, self._early = self._early or (), None
-            self.fleet = fleet
+            self.shown = self.fleet = fleet
             for keys in early:
                 self.note_stored(keys)
 
@@ -229,11 +229,10 @@ class NamespaceTier:
 
     def step(self) -> None:
         """Handle results, answer the requests whose wait is over, and start transfers that are due."""
-        if self.failed is not None:
-            with suppress(Exception):  # its state may be broken
-                self.pool_tier.submit(self.control, self.failed.take_plans())  # transfers under way end as usual
         fleet = self.fleet
         if fleet is None:
+            with suppress(Exception):  # its state may be broken
+                self.pool_tier.submit(self.control, self.shown.take_plans())  # transfers under way end as usual
             return
         fleet.step()
         self._go_on_prefetching(fleet)
@@ -320,7 +319,7 @@ class NamespaceTier:
         self._due_at, self._due, self._prefetch = {}, [], None  # or the thread would never wait any more
         self._prefetches.clear()
         if self.fleet is not None:
-            self.failed, self.fleet = self.fleet, None
+            self.fleet = None
             with suppress(Exception):  # its state may be broken
-                self.failed.turn_off(TIER_FAILED)
+                self.shown.turn_off(TIER_FAILED)
         self.answer_all()

@@ -7,8 +7,9 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from queue import SimpleQueue
 from threading import Lock
@@ -16,16 +17,18 @@ from typing import Final
 
 from kvstow.attach.identity import FleetWeights
 from kvstow.control.fleettier import FleetTier, TierSettings
-from kvstow.errors import TierUnavailableError
+from kvstow.errors import ConflictError, NotFoundError
 from kvstow.tier.fingerprint import WEIGHTS_CHANGED, Fingerprint, fingerprint
-from kvstow.tier.store import ClientHealth, ClientStats, LookupClient, ObjectName
-from kvstow.tier.tierstatus import TierClient
+from kvstow.tier.store import ClientHealth, ClientStats, TierStore
+from kvstow.tier.tierstatus import TierClient, TierCounters, TierStatus
+from kvstow.tier.transfers import StoreTransfers
+from kvstow_api.directory import TierLabels, TierMeasurements
 from kvstow_service.node.pools.memoryholder import MemoryHolder
 from kvstow_service.node.pools.memorythread import MemoryThread
 from kvstow_service.node.pools.nodepool import KnownNamespace, NodePool
 from kvstow_service.node.tier.namespacetier import NamespaceTier, groups_of
-from kvstow_service.node.tier.pooltier import PoolTier, SharedTransfers
-from kvstow_service.tiers.hostedtiers import HostedTiers, TierChoice
+from kvstow_service.node.tier.pooltier import PoolTier
+from kvstow_service.tiers.stores import measure_store, shown_url
 
 logger = logging.getLogger("kvstow.tier")
 
@@ -34,31 +37,6 @@ _BUSY_SECONDS, _IDLE_SECONDS = 0.05, 1.0
 _END_SECONDS = 60.0
 """For transfers under way; each ends within 30 s."""
 _GROUPS: Final = "groups_unknown: the model has kinds of KV groups that this version of KVStow does not know"
-
-
-class SharedLookups:
-    """The `LookupClient` of one namespace, which uses that of the node. `close` leaves the node's client open.
-    Thread-safe."""
-
-    def __init__(self, client: LookupClient, turn: Lock) -> None:
-        """`turn` is the lock of the node's client, of which one thread at a time calls `exists`."""
-        self._client, self._turn = client, turn
-        self._is_closed = False
-
-    def exists(self, names: Sequence[ObjectName], timeout: float) -> list[bool]:
-        with self._turn:
-            if self._is_closed:
-                raise TierUnavailableError("the client was closed")
-            return self._client.exists(names, timeout)
-
-    def health(self) -> ClientHealth:
-        return self._client.health()
-
-    def stats(self) -> ClientStats:
-        return self._client.stats()
-
-    def close(self) -> None:
-        self._is_closed = True
 
 
 class ActionThread:
@@ -87,7 +65,8 @@ class ActionThread:
 
 class NodeTier:
     """A `FleetTier` for each namespace that engines use, and a `PoolTier` for each of their pools. One thread steps the
-    tiers; another maps and unmaps memory, which takes as long as a network card needs.
+    tiers; another maps and unmaps memory, which takes as long as a network card needs. What operators see is that of
+    `kvstow_api.directory.HostTier`.
 
     `enter`, `follow_pool` and `drop_pool` are for the attach server's thread, and do not wait. Until `close`, this
     process and each process of the store's transfers hold the other end of `_end`. It becomes readable, also for the
@@ -96,17 +75,17 @@ class NodeTier:
 
     def __init__(
         self,
-        choice: TierChoice,
+        url: str,
+        store: TierStore,
         memory: MemoryThread,
         post: Callable[[Callable[[], object]], object],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`post` has the attach server's thread call something."""
-        self.view = HostedTiers(choice)
-        """What operators see of the tier."""
-        self._store = choice.store
+        self.store, self.url, self._given_url = store.name, shown_url(url), url
         self._lock = Lock()
-        """Guards what `enter` makes and `drop_pool` removes, until `close`."""
+        """Guards what `enter` makes and `drop_pool` removes, until `close`, and what operators see. Held for
+        moments."""
         self._is_closed = False
         self._pools: dict[str, PoolTier] = {}
         self._memory, self._post, self._clock = memory, post, clock
@@ -114,12 +93,14 @@ class NodeTier:
             self._end, self._witness = os.pipe()
             opened.callback(os.close, self._end)
             opened.callback(os.close, self._witness)
-            self._shared = SharedTransfers(self._store.open_transfers(0, self._witness))
-            opened.callback(self._shared.close)
-            self._lookups = self._store.open_lookups()
+            self._transfers = StoreTransfers(store.open_transfers(self._witness))
+            opened.callback(self._transfers.close)
+            self._lookups = store.open_lookups()
             opened.pop_all()
-        self._turn = Lock()
         self._tiers: list[NamespaceTier] = []
+        """Those that have begun. Changed by the tier's thread alone."""
+        self._counted: dict[TierLabels, TierCounters] = {}
+        """What tiers had counted when they were retired."""
         self._ending: list[PoolTier] = []
         """The tiers of deleted pools."""
         self._found: dict[int, NamespaceTier] = {}
@@ -175,7 +156,7 @@ class NodeTier:
         if pool_tier is None:
             base = pool.attach_tier(session.control.namespace)
             pool_tier = self._pools[pool.name] = PoolTier(
-                pool, namespace, base, self._shared, self._memory, self._mapper.do, self._post, self._wake.set
+                pool, namespace, base, self._transfers, self._memory, self._mapper.do, self._post, self._wake.set
             )
             pool_tier.join(self._end)
         pool_tier.add(control)
@@ -184,43 +165,84 @@ class NodeTier:
         return tier
 
     def _begin(self, tier: NamespaceTier, weights: FleetWeights) -> None:
-        pool, identity = tier.pool_tier.pool, tier.namespace.identity
+        pool = tier.pool_tier.pool
         name = _fingerprint_of(pool, tier.namespace, weights)
         groups = groups_of(pool.identity)
-        lookups = SharedLookups(self._lookups, self._turn)
         fleet = FleetTier(
             tier.control,
-            lookups,
+            self._lookups,
             TierSettings(replicated=pool.identity.replicated),
             name.value,
             off_reason=name.reason,
-            name=self._store.name,
+            name=self.store,
             most_slots=self._memory.budget.total_bytes // pool.config.total_slot_bytes,
             block_tokens=None if groups is None else groups.alignment,
             clock=self._clock,
             on_news=self._wake.set,
         )
-        self._tiers.append(tier)
-        self.view.add(
-            fleet,
-            pool=pool.name,
-            namespace=tier.namespace.name,
-            model=identity.model,
-            clients=partial(self._clients, pool_tier=tier.pool_tier),
-            prefetch=tier.prefetch,
-        )
         tier.begin(fleet)
+        with self._lock:
+            self._tiers.append(tier)
 
-    def _clients(self, pool_tier: PoolTier) -> list[TierClient]:
-        transfers, problem = self._shared.client, pool_tier.problem
-        clients = [
-            TierClient("transfers of the node", transfers.health(), transfers.stats()),
-            TierClient("look-ups of the node", self._lookups.health(), self._lookups.stats()),
+    # -- operators, on any thread -----------------------------------------------------------------------------
+
+    def tiers(self) -> list[TierStatus]:
+        """The clients of a pool are shown with the first of its namespaces."""
+        with self._lock:
+            known = [(tier, tier.shown.status()) for tier in self._tiers]
+        first = {tier.pool_tier.pool.name: tier for tier, _ in reversed(known)}
+        return [
+            replace(
+                status,
+                pool=(pool := tier.pool_tier.pool.name),
+                namespace=tier.namespace.name,
+                model=tier.namespace.identity.model,
+                clients=self._clients(tier.pool_tier) if first[pool] is tier else (),
+            )
+            for tier, status in known
         ]
-        if problem is not None:
-            purpose = f"transfers of pool {pool_tier.pool.name}"
-            clients.append(TierClient(purpose, ClientHealth("failed", problem), ClientStats()))
-        return clients
+
+    def _clients(self, pool_tier: PoolTier) -> tuple[TierClient, ...]:
+        problem = pool_tier.problem
+        clients = (
+            TierClient("transfers of the node", self._transfers.client.health(), self._transfers.stats()),
+            TierClient("look-ups of the node", self._lookups.health(), self._lookups.stats()),
+        )
+        if problem is None:
+            return clients
+        purpose = f"transfers of pool {pool_tier.pool.name}"
+        return (*clients, TierClient(purpose, ClientHealth("failed", problem), ClientStats()))
+
+    def totals(self) -> dict[TierLabels, TierCounters]:
+        with self._lock:  # at once, or a tier that is retired meanwhile would count twice or not at all
+            shown = {self._labels(tier) for tier in self._tiers}
+            return self._sum({labels: one for labels, one in self._counted.items() if labels in shown}, self._tiers)
+
+    def prefetch(self, pool: str, context: bytes) -> int:
+        with self._lock:
+            known = [tier for tier in self._tiers if tier.pool_tier.pool.name == pool]
+        counts = [count for tier in known if (count := tier.prefetch(context)) is not None]
+        if counts:
+            return sum(counts)
+        if not any(tier.may_have_more for tier in known):
+            raise ConflictError(f"pool {pool} does not use the store now: `kvstow get tier` says why")
+        raise NotFoundError(f"no request of context {context.hex()} is known")
+
+    def measure(self) -> TierMeasurements:
+        return measure_store(self._given_url)
+
+    def _labels(self, tier: NamespaceTier) -> TierLabels:
+        return self.store, tier.pool_tier.pool.name, tier.namespace.identity.model
+
+    def _sum(
+        self, totals: Mapping[TierLabels, TierCounters], tiers: Iterable[NamespaceTier]
+    ) -> dict[TierLabels, TierCounters]:
+        """`totals`, and what `tiers` have counted."""
+        sums = dict(totals)
+        for tier in tiers:
+            labels = self._labels(tier)
+            sums[labels] = sums.get(labels, TierCounters()) + tier.shown.status().counters
+        return sums
 
     # -- ends -----------------------------------------------------------------------------------------------
 
@@ -232,7 +254,8 @@ class NodeTier:
     def _end_pool(self, pool_tier: PoolTier, then: Callable[[], object]) -> None:
         for tier in [one for one in self._tiers if one.pool_tier is pool_tier]:
             self._guarded(partial(self._retire, tier))
-        self.view.forget_pool(pool_tier.pool.name)
+        with self._lock:  # another pool of this name counts from zero
+            self._counted = {one: counted for one, counted in self._counted.items() if one[1] != pool_tier.pool.name}
         pool_tier.begin_end(lambda: self.do(partial(self._end_sessions, pool_tier, then)))
 
     def _end_sessions(self, pool_tier: PoolTier, then: Callable[[], object]) -> None:
@@ -247,14 +270,14 @@ class NodeTier:
 
     def _retire(self, tier: NamespaceTier) -> None:
         """Start nothing more for it, and do not show it."""
-        self._tiers.remove(tier)
+        with self._lock:
+            self._tiers.remove(tier)
+            self._counted = self._sum(self._counted, [tier])
         tier.is_closed = True
         tier.answer_all()
-        fleet, tier.fleet, tier.failed = tier.fleet or tier.failed, None, None
-        if fleet is not None:
-            self.view.remove(fleet)
-            tier.pool_tier.submit(tier.control, fleet.take_plans())
-            self._mapper.do(fleet.close)
+        tier.fleet = None
+        tier.pool_tier.submit(tier.control, tier.shown.take_plans())
+        self._mapper.do(tier.shown.close)
 
     def _retire_all(self) -> None:
         for tier in list(self._tiers):
@@ -277,7 +300,7 @@ class NodeTier:
         self.do(self._retire_all)
         self.do(retired.set)
         retired.wait(_END_SECONDS)
-        self._shared.close()  # what is under way ends with it
+        self._transfers.close()  # what is under way ends with it
         for pool_tier in self._pools.values():
             self._begin_end(pool_tier)
         for pool_tier in self._ending:

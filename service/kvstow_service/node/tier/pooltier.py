@@ -9,12 +9,12 @@ import os
 import secrets
 import socket
 import threading
-import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from threading import Lock
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,98 +25,15 @@ from kvstow.attach.hello import Hello
 from kvstow.attach.peer import Peer
 from kvstow.attach.wire import Message
 from kvstow.control.attachedsession import TierSession
-from kvstow.errors import CopyError, TierUnavailableError
-from kvstow.messages import TierOp
-from kvstow.tier.ranktransfers import RankTransfers
-from kvstow.tier.rate import TransferRate
-from kvstow.tier.store import (
-    ClientHealth,
-    ClientStats,
-    GetStatus,
-    MemoryRange,
-    PutStatus,
-    SlotObject,
-    TransferClient,
-    names_of_rank,
-)
+from kvstow.errors import CopyError
+from kvstow.messages import TierCompletion, TierOp
+from kvstow.tier.store import MemoryRange, TransferClient
+from kvstow.tier.transfers import StoreTransfers
 from kvstow_service.node.pools.memoryholder import MemoryHolder
 from kvstow_service.node.pools.memorythread import MemoryThread
 from kvstow_service.node.pools.nodepool import KnownNamespace, NodePool
 
 logger = logging.getLogger("kvstow.tier")
-
-
-_S = TypeVar("_S")
-_Call = Callable[[Sequence[SlotObject], float], list[_S]]
-
-
-class SharedTransfers:
-    """The transfers of all ranks and pools of the node, through one client, and so one process. Thread-safe.
-
-    The client allows one call of each kind at a time; the others wait for their turn. So a call's timeout follows from
-    the rate that is measured here: a rank sees only how long a call takes together with its wait.
-    """
-
-    def __init__(self, client: TransferClient) -> None:
-        """Owns the client."""
-        self.client = client
-        self._turns = {"put": Lock(), "get": Lock()}
-        self._rates = {"put": TransferRate(), "get": TransferRate()}
-
-    def close(self) -> None:
-        """When this returns, all calls under way have ended. Idempotent."""
-        self.client.close()
-
-    def move(self, kind: str, objects: Sequence[SlotObject], call: _Call[_S], good: str) -> list[_S]:
-        """Make a call with its timeout once it is its turn."""
-        num_bytes = sum(one.num_bytes for one in objects)
-        rate = self._rates[kind]
-        with self._turns[kind]:
-            begun = time.monotonic()
-            statuses = call(objects, rate.timeout(num_bytes))
-            if statuses.count(good) == len(statuses):  # type: ignore[arg-type]  # both are texts
-                rate.observe(num_bytes, time.monotonic() - begun)
-            return statuses
-
-
-class RankClient:
-    """The `TransferClient` of one rank of one pool: its memory, and its share of the node's client."""
-
-    def __init__(self, shared: SharedTransfers) -> None:
-        self._shared = shared
-        self._is_closed = False
-        self._busy = {"put": Lock(), "get": Lock()}
-
-    def add_memory(self, memory: MemoryRange) -> None:
-        self._shared.client.add_memory(memory)
-
-    def remove_memory(self, memory: MemoryRange) -> None:
-        self._shared.client.remove_memory(memory)
-
-    def put(self, objects: Sequence[SlotObject], timeout: float) -> list[PutStatus]:
-        return self._move("put", objects, self._shared.client.put, "stored")
-
-    def get(self, objects: Sequence[SlotObject], timeout: float) -> list[GetStatus]:
-        return self._move("get", objects, self._shared.client.get, "found")
-
-    def _move(self, kind: str, objects: Sequence[SlotObject], call: _Call[_S], good: str) -> list[_S]:
-        with self._busy[kind]:
-            if self._is_closed:
-                raise TierUnavailableError("the client was closed")
-            return self._shared.move(kind, objects, call, good)
-
-    def health(self) -> ClientHealth:
-        return ClientHealth("closed", "it was closed") if self._is_closed else self._shared.client.health()
-
-    def stats(self) -> ClientStats:
-        """Those of the node's client."""
-        return self._shared.client.stats()
-
-    def close(self) -> None:
-        self._is_closed = True
-        for busy in self._busy.values():
-            with busy:
-                pass
 
 
 class _Mapped(NamedTuple):
@@ -184,12 +101,6 @@ class MappedRank:
 ENGINE = "fleet tier"
 
 
-class _Granted(NamedTuple):
-    grant: ExtentGrant
-    fd: int
-    slot_stride: int
-
-
 class PoolTier(MemoryHolder):
     """The node's own transfers as a client of a pool's memory, like the workers of an engine. They get the pool's
     extents, release them when they are recalled, and are recorded for the next service. They are no engine: the host
@@ -200,8 +111,8 @@ class PoolTier(MemoryHolder):
     process of the transfers maps it. Until then no other session gets it.
 
     `control` has the processes. `add` registers a session for each namespace, with the same memory, before it gets any.
-    `add` and `discard` may be called from any thread. `submit`, `take_completions`, `retire`, `begin_end` and
-    `end_sessions` are for the tier's thread.
+    `add` may be called from any thread. `submit`, `take_completions`, `retire`, `begin_end` and `end_sessions` are for
+    the tier's thread.
     """
 
     def __init__(
@@ -209,7 +120,7 @@ class PoolTier(MemoryHolder):
         pool: NodePool,
         namespace: KnownNamespace,
         control: TierSession,
-        shared: SharedTransfers,
+        transfers: StoreTransfers,
         memory: MemoryThread,
         do_later: Callable[[Callable[[], object]], object],
         post: Callable[[Callable[[], object]], object],
@@ -218,24 +129,22 @@ class PoolTier(MemoryHolder):
         """`do_later` has the thread that may wait call something, and `post` the attach server's thread."""
         super().__init__(secrets.token_hex(8), self, pool, namespace, control, 1)
         control.name, control.label = ENGINE, f"{ENGINE}: "
-        self._memory, self._do_later, self._post = memory, do_later, post
-        self.storing_ranks = sorted(pool.storing_ranks)
-        """The ranks with objects of their own in the store."""
-        clients = {rank: RankClient(shared) for rank in self.storing_ranks}
-        self.mapped = {rank: MappedRank(pool.config.slot_bytes_of(rank), one) for rank, one in clients.items()}
-        self.transfers = {
-            rank: RankTransfers(self.mapped[rank], one, names_of_rank(rank, len(clients)), on_news=on_news)
-            for rank, one in clients.items()
+        self._memory, self._do_later, self._post, self._on_news = memory, do_later, post, on_news
+        self._transfers = transfers
+        self.mapped = {
+            rank: MappedRank(pool.config.slot_bytes_of(rank), transfers.client) for rank in sorted(pool.storing_ranks)
         }
+        """The memory of the ranks with objects of their own in the store."""
         self._lock = Lock()
         self._controls: list[TierSession] = [control]
         self._clients: set[str] = set()
         """The names of the workers that get memory."""
         self._registered = self._applied = 0
-        self._unmapped: dict[int, _Granted] = {}
-        """Extents that were granted and are not mapped yet. This object owns their descriptors."""
-        self._sessions: dict[int, TierSession] = {}
-        """The session of each op under way."""
+        self._unmapped: dict[int, tuple[ExtentGrant, int, int]] = {}
+        """Extents that were granted and are not mapped yet, with their descriptors, which this object owns, and the
+        stride of their slots."""
+        self._ended = deque[tuple[TierSession, int, TierCompletion]]()
+        """Ops whose ends are still to be reported, each with its rank."""
         self._is_closed = False
         self.problem: str | None = None
         """Why some of the pool's memory is not mapped for the transfers. Its blocks are neither put nor fetched."""
@@ -246,7 +155,7 @@ class PoolTier(MemoryHolder):
         """Ask for the pool's extents. `end` becomes readable, also for the next service, when no process has them for
         the transfers any more."""
         host, token = socket.gethostname(), secrets.token_hex(16)
-        for rank in self.storing_ranks:
+        for rank in self.mapped:
             hello = Hello(role="worker", engine=ENGINE, host=host, pid=os.getpid(), rank=rank, token=token)
             self._memory.add_worker(self, hello, Peer(os.getpid(), os.geteuid(), os.getegid(), end))
 
@@ -260,10 +169,6 @@ class PoolTier(MemoryHolder):
             self._controls.append(control)
             control.set_registered(self._registered, self._applied)
 
-    def discard(self, control: TierSession) -> None:
-        with self._lock:
-            self._controls.remove(control)
-
     def _note_client(self, client: str) -> None:
         """The worker is about to get memory."""
         with self._lock:
@@ -272,7 +177,7 @@ class PoolTier(MemoryHolder):
                 control.map_memory(client)
 
     def _update_control(self, rank: int) -> None:
-        memories = [self._memory_of(one) for one in self.storing_ranks]
+        memories = [self._memory_of(one) for one in self.mapped]
         with self._lock:
             self._registered = min(memory.registered_slots for memory in memories)
             self._applied = min(memory.applied for memory in memories)
@@ -300,22 +205,23 @@ class PoolTier(MemoryHolder):
             close_fds(fds)
             return
         for grant, fd in zip(grants, fds, strict=True):
-            self._unmapped[grant.extent_id] = _Granted(grant, fd, stride)
+            self._unmapped[grant.extent_id] = grant, fd, stride
         self._note_populated(rank, [ExtentBytes(grant.extent_id, grant.populated_bytes) for grant in grants])
 
     def _note_populated(self, rank: int, extents: Iterable[ExtentBytes]) -> None:
         for extent_id, num_bytes in extents:
-            found = self._unmapped.get(extent_id)
-            if found is None or num_bytes < found.grant.num_bytes:
+            if extent_id not in self._unmapped or num_bytes < self._unmapped[extent_id][0].num_bytes:
                 continue
+            grant, fd, stride = self._unmapped[extent_id]
             try:
-                self.mapped[rank].add(found.grant, found.fd, found.slot_stride)
+                self.mapped[rank].add(grant, fd, stride)
             except Exception as error:  # noqa: BLE001 - the other extents are mapped
                 self.problem = f"memory of rank {rank} could not be mapped: {error}"
                 self.note_defect("the mapping of memory")
                 continue
-            os.close(self._unmapped.pop(extent_id).fd)
-            self._post(partial(self.registered, rank, [ExtentSlots(extent_id, found.grant.num_slots)]))
+            del self._unmapped[extent_id]
+            os.close(fd)
+            self._post(partial(self.registered, rank, [ExtentSlots(extent_id, grant.num_slots)]))
 
     def _release(self, rank: int, extent_ids: Sequence[int]) -> None:
         for extent_id in extent_ids:
@@ -323,10 +229,9 @@ class PoolTier(MemoryHolder):
         self._post(partial(self._report_released, rank, tuple(extent_ids)))
 
     def _unmap(self, rank: int, extent_id: int) -> None:
-        found = self._unmapped.pop(extent_id, None)
+        if extent_id in self._unmapped:
+            os.close(self._unmapped.pop(extent_id)[1])
         self.mapped[rank].remove(extent_id)
-        if found is not None:
-            os.close(found.fd)
 
     def _report_released(self, rank: int, extent_ids: Sequence[int]) -> None:
         """On the attach server's thread."""
@@ -337,22 +242,22 @@ class PoolTier(MemoryHolder):
 
     def submit(self, control: TierSession, plans: Iterable[tuple[int, TierOp]]) -> None:
         for rank, op in plans:
-            self._sessions[op.op_id] = control
-            self.transfers[rank].submit(op)
+            self._transfers.submit(op, self.mapped[rank], rank, len(self.mapped), partial(self._note, control, rank))
+
+    def _note(self, control: TierSession, rank: int, completion: TierCompletion) -> None:
+        self._ended.append((control, rank, completion))
+        self._on_news()
 
     def take_completions(self) -> None:
         """Report the end of each op to its namespace's session."""
-        for rank, transfers in self.transfers.items():
-            for completion in transfers.take_completions():
-                control = self._sessions[completion.op_id]
-                control.complete(rank, control.boot_id, (completion,))
-                with self.pool.lock:
-                    if control.ops.get(completion.op_id) is None:
-                        del self._sessions[completion.op_id]
+        while self._ended:
+            control, rank, completion = self._ended.popleft()
+            control.complete(rank, control.boot_id, (completion,))
 
     def retire(self, control: TierSession) -> None:
         """Close the session of a namespace that is gone. No transfer is under way in it."""
-        self.discard(control)
+        with self._lock:
+            self._controls.remove(control)
         control.close()
 
     # -- the end --------------------------------------------------------------------------------------------
@@ -372,8 +277,7 @@ class PoolTier(MemoryHolder):
                 stack.callback(self._close_fds)
                 for mapped in self.mapped.values():
                     stack.callback(mapped.clear)
-                for transfers in self.transfers.values():
-                    stack.callback(transfers.close)
+                stack.callback(self._transfers.drop, self.mapped.values())
         except Exception:  # noqa: BLE001 - the pool's memory must be released all the same
             self.note_defect("the end of its transfers")
         finally:
@@ -381,7 +285,7 @@ class PoolTier(MemoryHolder):
 
     def _close_fds(self) -> None:
         granted, self._unmapped = self._unmapped, {}
-        close_fds([one.fd for one in granted.values()])
+        close_fds([fd for _, fd, _ in granted.values()])
 
     def note_defect(self, what: str) -> None:
         """Log the exception that is being handled, and count it. From any thread."""
@@ -394,7 +298,7 @@ class PoolTier(MemoryHolder):
             controls = list(self._controls)
         for control in controls:
             control.lose("the node service has closed the store")
-        for rank in self.storing_ranks:
+        for rank in self.mapped:
             client = self.client(rank)
             self.pool.process_died(client)
             self._memory.do(self._memory.end_client, client)

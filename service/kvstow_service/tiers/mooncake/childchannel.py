@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -12,19 +13,16 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from typing import IO, NamedTuple
 
 from kvstow.errors import InvalidRequestError, TierTimeoutError, TierUnavailableError
 from kvstow.tier.store import ClientHealth, ClientStats, MemoryRange
 from kvstow_service.tiers.mooncake.childmessages import (
     AddMemory,
-    CallRefused,
+    Answer,
     Connect,
-    Done,
     Lane,
     RemoveMemory,
-    make_lane,
 )
 
 _MODULE = "kvstow_service.tiers.mooncake.storechild"
@@ -51,7 +49,8 @@ class ChildProcess:
         self.lanes: dict[str, Lane] = {}
         theirs = []
         for name in lanes:
-            self.lanes[name], end = make_lane()
+            ours, end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            self.lanes[name] = Lane(ours)
             theirs.append(end)
         path = os.pathsep.join(entry for entry in sys.path if entry)  # as here, also from a bare checkout
         try:
@@ -64,7 +63,8 @@ class ChildProcess:
                 env=_SETTINGS | os.environ | {"PYTHONPATH": path},
             )
         except BaseException:
-            self._close_lanes()
+            for lane in self.lanes.values():
+                lane.close()
             raise
         finally:
             for end in theirs:
@@ -77,20 +77,12 @@ class ChildProcess:
         )
         self._reader.start()
 
-    def connect(self, message: Connect, timeout: float) -> None:
-        """Raises `TierUnavailableError`, `TimeoutError`, or `EOFError` if the process has ended."""
-        answer = self.ask(next(iter(self.lanes)), message, timeout)
-        if isinstance(answer, CallRefused):
-            raise TierUnavailableError(answer.reason)
-
-    def ask(self, lane: str, request: object, timeout: float, *, fds: Sequence[int] = ()) -> Done | CallRefused:
+    def ask(self, lane: str, request: object, timeout: float, *, fds: Sequence[int] = ()) -> Answer:
         """The answer. Raises `TimeoutError`, after which nothing more may be asked on this lane, or `EOFError` if the
         process has ended."""
         end = time.monotonic() + timeout
-        found = self.lanes[lane]
-        found.send(request, fds=fds, timeout=timeout)
-        answer, _ = found.receive(max(0.001, end - time.monotonic()))
-        assert isinstance(answer, Done | CallRefused)
+        self.lanes[lane].send(request, fds=fds, timeout=timeout)
+        answer: Answer = self.lanes[lane].receive(max(0.001, end - time.monotonic()))[0]
         return answer
 
     def has_ended(self) -> bool:
@@ -105,7 +97,8 @@ class ChildProcess:
     def close(self) -> None:
         """Kill the process and give up its lanes, which no thread may use any more. Idempotent."""
         self.kill()
-        self._close_lanes()
+        for lane in self.lanes.values():
+            lane.close()
         self._reader.join(_LAST_LINES_SECONDS)
 
     def describe_end(self) -> str:
@@ -114,10 +107,6 @@ class ChildProcess:
         how = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
         self._reader.join(_LAST_LINES_SECONDS)
         return "; ".join([how, *self._last_lines])
-
-    def _close_lanes(self) -> None:
-        for lane in self.lanes.values():
-            lane.close()
 
     def _read_lines(self, stream: IO[bytes]) -> None:
         """Mooncake writes a line for each failure, so they are no news for operators."""
@@ -168,8 +157,7 @@ class ChildChannel:
         self._is_trying = True
         self._problem = "it has not connected yet"
         self._has_failed = self._is_closed = False
-        self._starts = self._starts_without_success = 0
-        self._stats = ClientStats()
+        self._starts = self._starts_without_success = self._timeouts = 0
         # Taken before the condition's lock. Held while memory is registered, so that no child misses any.
         self._memory_lock = threading.Lock()
         self._ranges: tuple[_Range, ...] = ()
@@ -189,19 +177,15 @@ class ChildChannel:
                 raise TierTimeoutError(f"Mooncake did not answer for {timeout:.3g} s; its process was ended") from None
             except (EOFError, OSError):
                 raise TierUnavailableError(self._end(child, "ended during a call")) from None
-        if isinstance(answer, CallRefused):
-            raise InvalidRequestError(answer.reason)
+        if isinstance(answer, str):
+            raise InvalidRequestError(answer)
         with self._changed:
             self._starts_without_success = 0
-        return answer.codes
-
-    def count(self, **more: int) -> None:
-        """Add to fields of `stats`."""
-        with self._changed:
-            self._stats = self._stats.plus(**more)
+        return answer
 
     def stats(self) -> ClientStats:
-        return self._stats
+        with self._changed:
+            return ClientStats(timeouts=self._timeouts, restarts=max(0, self._starts - 1))
 
     def health(self) -> ClientHealth:
         with self._changed:
@@ -216,12 +200,6 @@ class ChildChannel:
         """Of the child that is connected."""
         with self._changed:
             return None if self._child is None else self._child.pid
-
-    @property
-    def num_calls(self) -> int:
-        """Threads that talk to a child now."""
-        with self._changed:
-            return self._users
 
     def ranges(self) -> list[MemoryRange]:
         """Raises `TierUnavailableError` once the channel was closed."""
@@ -302,7 +280,7 @@ class ChildChannel:
         with self._changed:
             if self._child is child:
                 self._child, self._problem = None, problem
-            self._stats = self._stats.plus(timeouts=timeouts)
+            self._timeouts += timeouts
             self._changed.notify_all()
         return problem
 
@@ -316,10 +294,10 @@ class ChildChannel:
         except (TimeoutError, EOFError, OSError):
             self._end(child, "did not change its memory")
             return False
-        if isinstance(answer, CallRefused):
-            self._end(child, f"refused memory ({answer.reason})")
+        if isinstance(answer, str):
+            self._end(child, f"refused memory ({answer})")
             with self._changed:
-                self._problem, self._has_failed = answer.reason, True
+                self._problem, self._has_failed = answer, True
                 self._changed.notify_all()
             return False
         return True
@@ -342,7 +320,6 @@ class ChildChannel:
     def _host(self, child: ChildProcess) -> None:
         """Connect a child, and watch it until it has ended and nobody talks to it."""
         with self._changed:
-            self._stats = replace(self._stats, restarts=self._starts)
             self._starts += 1
             self._starting = child
             is_closed = self._is_closed
@@ -372,26 +349,26 @@ class ChildChannel:
     def _connect(self, child: ChildProcess) -> bool:
         """Whether the child is connected and has all memory."""
         try:
-            child.connect(self._make_connect(), _START_SECONDS)
+            answer = child.ask(CONTROL, self._make_connect(), _START_SECONDS)
+            problem = answer if isinstance(answer, str) else ""
         except TimeoutError:
-            self._describe(f"process {child.pid} did not connect within {_START_SECONDS:.0f} s")
+            problem = f"process {child.pid} did not connect within {_START_SECONDS:.0f} s"
         except EOFError:
             child.kill()
-            self._describe(f"process {child.pid} ended before it was connected: {child.describe_end()}")
-        except (TierUnavailableError, OSError) as error:
-            self._describe(str(error))
-        else:
-            with self._memory_lock:
-                if all(self._add(child, one) for one in self._ranges):
-                    with self._changed:
-                        self._child = child
-                        self._changed.notify_all()
-                    return True
-        return False
-
-    def _describe(self, problem: str) -> None:
-        with self._changed:
-            self._problem = problem
+            problem = f"process {child.pid} ended before it was connected: {child.describe_end()}"
+        except OSError as error:
+            problem = str(error)
+        if problem:
+            with self._changed:
+                self._problem = problem
+            return False
+        with self._memory_lock:
+            if not all(self._add(child, one) for one in self._ranges):
+                return False
+            with self._changed:
+                self._child = child
+                self._changed.notify_all()
+        return True
 
     def _pause(self) -> None:
         with self._changed:

@@ -5,11 +5,10 @@ messages, so half a message never holds up who reads."""
 
 from __future__ import annotations
 
-import os
 import pickle
 import socket
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 
 class Connect(NamedTuple):
@@ -44,11 +43,8 @@ class SlotPart(NamedTuple):
     num_bytes: int
 
 
-class Put(NamedTuple):
-    objects: tuple[SlotPart, ...]
-
-
-class Get(NamedTuple):
+class Move(NamedTuple):
+    kind: Literal["put", "get"]
     objects: tuple[SlotPart, ...]
 
 
@@ -56,21 +52,11 @@ class Exists(NamedTuple):
     names: tuple[str, ...]
 
 
-class Done(NamedTuple):
-    """An answer: a status code for each object or name."""
-
-    codes: tuple[int, ...] = ()
-
-
-class CallRefused(NamedTuple):
-    """An answer: nothing was touched."""
-
-    reason: str
-
+Answer = tuple[int, ...] | str
+"""A status code for each object or name; or why nothing was touched."""
 
 CORRUPT = -1_000_000
 """A status code of ours: an object was found, and is not what was put under its name."""
-
 
 MAX_MESSAGE_BYTES = 160 << 10  # less than the kernel's send buffer, 208 KiB, which holds a message whole
 
@@ -102,20 +88,5 @@ class Lane:
             raise EOFError("the other end of the lane was closed")
         return pickle.loads(data), fds
 
-    def fileno(self) -> int:
-        return self._socket.fileno()
-
     def close(self) -> None:
         self._socket.close()
-
-
-def make_lane() -> tuple[Lane, socket.socket]:
-    """Our end, and the socket of the other one."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    return Lane(ours), theirs
-
-
-def lane_of(fd: int) -> Lane:
-    """The end that a process inherited as `fd`."""
-    os.set_inheritable(fd, False)
-    return Lane(socket.socket(fileno=fd))

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import logging
 import socket
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
+from typing import Literal
 from urllib.parse import parse_qsl, urlsplit
 
 from kvstow.errors import ConfigError, MissingPackageError, TierUnavailableError
@@ -18,11 +20,9 @@ from kvstow.tier.store import (
     PutStatus,
     SlotObject,
     check_batch,
-    count_gets,
-    count_puts,
 )
 from kvstow_service.tiers.mooncake.childchannel import CONTROL, ChildChannel, ChildProcess
-from kvstow_service.tiers.mooncake.childmessages import CORRUPT, Connect, Exists, Get, Put, SlotPart
+from kvstow_service.tiers.mooncake.childmessages import CORRUPT, Connect, Exists, Move, SlotPart
 
 SCHEME = "mooncake"
 FORM = "mooncake://MASTER:PORT, with ?ha=etcd where HOST:PORT[,HOST:PORT...] are those of etcd"
@@ -144,7 +144,7 @@ def require_master(codes: Sequence[int]) -> None:
 
 
 _NAMES_IN_MESSAGE = 500  # of 250 bytes at most
-_PUTS, _GETS, _EXISTS = "puts", "gets", "exists"
+_EXISTS = "exists"
 
 _log = logging.getLogger(__name__)
 
@@ -161,10 +161,10 @@ class MooncakeStore:
                 raise MissingPackageError("a tier in Mooncake", package, "mooncake")
         self._location = location
 
-    def open_transfers(self, rank: int, witness: int | None = None) -> MooncakeTransfers:
+    def open_transfers(self, witness: int | None = None) -> MooncakeTransfers:
         inherited = () if witness is None else (witness,)
         return MooncakeTransfers(
-            f"transfers of rank {rank}", lambda: ChildProcess((CONTROL, _PUTS, _GETS), inherited), self._connect_message
+            "transfers", lambda: ChildProcess((CONTROL, "put", "get"), inherited), self._connect_message
         )
 
     def open_lookups(self) -> MooncakeLookups:
@@ -179,46 +179,39 @@ class MooncakeTransfers(ChildChannel):
     """See `kvstow.tier.store.TransferClient`. Its process maps the memory of the rank."""
 
     def put(self, objects: Sequence[SlotObject], timeout: float) -> list[PutStatus]:
-        codes = self._move(_PUTS, Put(self._parts(objects)), timeout)
-        statuses = [put_status(code) for code in codes]
-        self.count(**count_puts(objects, statuses))
-        return statuses
+        return [put_status(code) for code in self._move("put", objects, timeout)]
 
     def get(self, objects: Sequence[SlotObject], timeout: float) -> list[GetStatus]:
-        codes = self._move(_GETS, Get(self._parts(objects)), timeout)
-        statuses = [get_status(code) for code in codes]
-        self.count(**count_gets(objects, statuses))
-        return statuses
+        return [get_status(code) for code in self._move("get", objects, timeout)]
 
-    def _move(self, lane: str, request: Put | Get, timeout: float) -> tuple[int, ...]:
-        if not request.objects:
-            return ()
-        codes = self.call(lane, request, timeout)
-        require_master(codes)
-        if INVALID_PARAMS in codes:
-            _log.error("Mooncake calls %d of %d %s invalid", codes.count(INVALID_PARAMS), len(codes), lane)
-        return codes
-
-    def _parts(self, objects: Sequence[SlotObject]) -> tuple[SlotPart, ...]:
+    def _move(self, kind: Literal["put", "get"], objects: Sequence[SlotObject], timeout: float) -> tuple[int, ...]:
         check_batch(objects, self.ranges())
-        return tuple(
+        parts = tuple(
             SlotPart(one.name.fingerprint, str(one.name), *self.locate(one.address), one.num_bytes) for one in objects
         )
+        if not parts:
+            return ()
+        codes = self.call(kind, Move(kind, parts), timeout)
+        require_master(codes)
+        if INVALID_PARAMS in codes:
+            _log.error("Mooncake calls %d of %d %ss invalid", codes.count(INVALID_PARAMS), len(codes), kind)
+        return codes
 
 
 class MooncakeLookups(ChildChannel):
     """See `kvstow.tier.store.LookupClient`."""
 
+    def __init__(self, purpose: str, start_child: Callable[[], ChildProcess], connect: Callable[[], Connect]) -> None:
+        super().__init__(purpose, start_child, connect)
+        self._turn = threading.Lock()
+
     def exists(self, names: Sequence[ObjectName], timeout: float) -> list[bool]:
-        end, found = time.monotonic() + timeout, list[bool]()
-        for part in _parts(names):
-            codes = self.call(_EXISTS, Exists(part), end - time.monotonic())
-            require_master(codes)
-            found.extend(code == 1 for code in codes)
+        texts, found = [str(name) for name in names], list[bool]()
+        with self._turn:
+            end = time.monotonic() + timeout
+            for at in range(0, len(texts), _NAMES_IN_MESSAGE):
+                part = tuple(texts[at : at + _NAMES_IN_MESSAGE])
+                codes = self.call(_EXISTS, Exists(part), end - time.monotonic())
+                require_master(codes)
+                found.extend(code == 1 for code in codes)
         return found
-
-
-def _parts(names: Sequence[ObjectName]) -> list[tuple[str, ...]]:
-    """What fits into one message each."""
-    texts = [str(name) for name in names]
-    return [tuple(texts[at : at + _NAMES_IN_MESSAGE]) for at in range(0, len(texts), _NAMES_IN_MESSAGE)]

@@ -13,10 +13,10 @@ import logging
 import mmap
 import os
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from mooncake.store import MooncakeDistributedStore, ReplicateConfig
 
@@ -24,16 +24,13 @@ from kvstow.tier.store import MAX_BATCH_OBJECTS
 from kvstow_service.tiers.mooncake.childmessages import (
     CORRUPT,
     AddMemory,
-    CallRefused,
+    Answer,
     Connect,
-    Done,
     Exists,
-    Get,
     Lane,
-    Put,
+    Move,
     RemoveMemory,
     SlotPart,
-    lane_of,
 )
 from kvstow_service.tiers.objectheader import HEADER_BYTES, find_mismatch, pack_header
 
@@ -103,11 +100,8 @@ STAGED_BYTES = 256 << 10
 a request of its own, and one for a header takes 30 us."""
 
 
-class Pieces(NamedTuple):
-    """For each object, the addresses and sizes of its pieces."""
-
-    addresses: list[list[int]]
-    sizes: list[list[int]]
+Pieces = tuple[list[list[int]], list[list[int]]]
+"""For each object, the addresses and sizes of its pieces."""
 
 
 class ObjectBuffers:
@@ -125,7 +119,7 @@ class ObjectBuffers:
         for index, part in enumerate(objects):
             slot = self._memory.view(part)
             header = pack_header(part.fingerprint, part.name, slot)
-            if _is_staged(part):
+            if part.num_bytes <= STAGED_BYTES:
                 start = _start(index)
                 self._staging.view[start : start + part.num_bytes] = slot
                 self._staging.view[start + part.num_bytes : start + part.num_bytes + HEADER_BYTES] = header
@@ -136,21 +130,21 @@ class ObjectBuffers:
     def place(self, objects: Sequence[SlotPart]) -> Pieces:
         """Where the objects will be. Raises as `fill`, before any is touched."""
         slots = [self._memory.address(part) for part in objects]
-        pieces = Pieces([], [])
+        addresses, sizes = list[list[int]](), list[list[int]]()
         for index, (part, slot) in enumerate(zip(objects, slots, strict=True)):
-            if _is_staged(part):
-                pieces.addresses.append([self._staging.address + _start(index)])
-                pieces.sizes.append([part.num_bytes + HEADER_BYTES])
+            if part.num_bytes <= STAGED_BYTES:
+                addresses.append([self._staging.address + _start(index)])
+                sizes.append([part.num_bytes + HEADER_BYTES])
             else:
-                pieces.addresses.append([slot, self._headers.address + index * HEADER_BYTES])
-                pieces.sizes.append([part.num_bytes, HEADER_BYTES])
-        return pieces
+                addresses.append([slot, self._headers.address + index * HEADER_BYTES])
+                sizes.append([part.num_bytes, HEADER_BYTES])
+        return addresses, sizes
 
     def take(self, index: int, part: SlotPart) -> str | None:
         """Verify the object of a batch that was placed, and have it in its slot. What is wrong with it; None if nothing
         is."""
         slot = self._memory.view(part)
-        if not _is_staged(part):
+        if part.num_bytes > STAGED_BYTES:
             header = bytes(self._headers.view[index * HEADER_BYTES : (index + 1) * HEADER_BYTES])
             return find_mismatch(header, part.fingerprint, part.name, slot)
         start, end = _start(index), _start(index) + part.num_bytes
@@ -162,15 +156,9 @@ class ObjectBuffers:
         return mismatch
 
 
-def _is_staged(part: SlotPart) -> bool:
-    return part.num_bytes <= STAGED_BYTES
-
-
 def _start(index: int) -> int:
     return index * (STAGED_BYTES + HEADER_BYTES)
 
-
-_LOCAL_BUFFER_BYTES = 0  # for calls that copy: there are none
 
 _log = logging.getLogger(__name__)
 
@@ -185,7 +173,7 @@ class StoreClient:
             connect.local_host,
             "P2PHANDSHAKE",
             0,  # this process lends the store no memory
-            _LOCAL_BUFFER_BYTES,
+            0,  # for calls that copy: there are none
             connect.protocol,
             connect.devices,
             connect.master,
@@ -198,20 +186,21 @@ class StoreClient:
         self._puts = ObjectBuffers(self._store, self._memory, MAX_BATCH_OBJECTS)
         self._gets = ObjectBuffers(self._store, self._memory, MAX_BATCH_OBJECTS)
 
-    def do(self, request: object, fds: Sequence[int]) -> Done | CallRefused:
+    def do(self, request: object, fds: Sequence[int]) -> Answer:
         try:
-            return Done(tuple(self._do(request, fds)))
+            return tuple(self._do(request, fds))
         except (LookupError, RegistrationError, OSError) as error:
-            return CallRefused(str(error))
+            return str(error)
         finally:
             for fd in fds:
                 os.close(fd)
 
     def _do(self, request: object, fds: Sequence[int]) -> Sequence[int]:
         match request:
-            case Put(objects):
-                return self._put(objects)
-            case Get(objects):
+            case Move("put", objects):
+                names = [part.name for part in objects]
+                return list(self._store.batch_put_from_multi_buffers(names, *self._puts.fill(objects), self._config))
+            case Move("get", objects):
                 return self._get(objects)
             case Exists(names):
                 return list(self._store.batch_is_exist(list(names)))
@@ -222,10 +211,6 @@ class StoreClient:
             case _:
                 raise LookupError(f"unknown request {request!r}")
         return ()
-
-    def _put(self, objects: Sequence[SlotPart]) -> Sequence[int]:
-        names = [part.name for part in objects]
-        return list(self._store.batch_put_from_multi_buffers(names, *self._puts.fill(objects), self._config))
 
     def _get(self, objects: Sequence[SlotPart]) -> Sequence[int]:
         names = [part.name for part in objects]
@@ -262,14 +247,16 @@ def serve(lane: Lane, client: StoreClient) -> None:
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C: the other process decides
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    first, *others = (lane_of(int(text)) for text in sys.argv[1:])
+    for fd in map(int, sys.argv[1:]):
+        os.set_inheritable(fd, False)
+    first, *others = (Lane(socket.socket(fileno=int(text))) for text in sys.argv[1:])
     connect, _ = first.receive()
     try:
         client = StoreClient(connect)
     except (ConnectionError, RegistrationError) as error:
-        first.send(CallRefused(str(error)))
+        first.send(str(error))
         os._exit(1)  # the library's own end may hang
-    first.send(Done())
+    first.send(())
     for lane in others:
         threading.Thread(target=serve, args=(lane, client), daemon=True).start()
     serve(first, client)

@@ -130,10 +130,12 @@ def test_a_rank_in_another_process_reports(
 import sys
 from kvstow_service.admin.agent import RankAgent
 from kvstow_service.admin.agent import Rendezvous
-from kvstow_service.replay.ranks import SimulatedWorker
-class Rank(SimulatedWorker):
+from kvstow.testing.rank import ready_report
+class Rank:
     def add_listener(self, callback): pass
-RankAgent(0, Rank(0, 4096, 8), Rendezvous("engine"), interval=0.02).start()
+    def apply(self, desired): pass
+    def report(self): return ready_report(4096, 8)
+RankAgent(0, Rank(), Rendezvous("engine"), interval=0.02).start()
 sys.stdin.read()
 """
     path = ":".join(filter(None, sys.path))

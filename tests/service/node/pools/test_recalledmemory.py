@@ -177,7 +177,7 @@ def test_who_waits_for_memory_that_which_session_holds_is_shown(make_bench: Make
     new.join()
     bench.run()
     row_bytes = ROW_SLOTS * SLOT_BYTES
-    (wait,) = bench.memory.figures.waits
+    ((wait, _),) = bench.memory.figures.waits
     assert (wait.pool, wait.session) == (new.answer.pool, old.session_id)
     assert wait.num_bytes >= row_bytes
     old.release_revoked()
@@ -204,7 +204,7 @@ def test_a_worker_that_lies_about_letting_go_does_not_make_the_node_larger(make_
     bench.run()
     liar.release_revoked()
     bench.run()
-    (found,) = bench.memory.figures.kept
+    ((found, _),) = bench.memory.figures.kept
     assert (found.sessions, found.num_bytes) == ((liar.session_id,), EXTENT)
     assert (honest.grants, len(bench.memory.memory.extents)) == ({}, 3), "nothing takes its place"
     liar.release_revoked()
@@ -239,4 +239,4 @@ def test_a_session_is_not_asked_for_memory_that_its_pool_still_uses(make_bench: 
     assert not bench.memory.figures.waits, "its workers have not been asked to release anything"
     old.session.release_leases([lease.lease_id])
     bench.run()
-    assert [wait.session for wait in bench.memory.figures.waits] == [old.session_id]
+    assert [wait.session for wait, _ in bench.memory.figures.waits] == [old.session_id]

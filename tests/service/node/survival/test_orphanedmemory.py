@@ -13,9 +13,10 @@ from tests.service.node.keepers import end_keeper, listing_of
 from tests.service.node.survival.test_keeperprocess import start
 
 from kvstow.memory.extents import Extent
+from kvstow_api.directory import OrphanedMemory
 from kvstow_service.node.survival import orphanedmemory
 from kvstow_service.node.survival.keeper import PROCESS_NAME
-from kvstow_service.node.survival.orphanedmemory import HoldingProcess, find_orphaned_memory, running_services
+from kvstow_service.node.survival.orphanedmemory import find_orphaned_memory, running_services
 
 pytestmark = pytest.mark.process
 
@@ -39,12 +40,13 @@ def extent() -> Iterator[Extent]:
     extent.close()
 
 
-def found(*in_use: int) -> dict[int, HoldingProcess]:
-    return {one.pid: one for one in find_orphaned_memory(in_use)}
+def found(*in_use: int) -> dict[int, OrphanedMemory]:
+    """By process."""
+    return {int(one.words.split()[1]): one for one in find_orphaned_memory(in_use)}
 
 
 def test_memory_of_a_running_service_is_no_orphan_whoever_else_has_it(extent: Extent) -> None:
-    assert found()[os.getpid()].num_extents == 1
+    assert "holds 1 extent (" in found()[os.getpid()].words
     assert os.getpid() not in found(os.getpid())
 
 
@@ -74,8 +76,8 @@ def test_an_engine_that_has_mapped_it_only_is_named(extent: Extent) -> None:
         assert engine.pid not in found(os.getpid())
         extent.close()
         orphan = found(os.getpid())[engine.pid]
-        assert (orphan.num_extents, orphan.num_bytes) == (1, 0)
-        assert "holds 1 extent of a service that is gone" in orphan.sentence
+        assert orphan.num_bytes == 0
+        assert "holds 1 extent of a service that is gone" in orphan.words
         engine.communicate()
     assert engine.pid not in found()
 
@@ -114,7 +116,7 @@ def test_an_extent_that_a_service_makes_during_the_look_is_no_orphan(
     monkeypatch.setattr(orphanedmemory, "extents_of", look)
     assert find_orphaned_memory([service], proc=tmp_path) == []
     assert looks.count(str(keeper)) == 2
-    assert [one.num_bytes for one in find_orphaned_memory([], proc=tmp_path)] == [4096, 4096]
+    assert [one.num_bytes for one in find_orphaned_memory([], proc=tmp_path)] == [4096, 0]
 
 
 def test_an_extent_that_several_processes_have_is_added_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,5 +125,4 @@ def test_an_extent_that_several_processes_have_is_added_once(tmp_path: Path, mon
         (tmp_path / pid).mkdir()
     monkeypatch.setattr(orphanedmemory, "extents_of", lambda process: extents[process.name])
     orphans = find_orphaned_memory([], proc=tmp_path)
-    assert [one.num_bytes for one in orphans] == [0, 8192, 4096]
-    assert [one.added_bytes for one in orphans] == [0, 8192, 0]
+    assert [one.num_bytes for one in orphans] == [0, 8192, 0]

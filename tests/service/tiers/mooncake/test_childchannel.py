@@ -16,7 +16,7 @@ from kvstow.errors import InvalidRequestError, TierTimeoutError, TierUnavailable
 from kvstow.memfd import create_memfd
 from kvstow.tier.store import MemoryRange
 from kvstow_service.tiers.mooncake.childchannel import ChildChannel, ChildProcess, pause_after
-from kvstow_service.tiers.mooncake.childmessages import AddMemory, CallRefused, Connect, Done, Exists, RemoveMemory
+from kvstow_service.tiers.mooncake.childmessages import AddMemory, Answer, Connect, Exists, RemoveMemory
 
 SECONDS = 30.0
 _pids = count(1000)
@@ -35,12 +35,10 @@ class FakeChild:
         self.is_dead = threading.Event()
         self.is_closed = False
 
-    def connect(self, message: Connect, timeout: float) -> None:
-        if self.refuses_to_connect:
-            raise TierUnavailableError("no master")
-
-    def ask(self, lane: str, request: object, timeout: float, *, fds: Sequence[int] = ()) -> Done | CallRefused:
+    def ask(self, lane: str, request: object, timeout: float, *, fds: Sequence[int] = ()) -> Answer:
         assert not self.is_closed
+        if isinstance(request, Connect):
+            return "no master" if self.refuses_to_connect else ()
         self.asked.append(request)
         if self.hangs and lane != "control":
             if not self.is_dead.wait(timeout):
@@ -48,7 +46,7 @@ class FakeChild:
             raise EOFError
         if self.is_dead.is_set():
             raise EOFError
-        return CallRefused("no memlock") if self.refuses_memory and isinstance(request, AddMemory) else Done((7,))
+        return "no memlock" if self.refuses_memory and isinstance(request, AddMemory) else (7,)
 
     def has_ended(self) -> bool:
         return self.is_dead.is_set()
@@ -157,7 +155,7 @@ def test_the_other_calls_of_a_process_that_is_killed_end_when_it_is_gone(stage: 
     stage.prepare = lambda child: setattr(child, "hangs", not stage.children)
     stage.open()
     other = stage.call("a")
-    eventually(lambda: stage.channel.num_calls == 1)
+    eventually(lambda: stage.channel._users == 1)
     with pytest.raises(TierTimeoutError):
         stage.call("b", timeout=0.05).result(SECONDS)
     with pytest.raises(TierUnavailableError, match="ended during a call"):
@@ -228,12 +226,12 @@ def test_pauses_double_until_a_call_succeeds() -> None:
 def test_an_unexpected_error_ends_the_process_and_another_one_starts(
     stage: Stage, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(message: Connect, timeout: float) -> None:
+    def fail(*_: object) -> Answer:
         raise ZeroDivisionError("defect")
 
     def prepare(child: FakeChild) -> None:
         if not stage.children:
-            child.connect = fail  # type: ignore[method-assign]
+            child.ask = fail  # type: ignore[method-assign, assignment]
 
     stage.prepare = prepare
     stage.open()
@@ -246,7 +244,7 @@ def test_closing_ends_calls(stage: Stage, eventually: Eventually) -> None:
     stage.prepare = lambda child: setattr(child, "hangs", True)
     channel = stage.open()
     call = stage.call()
-    eventually(lambda: channel.num_calls == 1)
+    eventually(lambda: channel._users == 1)
     channel.close()
     with pytest.raises(TierUnavailableError):
         call.result(SECONDS)

@@ -45,7 +45,7 @@ class Node:
         self.slots = Slots()
         self.fingerprint = f"{os.getpid():x}f{next(_fingerprints):x}"
         store = MooncakeStore(location)
-        self.transfers: MooncakeTransfers = store.open_transfers(0)
+        self.transfers: MooncakeTransfers = store.open_transfers()
         self.transfers.add_memory(self.slots.range)
         self.lookups: MooncakeLookups = store.open_lookups()
 
@@ -176,7 +176,7 @@ def test_a_process_of_ours_that_is_killed_during_a_get_is_replaced(
 
     thread = Thread(target=get)
     thread.start()
-    eventually(lambda: node.transfers.num_calls == 1, "the call")
+    eventually(lambda: node.transfers._users == 1, "the call")
     os.kill(transfers, signal.SIGKILL)
     thread.join(TIMEOUT)
     assert outcome == [(TierUnavailableError, False)]
@@ -339,7 +339,6 @@ def test_an_object_with_other_bytes_is_never_found(shared_cluster: Cluster, way:
         assert found[0] == "found"
         if way in ("slot", "header", "other"):
             assert found[1] == "corrupt"
-            assert node.transfers.stats().corrupt_objects == 1
             assert node.exists(1, 2, 3) == [True, False, True]  # it does not stay
             assert node.transfers.put([puts[1]], TIMEOUT) == ["stored"]
             assert node.transfers.get([target], TIMEOUT) == ["found"]
@@ -378,7 +377,7 @@ def test_closing_ends_a_call_that_hangs(cluster: Cluster, node: Node, eventually
 
     thread = Thread(target=get)
     thread.start()
-    eventually(lambda: node.transfers.num_calls == 1, "the call")
+    eventually(lambda: node.transfers._users == 1, "the call")
     node.transfers.close()
     thread.join(TIMEOUT)
     assert len(errors) == 1
@@ -388,8 +387,8 @@ def test_closing_ends_a_call_that_hangs(cluster: Cluster, node: Node, eventually
 # Opens a client, and says which process is its own: argv = URL
 _HOST = """
 import sys, time
-from kvstow_service.tiers.hostedtiers import open_store
-client = open_store(sys.argv[1]).open_transfers(0)
+from kvstow_service.tiers.stores import open_store
+client = open_store(sys.argv[1]).open_transfers()
 while client.pid is None:
     time.sleep(0.01)
 print(client.pid, flush=True)

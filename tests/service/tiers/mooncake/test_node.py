@@ -46,7 +46,7 @@ def pids_of(node: Node) -> list[int]:
     """Of the process for transfers, and of the one for look-ups."""
     opened = node.tier
     assert opened is not None
-    clients: list[Any] = [opened._shared.client, opened._lookups]
+    clients: list[Any] = [opened._transfers.client, opened._lookups]
     return [client.pid for client in clients]
 
 
@@ -59,11 +59,11 @@ def is_whole(node: RunningNode) -> bool:
 def test_what_one_node_has_stored_another_one_hits(make_node: MakeNode, engines: Engines) -> None:
     here, there = make_node(), make_node()
     keys = keys_of(0, 12)  # a lease holds half of a pool at most
-    first = engines(here.settings.attach_socket)
+    first = engines(here.settings.attach_path)
     first.wait_for(lambda: is_connected(here))
     first.store_until_found(keys)
     first.wait_for(lambda: put_blocks(here) >= 12)  # one that was evicted and stored again is put again
-    second = engines(there.settings.attach_socket)
+    second = engines(there.settings.attach_path)
     second.wait_for(lambda: second.load(keys) == 12)  # every byte of both ranks is verified
     for node in (here, there):
         for pool in node.host.pools():
@@ -74,7 +74,7 @@ def test_the_process_of_the_transfers_is_killed_and_the_other_one_lives(
     make_node: MakeNode, engines: Engines, eventually: Eventually
 ) -> None:
     node = make_node()
-    engine = engines(node.settings.attach_socket)
+    engine = engines(node.settings.attach_path)
     engine.wait_for(lambda: is_connected(node))
     transfers, lookups = pids_of(node)
     engine.store_until_found(keys_of(0, 60))

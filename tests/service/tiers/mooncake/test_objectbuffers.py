@@ -33,13 +33,13 @@ class Objects:
         return SlotPart("f", name, 0, slot * LARGE, num_bytes)
 
     def put(self, part: SlotPart) -> bytes:
-        pieces = self.buffers.fill([part])
-        return b"".join(map(ctypes.string_at, pieces.addresses[0], pieces.sizes[0]))
+        addresses, sizes = self.buffers.fill([part])
+        return b"".join(map(ctypes.string_at, addresses[0], sizes[0]))
 
     def get(self, part: SlotPart, contents: bytes) -> str | None:
         """What is wrong with the object, if it has these contents."""
-        pieces = self.buffers.place([part])
-        for address, size in zip(pieces.addresses[0], pieces.sizes[0], strict=True):
+        addresses, sizes = self.buffers.place([part])
+        for address, size in zip(addresses[0], sizes[0], strict=True):
             ctypes.memmove(address, contents[:size], size)
             contents = contents[size:]
         return self.buffers.take(0, part)

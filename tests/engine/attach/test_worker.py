@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,9 +20,9 @@ from kvstow.attach.calls import (
 )
 from kvstow.attach.channel import Frame
 from kvstow.attach.connection import Call
-from kvstow.attach.hello import unique_id
+from kvstow.attach.hello import Welcome, unique_id
 from kvstow.attach.wire import MOST_LISTED, Kind
-from kvstow.attach.worker import GAP_SECONDS, REPORT_SECONDS, OpGate, WorkerCalls
+from kvstow.attach.worker import GAP_SECONDS, REPORT_SECONDS, AttachedWorker, OpGate
 from kvstow.errors import AttachError, PinError
 from kvstow.messages import DesiredState, Op, RankReport
 from kvstow.testing.fakes import FakeClock
@@ -28,6 +30,8 @@ from kvstow.testing.fakes import FakeClock
 
 class Wire:
     """A connection that keeps what is said."""
+
+    problem = None
 
     def __init__(self) -> None:
         self.said: list[Any] = []
@@ -51,6 +55,8 @@ class Rank:
     """A pool and its data plane."""
 
     rank = 0
+    boot_id = "boot"
+    layered = launched = drive = None
 
     def __init__(self) -> None:
         self.registered: dict[int, int] = {}
@@ -81,6 +87,8 @@ class Rank:
     def report(self) -> RankReport:
         return RankReport.without_pool(0, "boot", "ready", 4096)
 
+    def add_listener(self, listener: object) -> None: ...
+
     def apply(self, desired: DesiredState) -> None:
         self.applied.append(desired)
 
@@ -101,88 +109,90 @@ def clock() -> FakeClock:
 
 
 @pytest.fixture
-def calls(rank: Rank, wire: Wire, clock: FakeClock) -> WorkerCalls:
+def worker(rank: Rank, wire: Wire, clock: FakeClock) -> Iterator[AttachedWorker]:
+    """Without its thread."""
     either: Any = rank
+    made = AttachedWorker(Path("/none"), either, either, engine="engine", clock=clock)
     connection: Any = wire
-    made = WorkerCalls(connection, either, either, clock)
-    made.begin_session()
-    made.advance()
-    return made
+    made._connection = connection
+    made._begin_session(Welcome(session_id="1"))
+    yield made
+    os.close(made._wake)
 
 
 def test_the_first_slots_are_told_at_once_and_later_ones_after_a_gap(
-    calls: WorkerCalls, rank: Rank, wire: Wire, clock: FakeClock
+    worker: AttachedWorker, rank: Rank, wire: Wire, clock: FakeClock
 ) -> None:
-    assert calls.report_due() == REPORT_SECONDS
+    assert worker._report_due() == REPORT_SECONDS
     assert [type(message) for message in wire.taken()] == [Report]
     rank.registered = {1: 10}
-    calls.is_changed = True
-    calls.report_due()
+    worker._is_changed = True
+    worker._report_due()
     assert wire.taken() == [RegisteredExtents((ExtentSlots(1, 10),))]
     rank.registered = {1: 30, 2: 5}
-    calls.is_changed = True
-    assert calls.report_due() == pytest.approx(GAP_SECONDS)
+    worker._is_changed = True
+    assert worker._report_due() == pytest.approx(GAP_SECONDS)
     assert wire.taken() == []
     clock.advance(GAP_SECONDS)
-    assert calls.report_due() == pytest.approx(REPORT_SECONDS - GAP_SECONDS)
+    assert worker._report_due() == pytest.approx(REPORT_SECONDS - GAP_SECONDS)
     assert wire.taken() == [RegisteredExtents((ExtentSlots(1, 30), ExtentSlots(2, 5)))]
 
 
-def test_many_extents_are_told_in_several_messages(calls: WorkerCalls, rank: Rank, wire: Wire) -> None:
+def test_many_extents_are_told_in_several_messages(worker: AttachedWorker, rank: Rank, wire: Wire) -> None:
     rank.registered = dict.fromkeys(range(MOST_LISTED + 1), 1)
-    calls.report_due()
+    worker._report_due()
     told = [message.extents for message in wire.taken() if isinstance(message, RegisteredExtents)]
     assert [len(extents) for extents in told] == [MOST_LISTED, 1]
     assert [extent for extents in told for extent, _ in extents] == list(range(MOST_LISTED + 1))
 
 
-def test_it_reports_every_second(calls: WorkerCalls, wire: Wire, clock: FakeClock) -> None:
-    calls.report_due()
+def test_it_reports_every_second(worker: AttachedWorker, wire: Wire, clock: FakeClock) -> None:
+    worker._report_due()
     wire.taken()
     clock.advance(REPORT_SECONDS / 2)
-    assert calls.report_due() == REPORT_SECONDS / 2
+    assert worker._report_due() == REPORT_SECONDS / 2
     assert wire.taken() == []
     clock.advance(REPORT_SECONDS / 2)
-    calls.report_due()
+    worker._report_due()
     assert [type(message) for message in wire.taken()] == [Report]
 
 
 def test_fewer_slots_and_the_applied_state_are_said_before_it_lets_go(
-    calls: WorkerCalls, rank: Rank, wire: Wire, clock: FakeClock
+    worker: AttachedWorker, rank: Rank, wire: Wire, clock: FakeClock
 ) -> None:
     rank.registered = {1: 10, 2: 10}
-    calls.report_due()
+    worker._report_due()
     wire.taken()
     clock.advance(GAP_SECONDS)
     rank.registered, rank.released = {1: 10}, [2]
-    calls.is_changed = True
-    calls.report_due()
+    worker._is_changed = True
+    worker._report_due()
     assert [type(message) for message in wire.taken()] == [Report, ReleasedExtents]
     clock.advance(GAP_SECONDS)
     rank.registered, rank.released = {1: 0}, [7]
-    calls.is_changed = True
-    calls.report_due()
+    worker._is_changed = True
+    worker._report_due()
     assert [type(message) for message in wire.taken()] == [RegisteredExtents, Report, ReleasedExtents]
 
 
-def test_the_answer_to_a_report_is_applied(calls: WorkerCalls, rank: Rank, wire: Wire) -> None:
-    calls.report_due()
+def test_the_answer_to_a_report_is_applied(worker: AttachedWorker, rank: Rank, wire: Wire) -> None:
+    worker._report_due()
     desired = Desired(DesiredState("engine", 5, number=3))
-    calls.advance()
+    worker._advance()
     assert rank.applied == []
     wire.calls[-1].resolve(Frame(Kind.DESIRED, 1, desired.pack()))
-    calls.advance()
-    calls.advance()
+    worker._advance()
+    worker._advance()
     assert rank.applied == [desired.desired]
-    calls.take(Frame(Kind.DESIRED, 0, Desired(DesiredState("engine", 6, number=4)).pack()))
+    worker._take_frame(Frame(Kind.DESIRED, 0, Desired(DesiredState("engine", 6, number=4)).pack()))
     assert rank.applied[-1].capacity_slots == 6
 
 
-def test_an_answer_of_another_kind_ends_the_session(calls: WorkerCalls, wire: Wire) -> None:
-    calls.report_due()
+def test_an_answer_of_another_kind_ends_the_session(worker: AttachedWorker, wire: Wire) -> None:
+    worker._report_due()
     wire.calls[-1].resolve(Frame(Kind.FOUND, 1, b""))
     with pytest.raises(AttachError):
-        calls.advance()
+        worker._advance()
 
 
 REVOKED = Frame(Kind.REVOKED, 0, RevokedExtents((2,)).pack())
@@ -190,31 +200,33 @@ ALL = Frame(Kind.EXTENTS, 0, GrantedExtents(4096, (), True).pack())
 MORE_COME = Frame(Kind.EXTENTS, 0, GrantedExtents(4096, (), False).pack())
 
 
-def test_what_is_revoked_with_the_end_of_a_session_is_let_go_of(calls: WorkerCalls, rank: Rank) -> None:
-    calls.end_session()
-    calls.take(REVOKED)
+def test_what_is_revoked_with_the_end_of_a_session_is_let_go_of(worker: AttachedWorker, rank: Rank) -> None:
+    worker._end_session()
+    worker._take_frame(REVOKED)
     assert rank.revoked == [2]
 
 
-def test_memory_of_an_earlier_session_goes_once_all_that_there_is_was_granted(calls: WorkerCalls, rank: Rank) -> None:
-    calls.take(MORE_COME)
+def test_memory_of_an_earlier_session_goes_once_all_that_there_is_was_granted(
+    worker: AttachedWorker, rank: Rank
+) -> None:
+    worker._take_frame(MORE_COME)
     assert rank.said == ["grant"]
-    calls.take(ALL)
+    worker._take_frame(ALL)
     assert rank.said == ["grant", "grant", "drop earlier"], "first what stays, then the rest goes"
 
 
 def test_memory_of_an_earlier_session_goes_although_what_was_granted_cannot_be_used(
-    calls: WorkerCalls, rank: Rank
+    worker: AttachedWorker, rank: Rank
 ) -> None:
     rank.error = PinError("out_of_memory", "no address space")
-    calls.take(ALL)
+    worker._take_frame(ALL)
     assert rank.said == ["grant", "drop earlier"]
-    assert "no address space" in str(calls.problem)
+    assert "no address space" in str(worker.problem)
 
 
-def test_grants_of_a_session_that_has_ended_change_nothing(calls: WorkerCalls, rank: Rank) -> None:
-    calls.end_session()
-    calls.take(ALL)
+def test_grants_of_a_session_that_has_ended_change_nothing(worker: AttachedWorker, rank: Rank) -> None:
+    worker._end_session()
+    worker._take_frame(ALL)
     assert rank.said == []
 
 

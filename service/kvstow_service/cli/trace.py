@@ -1,0 +1,258 @@
+"""`kvstow trace` generates request traces, records those of a live pool, and shows what they hit in pools of several
+sizes. Recording runs where the command line alone is installed."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, nullcontext
+from pathlib import Path
+from shutil import get_terminal_size
+from typing import TYPE_CHECKING, NamedTuple, TextIO
+
+import click
+
+from kvstow.bytesize import format_size, parse_size
+from kvstow.config import ALLOWED_POLICIES, parse_policy
+from kvstow.errors import ConfigError
+from kvstow_api.texts import counted
+from kvstow_service.cli.connection import SIZE, TIME, Call, chosen_pool, pool_flag, remote
+from kvstow_service.cli.failures import CommandError, reporting_failures
+from kvstow_service.replay.trace import (
+    SHAPES,
+    Shape,
+    TraceShape,
+    even_shape,
+    generate_trace,
+    read_trace,
+    shape_named,
+)
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+    from kvstow_service.replay.hittable import HitTable
+
+_SLOT_SIZE = "256KiB"
+_FORESIGHT = "min"  # `kvstow_service.replay.hittable.FORESIGHT`
+
+slot_size_flag = click.option("--slot-size", help=f"Bytes of one block on each rank. Default: {_SLOT_SIZE}.")
+shape_flag = click.option("--shape", help=f"KV cache of a known model instead of a slot size: {', '.join(SHAPES)}.")
+requests_flag = click.option("--requests", type=click.IntRange(1), help="Replay at most this many requests.")
+json_flag = click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object.")
+
+
+def shape_of(name: str | None, slot_size: str | None) -> Shape:
+    if name is not None and slot_size is not None:
+        raise ConfigError("--slot-size", slot_size, "--slot-size or --shape, not both")
+    return shape_named(name) if name else even_shape(parse_size(slot_size or _SLOT_SIZE, "--slot-size"))
+
+
+def progress() -> Progress:
+    """Progress bars on standard error, if it is a terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[count]}"), TimeElapsedColumn())
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+
+
+class Bar:
+    """One line of `progress`; called with how much is done."""
+
+    def __init__(self, bars: Progress, words: str, total: float) -> None:
+        self._bars, self._total = bars, total
+        self._task = bars.add_task(words, total=total, count="")
+
+    def __call__(self, done: int) -> None:
+        self._bars.update(self._task, completed=done, count=f"{done:,}/{self._total:,}")
+
+
+@click.group()
+def trace() -> None:
+    """Generate request traces, record them, or show what they hit."""
+
+
+@trace.command()
+@click.argument("trace")
+@click.option(
+    "--sizes",
+    required=True,
+    metavar="SIZE,...",
+    help="Sizes of the pool: slots, or bytes of all ranks (64GiB).",
+)
+@click.option(
+    "--policy",
+    "policies",
+    multiple=True,
+    default=("auto", "lru"),
+    help=f"How the pool chooses what it evicts, repeatable: {ALLOWED_POLICIES}; or min, with foresight. "
+    "Default: auto and lru.",
+)
+@slot_size_flag
+@shape_flag
+@click.option("--ranks", type=click.IntRange(1), default=1, show_default=True, help="Ranks that share a size in bytes.")
+@requests_flag
+@click.option(
+    "--png",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Also draw the table into this file; needs matplotlib.",
+)
+@json_flag
+def hits(
+    trace: str,
+    sizes: str,
+    policies: tuple[str, ...],
+    slot_size: str | None,
+    shape: str | None,
+    ranks: int,
+    requests: int | None,
+    png: Path | None,
+    as_json: bool,
+) -> None:
+    """Show what a trace hits with each policy in pools of each size.
+
+    Only a control plane runs, in the time of the trace. TRACE is a file of JSON lines; - reads standard input. Prints a
+    table and draws it.
+    """
+    from kvstow_service.cli.plotting import Line, Plot, drawn, save
+    from kvstow_service.replay.hittable import hit_table
+
+    with reporting_failures():
+        slot_bytes = shape_of(shape, slot_size).slot_bytes * ranks
+        slots, names = _parse_sizes(sizes, slot_bytes), _parse_policies(policies)
+        found = read_trace(trace, limit=requests)
+        with progress() as bars:
+            replayed = Bar(bars, "replaying", len(found) * len(slots) * len(names))
+            table = hit_table(found, slots, names, slot_bytes, replayed)
+        plot = Plot(
+            title="% of the blocks that hit, by size",
+            sizes=table.sizes,
+            labels=[format_size(slots * table.slot_bytes) for slots in table.sizes],
+            lines=[Line(policy, ratios) for policy, ratios in table.ratios.items()],
+            limit=table.everything,
+            limit_name="without evictions",
+        )
+        if png is not None:
+            save(plot, png)
+        if as_json:
+            click.echo(json.dumps(table.to_json()))
+        else:
+            click.echo(f"{_written(table, plot.labels)}\n\n{drawn(plot, min(100, get_terminal_size().columns))}")
+
+
+def _parse_sizes(text: str, slot_bytes: int) -> list[int]:
+    """Slots, from the smallest on. A plain number is one of slots, a size with a unit one of bytes on all ranks; then
+    `slot_bytes` are those of a slot. Raises `ConfigError`."""
+    found = set()
+    for part in filter(None, (one.strip() for one in text.split(","))):
+        slots = int(part) if part.isdecimal() else parse_size(part, "--sizes") // slot_bytes
+        if slots < 1:
+            raise ConfigError("--sizes", part, f"1 slot or more; a slot has {slot_bytes} bytes on all ranks")
+        found.add(slots)
+    if not found:
+        raise ConfigError("--sizes", text, "slots, or bytes with a unit, separated by commas: 1000,64GiB")
+    return sorted(found)
+
+
+def _parse_policies(names: Sequence[str]) -> list[str]:
+    try:
+        return [name if name == _FORESIGHT else parse_policy(name) for name in names]
+    except ConfigError as error:
+        raise ConfigError("--policy", error.value, f"{ALLOWED_POLICIES}; or {_FORESIGHT}, with foresight") from None
+
+
+def _written(table: HitTable, labels: Sequence[str]) -> str:
+    rows = [("SLOTS", "SIZE", *(policy.upper() for policy in table.ratios))]
+    for number, slots in enumerate(table.sizes):
+        ratios = (f"{100 * found[number]:.2f} %" for found in table.ratios.values())
+        rows.append((f"{slots:,}", labels[number], *ratios))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    told = f"{table.requests:,} requests looked up {table.blocks:,} blocks; "
+    return "\n".join([*lines, f"{told}without evictions {100 * table.everything:.2f} % of them would hit"])
+
+
+@trace.command()
+@click.option("--sessions", type=int, default=100, show_default=True, help="Number of conversations.")
+@click.option("--turns", type=int, default=5, show_default=True, help="Average number of turns of a conversation.")
+@click.option("--requests", type=int, help="Only this many requests, the first.")
+@click.option("--shared-prompts", type=int, default=4, show_default=True, help="Number of shared system prompts.")
+@click.option("--seed", type=int, default=0, show_default=True, help="The same seed and options give the same trace.")
+@click.option("--output", default="-", show_default=True, help="File to write; - is standard output.")
+def generate(sessions: int, turns: int, requests: int | None, shared_prompts: int, seed: int, output: str) -> None:
+    """Generate multi-turn conversations with shared system prompts, as JSON lines."""
+    with reporting_failures():
+        shape = TraceShape(sessions=sessions, turns=turns, shared_prompts=shared_prompts, seed=seed)
+        found = generate_trace(shape, limit=requests)
+        with nullcontext(sys.stdout) if output == "-" else _open(output) as stream:
+            stream.writelines(f"{request.to_line()}\n" for request in found)
+
+
+_ENDS = {
+    "time": "its time is over",
+    "size": "it has reached its size (--size)",
+    "slow": "it was read too slowly; a local --output, or a connection that is faster, keeps up",
+}
+
+
+@trace.command()
+@click.option("--time", "seconds", type=TIME, default="10m", show_default=True, help="How long to record, at most.")
+@click.option("--size", type=SIZE, default="64MiB", show_default=True, help="How much to record, at most.")
+@click.option("--output", default="-", show_default=True, help="File to write; - is standard output.")
+@pool_flag
+@remote
+def record(call: Call, seconds: float, size: float, output: str) -> None:
+    """Record the requests of a live pool, until Ctrl-C.
+
+    A line for each request that ends: when that was, which blocks it has used, and which of them it has looked up. In
+    place of keys there are hashes under a random key, which the server throws away with the recording: they mean
+    something in this recording alone. `kvstow replay` reads it. Changes need a credential, and so does this.
+    """
+    with ExitStack() as stack:
+        client = stack.enter_context(call.client())
+        name = chosen_pool(client, call.pool)
+        stream = stack.enter_context(nullcontext(sys.stdout) if output == "-" else _open(output))
+        bars = stack.enter_context(progress())
+        lines = stack.enter_context(closing(client.record(name, seconds=seconds, max_bytes=int(size))))
+        told = _copy(lines, stream, seconds, bars)
+    words = f"{counted(told.requests, 'request')} of pool {name}, {format_size(told.num_bytes)}"
+    if told.end is None:
+        raise CommandError(f"the connection has ended before the recording: {words}", "what was received is kept")
+    click.echo(f"the recording has ended: {told.end}; {words}", err=True)
+
+
+class _Recorded(NamedTuple):
+    """`end`: why it has ended, None if the server did not say."""
+
+    requests: int
+    num_bytes: int
+    end: str | None
+
+
+def _copy(lines: Iterator[str], stream: TextIO, seconds: float, bars: Progress) -> _Recorded:
+    """Write the requests among the lines to `stream`."""
+    begun, requests, num_bytes = time.monotonic(), 0, 0
+    bar = bars.add_task("recording", total=seconds, count="0 requests")
+    try:
+        for line in lines:
+            if line.startswith('{"recording"'):
+                return _Recorded(requests, num_bytes, _ENDS[json.loads(line)["recording"]["end"]])
+            if line:
+                stream.write(f"{line}\n")
+                requests, num_bytes = requests + 1, num_bytes + len(line) + 1
+            count = f"{counted(requests, 'request')}, {format_size(num_bytes)}"
+            bars.update(bar, completed=min(seconds, time.monotonic() - begun), count=count)
+    except KeyboardInterrupt:
+        return _Recorded(requests, num_bytes, "it was stopped")
+    return _Recorded(requests, num_bytes, None)
+
+
+def _open(path: str) -> TextIO:
+    try:
+        return open(path, "w", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError("--output", path, f"a writable file, or - ({error.strerror})") from error
