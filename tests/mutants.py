@@ -304,9 +304,8 @@ MUTANTS = [
     Mutant(
         "contexts_lose_their_roots_first",
         CLAIMS,
-        "end = Part(self.namespace, self.slots[length:], self.uses[length:], self.number, self.ended_at)",
-        "self.slots.reverse()\n"
-        "        end = Part(self.namespace, self.slots[length:], self.uses[length:], self.number, self.ended_at)",
+        "end = replace(self, slots",
+        "self.slots.reverse()\n        end = replace(self, slots",
         f"{CLAIM_TESTS}::test_what_is_expected_last_goes_first_from_its_end",
     ),
     Mutant(
