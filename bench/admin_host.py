@@ -22,7 +22,7 @@ from bench.hashes import Hashes
 from bench.kvstow_subject import SLOT_BYTES, EngineSubject, SimulatedWorker
 from bench.subject import CHAIN_BLOCKS, STORE_BLOCKS
 from kvstow_api.app import create_app
-from kvstow_api.embeddeddirectory import EmbeddedDirectory
+from kvstow_api.directory import EmbeddedDirectory
 from kvstow_api.host import ApiHost
 from kvstow_service.admin.adminhost import Ticker
 from kvstow_service.admin.agent import AdminAddress, RankAgent

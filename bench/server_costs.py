@@ -16,7 +16,7 @@ from kvstow.control.engine import OffloadEngine
 from kvstow.messages import RankReport
 from kvstow.testing.rank import ready_report
 from kvstow_api.app import create_app
-from kvstow_api.embeddeddirectory import EmbeddedDirectory
+from kvstow_api.directory import EmbeddedDirectory
 from kvstow_api.host import ApiHost
 
 _RANKS, _SLOTS, _SLOT_BYTES = 8, 1024, 4096

@@ -23,7 +23,6 @@ from kvstow.messages import Completion, Op
 from kvstow_service.connectors.engine_core.controlplane import EmbeddedControl
 from kvstow_service.connectors.engine_core.kvgroups import KVGroup, KVGroups
 from kvstow_service.connectors.engine_core.loadpolicy import LoadPolicy
-from kvstow_service.connectors.engine_core.prefillmeter import PrefillMeter
 from kvstow_service.connectors.engine_core.schedulerside import SchedulerSide
 from kvstow_service.connectors.engine_core.stepplan import PlannedStep
 
@@ -45,8 +44,7 @@ class _Scheduler:
         self._engine.report(self._worker.report())
         self._pool = BlockPool(num_gpu_blocks=_GPU_BLOCKS, enable_caching=True, hash_block_size=_TOKENS)
         policy = LoadPolicy("async", 0.0, SLOT_BYTES)
-        control, meter = EmbeddedControl(self._engine), PrefillMeter()
-        self.side = SchedulerSide(control, _GROUPS, self._pool, policy=policy, meter=meter)
+        self.side = SchedulerSide(EmbeddedControl(self._engine), _GROUPS, self._pool, policy=policy)
         self.requests = 0
 
     def request(self, num_blocks: int, hashes: list[bytes] | None = None) -> Any:

@@ -56,7 +56,7 @@ RECORDS = "service/kvstow_service/node/pools/noderecords.py"
 SURVIVORS = "service/kvstow_service/node/survival/roster.py"
 SURVIVAL = "tests/service/node/survival/test_survival.py"
 AUTH = "api/kvstow_api/auth.py"
-ADMISSION = "api/kvstow_api/admission.py"
+ADMISSION = "api/kvstow_api/middleware.py"
 HEADER = "service/kvstow_service/tiers/objectheader.py"
 ENGINE_CORE = "service/kvstow_service/connectors/engine_core"
 ADAPTERS = "tests/service/connectors/engine_core/test_adapters.py"
@@ -93,21 +93,21 @@ MUTANTS = [
     ),
     Mutant(
         "requests_that_let_nothing_be_stored_are_stored",
-        f"{ENGINE_CORE}/storefinders.py",
+        f"{ENGINE_CORE}/stores.py",
         " or not tracked.may_store:",
         ":",
         f"{HINT_TESTS}::test_nothing_of_it_is_stored",
     ),
     Mutant(
         "the_backlog_stores_what_must_not_be_stored",
-        f"{ENGINE_CORE}/stores.py",
+        f"{ENGINE_CORE}/gpublocks.py",
         "if block_hash is not None and not self._gpu.is_unstored(block_hash):",
         "if block_hash is not None:",
         f"{HINT_TESTS}::test_the_backlog_stores_none_of_its_blocks",
     ),
     Mutant(
         "what_must_not_be_stored_is_stored_lazily",
-        f"{ENGINE_CORE}/storefinders.py",
+        f"{ENGINE_CORE}/stores.py",
         " and not self._gpu.is_unstored(content):",
         ":",
         f"{HINT_TESTS}::test_lazily_none_of_its_blocks_is_stored_until_another_request_has_them",
@@ -184,7 +184,7 @@ MUTANTS = [
     ),
     Mutant(
         "what_loads_have_saved_is_told_twice",
-        f"{ENGINE_CORE}/prefillmeter.py",
+        f"{ENGINE_CORE}/loadpolicy.py",
         "self._told, self._hits, self._waited = cost, PromptPart(), 0.0",
         "self._told, self._waited = cost, 0.0",
         f"{PREFILL_METER}::test_nothing_is_told_before_the_cost_is_known_and_then_everything_once",
@@ -198,14 +198,14 @@ MUTANTS = [
     ),
     Mutant(
         "loads_that_others_hide_cost_time",
-        f"{ENGINE_CORE}/prefillmeter.py",
-        "if self._loads and not self._planned:",
-        "if self._loads:",
+        f"{ENGINE_CORE}/loadpolicy.py",
+        "if self._queued and not self._planned:",
+        "if self._queued:",
         f"{PREFILL_METER}::test_the_engine_waits_for_a_load_before_its_step_while_nothing_runs",
     ),
     Mutant(
         "loads_by_layer_give_time_back",
-        f"{ENGINE_CORE}/prefillmeter.py",
+        f"{ENGINE_CORE}/loadpolicy.py",
         "min(step.load_seconds, max(0.0, seconds - self._expected(step)))",
         "min(step.load_seconds, seconds - self._expected(step))",
         f"{PREFILL_METER}::test_the_engine_waits_for_a_load_by_layer_as_long_as_its_step_takes_longer",
@@ -603,8 +603,8 @@ MUTANTS = [
     Mutant(
         "a_life_is_counted_at_once",
         "api/kvstow_api/sampler.py",
-        "self._boots.get(name) or now._replace(pin_failures={})",
-        "self._boots.get(name) or CountedRank()",
+        "self._boots.get(name, _busy(rank))",
+        "self._boots.get(name, Counter())",
         "tests/api/node/test_sessions.py::test_what_was_copied_before_the_server_started_is_no_rate",
     ),
     Mutant(
@@ -1333,7 +1333,7 @@ MUTANTS = [
     Mutant(
         "files_of_secrets_may_be_anything",
         "service/kvstow_service/tiers/redisstore.py",
-        "RegularFile.read(path).content",
+        "read_regular_file(path)[0]",
         "b'' if path.exists() else path.read_bytes()",
         "tests/service/tiers/test_redislocation.py::"
         "test_a_file_that_is_not_regular_or_too_large_is_refused_at_the_start",
@@ -1596,7 +1596,7 @@ MUTANTS = [
     ),
     Mutant(
         "bodies_of_any_size_are_read",
-        "api/kvstow_api/body.py",
+        "api/kvstow_api/middleware.py",
         "        if len(body) > limit:\n",
         "        if not more and len(body) > limit:\n",
         "tests/api/test_body.py::test_reading_stops_when_a_body_becomes_too_large",
@@ -1604,7 +1604,7 @@ MUTANTS = [
     # -- what a key means --------------------------------------------------------------------------------------
     Mutant(
         "a_block_of_an_unknown_hash_is_the_models",
-        f"{ENGINE_CORE}/stores.py",
+        f"{ENGINE_CORE}/gpublocks.py",
         "return [self._mix(each) if each in known else None for each in hashes]",
         "return [self._mix(each) if each in known else each for each in hashes]",
         f"{ADAPTERS}::test_a_block_of_an_unknown_hash_is_not_stored",

@@ -18,7 +18,7 @@ from kvstow.control.engine import OffloadEngine
 from kvstow.stats import SLOT_STATES, EngineState
 from kvstow_api.app import create_app
 from kvstow_api.conditions.evidence import TABLE
-from kvstow_api.embeddeddirectory import EmbeddedDirectory
+from kvstow_api.directory import EmbeddedDirectory
 from kvstow_service.admin.adminhost import AdminOptions, Ticker, make_api_host
 from kvstow_service.admin.sockets import AdminSockets
 from kvstow_service.cli import app

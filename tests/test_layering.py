@@ -95,22 +95,21 @@ ORDER = {
     "service/kvstow_service/tiers": "objectheader redisstore mooncake.childmessages mooncake.childchannel "
     "mooncake.mooncakestore mooncake.storechild stores",
     "service/kvstow_service/replay": "trace kv processes remoteranks offload ranks hittable result driver launcher",
-    "service/kvstow_service/connectors/engine_core": "kvgroups vllmprocess loadpolicy options adapters "
-    "trackedrequests hints prefillmeter controlplane stepplan offloadmetrics kvevents loads stores storefinders "
+    "service/kvstow_service/connectors/engine_core": "kvgroups vllmprocess adapters trackedrequests loadpolicy "
+    "options hints controlplane stepplan offloadmetrics kvevents loads gpublocks stores "
     "schedulerside workerside metadata metricsexport schedulerhost embeddedschedulerhost workerhost connector",
     "service/kvstow_service/connectors/vllm": "rankdataplane tensorhost modelweights valuesettings engineidentity "
-    "attachedcontrol attachedfeeds attachedschedulerhost connector plugin",
+    "attachedschedulerhost connector plugin",
     "service/kvstow_service/connectors/tpu": "support runnerhost connector",
     "service/kvstow_service/node": "survival.keeper survival.keeperclient survival.orphanedmemory survival.roster "
     "pools.nodepool pools.memoryholder pools.poolmemory pools.noderecords pools.memorythread "
     "tier.pooltier tier.namespacetier tier.nodetier pools.nodesession nodehost attach.sessionlife attach.clients "
     "attach.attachserver settings node nodeprocess",
-    "api/kvstow_api": "directory figures answers embeddeddirectory head hostsettings host health hostwatch journal "
-    "limitedlog operations problems openapi bodies queries regularfile auth admission body recordedtrace requests "
-    "streamlimit eventstream texts columns hostreadiness overview sampler sizing readings "
-    "client.client client.routes conditions.evidence conditions.pools "
-    "conditions.hosts conditions.table appstate metrics page.content "
-    "page.render page.live routes.contexts routes.engine routes.pools routes.server routes.clienttable app",
+    "api/kvstow_api": "figures answers hostsettings journal operations problems openapi bodies texts directory host "
+    "health hostwatch auth columns overview sampler sizing readings client.client client.routes "
+    "conditions.evidence conditions.pools conditions.hosts conditions.table middleware streams "
+    "appstate queries metrics routes.contexts routes.engine routes.pools page.status "
+    "routes.server routes.clienttable app",
     "service/kvstow_service/cli": "failures keeper localserver output connection plotting blocks board get serve "
     "settings top trace replay watching",
 }
@@ -225,7 +224,7 @@ def test_the_check_sees_a_violation() -> None:
         ("kvstow_service", ["torch", "fastapi"]),
         ("kvstow_service.admin.agent", ["torch", "fastapi", "httpx", "prometheus_client"]),  # in each vLLM process
         ("kvstow_service.connectors.engine_core.options", ["torch", "fastapi", "httpx", "prometheus_client"]),
-        ("kvstow_service.connectors.vllm.attachedcontrol", ["kvstow.control.engine", "kvstow_service.admin"]),
+        ("kvstow_service.connectors.engine_core.controlplane", ["kvstow.control.engine", "kvstow_service.admin"]),
         ("kvstow_service.connectors.engine_core.schedulerside", ["kvstow.control.engine", "kvstow_service.admin"]),
         ("kvstow_service.connectors.engine_core.offloadmetrics", ["kvstow.control.engine"]),
         ("kvstow_service.admin.embedded", ["torch", "fastapi", "uvicorn", "httpx", "prometheus_client"]),

@@ -81,7 +81,7 @@ def test_the_command_runs_from_the_wheel_alone(wheel: Path, tmp_path: Path) -> N
 
 
 HOSTS = {
-    "vllm": ("engine_core", "tpu", "vllm"),
+    "vllm": ("engine_core", "vllm"),
     "huggingface_hub": ("engine_core",),
 }
 """Inference engines, which load a connector themselves, and what they bring: what is imported of them is there. The

@@ -312,16 +312,8 @@ class ContextView:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReleasedView:
-    """How many blocks a context had claimed."""
-
-    blocks: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrefetchView:
-    """How many blocks the last request of a context had used. Those that the pool lacks and the store has are
-    fetched."""
+class ContextBlocksView:
+    """How many blocks a context had claimed, or its last request had used."""
 
     blocks: int
 

@@ -7,20 +7,16 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
-from starlette.concurrency import run_in_threadpool
 from starlette.middleware import Middleware
 
 from kvstow_api import problems
-from kvstow_api.admission import AdmissionMiddleware
 from kvstow_api.appstate import AppState
 from kvstow_api.auth import AuthMiddleware
-from kvstow_api.body import BodyMiddleware
-from kvstow_api.head import HeadMiddleware
 from kvstow_api.host import ApiHost
 from kvstow_api.metrics import Collector
+from kvstow_api.middleware import AdmissionMiddleware, BodyMiddleware, HeadMiddleware, RequestMiddleware
 from kvstow_api.openapi import Description
-from kvstow_api.page.live import StatusPage
-from kvstow_api.requests import RequestMiddleware
+from kvstow_api.page.status import StatusPage
 from kvstow_api.routes import ROUTERS
 
 
@@ -68,4 +64,4 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await run_in_threadpool(state.operations.close)
+        await state.operations.close()

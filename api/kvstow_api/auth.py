@@ -32,9 +32,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from kvstow.attach.peer import overflow_uid
 from kvstow.errors import ConfigError
 from kvstow_api.host import ApiHost
-from kvstow_api.limitedlog import LimitedLog
+from kvstow_api.hostsettings import TokenFile
+from kvstow_api.journal import LimitedLog
 from kvstow_api.problems import problem
-from kvstow_api.regularfile import TokenFile
 
 logger = logging.getLogger("kvstow.api")
 
@@ -60,12 +60,10 @@ _REPORT_PATH = re.compile(r"/v1/ranks/[^/]+/report")
 
 
 def is_reading(method: str, path: str) -> bool:
-    """Whether a request with this method and path changes nothing."""
     return method in READING_METHODS or (method == "POST" and path == _READING_POST)
 
 
 def is_probe(path: str) -> bool:
-    """Whether a request for `path` is one of the probes."""
     return _PROBE_PATH.fullmatch(path) is not None
 
 
@@ -271,7 +269,6 @@ def _token(scope: Scope, reading: bool) -> bytes | None:
 
 
 def _password(given: bytes) -> bytes:
-    """The password of base64-encoded `user:password`; empty if malformed."""
     try:
         return base64.b64decode(given, validate=True).partition(b":")[2]
     except binascii.Error:

@@ -125,9 +125,10 @@ class PoolPatch(Body):
 
     @model_validator(mode="after")
     def _is_consistent(self) -> Self:
-        if self.capacity_slots is not None or self.capacity_bytes is not None:
-            _require_one(self, "capacity_slots", "capacity_bytes")
-        elif self.policy is None and self.pinning_paused is None:
+        if self.capacity_slots is not None and self.capacity_bytes is not None:
+            allowed = "capacity_slots, capacity_bytes"
+            raise PydanticCustomError("two_given", "only one of {allowed} is possible", {"allowed": allowed})
+        if not self.model_dump(exclude={"dry_run"}, exclude_none=True):
             allowed = "capacity_slots, capacity_bytes, policy, pinning_paused"
             raise PydanticCustomError("nothing_given", "at least one of {allowed} is needed", {"allowed": allowed})
         return self
@@ -142,40 +143,15 @@ class EvictBody(Body):
     context: ContextId | None = None
     dry_run: bool = False
 
-    @model_validator(mode="after")
-    def _has_one_selector(self) -> Self:
-        _require_one(self, "slots", "num_bytes", "idle_seconds", "context")
-        return self
 
-
-class PurgeBody(Body):
+class PurgeBody(EvictBody):
     """Exactly one selector. `all`, `keys`, `key_prefixes` and `context` remove leased blocks, too; the others only
     those that eviction may remove."""
 
     everything: OnlyTrue | None = Field(None, alias="all")
     keys: KeyList | None = None
     key_prefixes: KeyList | None = None
-    idle_seconds: Seconds | None = None
     age_seconds: Seconds | None = None
-    slots: Count | None = None
-    num_bytes: Count | None = Field(None, alias="bytes")
-    context: ContextId | None = None
-    dry_run: bool = False
-
-    @model_validator(mode="after")
-    def _has_one_selector(self) -> Self:
-        selectors = (
-            "everything",
-            "keys",
-            "key_prefixes",
-            "idle_seconds",
-            "age_seconds",
-            "slots",
-            "num_bytes",
-            "context",
-        )
-        _require_one(self, *selectors)
-        return self
 
 
 class ContextPatch(Body):
@@ -229,18 +205,3 @@ class LogLevelBody(Body):
 
     logger: Annotated[str, Field(max_length=100)] = "kvstow"
     level: Literal["debug", "info", "warning", "error"]
-
-
-def _require_one(body: Body, *names: str) -> None:
-    """Raises a validation error unless the body has exactly one of the fields `names`."""
-    given = [name for name in names if getattr(body, name) is not None]
-    if len(given) != 1:
-        allowed = ", ".join(_wire_name(body, name) for name in names)
-        shown = ", ".join(_wire_name(body, name) for name in given) or "none"
-        raise PydanticCustomError(
-            "exactly_one", "exactly one of {allowed} is needed, got {given}", {"allowed": allowed, "given": shown}
-        )
-
-
-def _wire_name(body: Body, name: str) -> str:
-    return type(body).model_fields[name].alias or name

@@ -6,11 +6,11 @@ No web framework: clients import it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from kvstow.bytesize import format_size
-from kvstow.stats import SLOT_STATES
 from kvstow.status import ContextStatus, RankStatus, SessionStatus, TransferStatus
 from kvstow.tier.tierstatus import TierStatus
 from kvstow_api.answers import OperationView, PoolView
@@ -26,8 +26,6 @@ _Item = TypeVar("_Item")
 
 
 class Column(NamedTuple):
-    """One column of a table, and the text of its cells."""
-
     title: str
     cell: Callable[[Any], str]
     place: Place = "everywhere"
@@ -80,10 +78,25 @@ class Table(NamedTuple):
         return Table(self.titles, rows, len(self.rows) - len(rows))
 
 
-def _field(title: str, name: str, place: Place = "everywhere") -> Column:
-    """A column that shows one field, or a field of a field."""
-    read, last = attrgetter(name), name.rpartition(".")[2]
-    return Column(title, lambda item: field_text(last, read(item)), place)
+def _columns(
+    name: str, everywhere: str, /, *, lists: str = "", wide: str = "", **cells: Callable[[Any], str]
+) -> Columns:
+    """From titles, separated by commas: each with the path of its attribute if that is not the title. `cells`: those
+    that are made by a function, by the title."""
+    columns = []
+    places: tuple[tuple[Place, str], ...] = (("everywhere", everywhere), ("lists", lists), ("wide", wide))
+    for place, text in places:
+        for part in filter(None, text.split(", ")):
+            title, _, path = part.partition("=")
+            path = path or title
+            cell = cells.get(title.replace(" ", "_"))
+            cell = cell or partial(_text_of, path.rpartition(".")[2], attrgetter(path))
+            columns.append(Column(title, cell, place))
+    return Columns(columns, name)
+
+
+def _text_of(name: str, read: Callable[[Any], object], item: Any) -> str:
+    return field_text(name, read(item))
 
 
 # -- pools, their engines, and the fleet tier ----------------------------------------------------------------------
@@ -99,33 +112,17 @@ def _pool_transfers(pool: PoolView) -> str:
     return f"{words} ({pending.stuck:,} stuck)" if pending.stuck else words
 
 
-POOLS = Columns(
-    (
-        _field("pool", "name"),
-        _field("state", "state"),
-        _field("memory", "granted_bytes"),
-        Column("used", _used),
-        _field("hits", "now.hit_ratio"),
-        Column("in flight", _pool_transfers),
-        _field("loads", "now.load_bytes_per_second"),
-        _field("stores", "now.store_bytes_per_second"),
-        _field("dropped", "now.dropped_blocks_per_second"),
-        _field("evicted", "now.evicted_blocks_per_second"),
-        _field("sessions", "sessions"),
-        _field("ranks", "num_ranks", "lists"),
-        _field("model", "model", "wide"),
-        _field("due", "due_bytes", "wide"),
-        _field("size", "capacity_bytes", "wide"),
-        _field("slots", "capacity_slots", "wide"),
-        _field("usable", "usable_slots", "wide"),
-        _field("policy", "policy", "wide"),
-        _field("leases", "leases", "wide"),
-        *(_field(state, f"slots.{state}", "wide") for state in SLOT_STATES),
-        _field("slot", "slot_bytes", "wide"),
-        _field("maximum", "max_capacity_bytes", "wide"),
-        _field("etag", "etag", "wide"),
-    ),
+POOLS = _columns(
     "name",
+    "pool=name, state, memory=granted_bytes, used, hits=now.hit_ratio, in flight, "
+    "loads=now.load_bytes_per_second, stores=now.store_bytes_per_second, dropped=now.dropped_blocks_per_second, "
+    "evicted=now.evicted_blocks_per_second, sessions",
+    lists="ranks=num_ranks",
+    wide="model, due=due_bytes, size=capacity_bytes, slots=capacity_slots, usable=usable_slots, policy, leases, "
+    "free=slots.free, filling=slots.filling, cached=slots.cached, leased=slots.leased, "
+    "quarantined=slots.quarantined, slot=slot_bytes, maximum=max_capacity_bytes, etag",
+    used=_used,
+    in_flight=_pool_transfers,
 )
 
 
@@ -137,30 +134,16 @@ def _age(session: SessionStatus) -> str:
     return f"{minutes // 60} h {minutes % 60} min"
 
 
-SESSIONS = Columns(
-    (
-        _field("session", "id"),
-        _field("state", "state"),
-        _field("in flight", "in_flight"),
-        Column("oldest", lambda one: duration(one.oldest_seconds) if one.in_flight else ABSENT),
-        Column("holds", lambda one: f"{one.leased_slots + one.quarantined_slots:,}"),
-        _field("pool", "pool"),
-        _field("loads", "load_bytes_per_second"),
-        _field("stores", "store_bytes_per_second"),
-        _field("engine", "engine"),
-        Column("ranks", lambda one: f"{len(one.ranks)}"),
-        _field("registered", "registered_slots"),
-        Column("age", _age),
-        _field("host", "host"),
-        _field("pid", "pid"),
-        _field("model", "model", "lists"),
-        _field("namespace", "namespace", "wide"),
-        _field("leases", "leases", "wide"),
-        _field("leased", "leased_slots", "wide"),
-        _field("quarantined", "quarantined_slots", "wide"),
-        _field("processes", "processes", "wide"),
-    ),
+SESSIONS = _columns(
     "id",
+    "session=id, state, in flight=in_flight, oldest, holds, pool, loads=load_bytes_per_second, "
+    "stores=store_bytes_per_second, engine, ranks, registered=registered_slots, age, host, pid",
+    lists="model",
+    wide="namespace, leases, leased=leased_slots, quarantined=quarantined_slots, processes",
+    oldest=lambda one: duration(one.oldest_seconds) if one.in_flight else ABSENT,
+    holds=lambda one: f"{one.leased_slots + one.quarantined_slots:,}",
+    ranks=lambda one: f"{len(one.ranks)}",
+    age=_age,
 )
 
 
@@ -171,67 +154,40 @@ def _clients(tier: TierStatus) -> str:
     )
 
 
-TIERS = Columns(
-    (
-        _field("namespace", "namespace"),
-        _field("state", "state"),
-        _field("fetches", "fetch_bytes_per_second"),
-        _field("fetching", "fetching_blocks"),
-        _field("to put", "waiting_blocks"),
-        _field("put", "counters.put_blocks"),
-        _field("fetched", "counters.fetched_blocks"),
-        _field("waited", "counters.wait_seconds"),
-        _field("saved", "counters.saved_seconds"),
-        _field("pool", "pool", "lists"),
-        _field("lookup", "lookup_seconds", "lists"),
-        Column("decision", lambda one: one.reason or one.decision, "lists"),
-        _field("fingerprint", "fingerprint", "wide"),
-        Column("clients", _clients, "wide"),
-    ),
+TIERS = _columns(
     "namespace",
+    "namespace, state, fetches=fetch_bytes_per_second, fetching=fetching_blocks, to put=waiting_blocks, "
+    "put=counters.put_blocks, fetched=counters.fetched_blocks, waited=counters.wait_seconds, "
+    "saved=counters.saved_seconds",
+    lists="pool, lookup=lookup_seconds, decision",
+    wide="fingerprint, clients",
+    decision=lambda one: one.reason or one.decision,
+    clients=_clients,
 )
 
-NAMESPACES = Columns(
-    (
-        _field("namespace", "name"),
-        _field("pool", "pool"),
-        _field("model", "model"),
-        _field("weights", "weights_id"),
-        _field("from", "weights_source"),
-        _field("sessions", "sessions"),
-        _field("blocks", "blocks"),
-        Column("shared", lambda one: f"no: {'; '.join(one.sharing_off)}" if one.sharing_off else "yes"),
-        _field("dropped", "dropped", "wide"),
-    ),
+NAMESPACES = _columns(
     "name",
+    "namespace=name, pool, model, weights=weights_id, from=weights_source, sessions, blocks, shared",
+    wide="dropped",
+    shared=lambda one: f"no: {'; '.join(one.sharing_off)}" if one.sharing_off else "yes",
 )
 
 
-SOURCES = Columns(
-    (
-        _field("source", "source"),
-        _field("kind", "kind"),
-        _field("hits", "hit_blocks"),
-        _field("stored", "stored_blocks"),
-        _field("slots", "slots"),
-        _field("looked up", "looked_up_blocks"),
-        _field("missed", "missed_blocks", "wide"),
-    ),
+SOURCES = _columns(
     "source",
+    "source, kind, hits=hit_blocks, stored=stored_blocks, slots, looked up=looked_up_blocks",
+    wide="missed=missed_blocks",
 )
 
 
-CURVE = Columns(
-    (
-        _field("slots", "num_slots"),
-        _field("size", "num_bytes"),
-        Column("times", lambda one: f"{one.times:.3g}"),
-        Column("hits", lambda one: percent(one.ratio)),
-        Column("own order", lambda one: percent(one.own)),
-        Column("lru", lambda one: percent(one.lru)),
-        Column("note", lambda one: "now" if one.times == 1 else ""),
-    ),
+CURVE = _columns(
     "num_slots",
+    "slots=num_slots, size=num_bytes, times, hits, own order, lru, note",
+    times=lambda one: f"{one.times:.3g}",
+    hits=lambda one: percent(one.ratio),
+    own_order=lambda one: percent(one.own),
+    lru=lambda one: percent(one.lru),
+    note=lambda one: "now" if one.times == 1 else "",
 )
 
 
@@ -253,68 +209,37 @@ def _error(rank: RankStatus) -> str:
     return ": ".join(part for part in (rank.error_reason, rank.error) if part) or ABSENT
 
 
-RANKS = Columns(
-    (
-        _field("rank", "rank"),
-        Column("state", rank_state),
-        _field("pool", "pool"),
-        _field("session", "session"),
-        _field("host", "host"),
-        _field("pid", "pid"),
-        _field("device", "device"),
-        Column("pinned", _pinned),
-        _field("rate", "pin_rate_bytes_per_second"),
-        _field("pending", "pending_ops"),
-        _field("report", "last_report_age_seconds"),
-        Column("error", _error),
-        _field("boot", "boot_id", "wide"),
-        _field("mode", "pin_mode", "wide"),
-        _field("resident", "resident_bytes", "wide"),
-        _field("loaded", "load_bytes_total", "wide"),
-        _field("stored", "store_bytes_total", "wide"),
-        _field("notice", "notice", "wide"),
-    ),
+RANKS = _columns(
     "rank",
+    "rank, state, pool, session, host, pid, device, pinned, rate=pin_rate_bytes_per_second, pending=pending_ops, "
+    "report=last_report_age_seconds, error",
+    wide="boot=boot_id, mode=pin_mode, resident=resident_bytes, loaded=load_bytes_total, stored=store_bytes_total, "
+    "notice",
+    state=rank_state,
+    pinned=_pinned,
+    error=_error,
 )
 
 
 def waits_for(transfer: TransferStatus) -> str:
-    """The ranks that work on the transfer, or the host if none does."""
     busy = [rank for rank in transfer.pending_ranks if rank not in transfer.idle_ranks]
     if transfer.idle_ranks and not busy:
         return "the host"
     return f"{len(busy)} ranks" if len(busy) > _NAMED_RANKS else f"rank {', '.join(map(str, busy))}"
 
 
-TRANSFERS = Columns(
-    (
-        _field("op", "op_id"),
-        _field("direction", "direction"),
-        _field("state", "state"),
-        _field("pool", "pool"),
-        _field("session", "session"),
-        _field("blocks", "blocks"),
-        _field("size", "bytes"),
-        _field("age", "age_seconds"),
-        _field("request", "request_id"),
-        Column("waits for", waits_for),
-        _field("failed", "failed", "wide"),
-    ),
+TRANSFERS = _columns(
     "op_id",
+    "op=op_id, direction, state, pool, session, blocks, size=bytes, age=age_seconds, request=request_id, waits for",
+    wide="failed",
+    waits_for=waits_for,
 )
 
 
-BLOCKS = Columns(
-    (
-        _field("key", "key"),
-        _field("slot", "slot"),
-        _field("state", "state"),
-        _field("namespace", "namespace", "wide"),
-        _field("age", "age_seconds"),
-        _field("idle", "idle_seconds"),
-        _field("leases", "leases"),
-    ),
+BLOCKS = _columns(
     "key",
+    "key, slot, state, age=age_seconds, idle=idle_seconds, leases",
+    wide="namespace",
 )
 
 
@@ -326,20 +251,12 @@ def _expected(context: ContextStatus) -> str:
     return words if context.is_hinted else f"{words} (learned)"
 
 
-CONTEXTS = Columns(
-    (
-        _field("context", "context"),
-        Column("name", lambda one: one.name or ABSENT),
-        _field("blocks", "blocks"),
-        _field("size", "bytes"),
-        _field("tokens", "tokens"),
-        Column("expected", _expected),
-        _field("requests", "requests"),
-        _field("hits", "hits"),
-        _field("idle", "idle_seconds"),
-        _field("namespace", "namespace", "wide"),
-    ),
+CONTEXTS = _columns(
     "context",
+    "context, name, blocks, size=bytes, tokens, expected, requests, hits, idle=idle_seconds",
+    wide="namespace",
+    name=lambda one: one.name or ABSENT,
+    expected=_expected,
 )
 
 
@@ -353,21 +270,18 @@ def _removed(operation: OperationView) -> str:
     return f"{'would remove' if result.dry_run else 'removed'} {result.evicted_slots:,}"
 
 
-OPERATIONS = Columns(
-    (
-        _field("id", "id"),
-        _field("pool", "pool"),
-        _field("kind", "kind"),
-        Column("state", lambda one: "waiting" if one.state == "running" and one.waiting else str(one.state)),
-        Column("progress", lambda one: f"{one.progress.done:,} of {one.progress.total:,} slots"),
-        Column("result", _removed),
-        _field("created", "created"),
-        _field("ended", "ended", "wide"),
-        _field("error", "error"),
-    ),
+OPERATIONS = _columns(
     "id",
+    "id, pool, kind, state, progress, result, created, error",
+    wide="ended",
+    state=lambda one: "waiting" if one.state == "running" and one.waiting else str(one.state),
+    progress=lambda one: f"{one.progress.done:,} of {one.progress.total:,} slots",
+    result=_removed,
 )
-LOG_LEVELS = Columns((_field("logger", "logger"), _field("level", "level")), "logger")
+LOG_LEVELS = _columns(
+    "logger",
+    "logger, level",
+)
 
 LISTS: Mapping[str, Columns] = {
     "pools": POOLS,

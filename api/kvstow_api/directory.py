@@ -1,15 +1,33 @@
-"""What the admin API asks of its host: pools, sessions, namespaces, memory, and the fleet tier."""
+"""What the admin API asks of its host: pools, sessions, namespaces, memory, and the fleet tier. That of an embedded
+engine, and the readiness of a host over all its pools."""
 
 from __future__ import annotations
 
+import os
+import socket
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from kvstow.control.engine import PoolFacade
+from kvstow.bytesize import format_size
+from kvstow.control.engine import OffloadEngine, PoolFacade
+from kvstow.errors import ConflictError, NotFoundError
 from kvstow.messages import DesiredState, RankReport
-from kvstow.status import BypassStatus, DrainMode, DrainStatus, MemoryStatus, NamespaceStatus, SessionStatus
+from kvstow.stats import EngineState
+from kvstow.status import (
+    BypassStatus,
+    DrainMode,
+    DrainStatus,
+    MemoryStatus,
+    NamespaceStatus,
+    RankStatus,
+    SessionState,
+    SessionStatus,
+)
 from kvstow.tier.tierstatus import TierCounters, TierStatus
+from kvstow_api.answers import POOL_NAME, ReadinessView
+from kvstow_api.texts import counted
 
 NO_POOL = "no engine has attached yet, so there is no pool"
 
@@ -32,12 +50,10 @@ class HostedPool:
 
     @property
     def shares_memory(self) -> bool:
-        """All ranks of an engine use the same memory."""
         return self.stored_slot_bytes is not None and self.stored_slot_bytes < self.facade.config.total_slot_bytes
 
     @property
     def used_bytes(self) -> int:
-        """Of slots that are not free, on all ranks together."""
         return self.facade.used_slots * (self.stored_slot_bytes or self.facade.config.total_slot_bytes)
 
 
@@ -182,3 +198,160 @@ class Directory(Protocol):
 
     def count_error(self, code: str) -> None:
         """Count an error of the host; `code` is one of `kvstow.stats.ERRORS`."""
+
+
+_ALONE = "the pool is the memory of the engine that it is embedded in, and no other engine can attach to it"
+
+
+class EmbeddedDirectory:
+    """A `Directory` of one engine. `max_capacity_slots`: the limit of every resize, which is what the ranks' reserved
+    address space can hold. `name`: what the inference engine is."""
+
+    is_node = False
+    trust_eof = None
+    tier: HostTier | None = None
+    """An embedded engine has none."""
+
+    def __init__(
+        self,
+        engine: OffloadEngine,
+        max_capacity_slots: int,
+        *,
+        name: str = "",
+        model: str = "",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.engine_id = engine.engine_id
+        self.switches = engine.admin
+        self.take_report = engine.report
+        self.errors: Mapping[str, int] = {}
+        self.rejected: Mapping[str, int] = {}
+        self._engine, self._name, self._model = engine, name, model
+        self._max_capacity_slots = max_capacity_slots
+        self._clock, self._started_at = clock, clock()
+
+    def pools(self) -> Sequence[HostedPool]:
+        return (self._pool(),)
+
+    def find_pool(self, name: str) -> HostedPool | None:
+        return self._pool() if name == POOL_NAME else None
+
+    def _pool(self) -> HostedPool:
+        """It has its memory for itself, so it always has what it should have."""
+        num_bytes = self._engine.desired().capacity_slots * self._engine.config.total_slot_bytes
+        return HostedPool(POOL_NAME, self._engine, self._max_capacity_slots, num_bytes, num_bytes, self._model)
+
+    def delete_pool(self, name: str) -> None:
+        if name != POOL_NAME:
+            raise NotFoundError(f"there is no pool {name!r}; there is: {POOL_NAME}")
+        raise ConflictError("the pool belongs to the engine that it is embedded in, and ends with its process")
+
+    def sessions(self) -> Sequence[SessionStatus]:
+        readiness, stats = self._engine.readiness(), self._engine.stats()
+        pending = stats.transfers.pending
+        state: SessionState = "attached" if readiness.usable_slots else "attaching"
+        return (
+            SessionStatus(
+                id=self.engine_id,
+                engine=self._name,
+                model=self._model,
+                pool=POOL_NAME,
+                namespace=POOL_NAME,
+                host=socket.gethostname(),
+                pid=os.getpid(),
+                state="stuck" if pending.stuck else state,
+                age_seconds=self._clock() - self._started_at,
+                in_flight=pending.loads + pending.stores,
+                oldest_seconds=pending.oldest_seconds,
+                leases=stats.pool.leases,
+                leased_slots=stats.pool.slots.leased,
+                registered_slots=readiness.usable_slots,
+                quarantined_slots=stats.pool.slots.quarantined,
+                processes=len({(rank.host, rank.pid) for rank in readiness.ranks if rank.pid is not None}),
+                ranks=readiness.ranks,
+            ),
+        )
+
+    def detach(self, session_id: str, *, kill: bool) -> bool:
+        if session_id != self.engine_id:
+            return False
+        raise ConflictError("the engine embeds this server: stop its process to end the session")
+
+    def namespaces(self) -> Sequence[NamespaceStatus]:
+        slots = self._engine.stats().pool.slots
+        return (
+            NamespaceStatus(
+                name=POOL_NAME,
+                pool=POOL_NAME,
+                model=self._model,
+                sessions=1,
+                blocks=slots.cached + slots.leased,
+                dropped=False,
+                sharing_off=(_ALONE,),
+            ),
+        )
+
+    def memory(self) -> MemoryStatus:
+        ranks = self._engine.readiness().ranks
+        failures = [f"rank {rank.rank}: {rank.error or rank.error_reason}" for rank in ranks if rank.error_reason]
+        pool = self._pool()
+        return MemoryStatus(
+            target_bytes=sum(rank.target_bytes for rank in ranks),
+            populated_bytes=sum(rank.pinned_bytes for rank in ranks),
+            failure="; ".join(failures) or None,
+            granted_bytes=pool.granted_bytes,
+            used_bytes=pool.used_bytes,
+        )
+
+    def count_error(self, code: str) -> None:
+        self._engine.count_error(code)
+
+
+def host_readiness(directory: Directory, pool: HostedPool | None = None) -> ReadinessView:
+    """Of one pool, or of the whole host. Sizes of memory are the host's in any case. O(pools + ranks)."""
+    memory = directory.memory()
+    pools = directory.pools() if pool is None else (pool,)
+    found = [(one.name, one.facade.readiness()) for one in pools]
+    state: EngineState
+    if pool is not None or not directory.is_node:
+        ((_, only),) = found
+        state, reason = only.state, only.reason
+    else:
+        state, reason = _node_state(directory, [(name, it.state, it.reason) for name, it in found])
+    return ReadinessView(
+        state=state,
+        reason=reason,
+        usable_slots=sum(one.usable_slots for _, one in found),
+        capacity_slots=sum(one.capacity_slots for _, one in found),
+        ranks=live_ranks(directory, pool),
+        memory=memory,
+    )
+
+
+def _node_state(directory: Directory, pools: Sequence[tuple[str, EngineState, str]]) -> tuple[EngineState, str]:
+    """A node serves other pools while one is starting or pinning, so only a degraded or stopped pool counts."""
+    drain, memory = directory.switches.drain_status, directory.memory()
+    if drain.active:
+        return "draining", f"an operator drains the node (mode {drain.mode})"
+    troubles = [f"pool {name}: {reason}" for name, state, reason in pools if state in ("degraded", "stopped")]
+    if memory.failure:
+        troubles.insert(0, f"memory: {memory.failure}")
+    if troubles:
+        return "degraded", "; ".join(troubles)
+    if memory.populated_bytes < memory.target_bytes:
+        sizes = f"{format_size(memory.populated_bytes)} of {format_size(memory.target_bytes)}"
+        return "pinning", f"{sizes} of memory are populated"
+    sessions = len(directory.sessions())
+    return "ready", f"{counted(len(pools), 'pool')}, {counted(sessions, 'session')}" if pools else NO_POOL
+
+
+def live_ranks(
+    directory: Directory, pool: HostedPool | None = None, session_id: str | None = None
+) -> tuple[RankStatus, ...]:
+    """The ranks of the sessions that are not lost; of those of one pool, or of one session, if given."""
+    return tuple(
+        rank
+        for session in directory.sessions()
+        if session.state != "lost" and (pool is None or session.pool == pool.name) and session_id in (None, session.id)
+        for rank in session.ranks
+    )

@@ -136,7 +136,6 @@ def curves_of(pool: str | None, recent: Sequence[Sample] = (), kept: Sequence[Sa
 
 
 def now_of(samples: Sequence[Sample]) -> NowView:
-    """Every figure of the last `NOW_SECONDS`, or of all samples if they cover less."""
     if not samples:
         return NowView(seconds=0.0)
     first, last = ends_of_now(samples)
@@ -146,7 +145,6 @@ def now_of(samples: Sequence[Sample]) -> NowView:
 
 
 def session_now(session: SessionStatus, samples: Sequence[SessionSample]) -> SessionStatus:
-    """With what it loads and stores now."""
     if not samples:
         return session
     first, last = ends_of_now(samples)
@@ -162,7 +160,6 @@ _Sample = TypeVar("_Sample", Sample, SessionSample)
 
 
 def ends_of_now(samples: Sequence[_Sample]) -> tuple[_Sample, _Sample]:
-    """The last sample, and the first one that is at most `NOW_SECONDS` older."""
     last = samples[-1]
     return next(one for one in samples if last.time - one.time <= NOW_SECONDS), last
 

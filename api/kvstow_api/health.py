@@ -34,8 +34,6 @@ class Check(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """The result of one check."""
-
     name: str
     failure: str | None
     required: bool
@@ -66,17 +64,15 @@ class Verdict(NamedTuple):
 
 
 class Probe:
-    """A named set of checks."""
-
     def __init__(self, name: str, checks: Iterable[Check], conditions: Callable[[], Mapping[str, str]] = dict) -> None:
         """`conditions`: the failures that conditions tell, by the names of the checks."""
         self.name = name
         self._conditions = conditions
         self.checks = {check.name: check for check in checks}
 
-    def run(self, exclude: Collection[str] = frozenset()) -> Verdict:
-        """Run all checks except those in `exclude`."""
-        told = self._tell()
+    def run(self, exclude: Collection[str] = frozenset(), told: Mapping[str, str] | None = None) -> Verdict:
+        """Run all checks except those in `exclude`. `told`: the failures that conditions tell, if they are known."""
+        told = self._tell() if told is None else told
         return Verdict(
             self.name,
             tuple(
@@ -86,7 +82,6 @@ class Probe:
         )
 
     def run_one(self, name: str) -> Verdict:
-        """Run one of `checks`, which is required here even if it is informational."""
         found = Finding(name, self.checks[name].run(self._tell()), required=True, excluded=False)
         return Verdict(f"{self.name}/{name}", (found,))
 
@@ -117,7 +112,6 @@ class LoopMonitor:
         self._histogram.observe(lag)
 
     def failure(self) -> str | None:
-        """Why the check `loop` fails; None if it passes."""
         if self._has_stopped:
             return "the measurement of the event loop has stopped"
         worst = max(self._recent, default=0.0)

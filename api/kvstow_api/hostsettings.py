@@ -1,10 +1,15 @@
-"""What the settings of a host may be. Imports no web framework: settings are checked before one is loaded."""
+"""Settings of a host that are checked before a web framework is loaded, and the files that they name."""
 
 from __future__ import annotations
 
+import errno
+import hmac
 import ipaddress
+import os
 import re
+import stat
 from pathlib import Path
+from typing import NamedTuple, Self
 
 from kvstow.errors import ConfigError, SettingError
 
@@ -25,7 +30,6 @@ def parse_host_names(key: str, value: object) -> tuple[str, ...]:
 
 
 def normal_host(name: str) -> str:
-    """Equal for spellings of the same host name."""
     return name.lower().removesuffix(".")
 
 
@@ -42,3 +46,101 @@ def require_token(host: str | None, token_file: Path | None, *, certificates: bo
     stands for a Unix socket."""
     if token_file is None and not certificates and host is not None and not is_loopback(host):
         raise SettingError("host", host, "is reachable from other machines: set token_file or tls_client_ca")
+
+
+MAX_FILE_BYTES = 1 << 20
+"""Enough for any token list or certificate chain."""
+
+
+class FileStamp(NamedTuple):
+    """Identifies one version of a file's content and permissions."""
+
+    inode: int
+    mtime_ns: int
+    size: int
+    mode: int
+
+    @classmethod
+    def of(cls, path: Path | int) -> Self:
+        status = os.stat(path)
+        return cls(status.st_ino, status.st_mtime_ns, status.st_size, status.st_mode)
+
+
+def read_regular_file(path: Path) -> tuple[bytes, FileStamp]:
+    """The content of a file, and the stamp of that version. Blocks only on the file system. Raises `OSError`, also for
+    a file that is not regular or is larger than `MAX_FILE_BYTES`."""
+    # Without O_NONBLOCK, opening a pipe waits for its writer.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    try:
+        stamp = FileStamp.of(descriptor)
+        if not stat.S_ISREG(stamp.mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        with open(descriptor, "rb", closefd=False) as file:
+            content = file.read(MAX_FILE_BYTES + 1)
+    finally:
+        os.close(descriptor)
+    if len(content) > MAX_FILE_BYTES:
+        raise OSError(errno.EFBIG, f"larger than {MAX_FILE_BYTES} bytes", str(path))
+    return content, stamp
+
+
+def exposure(mode: int) -> str | None:
+    """Describes the access that other users have to a file of this mode; None if they have none.
+
+    The group may read: Kubernetes passes a Secret to a container that does not run as root in this way.
+    """
+    readable, writable = mode & stat.S_IROTH, mode & (stat.S_IWOTH | stat.S_IWGRP)
+    if not readable and not writable:
+        return None
+    what = " and ".join(word for word, given in (("read", readable), ("change", writable)) if given)
+    return f"other users may {what} it (mode {stat.S_IMODE(mode):04o})"
+
+
+MAX_TOKENS = 100
+"""Per file: each request is compared with all of them."""
+
+
+class TokenFile:
+    """The tokens in a file, one per line (two while one replaces the other).
+
+    The constructor raises `ConfigError` if the file cannot be read or has no token. `renew` reads the file, which can
+    take any time: call it off the event loop, and on one thread at a time. All else is fast.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._stamp: FileStamp | None = None
+        self._tokens: tuple[bytes, ...] = ()
+        self._problem: ConfigError | None = None
+        self.renew()
+        self._require()
+
+    def renew(self) -> None:
+        """Read the file if it has changed. Raises nothing: `accepts` raises what went wrong."""
+        try:
+            if FileStamp.of(self._path) == self._stamp:
+                return
+            content, stamp = read_regular_file(self._path)
+        except OSError as error:
+            self._stamp = None
+            self._problem = SettingError("token_file", str(self._path), f"cannot be read: {error.strerror}")
+            return
+        tokens = tuple(filter(None, map(bytes.strip, content.splitlines())))
+        usable = 1 <= len(tokens) <= MAX_TOKENS and all(len(token.split()) == 1 for token in tokens)
+        needed = f"must have 1 to {MAX_TOKENS} lines with one token each"
+        self._problem = None if usable else SettingError("token_file", str(self._path), needed)
+        self._tokens, self._stamp = tokens, stamp
+
+    def accepts(self, token: bytes) -> bool:
+        """Whether the file had this token when it was last read. Raises `ConfigError` if the file was not usable."""
+        self._require()
+        return sum(hmac.compare_digest(token, known) for known in self._tokens) > 0  # in constant time
+
+    @property
+    def exposure(self) -> str | None:
+        """Describes the access that other users have to the file; None if they have none."""
+        return None if self._stamp is None else exposure(self._stamp.mode)
+
+    def _require(self) -> None:
+        if self._problem is not None:
+            raise self._problem

@@ -70,7 +70,6 @@ class HostWatch:
         await asyncio.shield(self._look)  # a caller that leaves does not end it for the others
 
     async def _renew(self, *, at_all: bool) -> None:
-        """Measure; without `at_all` only the host's memory."""
         async with self._measuring:
             self.measured = await run_in_threadpool(self._measure, at_all)
         if at_all:

@@ -1,8 +1,8 @@
 """Metrics, computed from snapshots at scrape time: tables of families, each with what it reads.
 
-A new counter of `kvstow.stats` needs nothing here; a new figure of a rank is one row of `_OF_RANKS`. Counter and Gauge
-of prometheus_client are not used: with PROMETHEUS_MULTIPROC_DIR set, as in vLLM, they would write into the inference
-engine's own files.
+A new counter of `kvstow.stats` needs nothing here; a new figure of a rank is a row of `_OF_RANKS`. A scrape of 8 ranks
+takes 5 to 7 ms of CPU, half of it for prometheus_client's text. Its Counter and Gauge are not used: with
+PROMETHEUS_MULTIPROC_DIR set, as in vLLM, they would write into the inference engine's own files.
 """
 
 from __future__ import annotations
@@ -28,12 +28,11 @@ from kvstow.status import SESSION_STATES, RankStatus, Readiness, SessionState
 from kvstow.tier.tierstatus import TierCounters, TierStatus
 from kvstow_api.answers import PoolCurveView
 from kvstow_api.appstate import AppState
+from kvstow_api.conditions.evidence import Evidence
 from kvstow_api.conditions.pools import rank_failure
+from kvstow_api.conditions.table import failures_of, find_conditions
 from kvstow_api.directory import HostedPool, HostTier, TierLabels
-from kvstow_api.hostreadiness import host_readiness
 from kvstow_api.operations import KINDS
-from kvstow_api.readings import curve_view
-from kvstow_api.sampler import CountedRank
 
 POOL = ("pool", "model")
 """The labels of a pool: its name, and its model, which is empty if unknown."""
@@ -106,13 +105,12 @@ class PoolSnapshot(NamedTuple):
     stats: EngineStats
     readiness: Readiness
     ranks: Mapping[int, Sequence[RankStatus]]
-    counted: Sequence[CountedRank]
+    counted: Sequence[Mapping[str, float]]
     session_states: Mapping[SessionState, int]
     curve: PoolCurveView
 
     @property
     def labels(self) -> tuple[str, str]:
-        """The values of `POOL`."""
         return self.hosted.name, self.hosted.model
 
     def tokens(self, blocks: int) -> int | None:
@@ -134,7 +132,6 @@ def _exposed(
 
 
 def _counters(kind: type) -> Iterator[Family]:
-    """The families that the counters of this dataclass are annotated with."""
     places: dict[Exposed, dict[tuple[str, ...], Callable[[Any], Any]]] = {}
     for one, read, labels in _exposed(kind):
         places.setdefault(one, {})[labels] = read
@@ -346,13 +343,13 @@ _COUNTED = (
     counter(
         "pin_failures",
         "Failed attempts to pin",
-        lambda counted: {reason: counted.pin_failures.get(reason, 0) for reason in _PIN_FAILURES},
+        lambda counted: {reason: counted.get(reason, 0) for reason in _PIN_FAILURES},
         ("reason",),
     ),
     counter(
         "transfer_busy_seconds",
         "Time in which the rank was copying, in all engines together",
-        lambda counted: {"load": counted.load_busy_seconds, "store": counted.store_busy_seconds},
+        lambda counted: {name: counted.get(name, 0.0) for name in DIRECTIONS},
         ("direction",),
     ),
 )
@@ -362,7 +359,6 @@ _CAPACITY = gauge("pool_capacity_bytes", f"Configured bytes; {_SHARED}", float)
 
 
 def _over(family: Family, ranks: Sequence[RankStatus]) -> Any:
-    """Of the ranks of one number, in several engines."""
     found = [value for value in map(family.read, ranks) if value is not None]
     if not family.labels:
         return family.over(found) if found else None
@@ -476,13 +472,6 @@ def tier_metrics(tier: HostTier | None) -> Iterator[Metric]:
 _STATES: tuple[EngineState, ...] = get_args(EngineState)
 
 
-def _conditions(app: AppState) -> Mapping[tuple[str, ...], float]:
-    """No label names a session or a rank, because they come and go."""
-    models = {pool.name: pool.model for pool in app.directory.pools()}
-    found = app.conditions.find().conditions
-    return Counter((one.name, one.severity, one.pool or "", models.get(one.pool or "", "")) for one in found)
-
-
 _OF_HOST_MEMORY = (
     gauge("node_target_bytes", "Memory to populate, of all ranks", "target_bytes"),
     gauge("node_populated_bytes", "Memory that is populated, of all ranks", "populated_bytes"),
@@ -501,12 +490,6 @@ _OF_HOST_MEMORY = (
     ),
 )
 _OF_SERVER = (
-    gauge(
-        "state",
-        "1 for the present state of the engine, or of the node that engines attach to",
-        lambda app: {one: float(one == host_readiness(app.directory).state) for one in _STATES},
-        ("state",),
-    ),
     counter(
         "rejected_connections",
         "Connections of engines that were refused, or ended for what they sent, by reason",
@@ -519,36 +502,30 @@ _OF_SERVER = (
         "watch.measured.orphaned_bytes",
     ),
     gauge(
-        "condition",
-        "Conditions that `kvstow doctor` tells, by name and severity; absent while there is none",
-        _conditions,
-        ("condition", "severity", *POOL),
-    ),
-    gauge(
         "operations_inflight",
         "Operations in progress",
         lambda app: {kind: app.operations.num_running(kind) for kind in KINDS},
         ("kind",),
     ),
-    counter("operations", "Operations that ended", lambda app: app.operations.ended(), ("kind", "result")),
+    counter("operations", "Operations that ended", lambda app: app.operations.ended, ("kind", "result")),
     Family(
         "histogram",
         "operation_duration_seconds",
         "Duration of an operation",
-        lambda app: app.operations.seconds(),
+        lambda app: app.operations.seconds,
         ("kind",),
     ),
     counter(
         "http_requests",
         "HTTP requests by response status",
-        lambda app: app.http.requests(),
+        lambda app: app.http.requests.copy(),
         ("method", "route", "code"),
     ),
     Family(
         "histogram",
         "http_request_duration_seconds",
         "Duration of an HTTP request",
-        lambda app: app.http.seconds(),
+        lambda app: app.http.seconds.copy(),
         ("method", "route"),
     ),
     gauge("http_requests_inflight", "HTTP requests in progress", "http.inflight"),
@@ -562,8 +539,29 @@ _OF_SERVER = (
 )
 
 
-def _probe_metrics(app: AppState) -> Iterator[Metric]:
-    verdicts = [probe.run() for probe in app.probes.values()]
+_CONDITION = gauge(
+    "condition",
+    "Conditions that `kvstow doctor` tells, by name and severity; absent while there is none",
+    Counter,
+    ("condition", "severity", *POOL),
+)
+"""No label names a session or a rank, because they come and go."""
+_STATE = gauge(
+    "state",
+    "1 for the present state of the engine, or of the node that engines attach to",
+    lambda state: {one: float(one == state) for one in _STATES},
+    ("state",),
+)
+
+
+def _state_metrics(app: AppState, host: Evidence, pools: Sequence[Evidence]) -> Iterator[Metric]:
+    yield _STATE.of((), [((), host.readiness.state)])
+    yield from (one.of((), [((), host.memory)]) for one in _OF_HOST_MEMORY)
+    models = {pool.name: pool.model for pool in app.directory.pools()}
+    found = find_conditions(host, pools).conditions
+    names = [(one.name, one.severity, one.pool or "", models.get(one.pool or "", "")) for one in found]
+    yield _CONDITION.of((), [((), names)])
+    verdicts = [probe.run(told=failures_of(host, pools)) for probe in app.probes.values()]
     ready = next(verdict.ok for verdict in verdicts if verdict.probe == "readyz")
     yield gauge("ready", "1 while /readyz answers 200", float).of((), [((), ready)])
     checks = {(one.name, verdict.probe): float(one.failure is None) for verdict in verdicts for one in verdict.findings}
@@ -588,7 +586,8 @@ class Collector(BaseCollector):
 
     def collect(self) -> Iterator[Metric]:
         app, host = self._app, self._app.host
-        pools = self._pools()
+        whole, of_each = app.conditions.gather()
+        pools = self._pools(of_each)
         of_pools = [(pool.labels, pool) for pool in pools]
         yield from (one.of(POOL, of_pools) for one in _OF_POOLS)
         yield from (one.of(POOL, [(pool.labels, pool.stats) for pool in pools]) for one in _ENGINE_COUNTERS)
@@ -597,16 +596,15 @@ class Collector(BaseCollector):
         yield from _rank_metrics(pools)
         yield from tier_metrics(app.directory.tier)
         yield from (one.of((), [((), app)]) for one in _OF_SERVER)
-        memory = app.directory.memory()
-        yield from (one.of((), [((), memory)]) for one in _OF_HOST_MEMORY)
-        yield from _probe_metrics(app)
+        yield from _state_metrics(app, whole, of_each)
         build = {"version": host.version, "python": platform.python_version(), "mode": host.mode, **host.build}
         yield gauge("build_info", "Versions in the labels; always 1", float).of(build, [(tuple(build.values()), 1)])
 
-    def _pools(self) -> list[PoolSnapshot]:
-        """All pools at about the same time."""
+    def _pools(self, evidence: Sequence[Evidence]) -> list[PoolSnapshot]:
+        """All pools of which there is evidence, at about the same time."""
         directory, sampler = self._app.directory, self._app.sampler
         hosted, sessions = directory.pools(), directory.sessions()
+        named = {pool.name: pool for pool in hosted}
         sampler.rank_counters.note(hosted, sessions)
         ranks: dict[str, dict[int, list[RankStatus]]] = {}
         states: dict[str, Counter[SessionState]] = {}
@@ -619,11 +617,12 @@ class Collector(BaseCollector):
             PoolSnapshot(
                 hosted=pool,
                 stats=pool.facade.stats(),
-                readiness=pool.facade.readiness(),
+                readiness=found.readiness,
                 ranks=ranks.get(pool.name, {}),
                 counted=sampler.rank_counters.of_pool(pool),
                 session_states=states.get(pool.name, Counter()),
-                curve=curve_view(sampler, pool),
+                curve=found.curve,
             )
-            for pool in hosted
+            for found in evidence
+            if (pool := named.get(found.pool)) is not None and found.curve is not None
         ]

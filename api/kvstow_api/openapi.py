@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cached_property
 from http import HTTPStatus
 from pathlib import Path
 from threading import Lock
@@ -48,9 +49,7 @@ class Description:
     so the server builds it once, on a thread, and keeps the bytes."""
 
     def __init__(self, app: FastAPI) -> None:
-        self._app, self._make = app, app.openapi
-        self._lock = Lock()
-        self._document: bytes | None = None
+        self._app, self._make, self._lock = app, app.openapi, Lock()
 
     def __call__(self) -> dict[str, Any]:
         """Each call builds it again."""
@@ -59,11 +58,9 @@ class Description:
             self._app.openapi_schema = None  # FastAPI would return this one again
             return schema
 
+    @cached_property
     def document(self) -> bytes:
-        """As JSON, built by the first call."""
-        if self._document is None:
-            self._document = json.dumps(self(), separators=(",", ":")).encode()
-        return self._document
+        return json.dumps(self(), separators=(",", ":")).encode()
 
 
 def _complete(schema: dict[str, Any]) -> dict[str, Any]:

@@ -10,11 +10,20 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvstow.bytesize import format_size
-from kvstow.stats import SLOT_STATES, EngineStats, PendingTransfers, PoolStats, SlotState
+from kvstow.stats import SLOT_STATES, EngineStats, PendingTransfers, SlotState
 from kvstow.status import RankStatus, SessionStatus, TransferStatus
-from kvstow_api.answers import NO_TIER, ConditionView, PoolCurveView, PoolView, ReadinessView, TierView, TransfersView
+from kvstow_api.answers import (
+    NO_TIER,
+    ConditionView,
+    InfoView,
+    PoolCurveView,
+    PoolView,
+    ReadinessView,
+    TierView,
+    TransfersView,
+)
 from kvstow_api.columns import POOLS, SESSIONS, TIERS, Table, rank_state, waits_for
-from kvstow_api.figures import AXES, CurvesView, CurveView, NowView, Unit
+from kvstow_api.figures import AXES, CurvesView, Unit
 from kvstow_api.texts import counted, duration, field_text, percent, rate
 
 NUM_OLDEST = 4
@@ -29,8 +38,6 @@ assert set(_SLOT_ORDER) == set(SLOT_STATES)
 
 
 class PoolReadings(NamedTuple):
-    """Of one pool."""
-
     stats: EngineStats
     ranks: Sequence[RankStatus]
     curves: CurvesView
@@ -38,16 +45,10 @@ class PoolReadings(NamedTuple):
 
 
 class Readings(NamedTuple):
-    """What the overview is made of, read at about the same time. `node`: engines attach to the server; otherwise it is
-    embedded in one. `asked`: the pool that the viewer has chosen. `transfers` and `pool` are of the pool that
-    `pool_to_show` names; without one, `transfers` are of all pools."""
+    """What the overview is made of, read at about the same time. `asked`: the pool that the viewer has chosen.
+    `transfers` and `pool` are of the pool that `pool_to_show` names; without one, `transfers` are of all pools."""
 
-    model: str | None
-    mode: str
-    version: str
-    host_name: str
-    attach: str | None
-    node: bool
+    info: InfoView
     readiness: ReadinessView
     pools: Sequence[PoolView]
     sessions: Sequence[SessionStatus]
@@ -55,12 +56,9 @@ class Readings(NamedTuple):
     asked: str | None
     pool: PoolReadings | None
     tier: TierView = NO_TIER
-    conditions: Sequence[ConditionView] = ()
 
 
 class MemoryBar(NamedTuple):
-    """The memory of all pools together."""
-
     populated_bytes: int
     target_bytes: int
     progress: str
@@ -165,7 +163,6 @@ class Overview:
 
     @property
     def empty(self) -> str:
-        """What to say where there is no pool."""
         how = f'; vLLM attaches with "attach": "{self.attach}" in kv_connector_extra_config' if self.attach else ""
         return f"no engine has attached yet, so there is no pool{how}"
 
@@ -178,12 +175,12 @@ def pool_to_show(pools: Sequence[str], asked: str | None) -> str | None:
 
 
 def overview(given: Readings) -> Overview:
-    """O(pools + sessions + ranks)."""
     names = tuple(pool.name for pool in given.pools)
     is_missing = given.asked not in (None, *names)
     selected = None if given.pool is None else pool_to_show(names, given.asked)
     sessions = [session for session in given.sessions if selected in (None, session.pool)]
-    bad = [one for one in given.conditions if one.severity != "info"]
+    info, conditions = given.info, given.readiness.conditions
+    bad = [one for one in conditions if one.severity != "info"]
     pools, engines = {one.pool for one in bad}, {one.session for one in bad}
     tiers = {one.pool for one in bad if one.name.startswith("tier_")}
     troubled = {(one.session, one.rank) for one in bad}
@@ -193,14 +190,14 @@ def overview(given: Readings) -> Overview:
         paused = any(pool.pinning_paused for pool in given.pools if pool.name == selected)
         ranks = rank_rows(given.pool.ranks, pinning_paused=paused, troubled=troubled)
     state, reason = given.readiness.state, given.readiness.reason
-    is_told = bool(bad) if state not in _GOOD_STATES else any(one.what == reason for one in given.conditions)
+    is_told = bool(bad) if state not in _GOOD_STATES else any(one.what == reason for one in conditions)
     return Overview(
-        about=", ".join(filter(None, (given.model, given.mode, f"version {given.version}"))),
-        host_name=given.host_name,
-        attach=given.attach or "",
+        about=", ".join(filter(None, (info.settings.get("model"), info.mode, f"version {info.version}"))),
+        host_name=info.host_name,
+        attach=info.attach or "",
         state=state,
-        reason="" if is_told else given.readiness.reason,
-        conditions=tuple(given.conditions),
+        reason="" if is_told else reason,
+        conditions=tuple(conditions),
         memory=_memory(given),
         pools=Table.of(given.pools, POOLS, lambda one: one.name in pools),
         selected=selected,
@@ -216,21 +213,20 @@ def overview(given: Readings) -> Overview:
         ),
         pending=(*_pending(given.transfers.pending), *_ways(given.transfers.load_choices)),
         oldest=tuple(Row(one.direction, one.state, _transfer(one, len(sessions))) for one in given.transfers.items),
-        pool=None if given.pool is None else _pool_overview(given.pool, given.conditions),
+        pool=None if given.pool is None else _pool_overview(given.pool, conditions),
     )
 
 
 def _memory(given: Readings) -> MemoryBar:
     populated, target = given.readiness.memory.populated_bytes, given.readiness.memory.target_bytes
-    size, verb = format_size(target), "populated" if given.node else "pinned"
+    size, verb = format_size(target), "populated" if given.info.node else "pinned"
     progress = size if populated >= target else f"{format_size(populated)} of {size} {verb}"
-    if given.node:
+    if given.info.node:
         progress = f"{progress}, {format_size(sum(pool.granted_bytes for pool in given.pools))} in pools"
     return MemoryBar(populated, target, progress)
 
 
 def _ways(choices: Mapping[str, int]) -> tuple[Row, ...]:
-    """How loads went since the start, and why."""
     reasons = ", ".join(f"{choice.replace('_', ' ', 1)} {count:,}" for choice, count in choices.items() if count)
     by_layer = sum(count for choice, count in choices.items() if choice.startswith("layer_"))
     return (Row("loads by layer", f"{by_layer:,} of {sum(choices.values()):,}", reasons),) if reasons else ()
@@ -252,16 +248,21 @@ def _transfer(one: TransferStatus, num_sessions: int) -> str:
 
 
 def _pool_overview(given: PoolReadings, conditions: Sequence[ConditionView]) -> PoolOverview:
-    stats, curves = given.stats, given.curves
+    stats, pool, curves, now = given.stats, given.stats.pool, given.curves, given.curves.now
     is_told = any(one.name == "pool_size" and one.pool == given.curve.pool for one in conditions)
     drops = {name: count for name, count in stats.stores.items() if name.startswith(("dropped_", "failed"))}
     return PoolOverview(
-        about=_pool(stats.pool),
-        slots=_slots(stats.pool),
+        about=f"{pool.usable_slots:,} of {pool.capacity_slots:,} slots usable, "
+        f"{format_size(pool.capacity_slots * pool.slot_bytes)} per rank, {pool.policy}",
+        slots={
+            **{state: getattr(pool.slots, state) for state in _SLOT_ORDER},
+            NOT_PINNED: max(0, pool.capacity_slots - pool.usable_slots),
+        },
         charts=tuple(_chart(unit, curves, stats) for unit in dict.fromkeys(one.unit for one in curves.items)),
         evictions=_counts(stats.evictions),
         drops=_counts(drops),
-        block_rates=_block_rates(curves.now),
+        block_rates=f"evicted for capacity: {now.evicted_blocks_per_second or 0:.1f} blocks/s, "
+        f"dropped: {now.dropped_blocks_per_second or 0:.1f} blocks/s",
         sizes=_sizes(given.curve, is_told),
     )
 
@@ -293,44 +294,27 @@ def _sizes(curve: PoolCurveView, is_told: bool) -> Sizes:
     )
 
 
-def _pool(pool: PoolStats) -> str:
-    size = format_size(pool.capacity_slots * pool.slot_bytes)
-    return f"{pool.usable_slots:,} of {pool.capacity_slots:,} slots usable, {size} per rank, {pool.policy}"
-
-
-def _slots(pool: PoolStats) -> Mapping[str, int]:
-    counts: dict[str, int] = {state: getattr(pool.slots, state) for state in _SLOT_ORDER}
-    return {**counts, NOT_PINNED: max(0, pool.capacity_slots - pool.usable_slots)}
-
-
 def _counts(counts: Mapping[str, int]) -> tuple[Row, ...]:
     return tuple(Row(name.replace("_", " "), f"{count:,}") for name, count in counts.items() if count)
 
 
-def _block_rates(now: NowView) -> str:
-    evicted, dropped = now.evicted_blocks_per_second or 0.0, now.dropped_blocks_per_second or 0.0
-    return f"evicted for capacity: {evicted:.1f} blocks/s, dropped: {dropped:.1f} blocks/s"
-
-
 def _chart(unit: Unit, given: CurvesView, stats: EngineStats) -> Chart:
-    """All curves of this unit, which share an axis."""
     axis = AXES[unit]
     items = [one for one in given.items if one.unit == unit]
     points = [point for one in items for point in one.points if point is not None]
     top = axis.top if axis.top is not None else max(points, default=0.0)
     ever = stats.lookups.hit_ratio if unit == "ratio" else None
+    now = [getattr(given.now, one.figure) for one in items]
+    texts = [
+        axis.absent if value is None else field_text(one.figure, value) for one, value in zip(items, now, strict=True)
+    ]
     return Chart(
         axis.title,
-        tuple(Curve(one.label, _present(one, given.now, axis.absent), one.points) for one in items),
+        tuple(Curve(one.label, text, one.points) for one, text in zip(items, texts, strict=True)),
         top,
         f"0 to {field_text(unit, top)}" if top else axis.absent,
         "" if ever is None else f"{percent(ever)} since the start",
     )
-
-
-def _present(curve: CurveView, now: NowView, absent: str) -> str:
-    value = getattr(now, curve.figure)
-    return absent if value is None else field_text(curve.figure, value)
 
 
 def rank_rows(

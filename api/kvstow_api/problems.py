@@ -53,22 +53,15 @@ _STATUS_OF: dict[type[KvstowError], int] = {
 
 _CODE_OF: dict[int, str] = {
     400: "malformed_body",
-    401: "unauthorized",
-    403: "forbidden",
-    404: "not_found",
-    405: "method_not_allowed",
     408: "body_too_slow",
-    409: "conflict",
-    412: "precondition_failed",
     413: "body_too_large",
-    415: "unsupported_media_type",
     422: "invalid_request",
-    429: "too_many_requests",
     431: "head_too_large",
     500: "internal",
     503: "unavailable",
     507: "insufficient_memory",
 }
+"""Those that differ from the name of the status."""
 
 MAX_ERRORS = 20
 """Errors in one response: a body of 1 MiB could have half a million."""
@@ -85,7 +78,7 @@ def problem(
     headers: Mapping[str, str] | None = None,
 ) -> Response:
     """The problem response to the request of `scope`. A `Retry-After` header is repeated in the body."""
-    code = code or _CODE_OF.get(status, "error")
+    code = code or _CODE_OF.get(status) or HTTPStatus(status).name.lower()
     retry_after = (headers or {}).get("Retry-After")
     body = {
         "type": f"urn:kvstow:problem:{code}",
@@ -103,7 +96,6 @@ def problem(
 
 
 def internal_problem(scope: Scope) -> Response:
-    """The response to an unexpected error, which the caller has logged."""
     return problem(scope, 500, "internal error; see the log for this request id")
 
 
@@ -125,7 +117,6 @@ def method_not_allowed(scope: Scope) -> Response | None:
 
 
 def install(app: FastAPI) -> None:
-    """Answer errors that the routes of `app` raise with problems."""
     app.add_exception_handler(RequestValidationError, _on_invalid)
     app.add_exception_handler(HTTPException, _on_http)
     app.add_exception_handler(KvstowError, _on_kvstow)
@@ -169,15 +160,13 @@ async def _on_invalid(request: Request, error: Exception) -> Response:
 
 
 def _describe(item: Mapping[str, Any], scope: Scope) -> dict[str, Any]:
-    """One error of pydantic as field, message, value and allowed values."""
     where, *path = item["loc"]
     field = ".".join(str(part) for part in path) or str(where)
     context, message = item.get("ctx", {}), item["msg"]
     allowed = context.get("allowed") or context.get("expected") or message
     if item["type"] == "extra_forbidden":
         allowed = ", ".join(_names_beside(scope["route"], item["loc"]))
-        noun = "query parameter" if where == "query" else "field"
-        message = f"Unknown {noun}; known: {allowed}"
+        message = f"Unknown field; known: {allowed}"
     if item["type"] == "missing" and not path:
         allowed = ", ".join(_names_beside(scope["route"], (where, "")))
         message = f"A JSON object is needed; its fields: {allowed}"
@@ -186,11 +175,9 @@ def _describe(item: Mapping[str, Any], scope: Scope) -> dict[str, Any]:
 
 
 def _names_beside(route: APIRoute, where: Sequence[str]) -> list[str]:
-    """The names that the route defines beside an unknown one. `where`: body or query, and the path to that name."""
-    part, *path = where[:-1]
-    fields = route.dependant.query_params if part == "query" else [route.body_field]
-    model = fields[0].field_info.annotation if fields and fields[0] is not None else None
-    for name in path:
+    """The names that the route's body defines beside an unknown one. `where`: the path to that name."""
+    model = None if route.body_field is None else route.body_field.field_info.annotation
+    for name in where[1:-1]:
         model = model.model_fields[name].annotation  # type: ignore[union-attr]
     return [field.alias or name for name, field in getattr(model, "model_fields", {}).items()]
 

@@ -71,7 +71,6 @@ def _view(sampler: Sampler, hosted: HostedPool, states: Counter[SessionState]) -
 
 
 def sessions_now(directory: Directory, sampler: Sampler) -> list[SessionStatus]:
-    """All sessions, the oldest first, with what they load and store now."""
     return [sampler.now_of_session(one) for one in directory.sessions()]
 
 
@@ -110,13 +109,11 @@ def _sum_of(pending: Sequence[PendingTransfers]) -> PendingTransfers:
 
 
 def tier_view(directory: Directory) -> TierView:
-    """Of all pools. O(pools + clients)."""
     tier = directory.tier
     return NO_TIER if tier is None else TierView(store=tier.store, url=tier.url, items=list(tier.tiers()))
 
 
 def curves_view(sampler: Sampler, pool: str) -> CurvesView:
-    """What the status page draws of a pool."""
     samples = sampler.of_pool(pool)
     return curves_of(pool, samples.recent, samples.kept)
 

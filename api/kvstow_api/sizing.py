@@ -100,7 +100,6 @@ def _parts(view: PoolCurveView, at: int, everything: float, seconds_per_ratio: f
 
 
 def _rest(end: SizeView | None, larger: SizeView, now: SizeView, everything: float) -> str:
-    """What sizes above the next useful one would add."""
     if end is None:
         return f"a pool that never evicts would hit {percent(everything)}"
     if end == larger:

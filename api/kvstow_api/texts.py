@@ -50,7 +50,6 @@ def counted(number: int, noun: str) -> str:
 
 
 def moment(time: datetime | None) -> str:
-    """Date and time in the local time zone."""
     return ABSENT if time is None else time.astimezone().isoformat(sep=" ", timespec="seconds")
 
 
@@ -102,7 +101,6 @@ def _number(name: str, value: float) -> str:
 
 
 def bypassed(bypass: BypassStatus) -> list[str]:
-    """The directions that are switched off."""
     return [name for name, is_off in (("loads", bypass.load), ("stores", bypass.store)) if is_off]
 
 

@@ -27,7 +27,7 @@ from kvstow.testing.fakes import FakeClock
 from kvstow_api import appstate
 from kvstow_api.app import create_app
 from kvstow_api.auth import CALLER
-from kvstow_api.embeddeddirectory import EmbeddedDirectory
+from kvstow_api.directory import EmbeddedDirectory
 from kvstow_api.health import LoopMonitor
 from kvstow_api.host import ApiHost
 from kvstow_api.routes.server import loggers

@@ -13,7 +13,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from kvstow_api.body import BodyMiddleware
+from kvstow_api.middleware import BodyMiddleware
 from kvstow_service.admin.sockets import AdminSockets
 
 IDLE = 1000

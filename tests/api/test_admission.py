@@ -13,8 +13,8 @@ import pytest
 from starlette.types import Receive, Scope, Send
 
 from kvstow.errors import ConfigError
-from kvstow_api.head import HeadMiddleware
 from kvstow_api.hostsettings import parse_host_names
+from kvstow_api.middleware import HeadMiddleware
 from kvstow_api.routes import ROUTERS
 
 pytestmark = pytest.mark.anyio

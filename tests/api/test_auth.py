@@ -15,8 +15,7 @@ from tests.api.conftest import AGENT, AGENT_TOKEN, CALLER_UID
 from kvstow.attach.peer import overflow_uid
 from kvstow.errors import ConfigError
 from kvstow_api import auth
-from kvstow_api.hostsettings import require_token
-from kvstow_api.regularfile import TokenFile
+from kvstow_api.hostsettings import TokenFile, require_token
 from kvstow_api.routes import ROUTERS
 
 pytestmark = pytest.mark.anyio

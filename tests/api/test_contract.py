@@ -16,7 +16,7 @@ from tests.api.conftest import AGENT
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
 from kvstow_api.app import create_app
-from kvstow_api.embeddeddirectory import EmbeddedDirectory
+from kvstow_api.directory import EmbeddedDirectory
 from kvstow_api.host import ApiHost
 
 EXAMPLES = [3, pytest.param(30, marks=pytest.mark.soak)]  # of each kind

@@ -4,7 +4,6 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
-from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -12,17 +11,14 @@ from tests.api.conftest import AGENT
 from tests.api.tieredhost import TieredHost
 
 from kvstow.config import EngineConfig
-from kvstow.control.blockevents import BlockEvent
 from kvstow.control.comparison import Change
 from kvstow.control.engine import OffloadEngine
-from kvstow_api import eventstream
 from kvstow_api.answers import EventView
 from kvstow_api.client.client import parse_events
-from kvstow_api.directory import HostedPool
-from kvstow_api.embeddeddirectory import EmbeddedDirectory
-from kvstow_api.eventstream import EventStreams
+from kvstow_api.directory import EmbeddedDirectory, HostedPool
 from kvstow_api.journal import Journal
 from kvstow_api.sampler import Sampler
+from kvstow_api.streams import EventStreams, _encode
 
 pytestmark = pytest.mark.anyio
 
@@ -102,30 +98,12 @@ async def test_blocks_come_to_who_asks(listen: Any, ranks: Any, keys: list[bytes
     assert (event.type, event.data) == ("removed", {"pool": "host", "keys": [keys[0].hex()], "reason": "purge"})
 
 
-async def test_an_event_is_encoded_once_for_all_streams(
-    listen: Any, ranks: Any, journal: Journal, keys: list[bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    encode = Mock(wraps=eventstream._encode)
-    monkeypatch.setattr(eventstream, "_encode", encode)
-    readers = [listen("stored", "state") for _ in range(5)]
+async def test_an_event_of_blocks_is_encoded_once_for_all_streams(listen: Any, ranks: Any, keys: list[bytes]) -> None:
+    _encode.cache_clear()
+    readers = [listen("stored") for _ in range(5)]
     ranks.store(keys[:2])
-    journal.add("state", state="a")
-    for reader in readers:
-        assert {(await reader.next()).type for _ in range(2)} == {"stored", "state"}
-    assert encode.call_count == 2
-
-
-def test_what_is_kept_of_encoded_events_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    events = [BlockEvent(number, "stored", (bytes(16),) * 100, "") for number in range(50)]
-    (pool,) = EmbeddedDirectory(OffloadEngine(EngineConfig(slot_bytes=64, capacity_slots=4)), 4).pools()
-    message = eventstream._encode(events[0], pool.name)
-    monkeypatch.setattr(eventstream, "_MAX_KEPT_BYTES", 10 * len(message))
-    messages = eventstream._Messages()
-    assert [messages.of(event, pool) for event in events] == [message] * 50
-    assert [sequence for _, sequence in messages._kept] == list(range(40, 50))
-    monkeypatch.setattr(eventstream, "_MAX_KEPT_BYTES", 0)
-    assert messages.of(BlockEvent(50, "stored", (bytes(16),) * 100, ""), pool) == message
-    assert not messages._kept
+    assert {(await reader.next()).type for reader in readers} == {"stored"}
+    assert _encode.cache_info()[:2] == (4, 1), "hits and misses"
 
 
 async def test_a_stream_goes_on_after_the_event_that_was_read_last(
@@ -249,7 +227,7 @@ def test_the_watch_notes_what_the_tier_does(tiered_host: TieredHost, journal: Jo
     tier = tiered_host.begin()
     changes: list[Callable[[], object]] = [
         lambda: None,
-        lambda: tier._note_outage("no master"),
+        lambda: tier._breaker.note_outage("no master"),
         lambda: tier.turn_off("a defect"),
         tiered_host.close,
     ]

@@ -11,7 +11,7 @@ import pytest
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
 from kvstow.stats import EngineStats
-from kvstow_api.embeddeddirectory import EmbeddedDirectory
+from kvstow_api.directory import EmbeddedDirectory
 from kvstow_api.figures import (
     CURVE_INTERVAL,
     CURVE_POINTS,

@@ -196,7 +196,7 @@ async def test_a_tier_that_is_down_is_named_and_fails_no_probe(
 
     assert await probe() == (200, "[+]tier ok (informational)")
     tier = tiered_host.begin()
-    tier._note_outage("no answer in 0.5 s")
+    tier._breaker.note_outage("no answer in 0.5 s")
     assert await probe() == (
         200,
         "[-]tier failed: the store redis://10.0.0.1:6379 is left alone by a1 of pool host: no answer in 0.5 s "

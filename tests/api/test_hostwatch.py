@@ -11,8 +11,7 @@ import pytest
 
 from kvstow.control.engine import OffloadEngine
 from kvstow.testing.fakes import FakeClock
-from kvstow_api.directory import OrphanedMemory
-from kvstow_api.embeddeddirectory import EmbeddedDirectory
+from kvstow_api.directory import EmbeddedDirectory, OrphanedMemory
 from kvstow_api.host import ApiHost
 from kvstow_api.hostwatch import HostWatch
 

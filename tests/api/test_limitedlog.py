@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvstow.testing.fakes import FakeClock
-from kvstow_api.limitedlog import LimitedLog
+from kvstow_api.journal import LimitedLog
 
 _logger = logging.getLogger("kvstow.test")
 

@@ -21,7 +21,7 @@ from kvstow.control.engine import OffloadEngine
 from kvstow.prefill import PrefillCost
 from kvstow.testing.fakes import FakeClock
 from kvstow.tier.store import ClientStats
-from kvstow_api.embeddeddirectory import EmbeddedDirectory
+from kvstow_api.directory import EmbeddedDirectory
 
 pytestmark = pytest.mark.anyio
 
@@ -324,7 +324,7 @@ SCRAPE = """
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
 from kvstow_api.app import create_app
-from kvstow_api.embeddeddirectory import EmbeddedDirectory
+from kvstow_api.directory import EmbeddedDirectory
 from kvstow_api.host import ApiHost
 from prometheus_client import REGISTRY, generate_latest
 
@@ -405,7 +405,7 @@ async def test_the_figures_of_a_tier(launch: Any, engine: OffloadEngine, tiered_
     families = await scrape(client)
     assert value(families, "kvstow_tier_failed_blocks_total", direction="put", **TIER_LABELS) == 3
     assert value(families, "kvstow_tier_failed_blocks_total", direction="fetch", **TIER_LABELS) == 4
-    tier._note_outage("no answer")
+    tier._breaker.note_outage("no answer")
     await expect(up=0, breaker_open=1, breaker_opened_total=1)
     tier.turn_off("a defect")
     await expect(up=0)
@@ -436,7 +436,7 @@ async def test_counters_of_a_tier_do_not_fall_when_a_namespace_ends(
     for tier, figure in ((first, 3), (tiered_host.begin(), 4)):
         tier.counters.put_blocks = tier.counters.failed_put_blocks = figure
         tier.counters.saved_seconds = figure + 0.5
-        tier._note_outage("no answer")
+        tier._breaker.note_outage("no answer")
 
     def counters(families: dict[str, Metric]) -> dict[object, float]:
         return {

@@ -20,7 +20,7 @@ from kvstow.tier import tierstatus
 from kvstow_api import answers, bodies, figures
 from kvstow_api.answers import EVENT_TYPES
 from kvstow_api.app import create_app
-from kvstow_api.embeddeddirectory import EmbeddedDirectory
+from kvstow_api.directory import EmbeddedDirectory
 from kvstow_api.host import ApiHost
 from kvstow_api.openapi import EXAMPLES
 

@@ -3,9 +3,11 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable
+from functools import partial
 
 import pytest
+from tests.api.conftest import Eventually
 
 from kvstow.config import EngineConfig
 from kvstow.control.administration import Sweep
@@ -14,6 +16,7 @@ from kvstow.errors import ConflictError, NotFoundError, QueueFullError
 from kvstow.testing.fakes import FakeClock
 from kvstow.testing.rank import make_ranks, store_keys
 from kvstow_api.answers import OperationView, ProgressView, RemovedView
+from kvstow_api.journal import Journal
 from kvstow_api.operations import MAX_RUNNING, Operation, Operations
 
 pytestmark = pytest.mark.anyio
@@ -51,22 +54,15 @@ def clock() -> FakeClock:
 
 
 @pytest.fixture
-def operations(clock: FakeClock) -> Iterator[Operations]:
-    operations = Operations(clock)
+async def operations(clock: FakeClock) -> AsyncIterator[Operations]:
+    operations = Operations(clock, Journal())
     yield operations
-    operations.close()
+    await operations.close()
 
 
 def run(operations: Operations, sweep: FakeSweep) -> Operation:
     sweep.allow.set()
     return operations.start("evict", "host", lambda: sweep)
-
-
-def wait_for(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + DEADLINE
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 async def ended(operation: Operation) -> OperationView:
@@ -94,8 +90,8 @@ async def test_an_operation_runs_its_sweep_to_the_end(operations: Operations) ->
     assert view.started is not None
     assert view.ended is not None
     assert view.created <= view.started <= view.ended
-    assert operations.ended()["evict", "succeeded"] == 1
-    assert sum(operations.seconds()["evict"].counts) == 1
+    assert operations.ended["evict", "succeeded"] == 1
+    assert sum(operations.seconds["evict"].counts) == 1
 
 
 async def test_waiting_for_an_operation_has_a_limit(operations: Operations) -> None:
@@ -117,7 +113,7 @@ async def test_what_a_sweep_raises_is_logged_and_ends_the_operation(
     assert (view.state, view.error, view.result) == ("failed", "internal error (RuntimeError)", None)
     assert view.id in caplog.text
     assert "secret" in caplog.text
-    assert operations.ended()["evict", "failed"] == 1
+    assert operations.ended["evict", "failed"] == 1
 
 
 async def test_an_error_of_the_engine_is_kept_in_its_words(operations: Operations) -> None:
@@ -126,7 +122,7 @@ async def test_an_error_of_the_engine_is_kept_in_its_words(operations: Operation
     assert isinstance(operation.failure, ConflictError)
 
 
-async def test_even_an_exit_cannot_end_the_thread_unseen(operations: Operations) -> None:
+async def test_even_an_exit_cannot_end_an_operation_unseen(operations: Operations) -> None:
     assert (await ended(run(operations, FakeSweep(error=SystemExit())))).state == "failed"
 
 
@@ -143,11 +139,17 @@ async def test_a_cancelled_operation_keeps_what_was_done(operations: Operations)
     assert operation.view.state == "cancelled"
 
 
-async def test_a_sweep_that_waits_is_asked_again_without_spinning(operations: Operations) -> None:
+async def has_asked(sweep: FakeSweep) -> bool:
+    return sweep.asked > 5
+
+
+async def test_a_sweep_that_waits_is_asked_again_without_spinning(
+    operations: Operations, eventually: Eventually
+) -> None:
     sweep = FakeSweep(1, waiting=True)
     started = time.monotonic()
     operation = run(operations, sweep)
-    wait_for(lambda: sweep.asked > 5)
+    await eventually(partial(has_asked, sweep))
     assert sweep.asked <= (time.monotonic() - started) / 0.01 + 2
     assert operation.view.waiting
     sweep.waiting = False
@@ -213,14 +215,13 @@ async def test_what_ended_is_forgotten_after_an_hour_and_what_runs_is_not(
 
 
 async def test_closing_cancels_what_runs_and_starts_nothing_more(clock: FakeClock) -> None:
-    operations = Operations(clock)
+    operations = Operations(clock, Journal())
     operation = run(operations, FakeSweep(1, waiting=True))
-    operations.close()
-    operations.close()
+    await operations.close()
+    await operations.close()
     assert operation.view.state == "cancelled"
     with pytest.raises(ConflictError, match="stopping"):
         operations.start("evict", "host", FakeSweep)
-    assert not [thread for thread in threading.enumerate() if operation.view.id in thread.name]
 
 
 async def test_a_sweep_whose_thread_cannot_start_is_cancelled(
@@ -231,14 +232,12 @@ async def test_a_sweep_whose_thread_cannot_start_is_cancelled(
     store_keys(engine, make_ranks(engine), [b"a", b"b", b"c", b"d"])
     lease = engine.acquire([b"a", b"b", b"c", b"d"])
 
-    def fail(thread: threading.Thread) -> None:
+    async def fail(step: Callable[[], bool]) -> bool:
         raise RuntimeError("can't start new thread")
 
     with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", fail)
-        with pytest.raises(RuntimeError, match="new thread"):
-            operations.start("resize", "host", lambda: engine.admin.resize(1))
-    assert operations.all() == []
+        patch.setattr("kvstow_api.operations.run_in_threadpool", fail)
+        assert (await ended(operations.start("resize", "host", lambda: engine.admin.resize(1)))).state == "failed"
     assert engine.stats().pool.usable_slots == 4
     engine.release_lease(lease)
     view = await ended(operations.start("resize", "host", lambda: engine.admin.resize(2)))

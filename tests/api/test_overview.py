@@ -16,7 +16,7 @@ from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
 from kvstow.stats import SLOT_STATES, PendingTransfers
 from kvstow.status import MemoryStatus, RankStatus, TransferStatus
-from kvstow_api.answers import ConditionView, PoolCurveView, PoolView, ReadinessView, TransfersView
+from kvstow_api.answers import ConditionView, InfoView, PoolCurveView, PoolView, ReadinessView, TransfersView
 from kvstow_api.figures import CurvesView, CurveView
 from kvstow_api.openapi import EXAMPLES
 from kvstow_api.overview import (
@@ -50,6 +50,15 @@ READINESS = ReadinessView(
     ranks=(),
     memory=MemoryStatus(8 * GIB, 8 * GIB),
 )
+INFO = replace(
+    msgspec.convert(EXAMPLES["InfoView"], InfoView),
+    settings={"model": "some/model"},
+    mode="test",
+    version="1.2.3",
+    host_name="node-7",
+    attach="unix:/run/kvstow/attach.sock",
+    node=True,
+)
 TRANSFER = msgspec.convert(EXAMPLES["TransferStatus"], TransferStatus)
 TRANSFERS = TransfersView(
     pending=msgspec.convert(EXAMPLES["PendingTransfers"], PendingTransfers),
@@ -63,12 +72,7 @@ def readings(pools: Sequence[PoolView], **changes: Any) -> Readings:
     engine = OffloadEngine(EngineConfig(slot_bytes=4096, capacity_slots=16))
     shown = PoolReadings(engine.stats(), (), CURVES, FITS)
     given: dict[str, Any] = {
-        "model": "some/model",
-        "mode": "test",
-        "version": "1.2.3",
-        "host_name": "node-7",
-        "attach": "unix:/run/kvstow/attach.sock",
-        "node": True,
+        "info": INFO,
         "readiness": READINESS,
         "pools": pools,
         "sessions": [],
@@ -76,6 +80,9 @@ def readings(pools: Sequence[PoolView], **changes: Any) -> Readings:
         "asked": None,
         "pool": shown if len(pools) == 1 else None,
     }
+    if "conditions" in changes:
+        readiness = changes.get("readiness", READINESS)
+        changes["readiness"] = replace(readiness, conditions=changes.pop("conditions"))
     return Readings(**{**given, **changes})
 
 
@@ -229,7 +236,9 @@ def test_how_loads_went_and_why_is_beside_what_is_in_flight() -> None:
 def sizes_of(curve: PoolCurveView, conditions: Sequence[ConditionView] = ()) -> Sizes:
     given = readings([POOL])
     assert given.pool is not None
-    shown = overview(given._replace(pool=given.pool._replace(curve=curve), conditions=conditions)).pool
+    shown = overview(
+        given._replace(pool=given.pool._replace(curve=curve), readiness=replace(READINESS, conditions=list(conditions)))
+    ).pool
     assert shown is not None
     return shown.sizes
 

@@ -17,10 +17,8 @@ from tests.api.tieredhost import URL, TieredHost
 from kvstow.control.engine import OffloadEngine
 from kvstow.testing.fakes import FakeClock
 from kvstow_api.appstate import AppState
-from kvstow_api.embeddeddirectory import EmbeddedDirectory
-from kvstow_api.page.content import Content, read_content
-from kvstow_api.page.live import INTERVAL, StatusPage
-from kvstow_api.page.render import SECTIONS, polylines, size_plot
+from kvstow_api.directory import EmbeddedDirectory
+from kvstow_api.page.status import INTERVAL, SECTIONS, Content, StatusPage, polylines, read_content, size_plot
 
 pytestmark = pytest.mark.anyio
 
@@ -198,7 +196,7 @@ async def test_events_of_the_tier_are_shown(launch: Any, engine: OffloadEngine, 
     client = await launch(apps.append, directory=tiered_host.directory(16))
     tier = tiered_host.begin()
     apps[0].state.kvstow.sampler.tick()
-    tier._note_outage("no master")
+    tier._breaker.note_outage("no master")
     apps[0].state.kvstow.sampler.tick()
     text = " ".join(" ".join(Document((await client.get("/")).text).texts).split())
     assert "tier of a1 is on" in text
@@ -260,7 +258,7 @@ async def test_the_stream_sends_all_sections_and_then_those_that_change(
 async def test_a_stream_without_changes_sends_comments(
     page: StatusPage, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvstow_api.page.live.SILENT_SECONDS", 2.0)  # before a silent rank is news
+    monkeypatch.setattr("kvstow_api.page.status.SILENT_SECONDS", 2.0)  # before a silent rank is news
     stream = page.open(poll=0.0)
     for _ in range(2):
         await anext(stream)
@@ -278,7 +276,7 @@ async def test_all_viewers_share_one_rendering_a_second(
         reads.append(read_content(app, asked))
         return reads[-1]
 
-    monkeypatch.setattr("kvstow_api.page.live.read_content", counted)
+    monkeypatch.setattr("kvstow_api.page.status.read_content", counted)
     streams = [page.open(poll=0.0) for _ in range(20)]
     for stream in streams:
         await anext(stream)
@@ -344,7 +342,7 @@ async def test_the_page_shows_the_fleet_tier(
     assert "a1 on" in shown
     assert "4,321" in shown
     assert URL in shown
-    tier._note_outage("no answer in 0.5 s")
+    tier._breaker.note_outage("no answer in 0.5 s")
     shown = await text()
     assert "a1 down" in shown
     assert "no answer in 0.5 s" in shown

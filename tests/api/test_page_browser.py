@@ -16,7 +16,7 @@ from tests.api.fakenode import FakeNode
 from tests.api.tieredhost import URL, TieredHost
 
 from kvstow.testing.fakes import FakeClock
-from kvstow_api.page.live import STREAMS_PER_CLIENT
+from kvstow_api.page.status import STREAMS_PER_CLIENT
 
 pytestmark = pytest.mark.browser
 
@@ -271,7 +271,7 @@ def test_the_fleet_tier_is_shown_and_changes(
     tier = tiered_host.begin()
     browser.until(f"{section}.querySelector('tbody td') !== null")
     assert browser.evaluate(f"{section}.querySelector('tbody td').innerText") == "on"
-    tier._note_outage("no answer in 0.5 s")
+    tier._breaker.note_outage("no answer in 0.5 s")
     browser.until("document.getElementById('state').innerText.includes('no answer in 0.5 s')")
     browser.until(f"{section}.querySelector('.troubled') !== null")
     width = "document.documentElement.scrollWidth <= document.documentElement.clientWidth"

@@ -11,8 +11,7 @@ from kvstow.testing.fakes import FakeClock
 from kvstow.testing.tier import ControlledStore
 from kvstow.tier.store import ClientHealth, ClientStats
 from kvstow.tier.tierstatus import TierClient, TierCounters, TierStatus
-from kvstow_api.directory import TierLabels, TierMeasurements
-from kvstow_api.embeddeddirectory import EmbeddedDirectory
+from kvstow_api.directory import EmbeddedDirectory, TierLabels, TierMeasurements
 
 URL = "redis://10.0.0.1:6379"
 

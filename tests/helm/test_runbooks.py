@@ -25,7 +25,7 @@ from kvstow_api.answers import SessionsView
 from kvstow_api.appstate import AppState
 from kvstow_api.columns import LISTS
 from kvstow_api.conditions.evidence import TABLE
-from kvstow_api.embeddeddirectory import EmbeddedDirectory
+from kvstow_api.directory import EmbeddedDirectory
 from kvstow_api.metrics import Collector, tier_metrics
 from kvstow_service import environment
 from kvstow_service.admin.adminhost import AdminOptions, Ticker, make_api_host

@@ -18,7 +18,7 @@ from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
 from kvstow.testing.rank import make_ranks, store_keys
 from kvstow_api.app import create_app
-from kvstow_api.embeddeddirectory import EmbeddedDirectory
+from kvstow_api.directory import EmbeddedDirectory
 from kvstow_api.host import ApiHost
 
 GUIDE = Path(__file__).parents[2] / "docs" / "api.md"

@@ -18,7 +18,7 @@ from tests.vllm.engines import SECONDS, Adapter, Answer, Engine, Prompt, Setup, 
 from tests.vllm.nodeservice import NodeService, is_attached
 
 from kvstow.tier.fingerprint import fingerprint
-from kvstow_service.connectors.vllm import attachedcontrol
+from kvstow_service.connectors.engine_core import controlplane
 
 _IDLE_SECONDS = 0.005
 
@@ -182,10 +182,10 @@ def fingerprint_of(engine: Engine) -> str | None:
 
 
 def _be_patient(engine: Engine, seconds: float) -> None:
-    attachedcontrol.PATIENCE_SECONDS = seconds or 0.25
-    attachedcontrol.LONGEST_PATIENCE_SECONDS = seconds or 5.0
-    attachedcontrol.SLOW_SECONDS = seconds or 0.25
-    attachedcontrol.SILENT_SECONDS = seconds or 5.0
+    controlplane.PATIENCE_SECONDS = seconds or 0.25
+    controlplane.LONGEST_PATIENCE_SECONDS = seconds or 5.0
+    controlplane.SLOW_SECONDS = seconds or 0.25
+    controlplane.SILENT_SECONDS = seconds or 5.0
 
 
 _COMMANDS: dict[str, Any] = {

@@ -8,22 +8,23 @@ from typing import Any
 
 import pytest
 import torch
+import vllm
 from tests.service.connectors.engine_core.blockpool import FakeBlockPool
 from tests.service.connectors.engine_core.processes import make_process
 from tests.service.connectors.vllm.slowservice import SlowService
 
 from kvstow.attach.hello import RankSession, SessionTicket
-from kvstow.attach.identity import GroupIdentity, NamespaceIdentity, PoolIdentity, RegionIdentity
+from kvstow.attach.identity import UNNAMED_WEIGHTS, GroupIdentity, NamespaceIdentity, PoolIdentity, RegionIdentity
 from kvstow.attach.worker import AttachedWorker
 from kvstow.config import EngineConfig
 from kvstow.errors import ConfigError
 from kvstow.testing.fakes import FakeClock
+from kvstow_service.connectors.engine_core.controlplane import AttachedControl
 from kvstow_service.connectors.engine_core.kvgroups import KVGroup, KVGroups
 from kvstow_service.connectors.engine_core.metadata import KVStowMetadata, RankHello, RankUpdate
 from kvstow_service.connectors.engine_core.options import ConnectorOptions
 from kvstow_service.connectors.engine_core.schedulerside import SchedulerSide
-from kvstow_service.connectors.vllm import attachedschedulerhost, tensorhost
-from kvstow_service.connectors.vllm.attachedcontrol import AttachedControl
+from kvstow_service.connectors.vllm import attachedschedulerhost, engineidentity, tensorhost
 from kvstow_service.connectors.vllm.attachedschedulerhost import (
     JOINING_SECONDS,
     LOOKING_SECONDS,
@@ -51,17 +52,19 @@ class Bench:
             return self.service.connect(AttachedControl(*arguments, **options))
 
         patch.setattr(attachedschedulerhost, "AttachedControl", connected)
-        self.host = AttachedSchedulerHost(
-            ConnectorOptions(attach=Path("/none"), cpu_bytes_to_use=0),
-            make_process(),
-            KVGroups((KVGroup(0, 16, 1),), 16),
-            version="1",
-            pool_identity=lambda hellos: PoolIdentity(
-                (PAGE,), hellos[0].regions, "auto", (GroupIdentity("full", 16, 16),)
-            ),
-            namespace_identity=lambda: NamespaceIdentity("model", "v1", "configured", "probe"),
-            clock=self.clock,
-        )
+        group, namespace = GroupIdentity("full", 16, 16), NamespaceIdentity("model", "v1", "configured", "probe")
+        identities = {
+            "fleet_weights": lambda *_: UNNAMED_WEIGHTS,
+            "pool_identity": lambda *given, **_: PoolIdentity((PAGE,), given[3][0].regions, "auto", (group,)),
+            "namespace_identity": lambda *_: namespace,
+        }
+        for name, identity in identities.items():
+            patch.setattr(engineidentity, name, identity)
+        vllm_config: Any = SimpleNamespace(kv_events_config=None)
+        cache: Any = SimpleNamespace(kv_cache_groups=[], hash_block_size=16)
+        options = ConnectorOptions(attach=Path("/none"), cpu_bytes_to_use=0)
+        groups = KVGroups((KVGroup(0, 16, 1),), 16)
+        self.host = AttachedSchedulerHost(options, make_process(), groups, vllm_config, cache, clock=self.clock)
         self.host.add_rank(RankHello(0, PAGE, 0, "node", 0, regions))
         self.host.bind(FakeBlockPool(8))
 
@@ -127,7 +130,7 @@ def test_another_session_is_joined_too(bench: Bench) -> None:
 def test_what_the_engine_asks_the_service_for(bench: Bench) -> None:
     bench.step()
     assert (bench.options["wanted_bytes"], bench.options["require_sharing"]) == (0, False)
-    assert bench.options["engine_version"] == "vllm 1"
+    assert bench.options["engine_version"] == f"vllm {vllm.__version__}"
 
 
 def test_memory_of_a_session_before_does_not_count(bench: Bench) -> None:
@@ -184,7 +187,7 @@ def test_a_failed_host_has_no_session_and_no_hits(bench: Bench) -> None:
 @pytest.fixture
 def worker(tmp_path: Path) -> Any:
     options = ConnectorOptions(attach=tmp_path / "none", lock=False)
-    host = AttachedWorkerHost(options, make_process(), BLOCKS, tmp_path / "none")
+    host = AttachedWorkerHost(options, make_process(), BLOCKS)
     yield host
     host.close()
 
@@ -212,7 +215,7 @@ def test_a_rank_tells_of_a_session_at_once_and_of_more_memory_from_time_to_time(
     told = []
     for seconds in (0.0, 0.0, 0.1, 0.5, 0.5, 0.0):
         clock.advance(seconds)
-        told.append(worker.news()[1])
+        told.append(worker.news().session)
     assert told == [RankSession(1, 0), RankSession(1, 4), None, RankSession(1, 6), None, RankSession(2, 6)]
 
 
@@ -220,7 +223,7 @@ def test_a_rank_that_sleeps_has_no_session_and_joins_the_next_one_when_it_wakes(
     worker.register(kv_caches())
     worker.suspend()
     worker.follow(KVStowMetadata(ticket=SessionTicket(1, "secret")))
-    assert worker.news() == (None, None)
+    assert worker.news() == RankUpdate()
     worker.resume()
     worker.follow(KVStowMetadata(ticket=SessionTicket(2, "secret")))
     plane = worker.side.plane
@@ -235,16 +238,16 @@ def test_ranks_on_two_nodes_cannot_attach(bench: Bench) -> None:
 
 
 def test_an_identity_that_cannot_be_found_leaves_vllm_alone(
-    bench: Bench, own_log: None, caplog: pytest.LogCaptureFixture
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, own_log: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Whatever vLLM calls then does not ask for it again."""
     asked: list[int] = []
 
-    def fail() -> NamespaceIdentity:
+    def fail(*_: Any) -> NamespaceIdentity:
         asked.append(1)
         raise OSError("no such file")
 
-    bench.host._namespace_identity = fail
+    monkeypatch.setattr(engineidentity, "namespace_identity", fail)
     host = bench.host
     assert not host.ask("plan", lambda side: side.control.step(), None)
     for _ in range(2):

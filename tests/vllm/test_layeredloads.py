@@ -30,7 +30,7 @@ from tests.vllm.engines import (
 
 from kvstow.devices.cpu import CpuDevice
 from kvstow.errors import CopyError
-from kvstow_service.connectors.engine_core.loadpolicy import Choice
+from kvstow_service.connectors.engine_core.trackedrequests import Choice
 from kvstow_service.connectors.engine_core.workerside import LayerWaits
 
 pytestmark = pytest.mark.vllm

@@ -70,9 +70,8 @@ def make_host(
 ) -> EmbeddedSchedulerHost:
     """A host that knows no rank, and vLLM's block pool unless not `binds`."""
     options = options or ConnectorOptions(cpu_bytes_to_use=1000)
-    host = EmbeddedSchedulerHost(
-        options, make_process(**process), groups, build={"vllm": "1"}, make_events=lambda _: None
-    )
+    config, cache = SimpleNamespace(kv_events_config=None), SimpleNamespace(kv_cache_groups=[])
+    host = EmbeddedSchedulerHost(options, make_process(**process), groups, config, cache)
     if binds:
         host.bind(FakeBlockPool(8))
     return host
@@ -297,7 +296,7 @@ def test_a_rank_whose_agent_finds_no_server_is_resized_with_the_steps(
 
     def step() -> None:
         clock.advance(1.6)
-        host.receive(0, RankUpdate(report=worker.news()[0]))
+        host.receive(0, RankUpdate(report=worker.news().report))
         worker.follow(KVStowMetadata(desired=host.take_desired()))
 
     step()

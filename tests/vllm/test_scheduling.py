@@ -143,11 +143,11 @@ class Breaking:
         "loads.Loads.hold_hit",
         "loads.Loads.count_hit",
         "loads.Loads._begin_load",
-        "storefinders.EagerStores.offer_due",
-        "storefinders.EagerStores.offer_last",
+        "stores.EagerStores.offer_due",
+        "stores.EagerStores.offer_last",
         "schedulerside.SchedulerSide.settle",
         "stores.Stores.retry_room",
-        "storefinders.EagerStores._follow_tables",
+        "stores.EagerStores._follow_tables",
     ],
 )
 def test_an_engine_whose_connector_fails_continues_to_serve(

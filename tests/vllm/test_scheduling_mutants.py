@@ -32,11 +32,11 @@ SHARED = "kvstow_service.connectors.engine_core"
 
 
 def stores_do_not_hold_their_blocks(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(f"{SHARED}.stores.GPUBlocks.hold_sources", lambda self, op_id, block_ids: None)
+    patch.setattr(f"{SHARED}.gpublocks.GPUBlocks.hold_sources", lambda self, op_id, block_ids: None)
 
 
 def stores_never_let_their_blocks_go(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(f"{SHARED}.stores.GPUBlocks.free_sources", lambda self, op_id, to_front=False: None)
+    patch.setattr(f"{SHARED}.gpublocks.GPUBlocks.free_sources", lambda self, op_id, to_front=False: None)
 
 
 def stores_do_not_wait_for_the_forward(patch: pytest.MonkeyPatch) -> None:
@@ -135,7 +135,7 @@ def ended_leases_are_not_released(patch: pytest.MonkeyPatch) -> None:
 
 
 def blocks_that_wait_for_slots_are_not_held(patch: pytest.MonkeyPatch) -> None:
-    from kvstow_service.connectors.engine_core.stores import GPUBlocks
+    from kvstow_service.connectors.engine_core.gpublocks import GPUBlocks
 
     hold = GPUBlocks.hold_sources
 
@@ -151,7 +151,7 @@ def ranks_leave_sessions_under_way(patch: pytest.MonkeyPatch) -> None:
 
 
 def unwanted_answers_are_kept(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(f"{CONNECTOR}.attachedcontrol.AttachedControl.discard", lambda self, answer: None)
+    patch.setattr(f"{SHARED}.controlplane.AttachedControl.discard", lambda self, answer: None)
 
 
 class Mutant(NamedTuple):

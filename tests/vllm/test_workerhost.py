@@ -210,7 +210,7 @@ def test_a_rank_that_was_never_registered_neither_sleeps_nor_wakes(worker: Embed
     worker.suspend()
     worker.resume()
     worker.close()
-    assert worker.news()[0] is None
+    assert worker.news().report is None
 
 
 def test_a_rank_reports_with_its_steps_while_its_agent_finds_no_server(
@@ -223,15 +223,15 @@ def test_a_rank_reports_with_its_steps_while_its_agent_finds_no_server(
     monkeypatch.setattr(shared, "time", SimpleNamespace(monotonic=clock))
     for _ in range(2):
         clock.advance(1.6)
-        report = worker.news()[0]
+        report = worker.news().report
         assert report is not None
         assert report.pinned_slots == 5
-        assert worker.news()[0] is None
+        assert worker.news().report is None
     monkeypatch.setattr(worker, "agent", SimpleNamespace(sent=1, stop=worker.agent.stop))
     clock.advance(1.6)
-    assert worker.news()[0] is None
+    assert worker.news().report is None
     clock.advance(1.6)
-    assert worker.news()[0] is not None
+    assert worker.news().report is not None
 
 
 def test_a_rank_applies_its_own_desired_state_and_no_error_reaches_the_step(

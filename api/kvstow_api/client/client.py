@@ -102,8 +102,6 @@ class ApiError(KvstowError):
 
 
 class ProbeResult(NamedTuple):
-    """Whether the probe passed, and its text."""
-
     ok: bool
     text: str
 
@@ -195,7 +193,6 @@ class Client:
     def _lines(
         self, method: str, path: str, given: Mapping[str, Any], body: Any, headers: Mapping[str, str]
     ) -> Iterator[str]:
-        """The lines of an answer as they come."""
         path, query = _filled(path, given)
         with (
             self._as_api_errors(),
@@ -260,7 +257,6 @@ def _verify(endpoint: Endpoint) -> dict[str, Any]:
 
 
 def _filled(path: str, given: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
-    """The path with the names that it has, and the query parameters; None and empty ones are left out."""
     query = {}
     for name, value in given.items():
         if f"{{{name}}}" in path:

@@ -67,14 +67,12 @@ class Evidence(NamedTuple):
 
     @property
     def bytes_to_come(self) -> int:
-        """Memory that is to be populated yet."""
         if self.is_node:
             return max(0, self.memory.target_bytes - self.memory.populated_bytes)
         return sum(max(0, rank.target_bytes - rank.pinned_bytes) for rank in self.readiness.ranks)
 
     @property
     def of_pool(self) -> str:
-        """Names the pool in a command, where there may be several."""
         return f" --pool {self.pool}" if self.is_node and self.pool else ""
 
     def name_of(self, rank: RankStatus) -> str:
@@ -110,7 +108,6 @@ TABLE: list[Condition] = []
 def condition(
     name: str, of: Literal["host", "pool", "node", "tier"], *checks: str
 ) -> Callable[[Callable[[Evidence], Found]], Callable[[Evidence], Found]]:
-    """Enters a function into the table; see `Condition`."""
 
     def enter(find: Callable[[Evidence], Found]) -> Callable[[Evidence], Found]:
         TABLE.append(Condition(name, of, find, checks))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 
 from kvstow.bytesize import format_size
 from kvstow.stats import EngineStats
@@ -174,18 +174,17 @@ def find_failed(evidence: Evidence) -> Found:
             "this is a defect of KVStow, and what is cached cannot be trusted",
             "run `kvstow bypass --load --store`, save the log, and restart the process",
         )
-    elif not evidence.is_node and (state == "stopped" or (state == "degraded" and not _has_other_reason(evidence))):
+        return
+    has_other_reason = any(session.state == "stuck" for session in evidence.sessions) or any(
+        _is_bad(rank) or _silence(evidence, rank) for rank in evidence.readiness.ranks
+    )
+    if not evidence.is_node and (state == "stopped" or (state == "degraded" and not has_other_reason)):
         yield make_condition(
             "error",
             f"the engine is {state}: {reason}",
             "requests are served without the cache",
             "the log has the time and the reason; restart the process",
         )
-
-
-def _has_other_reason(evidence: Evidence) -> bool:
-    is_stuck = any(session.state == "stuck" for session in evidence.sessions)
-    return is_stuck or any(_is_bad(rank) or _silence(evidence, rank) for rank in evidence.readiness.ranks)
 
 
 @condition("rank_silent", "pool", "ranks")
@@ -234,7 +233,6 @@ def _is_bad(rank: RankStatus) -> bool:
 
 
 def rank_failure(rank: RankStatus, report_timeout: float) -> bool:
-    """Whether the rank does not report, or cannot pin or copy."""
     age = rank.last_report_age_seconds
     return age is None or age > report_timeout or _is_bad(rank)
 
@@ -312,9 +310,11 @@ def find_dropped_stores(evidence: Evidence) -> Found:
     )
     is_told = any(session.state in ("stuck", "lost") for session in evidence.sessions)
     for outcome, (words, fix) in _DROPS.items():
-        dropped = _since(evidence, partial(_outcome, outcome))
+        dropped = _since(evidence, lambda stats, outcome=outcome: stats.stores.get(outcome, 0))  # type: ignore[misc]
         if dropped and not (outcome == "failed" and is_told):  # with the engine that stores them
-            states = _busy_states(evidence.recent[-1].stats) if outcome == "dropped_cpu_full" else []
+            slots = evidence.recent[-1].stats.pool.slots
+            busy = Counter({state: getattr(slots, state) for state in _BUSY} if outcome == "dropped_cpu_full" else {})
+            states = [(state, count) for state, count in busy.most_common() if count]
             yield make_condition(
                 "warning",
                 f"{dropped:,} of {offered:,} blocks were not stored in the last seconds: {words}"
@@ -328,18 +328,7 @@ def find_dropped_stores(evidence: Evidence) -> Found:
             )
 
 
-def _outcome(name: str, stats: EngineStats) -> int:
-    return stats.stores.get(name, 0)
-
-
-def _busy_states(stats: EngineStats) -> list[tuple[str, int]]:
-    """The states in which slots cannot be evicted, the commonest first."""
-    counts = [(state, getattr(stats.pool.slots, state)) for state in _BUSY]
-    return sorted((one for one in counts if one[1]), key=lambda one: -one[1])
-
-
 def _since(evidence: Evidence, counter: Callable[[EngineStats], int]) -> int:
-    """How much a counter has grown within the last seconds."""
     if len(evidence.recent) < 2:
         return 0
     first, last = ends_of_now(evidence.recent)
@@ -393,15 +382,10 @@ def find_links(evidence: Evidence) -> Found:
 def _rates(ranks: Iterable[RankStatus], direction: str) -> list[tuple[RankStatus, float]]:
     """Bytes per busy second, of the ranks that have moved at least `LINK_BYTES`. Engines of a node have ranks of the
     same numbers."""
-    found = []
-    for rank in ranks:
-        if direction == "load":
-            num_bytes, busy = rank.load_bytes_total, rank.load_busy_seconds
-        else:
-            num_bytes, busy = rank.store_bytes_total, rank.store_busy_seconds
-        if num_bytes >= LINK_BYTES and busy > 0:
-            found.append((rank, num_bytes / busy))
-    return found
+    moved = (
+        (rank, getattr(rank, f"{direction}_bytes_total"), getattr(rank, f"{direction}_busy_seconds")) for rank in ranks
+    )
+    return [(rank, total / busy) for rank, total, busy in moved if total >= LINK_BYTES and busy > 0]
 
 
 @condition("thrashing", "pool")

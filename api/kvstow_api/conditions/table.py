@@ -12,10 +12,9 @@ from kvstow.status import BypassStatus, DrainStatus, SessionStatus
 from kvstow_api.answers import ConditionView, DoctorView, Severity
 from kvstow_api.auth import Credentials
 from kvstow_api.conditions.evidence import TABLE, Condition, Evidence, NothingToMeasure
-from kvstow_api.directory import NO_POOL, HostedPool
+from kvstow_api.directory import NO_POOL, HostedPool, host_readiness
 from kvstow_api.health import Check
 from kvstow_api.host import ApiHost
-from kvstow_api.hostreadiness import host_readiness
 from kvstow_api.hostwatch import HostWatch, RankClocks
 from kvstow_api.readings import curve_view, sessions_now, tier_view
 from kvstow_api.sampler import Sampler
@@ -24,7 +23,6 @@ _SEVERITIES: tuple[Severity, ...] = ("error", "warning", "info")
 
 
 def find_conditions(host: Evidence, pools: Sequence[Evidence]) -> DoctorView:
-    """Everything that there is, the worst first."""
     found: list[ConditionView] = []
     checked: dict[str, None] = {}
     skipped: dict[str, str] = {}
@@ -46,7 +44,6 @@ def find_conditions(host: Evidence, pools: Sequence[Evidence]) -> DoctorView:
 
 
 def failures_of(host: Evidence, pools: Sequence[Evidence]) -> dict[str, str]:
-    """Why checks of /readyz fail, by their names."""
     failures: dict[str, list[str]] = {}
     for condition, evidence in _looks(host, pools):
         if condition.checks:
@@ -96,7 +93,6 @@ class Conditions:
         clocks: RankClocks,
         credentials: Credentials,
     ) -> None:
-        """`process`: checks of the host's own process."""
         self._host, self._process = host, process
         self._sampler, self._watch, self._clocks, self._credentials = sampler, watch, clocks, credentials
         self._grace_ends = host.clock() + host.startup_grace
@@ -105,11 +101,9 @@ class Conditions:
         return find_conditions(*self.gather())
 
     def failures(self) -> dict[str, str]:
-        """Why checks of /readyz fail, by their names."""
         return failures_of(*self.gather())
 
     def gather(self) -> tuple[Evidence, list[Evidence]]:
-        """The evidence of the host, and that of each pool."""
         host, directory = self._host, self._host.directory
         sessions, pools = sessions_now(directory, self._sampler), directory.pools()
         failures = ((check.name, check.run()) for check in self._process)

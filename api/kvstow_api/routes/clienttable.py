@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
@@ -11,7 +10,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 from starlette.responses import Response
 
 from kvstow_api.answers import OperationView
-from kvstow_api.client.client import ProbeResult, Route
+from kvstow_api.client.client import ProbeResult
 from kvstow_api.routes import ROUTERS
 
 PATH = Path(__file__).parents[1] / "client" / "routes.py"
@@ -19,33 +18,31 @@ PATH = Path(__file__).parents[1] / "client" / "routes.py"
 _HEAD = '''"""The routes of the API for `Client.call`. Written by `python -m kvstow_api.routes.clienttable`."""
 
 from __future__ import annotations
+
+from kvstow import messages, stats, status
+from kvstow_api import answers, figures
+from kvstow_api.client.client import ProbeResult, Route
 '''
 _TEXTS = {"/livez": ProbeResult, "/readyz": ProbeResult, "/startupz": ProbeResult, "/metrics": str}
 _STREAMS = ("/v1/events", "/v1/pools/{pool}/trace")  # `Client.events` and `Client.record` read them
 
 
 def table() -> str:
-    """The text of that module."""
-    imports: defaultdict[str, set[str]] = defaultdict(set)
     lines = []
     for name, kind, operation, method, path in _routes():
-        for one in (kind, Route, *((OperationView,) if operation else ())):
-            if one.__module__ != "builtins":
-                imports[one.__module__].add(one.__name__)
-        answer = "type(None)" if kind is NoneType else kind.__name__
-        given = f'"{method}", "{path}", {answer}' + (", operation=True" if operation else "")
-        union = f": Route[{kind.__name__} | OperationView]" if operation else ""
-        lines.append(f"{name}{union} = Route({given})")
-    found = [_import(module, sorted(names, key=str.lower)) for module, names in sorted(imports.items())]
-    return "\n".join([_HEAD, *found, "", *lines, ""])
+        answer = "type(None)" if kind is NoneType else _named(kind)
+        given = f'"{method}", "{path}", {answer}'
+        if operation:  # in lines as ruff makes them
+            union = f"Route[{answer} | {_named(OperationView)}]"
+            lines.append(f"{name}: {union} = Route(\n    {given}, operation=True\n)")
+        else:
+            lines.append(f"{name} = Route({given})")
+    return "\n".join([_HEAD, *lines, ""])
 
 
-def _import(module: str, names: Sequence[str]) -> str:
-    """Formatted as ruff does."""
-    line = f"from {module} import {', '.join(names)}"
-    if len(line) <= 120:
-        return line
-    return "\n".join([f"from {module} import (", *(f"    {name}," for name in names), ")"])
+def _named(kind: type) -> str:
+    module = kind.__module__.rpartition(".")[2]
+    return kind.__name__ if module in ("builtins", "client") else f"{module}.{kind.__name__}"
 
 
 def _routes() -> Iterator[tuple[str, type, bool, str, str]]:

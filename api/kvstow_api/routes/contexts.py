@@ -5,65 +5,61 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Annotated
 
-from fastapi import HTTPException, Path, Query, Request
+from fastapi import HTTPException, Path, Request
 
 from kvstow.control.engine import PoolFacade
 from kvstow.errors import ConflictError, NotFoundError
-from kvstow_api.answers import ContextsView, ContextView, PrefetchView, ReleasedView
+from kvstow_api.answers import ContextBlocksView, ContextsView, ContextView
 from kvstow_api.appstate import App
 from kvstow_api.auth import ACTOR, is_admin
 from kvstow_api.bodies import ContextId, ContextPatch
 from kvstow_api.openapi import changing, reading
-from kvstow_api.queries import ContextsQuery, PoolQuery, StrictRouter, choose_pool, token_of
+from kvstow_api.queries import ChosenPool, Page, StrictRouter, token_of
 
 router = StrictRouter(prefix="/v1/contexts", tags=["contexts"])
 
 Id = Annotated[ContextId, Path(description="As in the list")]
-Of = Annotated[PoolQuery, Query()]
 
 
 @router.get("", responses=reading(404, 409))
-def list_contexts(app: App, request: Request, query: Annotated[ContextsQuery, Query()]) -> ContextsView:
+def list_contexts(request: Request, pool: ChosenPool, page: Page) -> ContextsView:
     """Contexts of a pool, those with the most blocks first. Only admins see their ids and what clients call
     them."""
-    pool = choose_pool(app.directory, query.pool)
-    page = pool.facade.contexts(query.position, query.page_size)
-    items = list(page.contexts)
+    found = pool.facade.contexts(page.position, page.size)
+    items = list(found.contexts)
     if not is_admin(request.scope.get(ACTOR, "")):
         items = [replace(one, context=None, name=None) for one in items]
-    return ContextsView(items=items, total=page.total, next_page_token=token_of(page.next_rank))
+    return ContextsView(items=items, total=found.total, next_page_token=token_of(found.next_rank))
 
 
 @router.get("/{context}", responses=reading(404, 409))
-def get_context(app: App, request: Request, context: Id, query: Of) -> ContextView:
+def get_context(request: Request, context: Id, pool: ChosenPool) -> ContextView:
     """One context: what each namespace has of it. For admins alone: others could try which names are in use."""
     if not is_admin(request.scope.get(ACTOR, "")):
         raise HTTPException(403, "only admins see a context by its id: it could be found by trying names")
-    return _view(choose_pool(app.directory, query.pool).facade, context)
+    return _view(pool.facade, context)
 
 
 @router.patch("/{context}", responses=changing(404, 409))
-def change_context(app: App, context: Id, body: ContextPatch, query: Of) -> ContextView:
+def change_context(context: Id, body: ContextPatch, pool: ChosenPool) -> ContextView:
     """Say when its next request is expected."""
-    facade = choose_pool(app.directory, query.pool).facade
-    facade.admin.set_context(context, body.resume_in_seconds)
-    return _view(facade, context)
+    pool.facade.admin.set_context(context, body.resume_in_seconds)
+    return _view(pool.facade, context)
 
 
 @router.delete("/{context}", responses=changing(404, 409, body=False))
-def release_context(app: App, context: Id, query: Of) -> ReleasedView:
+def release_context(context: Id, pool: ChosenPool) -> ContextBlocksView:
     """No further request is expected: what nothing else uses is evicted first."""
-    pool = choose_pool(app.directory, query.pool)
-    return ReleasedView(blocks=pool.facade.admin.release_context(context))
+    return ContextBlocksView(blocks=pool.facade.admin.release_context(context))
 
 
 @router.post("/{context}/prefetch", status_code=202, responses=changing(404, 409, body=False))
-def prefetch_context(app: App, context: Id, query: Of) -> PrefetchView:
+def prefetch_context(app: App, context: Id, pool: ChosenPool) -> ContextBlocksView:
     """Bring what the fleet tier has of it into the pool, as long as nothing else needs the store or the room."""
-    pool, tier = choose_pool(app.directory, query.pool), app.directory.tier
+    tier = app.directory.tier
     if tier is None:
         raise ConflictError("there is no fleet tier to fetch from: `kvstow serve --tier URL` has one")
-    return PrefetchView(blocks=tier.prefetch(pool.name, context))
+    return ContextBlocksView(blocks=tier.prefetch(pool.name, context))
 
 
 def _view(facade: PoolFacade, context: bytes) -> ContextView:

@@ -11,9 +11,9 @@ from pydantic import WithJsonSchema
 from starlette.concurrency import run_in_threadpool
 
 from kvstow.errors import ConflictError, InvalidRequestError, NotFoundError
-from kvstow.messages import DesiredState, RankReport
+from kvstow.messages import DesiredState, Direction, RankReport
 from kvstow.stats import EngineStats
-from kvstow.status import BypassStatus, DrainStatus, RankStatus, TransferStatus
+from kvstow.status import BypassStatus, DrainStatus, RankStatus, TransferState, TransferStatus
 from kvstow_api.answers import (
     DetachView,
     NamespacesView,
@@ -25,20 +25,9 @@ from kvstow_api.answers import (
 )
 from kvstow_api.appstate import App, AppState
 from kvstow_api.bodies import REPORT_SCHEMA, BypassBody, DrainBody
-from kvstow_api.directory import Switches
-from kvstow_api.hostreadiness import host_readiness, live_ranks
+from kvstow_api.directory import HostedPool, Switches, host_readiness, live_ranks
 from kvstow_api.openapi import changing, reading
-from kvstow_api.queries import (
-    DetachQuery,
-    PoolQuery,
-    ReadinessQuery,
-    SessionsQuery,
-    StrictRouter,
-    SwitchQuery,
-    TransfersQuery,
-    choose_pool,
-    find_pool,
-)
+from kvstow_api.queries import AnyPool, ChosenPool, Session, StrictRouter
 from kvstow_api.readings import sessions_now, tier_view, transfers_view
 
 router = StrictRouter(prefix="/v1", tags=["engine"])
@@ -53,39 +42,34 @@ _SCANNED = 2000  # ops searched for those of one direction or state: some ms wit
 _DRAIN_ALL = DrainBody(deadline_seconds=None)
 
 
-RanksChoice = Annotated[SessionsQuery, Query()]
-SwitchChoice = Annotated[SwitchQuery, Query()]
-
-
 @router.get("/readiness", responses=reading(404))
-async def get_readiness(app: App, query: Annotated[ReadinessQuery, Query()]) -> ReadinessView:
+async def get_readiness(app: App, pool: AnyPool) -> ReadinessView:
     """The state of the host, or of one pool, and of each rank, and what is wrong with them."""
-    pool = None if query.pool is None else find_pool(app.directory, query.pool)
     view = host_readiness(app.directory, pool)
     found = app.conditions.find().conditions
     return replace(
         view,
         memory=replace(view.memory, orphaned_bytes=app.watch.measured.orphaned_bytes),
-        conditions=[one for one in found if query.pool in (None, one.pool)],
+        conditions=[one for one in found if pool is None or one.pool == pool.name],
     )
 
 
 @router.get("/stats", responses=reading(404, 409))
-async def get_stats(app: App, query: Annotated[PoolQuery, Query()]) -> EngineStats:
+async def get_stats(pool: ChosenPool) -> EngineStats:
     """One consistent snapshot of a pool's counters."""
-    return choose_pool(app.directory, query.pool).facade.stats()
+    return pool.facade.stats()
 
 
 @router.get("/ranks", responses=reading(404))
-async def list_ranks(app: App, query: RanksChoice) -> RanksView:
+async def list_ranks(app: App, pool: AnyPool, session: Session = None) -> RanksView:
     """The ranks of all engines, of those of one pool, or of one engine."""
-    return RanksView(items=list(_ranks(app, query)))
+    return RanksView(items=list(live_ranks(app.directory, pool, session)))
 
 
 @router.get("/ranks/{rank}", responses=reading(404, 409))
-async def get_rank(app: App, rank: RankNumber, query: RanksChoice) -> RankStatus:
+async def get_rank(app: App, rank: RankNumber, pool: AnyPool, session: Session = None) -> RankStatus:
     """One rank. 409 if several engines have a rank of this number: `session` says which is meant."""
-    ranks = _ranks(app, query)
+    ranks = live_ranks(app.directory, pool, session)
     found = [one for one in ranks if one.rank == rank]
     if not found:
         numbers = sorted({one.rank for one in ranks})
@@ -95,11 +79,6 @@ async def get_rank(app: App, rank: RankNumber, query: RanksChoice) -> RankStatus
         sessions = ", ".join(one.session for one in found)
         raise ConflictError(f"{len(found)} engines have a rank {rank}; add ?session= with one of {sessions}")
     return found[0]
-
-
-def _ranks(app: AppState, query: SessionsQuery) -> tuple[RankStatus, ...]:
-    pool = None if query.pool is None else find_pool(app.directory, query.pool)
-    return live_ranks(app.directory, pool, query.session)
 
 
 @router.post("/ranks/{rank}/report", responses=changing(404), openapi_extra={"security": [{"token": []}]})
@@ -121,58 +100,61 @@ async def report(app: App, rank: RankNumber, body: Report, clock: Clock = None) 
 
 
 @router.get("/transfers", responses=reading(404))
-async def list_transfers(app: App, query: Annotated[TransfersQuery, Query()]) -> TransfersView:
+async def list_transfers(
+    app: App,
+    pool: AnyPool,
+    session: Session = None,
+    direction: Annotated[Direction | None, Query(description="Only transfers of this direction")] = None,
+    state: Annotated[TransferState | None, Query(description="Only transfers in this state")] = None,
+    slowest: Annotated[int, Query(ge=1, le=1000, description="How many, of the oldest ones")] = 100,
+) -> TransfersView:
     """Loads and stores in flight, of all pools or one, the oldest first. A direction, a state or a session is searched
     among the oldest 2,000 of each pool. `pending` counts all of these pools."""
-    pools = app.directory.pools() if query.pool is None else [find_pool(app.directory, query.pool)]
-    if not (query.direction or query.state or query.session):
-        return transfers_view(pools, query.slowest)
+    pools = app.directory.pools() if pool is None else [pool]
+    if not (direction or state or session):
+        return transfers_view(pools, slowest)
 
     def is_wanted(item: TransferStatus) -> bool:
-        return (
-            query.direction in (None, item.direction)
-            and query.state in (None, item.state)
-            and query.session in (None, item.session)
-        )
+        return direction in (None, item.direction) and state in (None, item.state) and session in (None, item.session)
 
-    return transfers_view(pools, query.slowest, scanned=_SCANNED, wanted=is_wanted)
+    return transfers_view(pools, slowest, scanned=_SCANNED, wanted=is_wanted)
 
 
 @router.get("/drain", responses=reading(404))
-async def get_drain(app: App, query: SwitchChoice) -> DrainStatus:
+async def get_drain(app: App, pool: AnyPool) -> DrainStatus:
     """Whether the host or the pool drains, and what is still in flight."""
-    return _switches(app, query).drain_status
+    return _switches(app, pool).drain_status
 
 
 @router.put("/drain", responses=changing(404))
-async def start_drain(app: App, query: SwitchChoice, body: DrainBody = _DRAIN_ALL) -> DrainStatus:
+async def start_drain(app: App, pool: AnyPool, body: DrainBody = _DRAIN_ALL) -> DrainStatus:
     """Start a drain, or change the current one: transfers in flight end, and no new ones begin. Without `pool` it is
     the host that drains, and `/readyz` fails from now on."""
-    return _switches(app, query).drain(body.mode, body.deadline_seconds)
+    return _switches(app, pool).drain(body.mode, body.deadline_seconds)
 
 
 @router.delete("/drain", responses=changing(404, body=False))
-async def end_drain(app: App, query: SwitchChoice) -> DrainStatus:
+async def end_drain(app: App, pool: AnyPool) -> DrainStatus:
     """Accept traffic again."""
-    return _switches(app, query).undrain()
+    return _switches(app, pool).undrain()
 
 
 @router.get("/bypass", responses=reading(404))
-async def get_bypass(app: App, query: SwitchChoice) -> BypassStatus:
+async def get_bypass(app: App, pool: AnyPool) -> BypassStatus:
     """Which direction is switched off."""
-    return _switches(app, query).bypass
+    return _switches(app, pool).bypass
 
 
 @router.put("/bypass", responses=changing(404))
-async def set_bypass(app: App, query: SwitchChoice, body: BypassBody) -> BypassStatus:
+async def set_bypass(app: App, pool: AnyPool, body: BypassBody) -> BypassStatus:
     """Switch loads or stores off, and leave the blocks as they are. A direction that is left out is on."""
     load, store = bool(body.load), bool(body.store)
     ttl = body.ttl_seconds if load or store else None  # nothing is off, so nothing returns
-    return _switches(app, query).set_bypass(load=load, store=store, ttl_seconds=ttl)
+    return _switches(app, pool).set_bypass(load=load, store=store, ttl_seconds=ttl)
 
 
-def _switches(app: AppState, query: SwitchQuery) -> Switches:
-    return app.directory.switches if query.pool is None else find_pool(app.directory, query.pool).facade.admin
+def _switches(app: AppState, pool: HostedPool | None) -> Switches:
+    return app.directory.switches if pool is None else pool.facade.admin
 
 
 # -- engines that use the pools, and what their keys mean -------------------------------------------------------------
@@ -190,12 +172,16 @@ async def list_sessions(app: App) -> SessionsView:
 
 
 @sessions_router.delete("/sessions/{session_id}", status_code=202, responses=changing(404, 409, body=False))
-async def detach_session(app: App, session_id: SessionId, query: Annotated[DetachQuery, Query()]) -> DetachView:
+async def detach_session(
+    app: App,
+    session_id: SessionId,
+    kill: Annotated[bool, Query(description="Kill the engine's processes, too")] = False,
+) -> DetachView:
     """Detach an engine: its connections end at once. What the session holds is freed when its processes have ended,
     and not before, because until then they may still copy; `kill` ends them."""
-    if not await run_in_threadpool(app.directory.detach, session_id, kill=query.kill):
+    if not await run_in_threadpool(app.directory.detach, session_id, kill=kill):
         raise NotFoundError(f"there is no session {session_id!r}; /v1/sessions lists them")
-    return DetachView(id=session_id, killed=query.kill)
+    return DetachView(id=session_id, killed=kill)
 
 
 @sessions_router.get("/namespaces", responses=reading())

@@ -16,11 +16,13 @@ from kvstow.control.engine import PoolFacade
 from kvstow.control.pool import SLICE_SLOTS
 from kvstow.errors import ConfigError, ConflictError, NotFoundError
 from kvstow.keys import format_key
-from kvstow.status import BlockPage, BlockStatus, LookupResult
+from kvstow.status import BlockPage, BlockStatus, LookupResult, SourceKind, SourceOrder
 from kvstow_api.answers import (
     POOL_NAME,
+    BlockState,
     BlocksView,
     OperationKind,
+    OperationState,
     OperationsView,
     OperationView,
     PinningView,
@@ -34,23 +36,12 @@ from kvstow_api.answers import (
 from kvstow_api.appstate import App, AppState
 from kvstow_api.bodies import EvictBody, Key, LookupBody, PoolPatch, PurgeBody, RecordBody
 from kvstow_api.directory import HostedPool
+from kvstow_api.middleware import CHANGED_NOTHING
 from kvstow_api.openapi import ETAG, Responses, changing, reading
 from kvstow_api.operations import Operation
-from kvstow_api.queries import (
-    BlocksQuery,
-    OperationQuery,
-    OperationsQuery,
-    PoolQuery,
-    SourcesQuery,
-    StrictRouter,
-    WorkQuery,
-    choose_pool,
-    find_pool,
-    token_of,
-)
+from kvstow_api.queries import ChosenPool, Page, PageOfList, StrictRouter, Wait, find_pool, token_of
 from kvstow_api.readings import curve_view, pool_view, pool_views, settings_etag
-from kvstow_api.recordedtrace import RecordedTrace
-from kvstow_api.requests import CHANGED_NOTHING
+from kvstow_api.streams import RecordedTrace
 
 # -- operations -------------------------------------------------------------------------------------------------------
 
@@ -75,30 +66,33 @@ _OPERATION = TypeAdapter(OperationView)
 
 
 @operations_router.get("", responses=reading())
-async def list_operations(app: App, query: Annotated[OperationsQuery, Query()]) -> OperationsView:
+async def list_operations(
+    app: App,
+    page: Page,
+    pool: Annotated[str | None, Query(description="Only operations of this pool")] = None,
+    kind: Annotated[OperationKind | None, Query(description="Only operations of this kind")] = None,
+    state: Annotated[OperationState | None, Query(description="Only operations in this state")] = None,
+) -> OperationsView:
     """Operations that run, and the last ones that have ended; newest first."""
-    before = query.position
     found = [
         operation
         for operation in app.operations.all()
-        if query.kind in (None, operation.view.kind)
-        and query.state in (None, operation.view.state)
-        and query.pool in (None, operation.view.pool)
-        and (not before or operation.number < before)
+        if kind in (None, operation.view.kind)
+        and state in (None, operation.view.state)
+        and pool in (None, operation.view.pool)
+        and (not page.position or operation.number < page.position)
     ]
-    page = found[: query.page_size]
+    shown = found[: page.size]
     return OperationsView(
-        items=[operation.view for operation in page],
-        next_page_token=token_of(page[-1].number if len(found) > len(page) else None),
+        items=[operation.view for operation in shown],
+        next_page_token=token_of(shown[-1].number if len(found) > len(shown) else None),
     )
 
 
 @operations_router.get("/{operation_id}", responses=reading(404))
-async def get_operation(
-    app: App, operation_id: OperationId, query: Annotated[OperationQuery, Query()]
-) -> OperationView:
+async def get_operation(app: App, operation_id: OperationId, wait: Wait = 0.0) -> OperationView:
     """One operation, when it ends or after `wait` seconds."""
-    return await app.operations.get(operation_id).wait(query.wait)
+    return await app.operations.get(operation_id).wait(wait)
 
 
 @operations_router.delete("/{operation_id}", status_code=204, responses=changing(404, 409, body=False))
@@ -143,22 +137,10 @@ IfMatch = Annotated[str | None, Header(description="An ETag: 412 if the settings
 _PLANNED = 1024  # blocks visited per hold of the engine's lock
 
 
-def _check_match(pool: HostedPool, if_match: str | None) -> None:
-    """Raises 412 if the settings have changed since the client read them."""
-    etag = settings_etag(pool)
-    if if_match is not None and not {"*", etag} & set(map(str.strip, if_match.split(","))):
-        raise HTTPException(412, f"If-Match is {if_match[:100]}; the settings have changed, their ETag is {etag}")
-
-
-async def plan_change(pool: HostedPool, patch: PoolPatch, if_match: str | None) -> PlanView:
-    """What `make_change` would do. Raises what it would raise."""
-    _check_match(pool, if_match)
-    return await run_in_threadpool(_plan, pool, patch)
-
-
-def _plan(pool: HostedPool, patch: PoolPatch) -> PlanView:
-    """Visits every block above the new capacity, slice by slice."""
-    _check(pool, patch)
+def _plan(pool: HostedPool, patch: PoolPatch, if_match: str | None) -> PlanView:
+    """What `make_change` would do. Raises what it would raise. Visits every block above the new capacity, slice by
+    slice."""
+    _check(pool, patch, if_match)
     desired, policy = pool.facade.desired(), pool.facade.stats().pool.policy
     slot: int | None = patch.capacity_slots
     evicted = 0
@@ -180,8 +162,7 @@ async def make_change(app: AppState, pool: HostedPool, patch: PoolPatch, if_matc
     same ETag the second is refused. Raises before anything has changed."""
     admin = pool.facade.admin
     async with app.settings_lock:
-        _check_match(pool, if_match)
-        _check(pool, patch)
+        _check(pool, patch, if_match)
         operation = None
         capacity = patch.capacity_slots
         if capacity is not None:
@@ -193,13 +174,14 @@ async def make_change(app: AppState, pool: HostedPool, patch: PoolPatch, if_matc
         return operation
 
 
-def _check(pool: HostedPool, patch: PoolPatch) -> None:
-    highest = pool.max_capacity_slots
-    if patch.capacity_slots is None:
-        return
-    if not pool.is_resizable:
+def _check(pool: HostedPool, patch: PoolPatch, if_match: str | None) -> None:
+    """Raises 412 if the settings have changed since the client read them, and an error for a size that cannot be."""
+    etag, highest = settings_etag(pool), pool.max_capacity_slots
+    if if_match is not None and not {"*", etag} & set(map(str.strip, if_match.split(","))):
+        raise HTTPException(412, f"If-Match is {if_match[:100]}; the settings have changed, their ETag is {etag}")
+    if patch.capacity_slots is not None and not pool.is_resizable:
         raise ConflictError(f"the host sets the size of pool {pool.name}, by its memory and what its engines ask for")
-    if patch.capacity_slots > highest:
+    if patch.capacity_slots is not None and patch.capacity_slots > highest:
         raise ConfigError("capacity_slots", patch.capacity_slots, f"1 to {highest}, the maximum of this host")
 
 
@@ -219,8 +201,8 @@ async def _named_pool(app: App, pool: Annotated[str, Path(description="Its name"
 
 Pool = Annotated[HostedPool, Depends(_named_pool)]
 BlockKey = Annotated[Key, Path(description="The whole key, as hex", examples=["00003d2c1b0a"])]
-Wait = Annotated[WorkQuery, Query()]
 
+_WAIT = 0.1
 _MAX_SLICES = 16  # slices of slots searched for one page: bounds the cost of a sparse pool
 _MAX_BLOCKS = 4096  # blocks searched for one page of a state or a namespace: some ms
 
@@ -280,17 +262,17 @@ async def change_pool(
     request: Request,
     pool: Pool,
     body: PoolPatch,
-    query: Wait,
     response: Response,
+    wait: Wait = _WAIT,
     if_match: IfMatch = None,
 ) -> PoolView | PlanView | Response:
     """Resize the pool, change its policy, or pause pinning."""
     patch = _in_slots(pool, body)
     if body.dry_run:
         request.scope[CHANGED_NOTHING] = True
-        return await plan_change(pool, patch, if_match)
+        return await run_in_threadpool(_plan, pool, patch, if_match)
     operation = await make_change(app, pool, patch, if_match)
-    if operation is not None and not await has_succeeded(operation, query.wait):
+    if operation is not None and not await has_succeeded(operation, wait):
         return accepted(operation)
     return await get_pool(app, pool, response)
 
@@ -304,42 +286,24 @@ def delete_pool(app: App, pool: Pool) -> Response:
 
 
 @router.post("/pools/{pool}/evict", response_model=RemovedView, responses={**ACCEPTED, **changing(404, 409)})
-async def evict(app: App, request: Request, pool: Pool, body: EvictBody, query: Wait) -> RemovedView | Response:
+async def evict(app: App, request: Request, pool: Pool, body: EvictBody, wait: Wait = _WAIT) -> RemovedView | Response:
     """Remove the coldest blocks, or those that only one context has claimed. Leased blocks stay."""
-    make = partial(
-        pool.facade.admin.evict,
-        slots=body.slots,
-        num_bytes=body.num_bytes,
-        idle_seconds=body.idle_seconds,
-        context=body.context,
-        dry_run=body.dry_run,
-    )
+    make = partial(pool.facade.admin.evict, **body.model_dump())
     request.scope[CHANGED_NOTHING] = body.dry_run
-    return await _remove(app, "evict", pool, make, body.dry_run, query.wait)
+    return await _remove(app, "evict", pool, make, body.dry_run, wait)
 
 
 @router.post("/pools/{pool}/purge", response_model=RemovedView, responses={**ACCEPTED, **changing(404, 409)})
-async def purge(app: App, request: Request, pool: Pool, body: PurgeBody, query: Wait) -> RemovedView | Response:
+async def purge(app: App, request: Request, pool: Pool, body: PurgeBody, wait: Wait = _WAIT) -> RemovedView | Response:
     """Remove blocks by key, context, age or number. A block in a transfer is gone at once; its slot is freed when the
     transfer ends."""
-    make = partial(
-        pool.facade.admin.purge,
-        everything=bool(body.everything),
-        keys=body.keys,
-        key_prefixes=body.key_prefixes,
-        idle_seconds=body.idle_seconds,
-        age_seconds=body.age_seconds,
-        slots=body.slots,
-        num_bytes=body.num_bytes,
-        context=body.context,
-        dry_run=body.dry_run,
-    )
+    make = partial(pool.facade.admin.purge, **body.model_dump())
     request.scope[CHANGED_NOTHING] = body.dry_run
-    return await _remove(app, "purge", pool, make, body.dry_run, query.wait)
+    return await _remove(app, "purge", pool, make, body.dry_run, wait)
 
 
 @router.post("/pools/{pool}/retry", status_code=202, responses=changing(404, body=False))
-async def retry(app: App, pool: Pool) -> PinningView:
+async def retry(pool: Pool) -> PinningView:
     """Let ranks whose pinning failed try again."""
     pool.facade.admin.retry_pinning()
     desired = pool.facade.desired()
@@ -350,20 +314,31 @@ async def retry(app: App, pool: Pool) -> PinningView:
 
 
 @router.get("/pools/{pool}/blocks", responses=reading(404))
-async def list_blocks(app: App, pool: Pool, query: Annotated[BlocksQuery, Query()]) -> BlocksView:
+async def list_blocks(
+    pool: Pool,
+    page: Page,
+    state: Annotated[BlockState | None, Query(description="Only blocks in this state")] = None,
+    namespace: Annotated[str | None, Query(description="Only blocks of this namespace of the pool")] = None,
+) -> BlocksView:
     """Blocks in order of their slots. A page may be short, or empty, and still not be the last one."""
-    page = _page(pool.facade, query)
-    return BlocksView(items=list(page.blocks), next_page_token=token_of(page.next_slot))
+    found = _find_blocks(pool.facade, page, state, namespace)
+    return BlocksView(items=list(found.blocks), next_page_token=token_of(found.next_slot))
 
 
 @router.get("/pools/{pool}/sources", responses=reading(404))
-def list_sources(app: App, pool: Pool, query: Annotated[SourcesQuery, Query()]) -> SourcesView:
+def list_sources(
+    pool: Pool,
+    kind: Annotated[SourceKind | None, Query(description="Only sources of this kind")] = None,
+    by: Annotated[
+        SourceOrder, Query(description="Of what those have most that are listed, the first before others")
+    ] = "hits",
+) -> SourcesView:
     """Who uses the pool most: models, adapters, salts and sessions, all but the models as digests."""
-    return SourcesView(items=[one for one in pool.facade.sources(query.by) if query.kind in (None, one.kind)])
+    return SourcesView(items=[one for one in pool.facade.sources(by) if kind in (None, one.kind)])
 
 
 @router.get("/pools/{pool}/blocks/{key}", responses=reading(404))
-async def get_block(app: App, pool: Pool, key: BlockKey) -> BlockStatus:
+async def get_block(pool: Pool, key: BlockKey) -> BlockStatus:
     """One block."""
     block = pool.facade.block(key)
     if block is None:
@@ -372,16 +347,16 @@ async def get_block(app: App, pool: Pool, key: BlockKey) -> BlockStatus:
 
 
 @router.delete("/pools/{pool}/blocks/{key}", status_code=204, responses=changing(404, 409, body=False))
-async def remove_block(app: App, pool: Pool, key: BlockKey) -> Response:
+async def remove_block(pool: Pool, key: BlockKey) -> Response:
     """Remove one block that nothing uses; 409 while a transfer or a lease holds it."""
     pool.facade.admin.remove_block(key)
     return Response(status_code=204)
 
 
 @router.post("/lookup", responses=changing(404, 409))
-async def lookup(app: App, body: LookupBody, query: Annotated[PoolQuery, Query()]) -> LookupResult:
+async def lookup(body: LookupBody, pool: ChosenPool) -> LookupResult:
     """Which of these keys are in the pool. Only reads: no block is held or counted as used."""
-    return choose_pool(app.directory, query.pool).facade.admin.lookup(body.keys)
+    return pool.facade.admin.lookup(body.keys)
 
 
 def _in_slots(pool: HostedPool, body: PoolPatch) -> PoolPatch:
@@ -410,22 +385,19 @@ async def _remove(
     return accepted(operation)
 
 
-def _page(facade: PoolFacade, query: BlocksQuery) -> BlockPage:
-    size = query.page_size
+def _find_blocks(facade: PoolFacade, asked: PageOfList, state: BlockState | None, namespace: str | None) -> BlockPage:
     found: list[BlockStatus] = []
-    slot: int | None = query.position
+    slot: int | None = asked.position
     num_searched = 0
     for _ in range(_MAX_SLICES):
-        if slot is None or len(found) >= size or num_searched >= _MAX_BLOCKS:
+        if slot is None or len(found) >= asked.size or num_searched >= _MAX_BLOCKS:
             break
-        page = facade.blocks(slot, SLICE_SLOTS if query.state or query.namespace else size - len(found))
+        page = facade.blocks(slot, SLICE_SLOTS if state or namespace else asked.size - len(found))
         found += [
-            block
-            for block in page.blocks
-            if query.state in (None, block.state) and query.namespace in (None, block.namespace)
+            block for block in page.blocks if state in (None, block.state) and namespace in (None, block.namespace)
         ]
         num_searched += len(page.blocks)
         slot = page.next_slot
-    if len(found) > size:
-        slot = found[size].slot
-    return BlockPage(tuple(found[:size]), slot)
+    if len(found) > asked.size:
+        slot = found[asked.size].slot
+    return BlockPage(tuple(found[: asked.size]), slot)

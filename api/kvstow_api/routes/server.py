@@ -11,21 +11,23 @@ from fastapi import APIRouter, Depends, Header, HTTPException, Path, Query, Requ
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import PlainTextResponse
 from prometheus_client import generate_latest
+from pydantic import AfterValidator
+from pydantic_core import PydanticCustomError
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import HTMLResponse, Response, StreamingResponse
 
 from kvstow.errors import ConfigError
-from kvstow_api.answers import BLOCK_EVENTS, DoctorView, EventView, InfoView, LogLevelsView, LogLevelView
-from kvstow_api.appstate import App
+from kvstow_api.answers import BLOCK_EVENTS, EVENT_TYPES, DoctorView, EventView, InfoView, LogLevelsView, LogLevelView
+from kvstow_api.appstate import App, info_view
 from kvstow_api.auth import is_stranger
 from kvstow_api.bodies import LogLevelBody
 from kvstow_api.figures import CurvesView, curves_of
 from kvstow_api.health import Probe, Verdict
 from kvstow_api.openapi import Description, Responses, changing, reading
-from kvstow_api.page.live import StatusPage
-from kvstow_api.queries import EventsQuery, PoolQuery, StrictRouter, choose_pool, pool_if_any
+from kvstow_api.page.status import StatusPage
+from kvstow_api.queries import AnyPool, StrictRouter, choose_pool
 from kvstow_api.readings import curves_view
-from kvstow_api.streamlimit import LimitedStream
+from kvstow_api.streams import LimitedStream
 
 # -- what machines poll -----------------------------------------------------------------------------------------------
 
@@ -111,14 +113,6 @@ def level_of(name: str) -> LogLevelView:
     return LogLevelView(logger=name, level=level)
 
 
-def change_level(name: str, level: str) -> LogLevelView:
-    """Raises `ConfigError` for a logger that does not exist or is not KVStow's."""
-    if name not in loggers():
-        raise ConfigError("logger", name, ", ".join(loggers()))
-    logging.getLogger(name).setLevel(level.upper())
-    return level_of(name)
-
-
 router = StrictRouter(tags=["server"])
 
 
@@ -146,7 +140,7 @@ async def get_live(page: Page, pool: str | None = None) -> StreamingResponse:
 async def get_openapi(request: Request) -> Response:
     """The OpenAPI description of all routes."""
     description: Description = request.app.openapi
-    return Response(await run_in_threadpool(description.document), media_type="application/json")
+    return Response(await run_in_threadpool(lambda: description.document), media_type="application/json")
 
 
 _lenient = APIRouter(include_in_schema=False)
@@ -161,23 +155,7 @@ router.routes.extend(_lenient.routes)
 @router.get("/v1/info", responses=reading())
 async def get_info(app: App) -> InfoView:
     """Version, mode and settings, without secrets."""
-    host = app.host
-    return InfoView(
-        version=host.version,
-        mode=host.mode,
-        node=app.directory.is_node,
-        host_name=host.host_name,
-        attach=host.attach,
-        addresses=list(host.addresses),
-        engine_id=app.directory.engine_id,
-        started=app.started,
-        uptime_seconds=app.uptime,
-        token_required=host.token_file is not None or host.client_certificates,
-        num_ranks=sum(len(pool.facade.readiness().ranks) for pool in app.directory.pools()),
-        pools=[pool.name for pool in app.directory.pools()],
-        build=dict(host.build),
-        settings=dict(host.settings),
-    )
+    return info_view(app)
 
 
 @router.get("/v1/loglevel", responses=reading())
@@ -189,12 +167,26 @@ async def get_log_levels() -> LogLevelsView:
 @router.put("/v1/loglevel", responses=changing())
 async def set_log_level(body: LogLevelBody) -> LogLevelView:
     """Set the level of one logger."""
-    return change_level(body.logger, body.level)
+    if body.logger not in loggers():
+        raise ConfigError("logger", body.logger, ", ".join(loggers()))
+    logging.getLogger(body.logger).setLevel(body.level.upper())
+    return level_of(body.logger)
 
 
 # -- what happens, has happened and is wrong -----------------------------------------------------------------------
 
 LastEventId = Annotated[str | None, Header(description="Continue after the event with this id")]
+
+
+def _check_types(text: str) -> str:
+    if unknown := sorted(set(filter(None, text.split(","))) - set(EVENT_TYPES)):
+        raise PydanticCustomError(
+            "unknown_name",
+            "there is no type {unknown}; there are: {allowed}",
+            {"unknown": ", ".join(unknown), "allowed": ", ".join(EVENT_TYPES)},
+        )
+    return text
+
 
 _MEDIA_TYPE = "text/event-stream"
 _STREAM = {
@@ -220,21 +212,38 @@ _EXAMPLE = 'id: 6f1d2a9c-12-0\nevent: state\ndata: {"time": "2026-11-02T09:30:00
 {getdoc(EventView)}""",
 )
 async def get_events(
-    app: App, query: Annotated[EventsQuery, Query()], last_event_id: LastEventId = None
+    app: App,
+    pool: AnyPool,
+    types: Annotated[
+        str,
+        AfterValidator(_check_types),
+        Query(
+            description=f"Any of {', '.join(EVENT_TYPES)}, separated by commas; if empty, all but "
+            f"{' and '.join(BLOCK_EVENTS)}. `lost` is always sent",
+            examples=["state,operation"],
+        ),
+    ] = "",
+    recent: Annotated[
+        int, Query(ge=0, le=1000, description="Begin with this many of the last events, unless Last-Event-ID is given")
+    ] = 0,
+    last_event_id: LastEventId = None,
 ) -> StreamingResponse:
     """Events from now on, or after the last one that the client has read."""
-    pool = None
-    if query.pool is not None or not app.directory.is_node or not query.wanted.isdisjoint(BLOCK_EVENTS):
-        pool = choose_pool(app.directory, query.pool)
-    stream = app.streams.open(query.wanted, pool, after=last_event_id, recent=query.recent)
-    return LimitedStream(stream, app.streams.limit)
+    wanted = set(filter(None, types.split(","))) or set(EVENT_TYPES) - set(BLOCK_EVENTS)
+    if pool is None and (not app.directory.is_node or not wanted.isdisjoint(BLOCK_EVENTS)):
+        pool = choose_pool(app.directory, None)
+    return LimitedStream(app.streams.open(wanted, pool, after=last_event_id, recent=recent), app.streams.limit)
 
 
 @router.get("/v1/curves", responses=reading(404))
-async def get_curves(app: App, query: Annotated[PoolQuery, Query()]) -> CurvesView:
+async def get_curves(
+    app: App,
+    pool: Annotated[str | None, Query(description="Its name; needed only where the host has several pools")] = None,
+) -> CurvesView:
     """What the status page draws of a pool: the last 5 minutes, every 5 s."""
-    pool = pool_if_any(app.directory, query.pool)
-    return curves_of(None) if pool is None else curves_view(app.sampler, pool.name)
+    if pool is None and not app.directory.pools():
+        return curves_of(None)
+    return curves_view(app.sampler, choose_pool(app.directory, pool).name)
 
 
 _MAX_AGE_FOR_STRANGERS = 1.0

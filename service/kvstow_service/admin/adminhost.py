@@ -21,8 +21,7 @@ import kvstow
 from kvstow.errors import ConfigError, SettingError
 from kvstow.memory.limits import HugePageLimits, MemoryLimits, limits_of
 from kvstow_api.directory import Directory, HostMemory
-from kvstow_api.hostsettings import INFORMATIONAL_CHECKS, is_loopback, parse_host_names, require_token
-from kvstow_api.regularfile import TokenFile
+from kvstow_api.hostsettings import INFORMATIONAL_CHECKS, TokenFile, is_loopback, parse_host_names, require_token
 from kvstow_service.admin.sockets import AdminSockets
 from kvstow_service.admin.tls import ServerTls, TlsFiles
 

@@ -162,7 +162,7 @@ class EmbeddedAdmin:
     def _make_server(self) -> AdminServer:
         # Not earlier: the first import of prometheus_client decides how the whole process keeps its metrics.
         from kvstow_api.app import create_app
-        from kvstow_api.embeddeddirectory import EmbeddedDirectory
+        from kvstow_api.directory import EmbeddedDirectory
         from kvstow_service.admin.server import AdminServer
 
         self._tls = None if self._options.tls is None else ServerTls(self._options.tls)

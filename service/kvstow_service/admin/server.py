@@ -31,7 +31,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from kvstow.attach.peer import credentials_of
 from kvstow.errors import ConflictError
 from kvstow_api.auth import ACTOR, CALLER, CERTIFICATE, is_known, is_probe
-from kvstow_api.limitedlog import LimitedLog
+from kvstow_api.journal import LimitedLog
 from kvstow_api.problems import problem
 from kvstow_service.admin.tls import ServerTls, subject_of
 from kvstow_service.process.logwriter import LogWriter

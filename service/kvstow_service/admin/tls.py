@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvstow.errors import ConfigError, SettingError
-from kvstow_api.regularfile import FileStamp, RegularFile
+from kvstow_api.hostsettings import FileStamp, read_regular_file
 
 logger = logging.getLogger("kvstow.tls")
 
@@ -94,7 +94,7 @@ def in_memory(pem: bytes) -> Iterator[str]:
 
 def _content(setting: str, path: Path) -> bytes:
     try:
-        return RegularFile.read(path).content
+        return read_regular_file(path)[0]
     except OSError as error:
         raise SettingError(setting, str(path), f"cannot be read: {error.strerror}") from None
 

@@ -61,25 +61,19 @@ def ask(client: Client, server: str, pool: str | None = None) -> Answer:
     from kvstow_api.overview import NUM_OLDEST, Readings, overview, pool_to_show
     from kvstow_api.texts import duration
 
-    call, info, readiness = client.call, client.call(routes.get_info), client.call(routes.get_readiness)
+    call, info = client.call, client.call(routes.get_info)
     pools = call(routes.list_pools).items
     shown = pool_to_show([one.name for one in pools], pool)
     of_pool = None if shown is None else _ask_pool(client, shown)
     readings = Readings(
-        model=info.settings.get("model"),
-        mode=info.mode,
-        version=info.version,
-        host_name=info.host_name,
-        attach=info.attach,
-        node=info.node,
-        readiness=readiness,
+        info=info,
+        readiness=call(routes.get_readiness),
         pools=pools,
         sessions=call(routes.list_sessions).items,
         transfers=call(routes.list_transfers, slowest=NUM_OLDEST, pool=None if of_pool is None else shown),
         asked=pool,
         pool=of_pool,
         tier=call(routes.get_tier),
-        conditions=readiness.conditions,
     )
     return Answer(overview(readings), f"{server}, up {duration(info.uptime_seconds)}")
 

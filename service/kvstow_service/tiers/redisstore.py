@@ -29,7 +29,7 @@ from kvstow.tier.store import (
     SlotObject,
     check_batch,
 )
-from kvstow_api.regularfile import RegularFile
+from kvstow_api.hostsettings import read_regular_file
 from kvstow_service.admin.tls import in_memory
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ class RedisLocation:
 
     def _read(self, option: str) -> bytes | None:
         path: Path | None = getattr(self, option)
-        return None if path is None else RegularFile.read(path).content
+        return None if path is None else read_regular_file(path)[0]
 
     def __str__(self) -> str:
         return f"{'rediss' if self.is_tls else 'redis'}://{self.host}:{self.port}"

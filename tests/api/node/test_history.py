@@ -9,8 +9,8 @@ import pytest
 from tests.api.fakenode import RANKS, SLOTS, FakeNode
 from tests.api.node.conftest import KEYS, NAMES, get
 
-from kvstow_api.eventstream import EventStreams
 from kvstow_api.journal import Journal
+from kvstow_api.streams import EventStreams
 
 pytestmark = pytest.mark.anyio
 

@@ -11,7 +11,7 @@ from tests.api.node.conftest import KEYS, get
 from tests.api.test_page import Document
 
 from kvstow.testing.fakes import FakeClock
-from kvstow_api.page.live import INTERVAL, StatusPage
+from kvstow_api.page.status import INTERVAL, StatusPage
 
 pytestmark = pytest.mark.anyio
 

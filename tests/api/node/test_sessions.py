@@ -115,13 +115,13 @@ async def test_what_was_copied_before_the_server_started_is_no_rate(launch: Any,
     sampler.tick()
     (session,) = (await get(client, "/v1/sessions"))["items"]
     assert session["load_bytes_per_second"] == 0
-    busy = [rank.load_busy_seconds for rank in sampler.rank_counters.of_pool(node.pools()[0])]
+    busy = [rank["load"] for rank in sampler.rank_counters.of_pool(node.pools()[0])]
     assert busy == [0.0] * RANKS
     engine.report(load_bytes_total=(12 << 30) + 4096, load_busy_seconds=501.0)
     sampler.tick()
     (session,) = (await get(client, "/v1/sessions"))["items"]
     assert session["load_bytes_per_second"] > 0
-    assert sampler.rank_counters.of_pool(node.pools()[0])[0].load_busy_seconds == 1.0
+    assert sampler.rank_counters.of_pool(node.pools()[0])[0]["load"] == 1.0
 
 
 async def test_the_log_has_one_line_for_each_change_of_state(

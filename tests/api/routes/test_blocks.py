@@ -8,7 +8,7 @@ import pytest
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
 from kvstow.testing.fakes import FakeClock
-from kvstow_api.embeddeddirectory import EmbeddedDirectory
+from kvstow_api.directory import EmbeddedDirectory
 
 pytestmark = pytest.mark.anyio
 
@@ -120,7 +120,7 @@ async def test_a_bad_page_is_refused(client: httpx.AsyncClient, query: str) -> N
 
 
 async def test_a_token_beyond_the_pool_is_the_end(client: httpx.AsyncClient, ranks: Any) -> None:
-    body = (await client.get(BLOCKS, params={"page_token": "_" * 8})).json()
+    body = (await client.get(BLOCKS, params={"page_token": "p" + "9" * 15})).json()
     assert body == {"items": [], "next_page_token": None}
 
 

@@ -13,7 +13,7 @@ from tests.api.fakenode import FakeNode
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
 from kvstow.testing.fakes import FakeClock
-from kvstow_api.embeddeddirectory import EmbeddedDirectory
+from kvstow_api.directory import EmbeddedDirectory
 
 pytestmark = pytest.mark.anyio
 

@@ -19,7 +19,6 @@ from tests.api.fakenode import FakeNode
 from kvstow.control import recording
 from kvstow.control.engine import OffloadEngine
 from kvstow.testing.fakes import FakeClock
-from kvstow_api import recordedtrace
 from kvstow_api.client import ApiError, Client
 
 CHAIN = [hashlib.sha256(bytes([number])).digest() for number in range(8)]
@@ -28,7 +27,7 @@ LIMITS: dict[str, Any] = {"seconds": 60.0, "max_bytes": 1 << 20}
 
 @pytest.fixture(autouse=True)
 def polls_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recordedtrace, "POLL_SECONDS", 0.005)
+    monkeypatch.setattr("kvstow_api.streams.TRACE_POLL_SECONDS", 0.005)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from kvstow.control.engine import OffloadEngine
 from kvstow.devices.cpu import CpuDevice
 from kvstow.messages import Op, StepPlan
 from kvstow_api.app import create_app
-from kvstow_api.embeddeddirectory import EmbeddedDirectory
+from kvstow_api.directory import EmbeddedDirectory
 from kvstow_api.host import ApiHost
 from kvstow_service.admin.agent import AdminAddress, RankAgent
 from kvstow_service.replay.ranks import LocalRank, build_ranks

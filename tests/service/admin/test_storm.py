@@ -17,7 +17,7 @@ import pytest
 from kvstow.config import EngineConfig, PoolConfig
 from kvstow.control.engine import OffloadEngine
 from kvstow_api.app import create_app
-from kvstow_api.embeddeddirectory import EmbeddedDirectory
+from kvstow_api.directory import EmbeddedDirectory
 from kvstow_api.host import ApiHost
 from kvstow_service.admin.adminhost import Ticker
 from kvstow_service.admin.agent import AdminAddress, RankAgent

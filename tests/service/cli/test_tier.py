@@ -65,7 +65,7 @@ def test_top_has_a_row_while_a_store_is_attached(ask: Ask, tiered: TieredHost) -
     assert "FETCHES" not in ask("top").stdout
     tier = tiered.begin()
     tier.counters.put_blocks = 1234
-    tier._note_outage("no answer in 0.5 s")
+    tier._breaker.note_outage("no answer in 0.5 s")
     lines = ask("top", environ={"COLUMNS": "120"}).stdout.splitlines()
     (at,) = [number for number, line in enumerate(lines) if line.startswith("NAMESPACE")]
     assert lines[at + 1].split()[:2] == ["a1", "down"]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvstow.errors import ConfigError, SettingError, TierUnavailableError
-from kvstow_api.regularfile import MAX_FILE_BYTES
+from kvstow_api.hostsettings import MAX_FILE_BYTES
 from kvstow_service.tiers.redisstore import RedisLocation
 
 

@@ -21,7 +21,7 @@ from tests.service.tiers.redisserver import Server
 from kvstow.errors import TierTimeoutError, TierUnavailableError
 from kvstow.keys import make_key
 from kvstow.tier.store import ObjectName, SlotObject, TierStore
-from kvstow_api.regularfile import MAX_FILE_BYTES
+from kvstow_api.hostsettings import MAX_FILE_BYTES
 from kvstow_service.tiers.redisstore import RedisLocation, RedisStore, RedisTransfers
 
 if TYPE_CHECKING:

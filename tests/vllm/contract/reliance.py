@@ -57,8 +57,7 @@ LEFT_OUT = {"CircularBufferSpec", "KpoolTailSpec"}
 
 PROTOCOLS: dict[tuple[str, str], tuple[str, str]] = {
     ("trackedrequests", "Request"): ("vllm.v1.request", "Request"),
-    ("stepplan", "Step"): ("vllm.v1.core.sched.output", "SchedulerOutput"),
-    ("stores", "BlockPool"): ("vllm.v1.core.block_pool", "BlockPool"),
+    ("gpublocks", "BlockPool"): ("vllm.v1.core.block_pool", "BlockPool"),
 }
 """Our protocols, by module and name, and vLLM's classes that they stand for."""
 
@@ -82,6 +81,7 @@ FIELDS: dict[tuple[str, str], str] = {
     ("vllm.v1.kv_cache_interface", "SlidingWindowSpec"): "block_size sliding_window",
     ("vllm.v1.kv_cache_interface", "ChunkedLocalAttentionSpec"): "attention_chunk_size block_size",
     ("vllm.v1.kv_cache_interface", "UniformTypeKVCacheSpecs"): "block_size kv_cache_specs",
+    ("vllm.v1.core.sched.output", "SchedulerOutput"): "num_scheduled_tokens scheduled_cached_reqs",
     ("vllm.v1.core.sched.output", "CachedRequestData"): "new_block_ids req_ids",
     ("vllm.v1.core.kv_cache_manager", "KVCacheBlocks"): "get_block_ids",
     ("vllm.v1.core.kv_cache_utils", "KVCacheBlock"): "block_hash block_id next_free_block",

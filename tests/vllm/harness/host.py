@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import partial
 from itertools import count
-from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -21,9 +20,9 @@ from kvstow.control.engine import OffloadEngine
 from kvstow.devices.base import Device
 from kvstow.memory.hostpool import HostPool
 from kvstow.testing.fakes import FakeClock
+from kvstow_service.connectors.engine_core.controlplane import AttachedControl
 from kvstow_service.connectors.engine_core.schedulerside import SchedulerSide
 from kvstow_service.connectors.vllm import rankdataplane
-from kvstow_service.connectors.vllm.attachedcontrol import AttachedControl
 
 CONNECTOR = "kvstow_service.connectors.vllm"
 SHARED = "kvstow_service.connectors.engine_core"
@@ -80,14 +79,14 @@ class Host:
         def connected(*arguments: Any, **options: Any) -> AttachedControl:
             return self.service.connect(AttachedControl(*arguments, **options))
 
-        def build(rank: int, socket: Path, options: Any, kv: Any, **_: Any) -> SteppedAttachment:
+        def build(host: Any, kv: Any) -> SteppedAttachment:
             num_bytes = setup.slots * kv.layout.slot_bytes
-            plane = rankdataplane.build_plane(rank, num_bytes, num_bytes, options, kv)
+            plane = rankdataplane.build_plane(host._process.rank, num_bytes, num_bytes, host._options, kv)
             self._attached.append(SteppedAttachment(plane, self.service))
             return self._attached[-1]
 
         patch.setattr(f"{CONNECTOR}.attachedschedulerhost.AttachedControl", connected)
-        patch.setattr(f"{CONNECTOR}.tensorhost.build_attached_plane", build)
+        patch.setattr(f"{CONNECTOR}.tensorhost.AttachedWorkerHost._make_plane", build)
 
     def exchange_reports(self) -> None:
         """Let a moment pass; every rank reports, and does what is wanted of it."""

@@ -13,8 +13,8 @@ import logging
 import os
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,7 +33,6 @@ MOST_BYTES = 4 << 30
 """The largest adapter that is read. Reading takes 1.3 s per GiB, on a thread of its own."""
 READ_SECONDS = 5.0
 """How long a request waits for the digest of its adapter. After that it is computed."""
-_CHUNK = 1 << 20
 
 Stat = tuple[int, ...] | None
 """What changes if a file does; None if there is no such file."""
@@ -80,8 +79,8 @@ class AdapterFiles(NamedTuple):
             except FileNotFoundError:
                 continue
             digest.update(f"{file.name} {size}\n".encode())
-            for chunk in _chunks(file):
-                digest.update(chunk)
+            with file.open("rb", buffering=0) as opened:
+                hashlib.file_digest(opened, lambda: digest)
         return digest.digest()
 
 
@@ -106,10 +105,6 @@ class Adapter:
         """Whether its blocks have keys."""
         return bool(self.salt) and not self.reason
 
-    @property
-    def is_being_read(self) -> bool:
-        return not self.salt and not self.reason
-
     def mix(self, block_hash: bytes) -> bytes:
         """What stands for this hash of vLLM's in a key: as many bytes."""
         return hashlib.blake2b(block_hash, key=self.salt, digest_size=len(block_hash)).digest()
@@ -122,8 +117,10 @@ class Adapter:
         self._checked = self._moment[0]
         if self._files.stats() != self.stats:
             self.refuse("its files have changed since this engine has used it first")
-        elif not self.salt:
-            self._take_digest()
+        elif isinstance(self._digest, OSError):
+            self.refuse(f"its files cannot be read ({self._digest})")
+        elif self._digest is not None and not self.salt:
+            self.salt = hashlib.blake2b(self._digest + self._settings.encode(), digest_size=32).digest()
         return self.is_named
 
     def refuse(self, reason: str) -> None:
@@ -139,12 +136,6 @@ class Adapter:
             self._digest = self._files.digest()
         except OSError as error:
             self._digest = error
-
-    def _take_digest(self) -> None:
-        if isinstance(self._digest, OSError):
-            self.refuse(f"its files cannot be read ({self._digest})")
-        elif self._digest is not None:
-            self.salt = hashlib.blake2b(self._digest + self._settings.encode(), digest_size=32).digest()
 
 
 class Adapters:
@@ -165,9 +156,7 @@ class Adapters:
         self._moment = [0]  # shared with the adapters: see `move_on`
         self._adapters: dict[str, Adapter] = {}
         self._paths: dict[int, str] = {}  # by the number under which ranks know an adapter
-        self._unread: deque[Adapter] = deque()
-        self._lock = threading.Lock()
-        self._is_reading = False
+        self._reading = threading.Lock()
 
     def of(self, request: Any) -> Adapter | None:
         """The adapter of vLLM's `request`, whose files are compared; None if it has none."""
@@ -184,7 +173,7 @@ class Adapters:
 
     def must_wait(self, adapter: Adapter) -> bool:
         """Whether a request has to wait for the digest of its adapter: `READ_SECONDS` at most, once per adapter."""
-        return adapter.is_being_read and self._clock() - adapter.began < READ_SECONDS
+        return not (adapter.salt or adapter.reason) and self._clock() - adapter.began < READ_SECONDS
 
     def move_on(self) -> None:
         """Have files compared again. Call it before blocks are offered: what they hold was computed before that, so it
@@ -205,7 +194,7 @@ class Adapters:
         elif (size := sum(stat[0] for stat in adapter.stats if stat is not None)) > MOST_BYTES:
             adapter.refuse(f"its files have {size >> 20} MiB; at most {MOST_BYTES >> 20} are read")
         else:
-            self._read_later(adapter)
+            self._start_thread(partial(self._read, adapter))
         return adapter
 
     def _refuse_both(self, lora: Any) -> None:
@@ -214,23 +203,9 @@ class Adapters:
         for path, its_other in ((lora.lora_path, other), (other, lora.lora_path)):
             self._adapters[path].refuse(f"another adapter, at {its_other}, has had its number {lora.lora_int_id}")
 
-    def _read_later(self, adapter: Adapter) -> None:
-        with self._lock:
-            self._unread.append(adapter)
-            is_reading, self._is_reading = self._is_reading, True
-        if not is_reading:
-            self._start_thread(self._read_all)
-
-    def _read_all(self) -> None:
-        while (adapter := self._next()) is not None:
+    def _read(self, adapter: Adapter) -> None:
+        with self._reading:  # one at a time
             adapter.read()
-
-    def _next(self) -> Adapter | None:
-        with self._lock:
-            if self._unread:
-                return self._unread.popleft()
-            self._is_reading = False
-            return None
 
 
 def _start_thread(target: Callable[[], None]) -> None:
@@ -244,9 +219,3 @@ def _stat(file: Path) -> Stat:
     except OSError:
         return None
     return found.st_size, found.st_dev, found.st_ino, found.st_mtime_ns, found.st_ctime_ns
-
-
-def _chunks(path: Path) -> Iterator[bytes]:
-    with path.open("rb", buffering=0) as file:
-        while chunk := file.read(_CHUNK):
-            yield chunk

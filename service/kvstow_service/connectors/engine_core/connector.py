@@ -35,14 +35,14 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
     KVStow does not support.
     """
 
-    _half: SchedulerHost | WorkerHost[Any]
+    _half: SchedulerHost | WorkerHost
     _host: SchedulerHost  # only in the scheduler's half
-    _rank: WorkerHost[Any]  # only in a worker's half
+    _rank: WorkerHost  # only in a worker's half
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         join_vllm_log()
-        options = self._read_options(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        options = self._options.parse(vllm_config.kv_transfer_config.kv_connector_extra_config)
         engine_config = get_current_vllm_config_or_none() or vllm_config  # vLLM sets it only for its workers
         process = VLLMProcess.of(vllm_config, kv_cache_config, engine_config.kv_transfer_config)
         specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
@@ -68,8 +68,7 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
 
     # -- what connectors differ in --------------------------------------------------------------------------
 
-    def _read_options(self, extra: Any) -> ConnectorOptions:
-        return ConnectorOptions.parse(extra)
+    _options: type[ConnectorOptions] = ConnectorOptions
 
     @abstractmethod
     def _make_host(
@@ -77,7 +76,7 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> SchedulerHost: ...
 
     @abstractmethod
-    def _make_rank(self, options: Any, process: VLLMProcess, vllm_config: Any, kv_cache_config: Any) -> WorkerHost[Any]:
+    def _make_rank(self, options: Any, process: VLLMProcess, vllm_config: Any, kv_cache_config: Any) -> WorkerHost:
         """Takes no memory yet."""
 
     # -- both halves ----------------------------------------------------------------------------------------
@@ -120,17 +119,19 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
         self._rank.side.launched()
 
     def build_connector_worker_meta(self) -> KVStowWorkerMetadata | None:
+        update = self._make_update()
+        return KVStowWorkerMetadata({self._rank.side.rank: [update]}) if any(update) else None
+
+    def _make_update(self) -> RankUpdate:
         rank = self._rank
         hello = None if self._has_sent_hello else rank.hello  # only one of several connectors gets a handshake
         self._has_sent_hello |= hello is not None
-        update = RankUpdate(
-            rank.side.take_boot_completions(),
-            hello,
-            *rank.news(),
+        return rank.news()._replace(
+            completions=rank.side.take_boot_completions(),
+            hello=hello,
             timed_step=self._timed_step,
             layers_off=rank.side.take_layers_off(),
         )
-        return KVStowWorkerMetadata({rank.side.rank: [update]}) if any(update) else None
 
     def _begin_step(self, metadata: KVStowMetadata) -> None:
         rank = self._rank

@@ -1,24 +1,35 @@
-"""The control plane as the scheduler side sees it: the engine in this process, or the node service's engine.
+"""The control plane as the scheduler side sees it: the engine in this process, which answers at once, or the node
+service's engine, which answers after a later `step`. Both are used by the scheduler's thread alone, and no call raises
+because the service is absent or slow: lookups miss, and stores are refused.
 
-A hit is host blocks that were found and are held so that a request can continue with them."""
+A hit is host blocks that were found and are held so that a request can continue with them. The service is asked for it
+when a request arrives, and the answer is taken when vLLM asks."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+import re
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import TYPE_CHECKING, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
+from kvstow.attach.calls import Hold, Lookup
+from kvstow.attach.connection import Answer, Call
+from kvstow.attach.engine import AttachedEngine, Hits
+from kvstow.attach.wire import Message
 from kvstow.errors import LeaseError
-from kvstow.hints import Hints
-from kvstow.messages import Completion, Op
-from kvstow.prefill import PrefillNews
-from kvstow.results import Awaited, Given, Lease, Settled, StoreGrant
-from kvstow.source import Source
-from kvstow_service.connectors.engine_core.kvgroups import KVGroups, longest_end
+from kvstow.messages import Op
+from kvstow.results import Awaited, Given, Lease, StoreGrant
+from kvstow_service.connectors.engine_core.kvgroups import KeyPresence, KVGroups, longest_end
 from kvstow_service.connectors.engine_core.trackedrequests import Hit, TrackedRequest
 
 if TYPE_CHECKING:
     from kvstow.control.engine import OffloadEngine
+
+logger = logging.getLogger("kvstow.vllm")
 
 
 class Later(Enum):
@@ -30,33 +41,18 @@ class Later(Enum):
 LATER = Later.LATER
 
 
-class HitFinder(Protocol):
-    """Finds and holds what `Loads` asks for. Used by the scheduler's thread."""
-
-    def expect(self, tracked: TrackedRequest, end: int) -> None:
-        """The request has arrived and will soon be looked up, up to the token `end` at most."""
-
-    def find(self, tracked: TrackedRequest, local: int, end: int) -> Hit | Later | None:
-        """The longest hit that begins at the token `local` and ends at `end` at most. The hit is held."""
-
-    def is_valid(self, hit: Hit) -> bool:
-        """Whether the hit is still held, as far as that is known."""
-
-    def forget(self, tracked: TrackedRequest) -> None:
-        """The answer for this request is no longer needed."""
+# -- the engine in this process -----------------------------------------------------------------------------
 
 
 class EmbeddedHits:
-    """Finds hits in the engine of this process, which answers at once."""
+    """Finds hits in the engine of this process. A lookup takes microseconds, so none is asked for ahead."""
 
     def __init__(self, engine: OffloadEngine, groups: KVGroups) -> None:
         self._engine, self._groups = engine, groups
 
-    def expect(self, tracked: TrackedRequest, end: int) -> None:
-        """Does nothing: a lookup takes microseconds."""
+    def expect(self, tracked: TrackedRequest, end: int) -> None: ...
 
-    def forget(self, tracked: TrackedRequest) -> None:
-        """Does nothing: no answer is awaited."""
+    def forget(self, tracked: TrackedRequest) -> None: ...
 
     def is_valid(self, hit: Hit) -> bool:
         return True
@@ -68,77 +64,10 @@ class EmbeddedHits:
             keys = tracked.keys(groups.full[0], local // tokens, end // tokens)
             run = self._engine.acquire(keys, count=False)
             return Hit(local, local + len(run.slots) * tokens, run) if run.slots else None
-        end = longest_end(self._engine, groups, tracked, local, end)
+        end = longest_end(self._engine, groups, tracked.keys, local, end)
         keys = tracked.keys_of_places(groups, local, end) if end > local else []
         lease = self._engine.lease(keys) if keys else None  # None: a block was evicted meanwhile
         return None if lease is None else Hit(local, end, lease)
-
-
-class ControlPlane(Protocol):
-    """The calls that need no explanation are those of `OffloadEngine`. Used only by the scheduler's thread. An embedded
-    engine answers at once; the node service answers after a later `step`.
-
-    Only `wait` waits, for a fraction of a millisecond in each step, and `wait_for_slots`, for 2 ms in each step.
-    """
-
-    @property
-    def slot_bytes(self) -> int:
-        """Bytes of a slot on the rank where they are largest."""
-
-    def step(self) -> None:
-        """Called once in each step, before the step is planned."""
-
-    def wait(self, answer: Awaited[object]) -> bool:
-        """Wait for an answer, as long as this step may wait. Returns whether it has arrived."""
-
-    @property
-    def begins_loads_at_once(self) -> bool:
-        """Whether `begin_load` answers before it returns. Otherwise the slots of a load by layer are asked for before
-        vLLM learns of it: its step cannot wait for them."""
-
-    def wait_for_slots(self, answer: Awaited[object]) -> bool:
-        """Like `wait`, for such a load."""
-
-    def hit_finder(self, groups: KVGroups) -> HitFinder: ...
-    def release_lease(self, lease: Lease) -> None: ...
-    def begin_load(
-        self, lease: Lease, blocks: Sequence[int], *, first: int, request_id: str, choice: str
-    ) -> Awaited[Op | None]:
-        """The value is None if the lease has ended; nothing is held in that case."""
-
-    def begin_store(self, keys: Sequence[bytes], blocks: Sequence[int], *, request_id: str) -> Awaited[StoreGrant]: ...
-    def contains(self, keys: Sequence[bytes]) -> Sequence[bool]:
-        """Which of these keys need not be stored, as far as that is known at once. Stores skip other keys that are
-        present, too."""
-
-    def store_room(self) -> int: ...
-    @property
-    def source_key(self) -> bytes:
-        """Of the digests of sources (`source_of`); empty while there is none."""
-
-    def use(
-        self,
-        keys: Sequence[bytes],
-        *,
-        start: int,
-        looked_up: tuple[int, int],
-        hints: Hints | None,
-        source: Source,
-    ) -> object: ...
-    def count_lookup(self, queried: int, hits: int, source: Source) -> None: ...
-    def note_prefill(self, news: PrefillNews) -> None: ...
-    def complete(self, rank: int, boot_id: str, completions: Sequence[Completion]) -> None: ...
-    def take_settled(self) -> list[Settled]: ...
-    @property
-    def awaited_transfers(self) -> int: ...
-    def reset(self) -> object:
-        """What is in the pool or in flight now is never found again."""
-
-    def bypass_loads(self) -> str:
-        """Stop finding hits. Returns what ends the bypass, as a phrase."""
-
-    def fail(self, reason: str) -> None:
-        """The host has failed: find and store nothing from now on."""
 
 
 class EmbeddedControl:
@@ -155,15 +84,14 @@ class EmbeddedControl:
         self.complete, self.take_settled = engine.complete, engine.take_settled
         self.note_prefill, self.source_key = engine.note_prefill, engine.pool.sources.key
 
-    def step(self) -> None:
-        """Does nothing: each call is answered at once."""
+    def step(self) -> None: ...
 
     def wait(self, answer: Awaited[object]) -> bool:
         return answer.done
 
     wait_for_slots = wait
 
-    def hit_finder(self, groups: KVGroups) -> HitFinder:
+    def hit_finder(self, groups: KVGroups) -> EmbeddedHits:
         return EmbeddedHits(self._engine, groups)
 
     def begin_load(
@@ -186,7 +114,332 @@ class EmbeddedControl:
         self._engine.admin.purge(everything=True).run()
 
     def bypass_loads(self) -> str:
+        """Returns what ends the bypass, as a phrase."""
         bypass = self._engine.admin.bypass
         if not bypass.load:
             self._engine.admin.set_bypass(load=True, store=bypass.store, ttl_seconds=None)
         return "`kvstow bypass --off`"
+
+
+# -- the node service ---------------------------------------------------------------------------------------
+
+State = Literal["starting", "no_service", "refused", "no_answer", "no_memory", "attached", "failed"]
+"""`no_memory`: the session has begun, but some rank has not registered memory of it yet."""
+
+
+class AttachState(NamedTuple):
+    """`refusal`: the service's word for why it has refused the engine. `sharing`: "yes", or why others of its model do
+    not share its blocks; "" while it is not attached."""
+
+    state: State
+    refusal: str = ""
+    sharing: str = ""
+
+
+def sharing_word(sharing_off: Sequence[str], *, was_reset: bool) -> str:
+    """`sharing_off`: sentences of the welcome. The word is `differs` if the engine shares only with engines of its own
+    identity, and was the first of them while others of its model were attached."""
+    for sentence in sharing_off:
+        if (found := re.match(r"[a-z]+(_[a-z]+)+(?=: )", sentence)) is not None:  # an engine's own reason
+            return found[0]
+    if was_reset:
+        return "cache_was_reset"
+    return "differs" if sharing_off else "yes"
+
+
+MOST_AHEAD = 64
+"""How many requests are looked up before vLLM asks about them. What is found for them is held."""
+PATIENCE_SECONDS = 0.25
+"""A lookup that has no answer after this time is a miss."""
+LONGEST_PATIENCE_SECONDS = 5.0
+"""The same limit if the service has sent `Pending`: for the fleet tier up to 2 s, for memory to be registered 1
+s."""
+_MOST_KEYS = 100_000  # of one lookup; a frame has room for more
+
+
+class _Question(NamedTuple):
+    """A lookup of a request's tokens `start` to `end`. `keys`: the keys that were asked for. `is_last`: it asks for
+    exactly the blocks of a hit from `start` to `end`, and the answer holds all of them or nothing. `fetched`: the
+    tokens of blocks that the fleet tier has brought before."""
+
+    start: int
+    end: int
+    keys: Sequence[bytes]
+    is_last: bool
+    at: float
+    answer: Answer[Hits]
+    fetched: tuple[range, ...] = ()
+
+    def covers(self, local: int, end: int) -> bool:
+        """Whether the answer says what can be loaded from `local` on."""
+        return self.start <= local and (local < self.end if self.is_last else end <= self.end)
+
+
+class AttachedHits:
+    """Finds hits in the node service's pool, and waits for answers no longer than its step may.
+
+    With one group that attends to everything, one lookup says which blocks are present, and holds them. Otherwise the
+    first lookup says which blocks are present, and a second one holds those that are needed.
+    """
+
+    def __init__(self, control: AttachedControl, groups: KVGroups, clock: Callable[[], float]) -> None:
+        self._control, self._groups, self._clock = control, groups, clock
+        self._questions: dict[TrackedRequest, _Question] = {}
+
+    def expect(self, tracked: TrackedRequest, end: int) -> None:
+        if self._control.finds_hits and tracked not in self._questions and len(self._questions) < MOST_AHEAD:
+            self._ask(tracked, 0, end, Hold.PRESENT)
+
+    def find(self, tracked: TrackedRequest, local: int, end: int) -> Hit | Later | None:
+        question = self._questions.get(tracked)
+        if question is None or not question.covers(local, end):
+            self.forget(tracked)
+            if not self._control.finds_hits:
+                return None
+            question = self._ask(tracked, local, end, Hold.LEADING)
+        while question is not None:
+            if not self._control.wait(question.answer):
+                patience = LONGEST_PATIENCE_SECONDS if question.answer.is_pending else PATIENCE_SECONDS
+                if self._control.finds_hits and self._clock() - question.at < patience:
+                    return LATER
+                self.forget(tracked)
+                return None
+            del self._questions[tracked]
+            if question.is_last or self._groups.is_plain:
+                return self._take(tracked, question, local, end)
+            question = self._ask_for_hit(tracked, question, local, end)
+        return None
+
+    def is_valid(self, hit: Hit) -> bool:
+        return self._control.is_held(hit.lease)
+
+    def forget(self, tracked: TrackedRequest) -> None:
+        question = self._questions.pop(tracked, None)
+        if question is not None:
+            self._control.discard(question.answer)
+
+    def _ask(self, tracked: TrackedRequest, start: int, end: int, hold: Hold) -> _Question | None:
+        keys: list[bytes] = []
+        for group in self._groups.groups:
+            keys += tracked.keys(group, start // group.block_tokens, end // group.block_tokens)
+        if self._groups.is_plain:
+            keys = keys[:_MOST_KEYS]
+        if not 0 < len(keys) <= _MOST_KEYS:
+            return None
+        if self._groups.is_plain:
+            answer = self._control.find(keys, hold=hold, count=False)
+        else:
+            answer = self._control.find_prompt(keys)
+        self._questions[tracked] = question = _Question(start, end, keys, False, self._clock(), answer)
+        return question
+
+    def _ask_for_hit(self, tracked: TrackedRequest, asked: _Question, local: int, end: int) -> _Question | None:
+        """Ask for the blocks of the longest hit, now that it is known which blocks are present."""
+        runs = asked.answer.value.runs
+        found = {key for first, length in runs for key in asked.keys[first : first + length]}
+        present = KeyPresence(lambda keys: [key in found for key in keys])
+        end = longest_end(present, self._groups, tracked.keys, local, end)
+        keys = tracked.keys_of_places(self._groups, local, end) if end > local else ()
+        if not keys:
+            return None
+        answer, fetched = self._control.find(keys, hold=Hold.ALL, count=False), self._fetched(tracked, asked)
+        self._questions[tracked] = question = _Question(local, end, keys, True, self._clock(), answer, fetched)
+        return question
+
+    def _take(self, tracked: TrackedRequest, question: _Question, local: int, end: int) -> Hit | None:
+        lease, runs, _ = question.answer.value
+        if not lease.lease_id or not self._control.is_held(lease):
+            return None
+        if question.is_last:
+            return Hit(question.start, question.end, lease, fetched=question.fetched)
+        tokens, before = self._groups.full[0].block_tokens, 0  # the lease has the keys of all runs
+        number = (local - question.start) // tokens
+        for first, length in runs:
+            if first <= number < first + length:
+                end = min(end, local + (first + length - number) * tokens)
+                return Hit(local, end, lease, before + number - first, self._fetched(tracked, question))
+            before += length
+        self._control.release_lease(lease)
+        return None
+
+    def _fetched(self, tracked: TrackedRequest, question: _Question) -> tuple[range, ...]:
+        """The tokens of the blocks that the fleet tier has brought, of an answer to `_ask`."""
+        runs, found, at = question.answer.value.fetched, list[range](), 0
+        for group in self._groups.groups if runs else ():
+            size, number = group.block_tokens, question.start // group.block_tokens
+            count = len(tracked.keys(group, number, question.end // size))
+            for first, length in runs:
+                begin, end = max(first, at), min(first + length, at + count)
+                if begin < end:
+                    found.append(range((number + begin - at) * size, (number + end - at) * size))
+            at += count
+        return tuple(found)
+
+
+LAYER_WAIT_SECONDS = 0.002
+"""How long all loads by layer of one step together may wait for their slots: a load before the step takes longer than
+that."""
+STEP_WAIT_SECONDS = 0.0003
+"""How long all lookups and loads of one step together may wait for answers."""
+SLOW_SECONDS = 0.25
+"""If the service has not answered for this long, lookups miss and nothing is stored until it answers."""
+SILENT_SECONDS = 5.0
+"""If the service has not answered for this long, its session ends, so that GPU blocks and requests stop waiting."""
+
+_T = TypeVar("_T")
+
+
+class _Asked(NamedTuple):
+    answer: Answer[Any]
+    at: float
+    step: int
+
+
+class AttachedControl(AttachedEngine):
+    """An `AttachedEngine` that notices a service that takes calls and does not answer."""
+
+    begins_loads_at_once = False
+    """The slots of a load by layer are asked for before vLLM learns of it: its step cannot wait for them."""
+
+    def __init__(
+        self, path: Path, slot_bytes: int, clock: Callable[[], float] = time.monotonic, **options: Any
+    ) -> None:
+        """`slot_bytes`: on the rank where they are largest. For the others see `AttachedEngine`."""
+        super().__init__(path, step_wait=STEP_WAIT_SECONDS, clock=clock, **options)
+        self.slot_bytes = slot_bytes
+        self._asked: deque[_Asked] = deque()
+        self._step = self._resets = 0
+        self._layer_wait_left = LAYER_WAIT_SECONDS  # of this step
+        self._bypasses_loads = self._is_slow = False
+        self._failure: str | None = None
+        self.refused_stores: Counter[str] = Counter()
+        """Blocks that were offered and not stored, by outcome."""
+
+    @property
+    def state(self) -> AttachState:
+        """See `problem`, which gives the state as a sentence."""
+        if self._failure is not None:
+            return AttachState("failed")
+        if self.is_attached:
+            sharing = sharing_word(self.sharing_off, was_reset=self._resets > 0)
+            return AttachState("no_answer" if self._is_slow else "attached", sharing=sharing)
+        if super().problem is None:
+            return AttachState("starting")
+        if self.refusal is not None:
+            return AttachState("refused", self.refusal)
+        return AttachState("no_service")
+
+    @property
+    def problem(self) -> str | None:
+        """Why there is no host cache, as a sentence; None while there is one."""
+        if self._failure is not None:
+            return f"KVStow has failed: {self._failure}"
+        if self._is_slow:
+            return "the node service does not answer"
+        return None if self.is_attached else super().problem or "not attached yet"
+
+    # -- steps ----------------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        self._step += 1
+        self._layer_wait_left = LAYER_WAIT_SECONDS
+        if self._failure is not None:
+            return
+        super().step()
+        self._watch()
+
+    def _watch(self) -> None:
+        while self._asked and (self._asked[0].answer.done or self._asked[0].answer.is_pending):
+            self._asked.popleft()
+        silent = 0.0
+        if self._asked and self._asked[0].step <= self._step - 2:  # a step may take seconds
+            silent = self._clock() - self._asked[0].at
+        is_slow = silent > SLOW_SECONDS
+        if is_slow and not self._is_slow:
+            logger.warning("the node service does not answer: lookups miss and nothing is stored until it does")
+        elif self._is_slow and not is_slow and self.is_attached:
+            logger.info("the node service answers again")
+        self._is_slow = is_slow
+        if silent > SILENT_SECONDS:
+            self.disconnect(f"the service has not answered for {silent:.0f} seconds")
+
+    def _ask(self, message: Message, read: Callable[[Call], _T], without: _T) -> Answer[_T]:
+        answer = super()._ask(message, read, without)
+        if not answer.done:
+            self._asked.append(_Asked(answer, self._clock(), self._step))
+        return answer
+
+    def wait(self, *answers: Awaited[object], seconds: float | None = None) -> bool:
+        return super().wait(*[each for each in answers if isinstance(each, Answer)], seconds=seconds)
+
+    def wait_for_slots(self, answer: Awaited[object]) -> bool:
+        if not answer.done:
+            begun = self._clock()
+            self.wait(answer, seconds=0.0 if self._is_slow else self._layer_wait_left)
+            self._layer_wait_left = max(0.0, self._layer_wait_left - (self._clock() - begun))
+        return answer.done
+
+    # -- lookups --------------------------------------------------------------------------------------------
+
+    def hit_finder(self, groups: KVGroups) -> AttachedHits:
+        return AttachedHits(self, groups, self._clock)
+
+    @property
+    def finds_hits(self) -> bool:
+        return self.is_attached and not (self._bypasses_loads or self._is_slow or self._failure is not None)
+
+    def is_held(self, lease: Lease) -> bool:
+        return self._is_of_session(lease.lease_id)
+
+    def present(self, keys: Sequence[bytes]) -> Answer[list[bool]]:
+        """Which of the keys are present. Holds nothing."""
+
+        def read(call: Call) -> list[bool]:
+            there = [False] * len(keys)
+            for first, length in self._read_found(len(keys), call).runs:
+                there[first : first + length] = [True] * length
+            return there
+
+        return self._ask(Lookup(keys, Hold.NOTHING, counted=False), read, [])
+
+    @property
+    def life(self) -> tuple[int, int]:
+        """Names a period in which stored blocks can be found: the session's number, 0 without one, and how many resets
+        there have been."""
+        return 0 if self.ticket is None else self.ticket.number, self._resets
+
+    # -- stores ---------------------------------------------------------------------------------------------
+
+    def contains(self, keys: Sequence[bytes]) -> Sequence[bool]:
+        return [False] * len(keys)
+
+    def store_room(self) -> int:
+        return 0 if self._failure is not None or self._is_slow else super().store_room()
+
+    def begin_store(self, keys: Sequence[bytes], blocks: Sequence[int], *, request_id: str = "") -> Answer[StoreGrant]:
+        if self.is_attached and not self._is_slow:
+            return super().begin_store(keys, blocks, request_id=request_id)
+        self.refused_stores["not_attached"] += len(keys)
+        return Answer.given(StoreGrant(None, (), {}, range(len(keys))))
+
+    def _read_store(self, blocks: tuple[int, ...], request_id: str, call: Call) -> StoreGrant:
+        grant = super()._read_store(blocks, request_id, call)
+        self.refused_stores.update(grant.outcomes)
+        return grant
+
+    # -- all blocks -----------------------------------------------------------------------------------------
+
+    def reset(self) -> Answer[str]:
+        self._resets += 1
+        return super().reset() if self._failure is None else Answer.given("")
+
+    def bypass_loads(self) -> str:
+        self._bypasses_loads = True
+        return "this engine restarts"
+
+    def fail(self, reason: str) -> None:
+        self._failure = self._failure or reason
+        self.close()
+
+
+ControlPlane = EmbeddedControl | AttachedControl

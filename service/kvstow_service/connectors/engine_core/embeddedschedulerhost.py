@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Sequence
+from importlib.metadata import version
+from typing import Any
 
+import vllm
 from vllm.utils.network_utils import get_ip
 
 import kvstow
@@ -17,7 +20,8 @@ from kvstow_service.admin.agent import AdminAddress
 from kvstow_service.admin.embedded import EmbeddedAdmin
 from kvstow_service.admin.tls import TlsFiles
 from kvstow_service.connectors.engine_core.controlplane import EmbeddedControl
-from kvstow_service.connectors.engine_core.kvevents import EventFeed
+from kvstow_service.connectors.engine_core.gpublocks import BlockPool
+from kvstow_service.connectors.engine_core.kvevents import EmbeddedBlocks
 from kvstow_service.connectors.engine_core.kvgroups import KVGroups
 from kvstow_service.connectors.engine_core.metadata import RankHello
 from kvstow_service.connectors.engine_core.metricsexport import StatsFeed
@@ -25,7 +29,6 @@ from kvstow_service.connectors.engine_core.offloadmetrics import read_family
 from kvstow_service.connectors.engine_core.options import ConnectorOptions, misuse
 from kvstow_service.connectors.engine_core.schedulerhost import SchedulerHost
 from kvstow_service.connectors.engine_core.schedulerside import SchedulerSide
-from kvstow_service.connectors.engine_core.stores import BlockPool
 from kvstow_service.connectors.engine_core.vllmprocess import VLLMProcess, this_node
 
 _HEAD_START_SECONDS = 1.0  # for vLLM's start, which ends soon after; until then, ranks report with the steps
@@ -41,16 +44,18 @@ class EmbeddedSchedulerHost(SchedulerHost):
         options: ConnectorOptions,
         process: VLLMProcess,
         groups: KVGroups,
+        vllm_config: Any,
+        kv_cache_config: Any,
         *,
-        build: Mapping[str, str],
-        make_events: Callable[[OffloadEngine], EventFeed | None],
-        by_layer: bool = False,
+        packages: Sequence[str] = ("torch",),
+        by_layer: bool = True,
     ) -> None:
-        """Raises `ConfigError` if the options do not allow an admin server to start."""
-        super().__init__(options, process, groups, by_layer=by_layer)
+        """`packages`: those besides vLLM whose versions the admin server shows. Raises `ConfigError` if the options do
+        not allow an admin server to start."""
+        super().__init__(options, process, groups, vllm_config, kv_cache_config, by_layer=by_layer)
         self.engine: OffloadEngine | None = None
         self.admin: EmbeddedAdmin | None = None
-        self._build, self._make_events = build, make_events
+        self._packages = packages
         self._admin_options = _admin_options(options, process)
         self._spans_nodes = False
 
@@ -81,7 +86,7 @@ class EmbeddedSchedulerHost(SchedulerHost):
             lambda: read_family(engine.stats(), sum(sizes), self._slot_tokens), lambda: engine.open_transfers > 0
         )
         engine.model = self._process.model
-        side = self._new_side(EmbeddedControl(engine), pool, self._make_events(engine))
+        side = self._new_side(EmbeddedControl(engine), pool, self._event_feed(EmbeddedBlocks(engine)))
         self.engine = engine
         admin = EmbeddedAdmin(
             engine,
@@ -90,7 +95,7 @@ class EmbeddedSchedulerHost(SchedulerHost):
             mode="vllm",
             max_capacity_slots=self._max_slots(hellos),
             settings={**self._options.public(), "model": self._process.model, "engine_id": self._process.engine_id},
-            build=self._build,
+            build={"vllm": vllm.__version__, **{name: version(name) for name in self._packages}},
             node_host=get_ip() if self._spans_nodes else "",
             head_start=_HEAD_START_SECONDS,
             freezes_heap=True,

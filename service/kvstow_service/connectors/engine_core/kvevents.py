@@ -1,32 +1,34 @@
 """KV events for cache-aware routers: what host memory holds, as vLLM's own events.
 
-An `EventFeed` learns of stores when they are planned, and is asked for events once per step:
-
-    feed = event_feed(vllm_config, EmbeddedBlocks(engine), kv_cache_specs)  # once; None unless KV events are on
-    feed.offered(request, group, first_block, keys)          # before a store, for each request and group
-    origins = feed.take_offered()                            # with `begin_store`
-    feed.granted(keys_of_the_op, origins)                    # once it has found slots
-    return feed.take_events()                                # the hook of that name
+An `EventFeed` learns of stores when they are offered and granted, and is asked for events once per step.
 """
 
 from __future__ import annotations
 
 import inspect
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby, islice
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvstow.attach.calls import BlockChange
+from kvstow.attach.calls import BlockChange, EventPage
+from kvstow.attach.connection import Answer
+from kvstow.keys import GROUP_BYTES, group_of
 from kvstow.results import Awaited, Given
+from kvstow_service.connectors.engine_core.controlplane import AttachedControl
 from kvstow_service.connectors.engine_core.kvgroups import KVGroup
 
 if TYPE_CHECKING:
     from kvstow.control.engine import OffloadEngine
 
+logger = logging.getLogger("kvstow.vllm")
 
 _BATCHES_PER_READ = 256
+PERIOD_SECONDS = 0.1
+"""The interval at which the service is asked what others have stored and what was removed. The service is asked about
+own stores at once."""
 
 
 class BlockNews(NamedTuple):
@@ -36,15 +38,6 @@ class BlockNews(NamedTuple):
     changes: Sequence[BlockChange] = ()
     lost: bool = False
     gone: bool = False
-
-
-class BlockSource(Protocol):
-    """Used by the scheduler's thread. No call waits."""
-
-    def read(self) -> BlockNews: ...
-
-    def look_up(self, keys: Sequence[bytes]) -> Awaited[Sequence[bool]] | None:
-        """Which of these blocks are present. An answer with an `error` says nothing. None if nobody can say now."""
 
 
 class EmbeddedBlocks:
@@ -62,11 +55,60 @@ class EmbeddedBlocks:
         self._cursor = page.cursor
         return BlockNews([BlockChange(event.kind, event.keys) for event in page.events], page.lost > 0)
 
-    def look_up(self, keys: Sequence[bytes]) -> Given[Sequence[bool]]:
+    def look_up(self, keys: Sequence[bytes]) -> Given[list[bool]]:
         return Given([self._engine.block(key) is not None for key in keys])
 
 
-logger = logging.getLogger("kvstow.vllm")
+class AttachedBlocks:
+    """The blocks of the session's namespace, whose events the node service is asked for, one page at a time. No call
+    waits.
+
+    A new session reads from the oldest event that the service keeps, so it also learns what other engines have stored
+    lately. What a session has reported is void when the session ends, and after a reset.
+    """
+
+    def __init__(
+        self, control: AttachedControl, has_all_memory: Callable[[], bool], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`has_all_memory`: whether the ranks can load every block of the pool. Before that, blocks that are present
+        may not be found."""
+        self._control, self._has_all_memory, self._clock = control, has_all_memory, clock
+        self._life = control.life
+        self._asked: Answer[EventPage] | None = None
+        self._cursor = 0
+        self._has_more = False
+        self._due = clock()
+        self._stored = 0  # own blocks, when the service was last asked
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether steps are needed to learn that an own store has ended, or to read more known events."""
+        if not self._control.is_attached:
+            return False
+        return self._asked is not None or self._has_more or self._stored != self._control.moved_blocks["store"]
+
+    def read(self) -> BlockNews:
+        control, news, (session, _) = self._control, BlockNews(), self._life
+        if control.life != self._life:
+            self._life, self._asked, self._cursor, self._has_more = control.life, None, 0, True
+            if session:
+                return BlockNews(gone=True)
+        if self._asked is not None and self._asked.done:
+            page, self._asked = self._asked.value, None
+            self._cursor, self._has_more = page.cursor, page.has_more
+            news = BlockNews(page.changes, page.lost)
+        if self._asked is None and control.is_attached and (self.is_behind or self._clock() >= self._due):
+            self._due = self._clock() + PERIOD_SECONDS
+            self._stored = control.moved_blocks["store"]
+            self._asked = control.read_events(self._cursor)
+        return news
+
+    def look_up(self, keys: Sequence[bytes]) -> Answer[list[bool]] | None:
+        """Which of these blocks are present. An answer with an `error` says nothing. None if nobody can say now."""
+        return self._control.present(keys) if self._control.finds_hits and self._has_all_memory() else None
+
+
+BlockSource = EmbeddedBlocks | AttachedBlocks
 
 MEDIUM, LOCALITY = "CPU", "LOCAL"
 MAX_PLANNED = 65_536
@@ -75,8 +117,6 @@ _CHECKS_PER_TAKE = 256
 """How many blocks are looked up per step after events were lost: 0.8 ms."""
 _WITHDRAWN_PER_TAKE = 1024
 """How many announcements are withdrawn per step after all blocks have gone at once."""
-_GROUP_BYTES = 2  # of a key, before the block's hash
-
 
 Origins = dict[bytes, tuple[Any, KVGroup, int]]
 """The request, group and number of each block that may be stored, by key."""
@@ -178,12 +218,10 @@ class EventFeed:
             del self._named[next(iter(self._named))]
 
     def take_offered(self) -> Origins:
-        """What was offered since the last call."""
         offered, self._offered = self._offered, {}
         return offered
 
     def granted(self, keys: Iterable[bytes], origins: Origins) -> None:
-        """These blocks are being stored."""
         for key in keys:
             if key in origins:
                 self._planned[key] = self._describe(*origins[key])
@@ -212,8 +250,10 @@ class EventFeed:
         events: list[Any] = []
         for change in news.changes:
             events += self._announce(change.keys) if change.kind == "stored" else self._remove(change.keys)
-        if self._withdrawn:
-            events += self._remove_withdrawn()
+        withdrawn = list(islice(self._withdrawn, _WITHDRAWN_PER_TAKE))  # and have not come back
+        for key in withdrawn:
+            del self._withdrawn[key]
+        events += self._removed_events(withdrawn)
         if self._doubtful or self._checked is not None:
             events += self._check()
         return events
@@ -224,21 +264,14 @@ class EventFeed:
         self._withdrawn |= dict.fromkeys(self._announced)
         self._announced = set()
 
-    def _remove_withdrawn(self) -> list[Any]:
-        """Remove some of the withdrawn blocks that have not come back."""
-        keys = list(islice(self._withdrawn, _WITHDRAWN_PER_TAKE))
-        for key in keys:
-            del self._withdrawn[key]
-        return self._removed_events(keys)
-
     def _check(self) -> list[Any]:
         """Look up some doubtful blocks. Their events say what is true now, even if the log says otherwise later."""
         if self._checked is None:
             keys = list(islice(self._doubtful, _CHECKS_PER_TAKE))
-            answer = self._source.look_up(keys)
-            if answer is None:
+            asked = self._source.look_up(keys)
+            if asked is None:
                 return []
-            self._checked = keys, answer
+            self._checked = keys, asked
             for _ in keys:
                 self._doubtful.popleft()
         keys, answer = self._checked
@@ -261,10 +294,11 @@ class EventFeed:
             if block is None:
                 if key in self._announced:
                     continue
-                block = _Block(_Origin(_group(key)), self._named.pop(key, _hash(key)), None, [], None)
+                block = _Block(_Origin(group_of(key)), self._named.pop(key, _hash(key)), None, [], None)
             if block.block_hash != _hash(key):
                 self._hashes[key] = block.block_hash
-            if not runs or not _continues(runs[-1][-1], block):
+            last = runs[-1][-1] if runs else None
+            if last is None or (block.parent, block.origin) != (last.block_hash, last.origin):
                 runs.append([])
             runs[-1].append(block)
         self._announced.update(keys)
@@ -294,7 +328,6 @@ class EventFeed:
         return self._stored(fields)
 
     def _remove(self, keys: Sequence[bytes]) -> list[Any]:
-        """Remove those of these blocks that were announced."""
         gone = [key for key in keys if key in self._announced]
         self._announced.difference_update(gone)
         return self._removed_events(gone)
@@ -308,27 +341,17 @@ class EventFeed:
 
         return [
             self._removed({"block_hashes": [block_hash(key) for key in run], "group_idx": group, **shared})
-            for group, run in groupby(keys, _group)
+            for group, run in groupby(keys, group_of)
         ]
 
 
 def _known_fields(event: Callable[..., Any]) -> Callable[[Mapping[str, Any]], Any]:
-    """Makes an event from the fields that this version of vLLM has."""
     known = set(inspect.signature(event).parameters)
     return lambda fields: event(**{name: value for name, value in fields.items() if name in known})
 
 
-def _continues(last: _Block, block: _Block) -> bool:
-    """Whether `block` may follow the `last` one in the same event."""
-    return block.parent == last.block_hash and block.origin == last.origin
-
-
 def _hash(key: bytes) -> bytes:
-    return key[_GROUP_BYTES:]
-
-
-def _group(key: bytes) -> int:
-    return int.from_bytes(key[:_GROUP_BYTES], "big")
+    return key[GROUP_BYTES:]
 
 
 def _kinds(specs: Sequence[Any]) -> list[GroupKind]:

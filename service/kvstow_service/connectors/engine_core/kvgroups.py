@@ -4,13 +4,16 @@ longest hit among blocks that are known to be present, for all groups of a model
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, chain
 from math import lcm
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvstow.errors import ConfigError
 from kvstow.results import Needed
+
+if TYPE_CHECKING:
+    from kvstow.control.engine import OffloadEngine
 
 T = TypeVar("T")
 
@@ -105,9 +108,8 @@ class KVGroups:
         return tuple(group for group in self.groups if not group.is_full)
 
     @property
-    def in_tables(self) -> tuple[KVGroup, ...]:
-        """The groups whose blocks are in a request's block table once their tokens are computed."""
-        return tuple(group for group in self.groups if not group.is_state)
+    def has_states(self) -> bool:
+        return any(group.is_state for group in self.groups)
 
     def places(self, start: int, end: int) -> list[tuple[int, int]]:
         """The blocks (group, number) that are read to compute the token after `end` tokens, beyond those of the first
@@ -122,10 +124,6 @@ class KVGroups:
             tokens = {group.index: group.block_tokens for group in self.groups}
             places.sort(key=lambda place: ((place[1] + 1) * tokens[place[0]], place[0]))
         return places
-
-    @property
-    def has_states(self) -> bool:
-        return any(group.is_state for group in self.groups)
 
 
 def kv_groups(
@@ -164,22 +162,21 @@ def kv_groups(
 def _group(index: int, spec: Any, hash_tokens: int, context_parallel: int, hands_states_over: bool) -> KVGroup:
     kind = layer_spec(spec)
     name = type(kind).__name__
-    is_state = name == _STATE
     tokens = _block_tokens(spec, context_parallel)
     if tokens % hash_tokens:
         raise ConfigError(f"block size of KV cache group {index}", tokens, f"a multiple of {hash_tokens}")
-    hashes = tokens // hash_tokens
+    group = KVGroup(index, tokens, tokens // hash_tokens)
     if name in _FULL:
-        return KVGroup(index, tokens, hashes)
+        return group
     if name in _WINDOW:
         # No token attends to the extra tokens (vLLM 0.28), but vLLM treats them as cached once a load is done.
         extra = getattr(kind, "extra_retained_tokens", 0)
-        return KVGroup(index, tokens, hashes, window=kind.sliding_window + extra, late_tokens=extra)
+        return replace(group, window=kind.sliding_window + extra, late_tokens=extra)
     if name in _CHUNKED:
-        return KVGroup(index, tokens, hashes, chunk=kind.attention_chunk_size)
-    if is_state and hands_states_over and kind.mamba_cache_mode == "align":
-        return KVGroup(index, tokens, hashes, is_state=True)
-    if is_state:
+        return replace(group, chunk=kind.attention_chunk_size)
+    if name == _STATE:
+        if hands_states_over and kind.mamba_cache_mode == "align":
+            return replace(group, is_state=True)
         mode = f"{name} in mamba_cache_mode {kind.mamba_cache_mode!r}"
         raise ConfigError(f"KV cache group {index}", mode, "mamba_cache_mode 'align', with vLLM 0.30 or later")
     allowed = ", ".join(sorted(SERVED))
@@ -212,29 +209,17 @@ def in_token_order(runs: Sequence[tuple[KVGroup, list[T]]]) -> list[T]:
     return [block for _, _, block in ends]
 
 
-class Presence(Protocol):
-    """Which keys the pool has."""
-
-    def lookup(self, keys: Sequence[bytes]) -> int:
-        """How many of the keys are present, counted from the first."""
-
-    def contains(self, keys: Sequence[bytes]) -> Sequence[bool]: ...
-
-
-class PromptKeys(Protocol):
-    """The keys of one prompt."""
-
-    def keys(self, group: KVGroup, first: int, end: int) -> list[bytes]:
-        """Keys of the group's blocks `first` to `end`, as far as their hashes are known."""
+Keys = Callable[[KVGroup, int, int], list[bytes]]
+"""Keys of the group's blocks from one number to another, as far as their hashes are known."""
 
 
 class GroupNeeds:
     """`kvstow.results.Needs` of a request. `keys` are all keys that a hit up to `end` may consist of."""
 
-    def __init__(self, groups: KVGroups, prompt: PromptKeys, end: int) -> None:
+    def __init__(self, groups: KVGroups, keys: Keys, end: int) -> None:
         self._groups = groups
         self._end = end // groups.alignment * groups.alignment
-        self._keys = {group.index: prompt.keys(group, 0, self._end // group.block_tokens) for group in groups.groups}
+        self._keys = {group.index: keys(group, 0, self._end // group.block_tokens) for group in groups.groups}
         self.keys = list(chain.from_iterable(self._keys.values()))
 
     @property
@@ -243,54 +228,45 @@ class GroupNeeds:
 
     def __call__(self, has: Callable[[Sequence[bytes]], Sequence[bool]], most: int | None = None) -> Needed:
         end = self._end if most is None else min(self._end, most * self._groups.alignment)
-        end = longest_end(KeyPresence(has), self._groups, _Kept(self._keys), 0, end)
+        known = self._keys
+        end = longest_end(
+            KeyPresence(has), self._groups, lambda group, first, last: known[group.index][first:last], 0, end
+        )
         if end <= 0:
             return Needed((), 0)
-        keys = [self._keys[group][number] for group, number in self._groups.places(0, end)]
+        keys = [known[group][number] for group, number in self._groups.places(0, end)]
         return Needed(keys, end // self._groups.alignment)
 
 
-class _Kept:
-    """`PromptKeys` for which each group's keys are already known."""
-
-    def __init__(self, keys: dict[int, list[bytes]]) -> None:
-        self._keys = keys
-
-    def keys(self, group: KVGroup, first: int, end: int) -> list[bytes]:
-        return self._keys[group.index][first:end]
-
-
 class KeyPresence:
-    """A `Presence` that is given one answer per key."""
+    """Which keys are present, given one answer per key."""
 
     def __init__(self, has: Callable[[Sequence[bytes]], Sequence[bool]]) -> None:
         self.contains = has
 
     def lookup(self, keys: Sequence[bytes]) -> int:
+        """How many of the keys are present, counted from the first."""
         return next((number for number, there in enumerate(self.contains(keys)) if not there), len(keys))
 
 
-def longest_end(presence: Presence, groups: KVGroups, prompt: PromptKeys, local: int, end: int) -> int:
+def longest_end(presence: OffloadEngine | KeyPresence, groups: KVGroups, keys: Keys, local: int, end: int) -> int:
     """The last aligned token up to `end` at which each group finds all that it needs beyond the first `local` tokens.
     Returns `local` or less if there is none."""
     for group in groups.full:
-        keys = prompt.keys(group, local // group.block_tokens, end // group.block_tokens)
-        end = min(end, local + presence.lookup(keys) * group.block_tokens)
+        wanted = keys(group, local // group.block_tokens, end // group.block_tokens)
+        end = min(end, local + presence.lookup(wanted) * group.block_tokens)
     end = end // groups.alignment * groups.alignment
-    partial = [(group, _absent(presence, prompt, group, local, end)) for group in groups.partial]
+    partial: list[tuple[KVGroup, list[int]]] = []  # with the missing ones among its first `j` blocks beyond `local`
+    for group in groups.partial:
+        there = presence.contains(keys(group, local // group.block_tokens, end // group.block_tokens))
+        partial.append((group, list(accumulate((not each for each in there), initial=0))))
     while end > local and not all(_is_whole(group, absent, local, end) for group, absent in partial):
         end -= groups.alignment
     return end
 
 
-def _absent(presence: Presence, prompt: PromptKeys, group: KVGroup, local: int, end: int) -> list[int]:
-    """Counts of missing blocks after the local prefix: `[j]` counts them among the first `j` blocks."""
-    keys = prompt.keys(group, local // group.block_tokens, end // group.block_tokens)
-    return list(accumulate((not there for there in presence.contains(keys)), initial=0))
-
-
 def _is_whole(group: KVGroup, absent: list[int], local: int, end: int) -> bool:
-    """Whether the group finds all that the token after `end` reads. `absent` is the result of `_absent`."""
+    """Whether the group finds all that the token after `end` reads."""
     base = local // group.block_tokens
     first, last = max(group.first_block(end) - base, 0), end // group.block_tokens - base
     return last < len(absent) and absent[first] == absent[last]

@@ -1,4 +1,5 @@
-"""Which way a load goes: within the step that needs it, layer by layer, or before it, while other requests run.
+"""Which way a load goes: within the step that needs it, layer by layer, or before it, while other requests run. And
+what it costs the engine to compute prompts, what loads have saved it, and how long it has waited for them.
 
 A load by layer costs its request the longer of load and computation, where a load before the step costs their sum and
 two more steps. Whatever else runs in that step waits for it, too: so it may add a bounded time to a step of others, and
@@ -10,7 +11,10 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
+
+from kvstow.prefill import PrefillCost, PrefillFit, PrefillNews, PromptPart
+from kvstow_service.connectors.engine_core.trackedrequests import Choice, TrackedRequest
 
 LoadPath = Literal["auto", "layer", "async"]
 LOAD_PATHS: tuple[LoadPath, ...] = get_args(LoadPath)
@@ -20,23 +24,37 @@ _FIRST_DELAY = 0.005  # seconds, until a load before a step was measured
 _NEW = 0.2  # weight of a new measurement
 _STEPS = 8
 _LEAST_BYTES = 16 << 20  # of a load whose rate is measured
+LEAST_TOKENS = 256
+"""How many prompt tokens a step must compute to show what they cost. If a step can have fewer than twice as many
+tokens, half of its limit is enough."""
+_LEAST_SHARE = 0.5
+"""The least share of its time with which a step that also decodes counts."""
 
 
-class Choice(NamedTuple):
-    by_layer: bool
-    reason: str
-    """setting, alone, budget, burst, whole_prompt, no_room, engine or rank"""
+class _Planned(NamedTuple):
+    """A step. `most`: the most tokens that it computes of a request. `load_seconds`: of its loads by layer."""
 
-    @property
-    def label(self) -> str:
-        """One of `LOAD_CHOICES`."""
-        return f"{'layer' if self.by_layer else 'async'}_{self.reason}"
+    number: int
+    at: float
+    prompts: PromptPart
+    decodes: bool
+    most: int
+    load_seconds: float
 
 
 class LoadPolicy:
-    """Used by the scheduler's thread. O(1) for each choice.
+    """Times steps and loads. Used by the scheduler's thread. O(1) for each choice, O(requests) for each step.
 
     Where no load can go by layer, the reason is `setting` (the user wants none) or `engine` (this engine allows none).
+
+    A step begins when it is planned. If vLLM plans ahead, it begins when the step before it has ended. Tokens that were
+    loaded or found on the GPU are not computed, and do not count. From the time of a step that also decodes, the time
+    of a step that only decodes is subtracted: without the prompts, it would have taken that. Steps of few tokens take
+    as long as their launch, so they show no cost.
+
+    The engine waits for loads before the step while any is under way and no step is: other requests that run meanwhile
+    hide it. It waits for loads by layer as long as their step takes longer than it would without them, at most as long
+    as the loads take.
     """
 
     def __init__(
@@ -48,11 +66,14 @@ class LoadPolicy:
         *,
         is_possible: bool = True,
         block_tokens: int = 16,
+        least_tokens: int = LEAST_TOKENS,
     ) -> None:
         """`step_budget`: seconds that loads by layer may add to a step of other requests. `slot_bytes`: on the rank
         where they are largest. `is_possible`: whether this engine can load by layer. `block_tokens`: in a slot."""
         self._path, self._budget, self._slot_bytes, self._clock = path, step_budget, slot_bytes, clock
-        self._is_possible, self._block_tokens = is_possible, block_tokens
+        self._is_possible, self._block_tokens, self._least_tokens = is_possible, block_tokens, least_tokens
+        self.requests: Mapping[str, TrackedRequest] = {}
+        """Those that vLLM has, by name."""
         self.off: str | None = None
         """Why loads by layer are off on some rank."""
         self.counts: Counter[Choice] = Counter()
@@ -60,13 +81,19 @@ class LoadPolicy:
         self._rate = _FIRST_RATE
         self._delay = _FIRST_DELAY  # of a load before the step, beside its copy
         self._steps: deque[float] = deque(maxlen=_STEPS)  # seconds of the last ones
-        self._tail_seconds: float | None = None  # of a step in which one request computes the rest of a block
-        self._decode_seconds: float | None = None
-        self._planned_at: float | None = None
-        self._running: Mapping[str, int] = {}
+        self._tail_seconds = 0.0  # of a step in which requests compute the rest of a block; 0 before it was measured
+        self._decode_seconds = 0.0  # of a step that only decodes
+        self._running: set[str] = set()
         self._by_layer = self._queued = 0  # blocks: of the step that is being planned; of other loads under way
         self._waiting = 0  # blocks of loads by layer that wait for their slots, or for vLLM to ask for them
-        self._had_layered = False
+        self._fit = PrefillFit()
+        self._planned: deque[_Planned] = deque()
+        self._last_end = 0.0
+        self._seen_at = 0.0  # until then, waiting was counted
+        self._told: PrefillCost | None = None
+        self._hits, self._waited = PromptPart(), 0.0  # not told yet
+
+    # -- the choice -----------------------------------------------------------------------------------------
 
     def choose(self, request_id: str, num_blocks: int, *, is_whole: bool, had_no_room: bool = False) -> Choice:
         """For a load of so many blocks. `is_whole`: of the whole prompt, after which vLLM would have nothing to
@@ -87,9 +114,8 @@ class LoadPolicy:
         before = self._by_layer + self._queued + self._waiting
         if not others and not before:
             return Choice(True, "alone")
-        seconds = (num_blocks + before) * self._slot_bytes / self._rate
         hidden = min(self._steps, default=0.0) if others else 0.0  # a step of others lasts so long anyway
-        if self._budget and seconds - hidden <= self._budget:
+        if self._budget and self._seconds(num_blocks + before) - hidden <= self._budget:
             return Choice(True, "budget")
         return Choice(False, "burst" if before else "budget")
 
@@ -97,31 +123,34 @@ class LoadPolicy:
     def loads_last_block(self) -> bool:
         """Whether the last block of a prompt is loaded if it alone is missing: only if that, and a step that decodes,
         take less than a step that computes the block's tokens. Not before both kinds of step were measured."""
-        if self._tail_seconds is None or self._decode_seconds is None:
+        if not self._tail_seconds or not self._decode_seconds:
             return False
-        load = self._delay + (1 + self._queued) * self._slot_bytes / self._rate
-        return load + self._decode_seconds < self._tail_seconds
+        return self._delay + self._seconds(1 + self._queued) + self._decode_seconds < self._tail_seconds
+
+    def _seconds(self, num_blocks: int) -> float:
+        """How long so many blocks take on the link."""
+        return num_blocks * self._slot_bytes / self._rate
+
+    # -- loads ----------------------------------------------------------------------------------------------
 
     def waits(self, num_blocks: int) -> None:
-        """The slots of a load by layer were asked for before the load is promised to vLLM."""
+        """The slots of a load by layer were asked for before the load is promised to vLLM. Once it is planned or given
+        up, `num_blocks` is negative."""
         self._waiting += num_blocks
 
-    def waits_no_more(self, num_blocks: int) -> None:
-        """Such a load is planned, or given up."""
-        self._waiting -= num_blocks
-
     def begun(self, choice: Choice, num_blocks: int) -> None:
-        """A load has been planned."""
         self.counts[choice] += 1
         if choice.by_layer:
             self._by_layer += num_blocks
         else:
+            self._look()
             self._queued += num_blocks
 
     def ended(self, num_blocks: int, seconds: float | None = None) -> None:
         """A load that does not go by layer has ended on all ranks, `seconds` after it had begun."""
+        self._look()
         if seconds is not None:
-            delay = seconds - self._queued * self._slot_bytes / self._rate  # the others share the link with it
+            delay = seconds - self._seconds(self._queued)  # the others share the link with it
             self._delay += _NEW * (max(0.0, delay) - self._delay)
         self._queued -= num_blocks
 
@@ -130,33 +159,79 @@ class LoadPolicy:
         if num_bytes >= _LEAST_BYTES and seconds > 0:
             self._rate += _NEW * (num_bytes / seconds - self._rate)
 
-    @property
-    def layer_seconds(self) -> float:
-        """How long the loads by layer take of the step that is being planned."""
-        return self._by_layer * self._slot_bytes / self._rate
+    def loaded(self, tokens: PromptPart) -> None:
+        self._hits = self._hits.with_part(tokens)
 
-    def planned(self, running: Mapping[str, int]) -> None:
-        """A step was planned: how many tokens it computes of each request."""
-        now, before = self._clock(), self._planned_at
-        if self._running and before is not None:
-            seconds = now - before
-            self._steps.append(seconds)
-            if not self._had_layered and self._running.keys() & running.keys():  # the engine was not idle in between
-                self._note_step(seconds)
-        self._planned_at, self._running = now, dict(running)
-        self._had_layered, self._by_layer = self._by_layer > 0, 0
+    def _look(self) -> float:
+        """Count the time since the last look, if the engine has waited since. Returns the time."""
+        now = self._clock()
+        if self._queued and not self._planned:
+            self._waited += now - self._seen_at
+        self._seen_at = now
+        return now
+
+    # -- steps ----------------------------------------------------------------------------------------------
+
+    def planned(self, number: int, step: Any) -> bool:
+        """Steps have ascending numbers. `step`: vLLM's `SchedulerOutput`, before vLLM counts its tokens as computed.
+        Returns whether `step_ended` is to be called: not for steps that compute nothing."""
+        scheduled: Mapping[str, int] = step.num_scheduled_tokens
+        load_seconds, self._by_layer, self._running = self._seconds(self._by_layer), 0, set(scheduled)
+        if not scheduled:
+            return False
+        drafts: Mapping[str, Any] = getattr(step, "scheduled_spec_decode_tokens", None) or {}
+        total, prompts = getattr(step, "total_num_scheduled_tokens", None), PromptPart()
+        if total != len(scheduled):
+            total = sum(scheduled.values())
+            for name, count in scheduled.items():
+                if count > 1 + (len(drafts.get(name, ())) if drafts else 0):
+                    tracked = self.requests.get(name)
+                    start = 0 if tracked is None else tracked.request.num_computed_tokens
+                    prompts = prompts.with_part(PromptPart.between(start, start + count))
+        most, decodes = max(scheduled.values()), total > prompts.tokens
+        self._planned.append(_Planned(number, self._look(), prompts, decodes, most, load_seconds))
+        return True
+
+    def step_ended(self, number: int) -> None:
+        now, planned = self._look(), self._planned
+        while planned and planned[0].number < number:
+            planned.popleft()
+        if not planned or planned[0].number != number:
+            return
+        step = planned.popleft()
+        seconds = now - max(step.at, self._last_end)
+        self._last_end = now
+        self._steps.append(seconds)
+        if step.load_seconds:
+            self._waited += min(step.load_seconds, max(0.0, seconds - self._expected(step)))
+        elif not step.prompts.tokens:
+            self._decode_seconds = _mean(self._decode_seconds, seconds)
+        else:
+            if step.most <= self._block_tokens:
+                self._tail_seconds = _mean(self._tail_seconds, seconds)
+            if step.prompts.tokens >= self._least_tokens:
+                if step.decodes:
+                    seconds = max(seconds - self._decode_seconds, _LEAST_SHARE * seconds)
+                self._fit.observe(step.prompts, seconds)
+
+    def _expected(self, step: _Planned) -> float:
+        """How long the step would have taken without loads; 0 if that is not known."""
+        cost = self._fit.cost
+        prompts = 0.0 if cost is None else cost.seconds(step.prompts)
+        return prompts + self._decode_seconds if step.decodes else max(prompts, self._decode_seconds)
 
     def finished(self, request_id: str) -> None:
-        if request_id in self._running:
-            self._running = {name: count for name, count in self._running.items() if name != request_id}
+        self._running.discard(request_id)
 
-    def _note_step(self, seconds: float) -> None:
-        most = max(self._running.values())
-        if most == 1:
-            self._decode_seconds = _mean(self._decode_seconds, seconds)
-        elif most <= self._block_tokens:
-            self._tail_seconds = _mean(self._tail_seconds, seconds)
+    def take_news(self) -> PrefillNews | None:
+        """For the control plane: what is new since the last call; None while it is not known what prompts cost."""
+        cost = self._fit.cost
+        if cost is None or (cost == self._told and not self._hits.tokens and not self._waited):
+            return None
+        news = PrefillNews(cost, self._hits.tokens, cost.seconds(self._hits), self._waited)
+        self._told, self._hits, self._waited = cost, PromptPart(), 0.0
+        return news
 
 
-def _mean(before: float | None, new: float) -> float:
-    return new if before is None else before + _NEW * (new - before)
+def _mean(before: float, new: float) -> float:
+    return before + _NEW * (new - before) if before else new

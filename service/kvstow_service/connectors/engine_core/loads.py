@@ -19,12 +19,12 @@ from kvstow.prefill import PromptPart
 from kvstow.results import Awaited
 from kvstow_service.connectors.engine_core.controlplane import LATER, ControlPlane, Later
 from kvstow_service.connectors.engine_core.kvgroups import KVGroups
-from kvstow_service.connectors.engine_core.loadpolicy import Choice, LoadPolicy
+from kvstow_service.connectors.engine_core.loadpolicy import LoadPolicy
 from kvstow_service.connectors.engine_core.offloadmetrics import Observe
-from kvstow_service.connectors.engine_core.prefillmeter import PrefillMeter
 from kvstow_service.connectors.engine_core.stepplan import StepDraft
 from kvstow_service.connectors.engine_core.trackedrequests import (
     BegunLoad,
+    Choice,
     Hit,
     LoadWait,
     Request,
@@ -85,7 +85,6 @@ class SharedLoads:
         return load.is_over or (load.done_in is not None and load.done_in < self._draft.number)
 
     def _find(self, request: Request, local: int, end: int) -> LoadWait | None:
-        """The load that brings most of the request's tokens, if it is worth a wait."""
         best: LoadWait | None = None
         step, need = self._groups.alignment, end - local
         half = local + -(-need // (2 * step)) * step
@@ -119,21 +118,13 @@ class SharedLoads:
 logger = logging.getLogger("kvstow.vllm")
 
 
-class _AskedLoad(NamedTuple):
-    """A load of these tokens into the blocks `targets` that the pool has not agreed to yet."""
+class _Load(NamedTuple):
+    """A load before the step, of these tokens into the blocks `targets`, asked for at the time `at`."""
 
     tracked: TrackedRequest
     tokens: PromptPart
     targets: tuple[int, ...]
     answer: Awaited[Op | None]
-    at: float
-
-
-class _Queued(NamedTuple):
-    """A load before the step, of these tokens in so many blocks, asked for at the time `at`."""
-
-    tokens: PromptPart
-    num_blocks: int
     at: float
 
 
@@ -157,25 +148,25 @@ class Loads:
         groups: KVGroups,
         null_block: int,
         observe: Observe,
-        shared: SharedLoads,
         policy: LoadPolicy,
-        meter: PrefillMeter,
-        clock: Callable[[], float] = time.perf_counter,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        drafts: bool = False,
     ) -> None:
         """`null_block` is the entry that stands in a block table for blocks outside the window. `observe` takes the
-        time of each lookup."""
+        time of each lookup. `drafts`: see `VLLMProcess`."""
         self._control, self._draft, self._groups = control, draft, groups
-        self._null_block, self._observe, self._shared = null_block, observe, shared
+        self._null_block, self._observe = null_block, observe
+        self._shared = SharedLoads(draft, groups, clock, drafts=drafts)
         self._finder = control.hit_finder(groups)
-        self._asked: deque[_AskedLoad] = deque()
-        self._under_way: dict[int, TrackedRequest] = {}  # by op
-        self._policy, self._meter, self._clock = policy, meter, clock
-        self._layered: dict[int, PromptPart] = {}
+        self._asked: deque[_Load] = deque()  # those that the pool has not agreed to yet
+        self._under_way: dict[int, _Load] = {}  # by op
+        self._policy = policy
+        self._layered: dict[int, PromptPart] = {}  # tokens of the loads by layer under way, by op
         self._begun: dict[TrackedRequest, bool] = {}
         """Requests with a load that has begun, and whether vLLM has asked for the request in this step."""
         self._promised: list[TrackedRequest] = []  # those whose load was promised to vLLM in this step
         self._unwanted: list[Awaited[Op | None]] = []
-        self._queued: dict[int, _Queued] = {}  # of the loads under way, by op
 
     @property
     def are_under_way(self) -> bool:
@@ -215,7 +206,10 @@ class Loads:
             tracked.hit = hit = found
         if hit is None:
             return 0
-        tracked.choice = choice = self._choose(tracked, hit.end)
+        num_blocks, is_whole = (hit.end - local) // self._groups.alignment, hit.end >= tracked.request.num_tokens
+        tracked.choice = choice = self._policy.choose(
+            tracked.request.request_id, num_blocks, is_whole=is_whole, had_no_room=tracked.had_no_room
+        )
         if choice.by_layer:  # it needs no other request's load, and vLLM keeps it in this step
             if self._control.begins_loads_at_once:
                 return hit.end - local
@@ -227,11 +221,6 @@ class Loads:
         """Whether only the last block of the whole prompt is missing on the GPU, and computing it takes less time."""
         is_last = end == tracked.request.num_tokens and end - tracked.start == self._groups.alignment
         return is_last and not self._policy.loads_last_block
-
-    def _choose(self, tracked: TrackedRequest, end: int) -> Choice:
-        request, num_blocks = tracked.request, (end - tracked.start) // self._groups.alignment
-        is_whole, had_no_room = end >= request.num_tokens, tracked.had_no_room
-        return self._policy.choose(request.request_id, num_blocks, is_whole=is_whole, had_no_room=had_no_room)
 
     def _begin_early(self, tracked: TrackedRequest, hit: Hit, choice: Choice) -> int | None:
         """Ask for the slots of a load by layer, whose blocks are not known yet."""
@@ -263,7 +252,7 @@ class Loads:
         if begun is not None:
             del self._begun[tracked]
             self._shared.ended(tracked)
-            self._policy.waits_no_more(begun.num_blocks)
+            self._policy.waits(-begun.num_blocks)
         return begun
 
     def _drop_begun(self, tracked: TrackedRequest) -> None:
@@ -300,8 +289,12 @@ class Loads:
             source = tracked.source(self._control.source_key)
             self._control.count_lookup(queried // alignment, num_tokens // alignment, source)
 
+    def ended(self, tracked: TrackedRequest) -> None:
+        """The request continues without a load, or has ended."""
+        self._shared.ended(tracked)
+        self.release_hit(tracked)
+
     def release_hit(self, tracked: TrackedRequest) -> None:
-        """Stop holding the request's hit."""
         self._release_lease(tracked)
         self._drop_begun(tracked)
         self._end_deferral(tracked)
@@ -369,9 +362,8 @@ class Loads:
             self._lose(tracked, targets)
             return
         else:
-            self._meter.load_began()
             tokens = PromptPart.between(tracked.start, end)
-            self._asked.append(_AskedLoad(tracked, tokens, targets, answer, self._clock()))
+            self._asked.append(_Load(tracked, tokens, targets, answer, time.perf_counter()))
             self._shared.begun(tracked, num_tokens)
         self._policy.begun(choice, len(targets))
         self.take_begun()
@@ -380,17 +372,15 @@ class Loads:
         """Plan the loads that the pool has agreed to since the last call. With `wait`, also wait for the other loads,
         as long as this step may wait. The pool answers them in the order in which they were asked for."""
         while self._asked:
-            tracked, tokens, targets, answer, at = self._asked[0]
+            tracked, _, targets, answer, _ = load = self._asked[0]
             if not (self._control.wait(answer) if wait else answer.done):
                 return
             self._asked.popleft()
             if (op := answer.value) is not None:
                 self._draft.add_load(op, tracked.request.request_id)
-                self._under_way[op.op_id] = tracked
-                self._queued[op.op_id] = _Queued(tokens, len(targets), at)
+                self._under_way[op.op_id] = load
             else:
                 self._policy.ended(len(targets))
-                self._meter.load_ended()
                 logger.warning("request %s lost its hit and is computed: %s", tracked.request.request_id, answer.error)
                 self._lose(tracked, targets)
 
@@ -400,26 +390,18 @@ class Loads:
         self._lose(tracked, tuple([tracked.tables[group][number] for group, number in places]))
 
     def has(self, op_id: int) -> bool:
-        """Whether the op is a load under way."""
         return op_id in self._layered or op_id in self._under_way
 
     def load_settled(self, op_id: int, *, failed: bool) -> None:
         """A load has ended on every rank."""
         tokens = self._layered.pop(op_id, None)
-        if (queued := self._queued.pop(op_id, None)) is not None:
-            self._policy.ended(queued.num_blocks, None if failed else self._clock() - queued.at)
-            self._meter.load_ended()
-            tokens = queued.tokens
+        if (load := self._under_way.pop(op_id, None)) is not None:
+            tracked, tokens, targets, _, at = load
+            self._policy.ended(len(targets), None if failed else time.perf_counter() - at)
+            tracked.load_failed = failed
+            (self._shared.ended if failed else self._shared.done)(tracked)
         if tokens is not None and not failed:
-            self._meter.loaded(tokens)
-        tracked = self._under_way.pop(op_id, None)
-        if tracked is None:
-            return
-        tracked.load_failed = failed
-        if failed:
-            self._shared.ended(tracked)
-        else:
-            self._shared.done(tracked)
+            self._policy.loaded(tokens)
 
     def _lose(self, tracked: TrackedRequest, targets: tuple[int, ...]) -> None:
         tracked.load_failed = True

@@ -1,20 +1,15 @@
 """KVStow in vLLM's own `/metrics` and log: the family `vllm:kv_offload_*`.
 
 The scheduler side polls a `StatsFeed` in every step. vLLM sends the `KVStowStats` to its front end, where
-`KVStowPromMetrics` exports them:
-
-    feed = StatsFeed(read, is_busy)                                            # with the engine, once
-    return feed.take_stats()                                                   # get_kv_connector_stats
-    return KVStowStats(data=data or {})                                        # build_kv_connector_stats
-    return KVStowPromMetrics(vllm_config, metric_types, labelnames, values)    # build_prom_metrics
-"""
+`KVStowPromMetrics` exports them."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
@@ -40,19 +35,16 @@ class KVStowStats(KVConnectorStats):
 
     def reduce(self) -> dict[str, int | float]:
         """For the log: histograms as count and sum, without the configuration."""
-        return dict(_reduced(self.data))
+        reduced: dict[str, int | float] = {}
+        for name, value in self.data.items():
+            if FAMILY[name].kind == "histogram":
+                reduced |= {f"{name}_count": len(value), f"{name}_sum": sum(value)}
+            elif FAMILY[name].kind != "info":
+                reduced[name] = value
+        return reduced
 
     def is_empty(self) -> bool:
         return not self.data
-
-
-def _reduced(data: dict[str, Any]) -> Iterator[tuple[str, int | float]]:
-    for name, value in data.items():
-        if FAMILY[name].kind == "histogram":
-            yield f"{name}_count", len(value)
-            yield f"{name}_sum", sum(value)
-        elif FAMILY[name].kind != "info":
-            yield name, value
 
 
 class StatsFeed:
@@ -76,7 +68,6 @@ class StatsFeed:
         self._observed: dict[str, list[float]] = {}
 
     def observe(self, name: str, value: float) -> None:
-        """Record one observation of the histogram `name` of the family."""
         self._observed.setdefault(name, []).append(value)
 
     def take_stats(self) -> KVStowStats | None:
@@ -110,75 +101,53 @@ class KVStowPromMetrics(KVConnectorPromMetrics):
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._metrics: dict[str, Any] | None = None
-        self._children: dict[tuple[int, str, tuple[str, ...]], Any] = {}
-        self._info: dict[tuple[int, str], tuple[str, ...]] = {}
+        self._info: dict[tuple[int, str], list[str]] = {}
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Export the changes that one engine sent."""
         if self._metrics is None:
             self._metrics = self._register()
-            self._begin()
         for name, value in transfer_stats_data.items():
-            if FAMILY[name].kind == "info":
-                self._inform(name, tuple(value[label] for label in FAMILY[name].labelnames), engine_idx)
+            if name not in self._metrics:
                 continue
-            self._write(name, value, engine_idx)
+            child = self._child(name, engine_idx)
+            match FAMILY[name].kind:
+                case "counter":
+                    child().inc(value)
+                case "gauge":
+                    child().set(value)
+                case "histogram":
+                    series = child()
+                    for observation in value:
+                        series.observe(observation)
+                case "info":  # a new series for new labels; the former one becomes 0
+                    labels = [value[label] for label in FAMILY[name].labelnames]
+                    if (former := self._info.get((engine_idx, name))) is not None:
+                        child(*former).set(0)
+                    child(*labels).set(1)
+                    self._info[engine_idx, name] = labels
+
+    def _child(self, name: str, engine_idx: int) -> Callable[..., Any]:
+        """Makes the series of an engine, given the metric's own labels."""
+        assert self._metrics is not None
+        return partial(self._metrics[name].labels, *self.per_engine_labelvalues[engine_idx])
 
     def _register(self) -> dict[str, Any]:
-        """The metrics of the family, up to the first name that another connector has registered."""
+        """The metrics of the family, up to the first name that another connector has registered. Every counter exists
+        before its first increment, so that rates include that increment."""
         metrics: dict[str, Any] = {}
-        for name in FAMILY:
+        for name, metric in FAMILY.items():
+            labels = [*self._labelnames, *metric.labelnames]
+            given: dict[str, Any] = {"name": PREFIX + name, "documentation": metric.help, "labelnames": labels}
             try:
-                metrics[name] = self._make(name)
+                if metric.kind == "counter":
+                    metrics[name] = self._counter_cls(**given)
+                    for values in self.per_engine_labelvalues.values():
+                        metrics[name].labels(*values)
+                elif metric.kind == "histogram":
+                    metrics[name] = self._histogram_cls(**given, buckets=metric.bounds)
+                else:
+                    metrics[name] = self._gauge_cls(**given, multiprocess_mode="mostrecent")
             except ValueError as error:
                 logger.warning("another connector exports %s%s, so KVStow does not: %s", PREFIX, name, error)
                 break
         return metrics
-
-    def _begin(self) -> None:
-        """Create every counter before its first increment, so that rates include that increment."""
-        counters = [name for name, metric in FAMILY.items() if metric.kind == "counter"]
-        for engine_idx in self.per_engine_labelvalues:
-            for name in counters:
-                self._child(name, engine_idx)
-
-    def _make(self, name: str) -> Any:
-        metric = FAMILY[name]
-        labels = [*self._labelnames, *metric.labelnames]
-        if metric.kind == "counter":
-            return self._counter_cls(name=PREFIX + name, documentation=metric.help, labelnames=labels)
-        if metric.kind == "histogram":
-            return self._histogram_cls(
-                name=PREFIX + name, documentation=metric.help, labelnames=labels, buckets=metric.bounds
-            )
-        return self._gauge_cls(
-            name=PREFIX + name, documentation=metric.help, labelnames=labels, multiprocess_mode="mostrecent"
-        )
-
-    def _inform(self, name: str, labels: tuple[str, ...], engine_idx: int) -> None:
-        """Start a new series for new labels, and set the former series to 0."""
-        former = self._info.get((engine_idx, name))
-        if former is not None:
-            self._write(name, 0, engine_idx, *former)
-        self._write(name, 1, engine_idx, *labels)
-        self._info[engine_idx, name] = labels
-
-    def _write(self, name: str, value: float | Sequence[float], engine_idx: int, *labels: str) -> None:
-        child = self._child(name, engine_idx, *labels)
-        if child is None:
-            return
-        if isinstance(value, Sequence):
-            for observation in value:
-                child.observe(observation)
-        elif FAMILY[name].kind == "counter":
-            child.inc(value)
-        else:
-            child.set(value)
-
-    def _child(self, name: str, engine_idx: int, *labels: str) -> Any:
-        """The series of an engine; None if another connector exports this metric."""
-        key = engine_idx, name, labels
-        if key not in self._children:
-            metric = (self._metrics or {}).get(name)
-            self._children[key] = metric and metric.labels(*self.per_engine_labelvalues[engine_idx], *labels)
-        return self._children[key]

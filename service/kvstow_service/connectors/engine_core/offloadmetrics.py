@@ -106,13 +106,11 @@ def usage(writing: int, reading: int, usable: int) -> dict[str, float]:
 
 
 def info_labels(slots: int, slot_bytes: int, slot_tokens: int | None) -> dict[str, str]:
-    """The labels of `INFO`."""
     tokens = None if slot_tokens is None else slots * slot_tokens
     return dict(zip(FAMILY[INFO].labelnames, (str(slots), "1", str(slots * slot_bytes), str(tokens)), strict=True))
 
 
 def merge(changes: Changes, later: Mapping[str, Any]) -> None:
-    """Add `later` changes to `changes`."""
     for name, value in later.items():
         if FAMILY[name].kind == "counter":
             changes[name] = changes.get(name, 0) + value

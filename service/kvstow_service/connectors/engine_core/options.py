@@ -24,13 +24,10 @@ from kvstow_service.connectors.engine_core.loadpolicy import LOAD_PATHS, LoadPat
 from kvstow_service.duration import parse_duration
 
 DEFAULT_BYTES = 8 << 30
-"""Keys of SimpleCPUOffloadConnector, which keep their meaning."""
-
 _ALIASES = {"async_init": "async_register_cache"}
+"""Of SimpleCPUOffloadConnector, whose keys keep their meaning."""
 _OF_VLLM = frozenset({"enable_cross_layers_blocks"})
 """Keys that vLLM itself reads from the same mapping."""
-
-
 _PREFIX = "kv_connector_extra_config: "
 
 
@@ -50,10 +47,24 @@ def size(key: str, value: Any) -> int:
     return size
 
 
-def _flag(key: str, value: Any) -> bool:
-    if type(value) is not bool:
-        raise ConfigError(key, value, "true or false")
-    return value
+def _valid(accepts: Callable[[Any], bool], allowed: str) -> Callable[[str, Any], Any]:
+    """Parses a value that `accepts` returns true for."""
+
+    def parse(key: str, value: Any) -> Any:
+        if not accepts(value):
+            raise ConfigError(key, value, allowed)
+        return value
+
+    return parse
+
+
+def _choice(*allowed: str) -> Callable[[str, Any], Any]:
+    return _valid(lambda value: value in allowed, " or ".join(allowed))
+
+
+_flag = _valid(lambda value: type(value) is bool, "true or false")
+_port = _valid(lambda value: type(value) is int and 0 <= value < 65536, "a port, 0 (any free one) to 65535")
+_text = _valid(lambda value: isinstance(value, str) and value != "", "a non-empty string")
 
 
 def _seconds(key: str, value: Any) -> float:
@@ -61,34 +72,13 @@ def _seconds(key: str, value: Any) -> float:
 
 
 def _positive_seconds(key: str, value: Any) -> float:
-    if not (seconds := _seconds(key, value)):
+    if not (seconds := parse_duration(value, key)):
         raise ConfigError(key, value, "more than 0 seconds")
     return seconds
 
 
-def _choice(*allowed: str) -> Callable[[str, Any], str]:
-    def parse(key: str, value: Any) -> str:
-        if value not in allowed:
-            raise ConfigError(key, value, " or ".join(allowed))
-        return str(value)
-
-    return parse
-
-
 def _policy(key: str, value: Any) -> str:
     return parse_policy(value, key)
-
-
-def _port(key: str, value: Any) -> int:
-    if type(value) is not int or not 0 <= value < 65536:
-        raise ConfigError(key, value, "a port, 0 (any free one) to 65535")
-    return value
-
-
-def _text(key: str, value: Any) -> str:
-    if not isinstance(value, str) or not value:
-        raise ConfigError(key, value, "a non-empty string")
-    return value
 
 
 def _path(key: str, value: Any) -> Path:
@@ -129,7 +119,6 @@ _OF_SERVICE = (
 
 
 def _check_attach(given: Mapping[str, Any]) -> None:
-    """Refuse options that would have no effect."""
     if "attach" not in given:
         if "weights_id" in given:
             raise misuse("weights_id", given["weights_id"], "needs attach: nobody else finds this engine's blocks")
@@ -148,23 +137,11 @@ def _check_attach(given: Mapping[str, Any]) -> None:
 @dataclass(frozen=True, slots=True)
 class ConnectorOptions:
     """The settings of one engine, each with the function that parses it. Sizes are in bytes, times in seconds.
+    `docs/vllm.md` says what each does.
 
     All ranks of an engine share `cpu_bytes_to_use`, rounded down to whole slots (a data-parallel engine counts as an
-    engine of its own). `cpu_bytes_to_use_per_rank` takes its place. `max_bytes` limits, over all ranks, the size that a
-    resize may ask for; the default limit is the machine's memory. `lazy_offload` stores blocks when the GPU is about to
-    evict them. Without `async_register_cache`, vLLM's start waits until the pool is pinned. `huge_pages`: as in
-    `PoolConfig`.
-
-    `load_path`: "layer" loads within the step that computes with it, layer by layer, wherever that is possible; "async"
-    before it; "auto" decides for each load (`LoadPolicy`). `load_step_budget` limits what loads by layer add to a step
-    of other requests.
-
-    `attach` is the socket of the node service, whose memory takes the place of a pool. `cpu_bytes_to_use` is then the
-    memory that the engine asks for; the default (0) asks for all of it. With `attach_require_sharing`, an engine does
-    not attach if it could share no blocks with others of its model.
-
-    `weights_id` names the model's weights for others, if neither a snapshot of the Hugging Face Hub nor the files
-    identify them.
+    engine of its own). With `attach`, the socket of the node service, it is the memory that the engine asks for; the
+    default (0) then asks for all of it.
     """
 
     cpu_bytes_to_use: Annotated[int, size] = DEFAULT_BYTES

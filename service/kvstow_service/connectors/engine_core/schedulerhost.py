@@ -5,22 +5,21 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from kvstow.attach.hello import SessionTicket
 from kvstow.messages import DesiredState, RankReport
 from kvstow_service.admin.agent import AdminAddress
 from kvstow_service.connectors.engine_core.adapters import Adapters
 from kvstow_service.connectors.engine_core.controlplane import ControlPlane
-from kvstow_service.connectors.engine_core.kvevents import EventFeed
+from kvstow_service.connectors.engine_core.gpublocks import BlockPool
+from kvstow_service.connectors.engine_core.kvevents import BlockSource, EventFeed, event_feed
 from kvstow_service.connectors.engine_core.kvgroups import KVGroups
-from kvstow_service.connectors.engine_core.loadpolicy import LoadPolicy
+from kvstow_service.connectors.engine_core.loadpolicy import LEAST_TOKENS, LoadPolicy
 from kvstow_service.connectors.engine_core.metadata import RankHello, RankUpdate
 from kvstow_service.connectors.engine_core.metricsexport import StatsFeed
 from kvstow_service.connectors.engine_core.options import ConnectorOptions
-from kvstow_service.connectors.engine_core.prefillmeter import LEAST_TOKENS, PrefillMeter
 from kvstow_service.connectors.engine_core.schedulerside import STEP_BLOCKS, SchedulerSide
-from kvstow_service.connectors.engine_core.stores import BlockPool
 from kvstow_service.connectors.engine_core.vllmprocess import VLLMProcess, process_start
 
 logger = logging.getLogger("kvstow.vllm")
@@ -38,7 +37,14 @@ class SchedulerHost(ABC):
     """Lazy stores look ahead as far as this many steps can evict: a store holds its GPU blocks for as many steps."""
 
     def __init__(
-        self, options: ConnectorOptions, process: VLLMProcess, groups: KVGroups, *, by_layer: bool = False
+        self,
+        options: ConnectorOptions,
+        process: VLLMProcess,
+        groups: KVGroups,
+        vllm_config: Any,
+        kv_cache_config: Any,
+        *,
+        by_layer: bool = True,
     ) -> None:
         """Starts nothing. `by_layer`: whether ranks can load layer by layer."""
         self.side: SchedulerSide | None = None
@@ -46,6 +52,7 @@ class SchedulerHost(ABC):
         self.stats: StatsFeed
         """Made with the side."""
         self._options, self._process, self._groups = options, process, groups
+        self._vllm_config, self._kv_cache_config = vllm_config, kv_cache_config
         self._pool: BlockPool | None = None
         self._hellos: dict[int, RankHello] = {}
         self._desired: dict[int, DesiredState] = {}  # answers to what ranks have reported with their steps
@@ -61,9 +68,9 @@ class SchedulerHost(ABC):
         """`hellos` of all ranks, in order. Also makes the `stats`. Returns None, after logging why, if there can be no
         offload."""
 
-    @abstractmethod
     def _take_report(self, report: RankReport) -> DesiredState | None:
-        """Take a report that a rank sent with a step. Raises `KvstowError` for a report that is not accepted."""
+        """Take a report that a rank sent with a step. The ranks of an attached engine report to the service."""
+        return None
 
     @abstractmethod
     def close(self) -> None:
@@ -155,6 +162,10 @@ class SchedulerHost(ABC):
             return
         self.side = self._make_side(self._pool, [self._hellos[rank] for rank in range(self.num_ranks)])
 
+    def _event_feed(self, source: BlockSource) -> EventFeed | None:
+        specs = [group.kv_cache_spec for group in self._kv_cache_config.kv_cache_groups]
+        return event_feed(self._vllm_config, source, specs)
+
     def _new_side(self, control: ControlPlane, pool: BlockPool, events: EventFeed | None) -> SchedulerSide:
         options, process = self._options, self._process
         is_possible = self._by_layer and self._groups.are_attention and process.may_load_by_layer
@@ -169,6 +180,7 @@ class SchedulerHost(ABC):
             control.slot_bytes,
             is_possible=is_possible,
             block_tokens=self._groups.alignment,
+            least_tokens=min(LEAST_TOKENS, process.max_batched_tokens // 2),
         )
         return SchedulerSide(
             control,
@@ -181,7 +193,6 @@ class SchedulerHost(ABC):
             drafts=process.drafts,
             adapters=None if process.lora_settings is None else Adapters(process.lora_settings, process_start()),
             policy=policy,
-            meter=PrefillMeter(min(LEAST_TOKENS, process.max_batched_tokens // 2)),
         )
 
     @property

@@ -4,27 +4,26 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from kvstow.messages import Completion
 from kvstow_service.connectors.engine_core.adapters import Adapters
 from kvstow_service.connectors.engine_core.controlplane import ControlPlane
+from kvstow_service.connectors.engine_core.gpublocks import BlockPool, GPUBlocks, KnownHashes
 from kvstow_service.connectors.engine_core.hints import UnstoredHashes, hints_of
 from kvstow_service.connectors.engine_core.kvevents import EventFeed
 from kvstow_service.connectors.engine_core.kvgroups import KVGroups
 from kvstow_service.connectors.engine_core.loadpolicy import LoadPolicy
-from kvstow_service.connectors.engine_core.loads import FailedLoads, Loads, SharedLoads
+from kvstow_service.connectors.engine_core.loads import FailedLoads, Loads
 from kvstow_service.connectors.engine_core.offloadmetrics import Observe
-from kvstow_service.connectors.engine_core.prefillmeter import PrefillMeter
-from kvstow_service.connectors.engine_core.stepplan import PlannedStep, Step, StepDraft
-from kvstow_service.connectors.engine_core.storefinders import EagerStores, LazyStores, RecurrentStates, StoreFinder
+from kvstow_service.connectors.engine_core.stepplan import PlannedStep, StepDraft
 from kvstow_service.connectors.engine_core.stores import (
-    BlockPool,
+    EagerStores,
     EndedRequests,
-    GPUBlocks,
-    KnownHashes,
+    LazyStores,
+    RecurrentStates,
+    StoreFinder,
     Stores,
-    WrittenBlocks,
 )
 from kvstow_service.connectors.engine_core.trackedrequests import Request, TrackedRequest
 
@@ -53,7 +52,6 @@ class SchedulerSide:
         drafts: bool = False,
         adapters: Adapters | None = None,
         policy: LoadPolicy,
-        meter: PrefillMeter,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """With `lazy_blocks`, a block is stored when it is this many blocks away from eviction on the GPU; None stores
@@ -70,9 +68,9 @@ class SchedulerSide:
                 self._gpu.known_hashes.note = events.name
         self._draft = StepDraft()
         null_block = pool.null_block.block_id
-        self._shared_loads = SharedLoads(self._draft, groups, clock, drafts=drafts)
-        self.policy, self._meter = policy, meter
-        self._loads = Loads(control, self._draft, groups, null_block, observe, self._shared_loads, policy, meter)
+        self.policy = policy
+        policy.requests = self._requests
+        self._loads = Loads(control, self._draft, groups, null_block, observe, policy, clock, drafts=drafts)
         self.failed_loads = FailedLoads(control, groups, null_block, self._requests)
         self._stores = Stores(control, self._draft, self._gpu, events, to_front=lazy_blocks is not None)
         self._finder: StoreFinder
@@ -80,14 +78,12 @@ class SchedulerSide:
             self._finder = EagerStores(groups, self._gpu, self._stores, self._requests, events, step_blocks)
         else:
             self._finder = LazyStores(control, self._gpu, self._stores, lazy_blocks, step_blocks)
-        self._stores.offer_again = self._finder.offer_again
-        self._states = RecurrentStates(self._gpu, self._stores) if groups.has_states else None
+        self._states = RecurrentStates(self._gpu, self._stores)
         self._ended = EndedRequests(control, groups, self._stores, clock)
 
     # -- admission ------------------------------------------------------------------------------------------
 
     def expect(self, request: Request) -> None:
-        """The request has arrived; a call of `find_hit` follows soon."""
         if not request.skip_reading_prefix_cache:
             self._loads.expect(self._tracked(request))
 
@@ -125,7 +121,10 @@ class SchedulerSide:
         """
         tracked = self._tracked(request)
         tracked.give_tables(tables, self._draft.number)
-        self._note_first_computed(tracked, load_tokens)
+        first = tracked.start + load_tokens
+        if tracked.loading and not load_tokens:  # the load has ended, and vLLM continues after its last good block
+            first = request.num_computed_tokens
+        tracked.computed_from = min(tracked.computed_from, first)
         if load_tokens:
             self._loads.count_hit(tracked, load_tokens)
             tracked.loaded = range(tracked.start, tracked.start + load_tokens)
@@ -135,24 +134,16 @@ class SchedulerSide:
             if by_layer:  # no other call follows
                 self._finder.admitted(tracked)
             return True
-        self._loads.release_hit(tracked)
-        self._shared_loads.ended(tracked)
         if not tracked.loading and request.num_computed_tokens == 0:  # otherwise it keeps the blocks that it had
             tracked.withheld = False
             if not request.skip_reading_prefix_cache:
                 self._loads.count_hit(tracked, 0)
+        self._loads.ended(tracked)
         if not tracked.loading or tracked.load_failed:
             tracked.loaded = range(0)
         tracked.loading = tracked.load_failed = False
         self._finder.admitted(tracked)
         return True
-
-    @staticmethod
-    def _note_first_computed(tracked: TrackedRequest, load_tokens: int) -> None:
-        first = tracked.start + load_tokens
-        if tracked.loading and not load_tokens:  # the load has ended, and vLLM continues after its last good block
-            first = tracked.request.num_computed_tokens
-        tracked.computed_from = min(tracked.computed_from, first)
 
     def fetched_tokens(self, request: Request) -> int:
         """How many of the tokens that the request loads in this admission came from the fleet tier."""
@@ -171,8 +162,7 @@ class SchedulerSide:
         tracked = self._requests.pop(request.request_id, None)
         if tracked is None:
             return
-        self._loads.release_hit(tracked)
-        self._shared_loads.ended(tracked)
+        self._loads.ended(tracked)
         self.policy.finished(request.request_id)
         if self._gpu.known_hashes is not None:
             self._gpu.known_hashes.add_ended(tracked)
@@ -188,29 +178,25 @@ class SchedulerSide:
         tracked = self._requests.get(request.request_id)
         if tracked is None or tracked.request is not request:
             if tracked is not None:
-                self._loads.release_hit(tracked)
-                self._shared_loads.ended(tracked)
+                self._loads.ended(tracked)
                 if self._gpu.unstored is not None:
                     self._gpu.unstored.end(tracked)
             adapter = None if self._adapters is None else self._adapters.of(request)
             tracked = TrackedRequest(request, self._groups.num_tables, adapter, hints_of(request))
             self._requests[request.request_id] = tracked
-            self._heed_store_hint(tracked)
+            if not tracked.may_store and self._gpu.unstored is None:
+                groups, first = self._groups.groups, self._groups.groups[0]
+                most = 2 * len(self._gpu.pool.blocks) * max(group.hashes_per_block for group in groups)
+                self._gpu.unstored = UnstoredHashes(most, first.block_tokens // first.hashes_per_block)
+            if self._gpu.unstored is not None:
+                self._gpu.unstored.begin(tracked)
             if request.block_hashes:
                 self._gpu.hash_bytes = len(request.block_hashes[0])
         return tracked
 
-    def _heed_store_hint(self, tracked: TrackedRequest) -> None:
-        if not tracked.may_store and self._gpu.unstored is None:
-            first = self._groups.groups[0]
-            most = 2 * len(self._gpu.pool.blocks) * max(group.hashes_per_block for group in self._groups.groups)
-            self._gpu.unstored = UnstoredHashes(most, first.block_tokens // first.hashes_per_block)
-        if self._gpu.unstored is not None:
-            self._gpu.unstored.begin(tracked)
-
     # -- one step -------------------------------------------------------------------------------------------
 
-    def plan_step(self, step: Step) -> PlannedStep:
+    def plan_step(self, step: Any) -> PlannedStep:
         """What starts with this step: loads of the requests admitted in it, and stores of what older steps computed."""
         if self._adapters is not None:
             self._adapters.move_on()
@@ -219,18 +205,13 @@ class SchedulerSide:
         self.control.step()
         self.settle()
         room = self._stores.next_step()
-        states = self._states.blocks_computed(step) if self._states is not None else ()
-        number, scheduled = self._draft.number, step.num_scheduled_tokens
-        written = WrittenBlocks(number, scheduled, self._requests, self._groups.in_tables, states)
-        offered = self._finder.offer_due(step, number, written, room)
-        if self._states is not None:
-            self._states.follow_step(step)
+        offered = self._finder.offer_due(step, self._draft.number, self._states.blocks_computed(step), room)
+        self._states.follow_step(step)
         backlog_moves = self._finder.has_backlog and room > 0
         self._ended.report_uses(max(self._step_blocks - offered, self._step_blocks // 8), backlog_moves=backlog_moves)
         if self._adapters is not None:
             self._adapters.move_on()  # lookups before the next step compare, too
-        is_timed = self._meter.planned(number + 1, step, self._requests, self.policy.layer_seconds)
-        self.policy.planned(scheduled)
+        is_timed = self.policy.planned(self._draft.number + 1, step)
         return self._draft.take()._replace(is_timed=is_timed)
 
     def take_planned(self) -> PlannedStep:
@@ -240,8 +221,8 @@ class SchedulerSide:
 
     def step_ended(self, number: int) -> None:
         """Rank 0 has computed the step."""
-        self._meter.ended(number)
-        if (news := self._meter.take_news()) is not None:
+        self.policy.step_ended(number)
+        if (news := self.policy.take_news()) is not None:
             self.control.note_prefill(news)
 
     def measure(self, completions: Iterable[Completion]) -> None:
@@ -259,8 +240,8 @@ class SchedulerSide:
                 self._observe(f"{settled.direction}_size", len(settled.blocks) * self.control.slot_bytes)
             if settled.direction == "load":
                 self._loads.load_settled(settled.op_id, failed=settled.mark == "failed")
-            elif not_stored := self._stores.store_settled(settled):
-                self._finder.offer_again(not_stored)
+            else:
+                self._stores.store_settled(settled)
 
     @property
     def has_pending_stores(self) -> bool:
@@ -271,21 +252,20 @@ class SchedulerSide:
             self.control.awaited_transfers > 0
             or self._stores.are_awaited
             or self._loads.are_awaited
-            or (self._states is not None and self._states.are_waiting)
+            or self._states.are_waiting
             or (self._finder.has_backlog and self._stores.retry_room() > 0)
         )
 
     @property
     def holds_gpu_blocks(self) -> bool:
         """Whether any referenced GPU blocks will be released without a request's end."""
-        return self._gpu.has_sources or (self._states is not None and self._states.are_waiting)
+        return self._gpu.has_sources or self._states.are_waiting
 
     def release_gpu_blocks(self) -> None:
         """Release all GPU blocks, even if stores still read them. Only for an engine that has failed: it serves nothing
         of what is stored, so it does not matter if a block is reused meanwhile."""
         self._stores.free_all_sources()
-        if self._states is not None:
-            self._states.forget_states()
+        self._states.forget_states()
 
     def reset(self) -> bool:
         """Forget every block for good: what is in flight never becomes visible. Returns False while loads are under
@@ -297,8 +277,7 @@ class SchedulerSide:
             self._loads.release_hit(tracked)
             tracked.withheld = True
         self._finder.forget_blocks()
-        if self._states is not None:
-            self._states.forget_states()
+        self._states.forget_states()
         self._stores.forget_stores()
         self._ended.forget_ended()
         self.control.reset()

@@ -2,21 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 from kvstow.messages import Completion, Op, StepPlan
-
-
-class Step(Protocol):
-    """The part of vLLM's `SchedulerOutput` that is read. Its `kv_connector_block_state` (vLLM 0.30) has states."""
-
-    @property
-    def num_scheduled_tokens(self) -> Mapping[str, int]: ...
-
-    @property
-    def scheduled_cached_reqs(self) -> Any: ...
 
 
 class PlannedStep(NamedTuple):

@@ -14,7 +14,6 @@ from kvstow.results import Awaited, Lease
 from kvstow.source import NO_SOURCE, Source, source_of
 from kvstow_service.connectors.engine_core.adapters import Adapter
 from kvstow_service.connectors.engine_core.kvgroups import KVGroup, KVGroups, in_token_order
-from kvstow_service.connectors.engine_core.loadpolicy import Choice
 
 
 class Request(Protocol):
@@ -38,6 +37,19 @@ class Request(Protocol):
     def block_hashes(self) -> Sequence[bytes]: ...
 
 
+class Choice(NamedTuple):
+    """Which way a load goes, and why."""
+
+    by_layer: bool
+    reason: str
+    """setting, alone, budget, burst, whole_prompt, no_room, engine or rank"""
+
+    @property
+    def label(self) -> str:
+        """One of `LOAD_CHOICES`."""
+        return f"{'layer' if self.by_layer else 'async'}_{self.reason}"
+
+
 class Hit(NamedTuple):
     """Host blocks held for a request: `KVGroups.places(start, end)`, in that order, starting at number `first` of the
     lease. `fetched`: the tokens of those that the fleet tier has brought for this lookup; the ranges may overlap."""
@@ -49,7 +61,6 @@ class Hit(NamedTuple):
     fetched: tuple[range, ...] = ()
 
     def fetched_tokens(self, start: int, end: int) -> int:
-        """How many of the tokens `start` to `end` the fleet tier has brought."""
         count, at = 0, start
         for tokens in sorted(self.fetched, key=lambda each: each.start):
             first, last = max(at, tokens.start), min(end, tokens.stop)
@@ -123,9 +134,13 @@ class TrackedRequest:
         return self.request.num_computed_tokens - self.request.num_output_placeholders
 
     def source(self, key: bytes) -> Source:
-        """Where the request comes from, as digests with this key; no digests without one."""
+        """Where the request comes from, as digests with this key; no digests without one. vLLM's requests have an
+        adapter and a salt, and a session since 0.28."""
         if self._source is None or self._source[0] != key:
-            self._source = (key, _source_of(self.request, key) if key else NO_SOURCE)
+            request: Any = self.request
+            lora = getattr(getattr(request, "lora_request", None), "lora_name", None)
+            salt, session = getattr(request, "cache_salt", None), getattr(request, "session_id", None)
+            self._source = key, source_of(key, lora=lora, salt=salt, session=session) if key else NO_SOURCE
         return self._source[1]
 
     @property
@@ -155,7 +170,6 @@ class TrackedRequest:
         return [prefix + self.adapter.mix(each) for each in hashes]
 
     def keys_of_places(self, groups: KVGroups, start: int, end: int) -> list[bytes]:
-        """Keys of `groups.places(start, end)`."""
         known = {group.index: self.keys(group, 0, end // group.block_tokens) for group in groups.groups}
         return [known[group][number] for group, number in groups.places(start, end)]
 
@@ -164,11 +178,12 @@ class TrackedRequest:
         O(end - start), because the keys are not kept."""
         if not self.has_keys:
             return []
-        runs = [
-            (group, self._make_keys(group, start // group.block_tokens, end // group.block_tokens))
-            for group in groups.groups
-        ]
-        return in_token_order(runs)
+        first, *others = groups.groups
+        run = self._make_keys(first, start // first.block_tokens, end // first.block_tokens)
+        if not others:
+            return run
+        runs = [(each, self._make_keys(each, start // each.block_tokens, end // each.block_tokens)) for each in others]
+        return in_token_order([(first, run), *runs])
 
     def forget_stale_keys(self, groups: KVGroups) -> None:
         """Forget the keys of a streamed request that continues with another prompt: it has other hashes."""
@@ -187,16 +202,6 @@ class TrackedRequest:
         self.tables = [list(table) for table in tables]
         self.offered_tokens, self.wait = 0, None
         self.admitted_at, self.has_run = step, False
-
-
-def _source_of(request: Any, key: bytes) -> Source:
-    """vLLM's requests have an adapter and a salt, and a session since 0.28."""
-    return source_of(
-        key,
-        lora=getattr(getattr(request, "lora_request", None), "lora_name", None),
-        salt=getattr(request, "cache_salt", None),
-        session=getattr(request, "session_id", None),
-    )
 
 
 @dataclass(slots=True, eq=False)

@@ -83,7 +83,9 @@ class VLLMProcess:
             recomputes=engine_transfer.kv_load_failure_policy == "recompute",
             replicated=_is_replicated(parallel, kv_cache_config),
             drafts=drafts,
-            lora_settings=_lora_settings(config.lora_config),
+            lora_settings=None
+            if (lora := config.lora_config) is None
+            else json.dumps({name: str(getattr(lora, name, None)) for name in _LORA_SETTINGS}),
             may_load_by_layer=not drafts and _has_simple_steps(config, transfer, engine_transfer),
         )
 
@@ -108,12 +110,6 @@ def _has_simple_steps(config: Any, transfer: Any, engine_transfer: Any) -> bool:
         and not getattr(config.model_config, "enable_sleep_mode", False)
         and transfer.kv_connector == engine_transfer.kv_connector
     )
-
-
-def _lora_settings(lora: Any) -> str | None:
-    if lora is None:
-        return None
-    return json.dumps({name: str(getattr(lora, name, None)) for name in _LORA_SETTINGS})
 
 
 def _is_replicated(parallel: Any, kv_cache_config: Any) -> bool:
@@ -149,9 +145,6 @@ def join_vllm_log() -> None:
     ours.propagate = False
 
 
-_START_FIELD = 19  # of /proc/PID/stat, behind the name: the time in ticks since the machine started
-
-
 def process_start() -> float:
     """When this process began, in seconds since the epoch. vLLM loads weights and adapters after that."""
     return _start_of("self")
@@ -171,7 +164,7 @@ def program_start() -> float:
 
 def _start_of(process: str) -> float:
     fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-    since_boot = int(fields[_START_FIELD]) / os.sysconf("SC_CLK_TCK")
+    since_boot = int(fields[19]) / os.sysconf("SC_CLK_TCK")  # the time in ticks since the machine started
     return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + since_boot
 
 
@@ -182,15 +175,11 @@ _SNAPSHOT = re.compile(r"models--(?P<repository>[^/]+)/snapshots/(?P<commit>[0-9
 def find_snapshot(repository: str, revision: str | None, cache: str | None = None) -> Path | None:
     """The folder of a repository's files at a revision, by default the latest that the cache knows; None if it is not
     in the cache. `cache`: another folder than the usual one."""
-    reference = reference_of(repository, revision, cache)
-    commit = revision
-    if reference is not None:
-        commit = reference.read_text().strip()
-    if commit is None or not COMMIT.fullmatch(commit):
+    reference, folder = reference_of(repository, revision, cache), _folder(repository, cache)
+    commit = (revision or "") if reference is None else reference.read_text().strip()
+    if folder is None or not COMMIT.fullmatch(commit) or not (folder / "snapshots" / commit).is_dir():
         return None
-    folder = _folder(repository, cache)
-    snapshot = None if folder is None else folder / "snapshots" / commit
-    return snapshot if snapshot is not None and snapshot.is_dir() else None
+    return folder / "snapshots" / commit
 
 
 def reference_of(repository: str, revision: str | None, cache: str | None = None) -> Path | None:

@@ -7,17 +7,14 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any
 
-from kvstow.attach.hello import RankSession
 from kvstow.dataplane import DataPlane
 from kvstow.devices.base import Fence
 from kvstow.errors import ConfigError, InsufficientMemoryError
-from kvstow.layout import KVLayout
 from kvstow.messageorder import ReportSequence
-from kvstow.messages import RankReport
 from kvstow_service.admin.agent import RankAgent, Rendezvous
-from kvstow_service.connectors.engine_core.metadata import KVStowMetadata, RankHello
+from kvstow_service.connectors.engine_core.metadata import KVStowMetadata, RankHello, RankUpdate
 from kvstow_service.connectors.engine_core.options import ConnectorOptions
 from kvstow_service.connectors.engine_core.vllmprocess import VLLMProcess, this_node
 from kvstow_service.connectors.engine_core.workerside import (
@@ -33,17 +30,7 @@ _REPORT_SECONDS = 1.5  # the agent reports every second
 logger = logging.getLogger("kvstow.vllm")
 
 
-class Geometry(Protocol):
-    """Where a block's bytes lie in the engine's KV cache."""
-
-    @property
-    def layout(self) -> KVLayout: ...
-
-
-G = TypeVar("G", bound=Geometry)
-
-
-class WorkerHost(ABC, Generic[G]):
+class WorkerHost(ABC):
     """One rank's worker side. Used by the worker's main thread.
 
     At the start, it refuses settings that the user has to change. After any other error, then or later, the rank
@@ -51,7 +38,6 @@ class WorkerHost(ABC, Generic[G]):
     """
 
     def __init__(self, options: ConnectorOptions, process: VLLMProcess) -> None:
-        """Takes no memory yet."""
         if not process.recomputes and process.rank == 0:
             logger.warning(
                 "kv_load_failure_policy is 'fail': a request whose load fails ends with an error; with 'recompute' "
@@ -67,15 +53,15 @@ class WorkerHost(ABC, Generic[G]):
     # What hosts differ in.
 
     @abstractmethod
-    def _read_geometry(self, kv_cache: Any) -> G:
-        """How the engine's KV cache lies in memory. Raises `ConfigError`."""
+    def _read_geometry(self, kv_cache: Any) -> Any:
+        """Where a block's bytes lie in the engine's KV cache: its `layout` is a `KVLayout`. Raises `ConfigError`."""
 
     def _fence_of(self, kv_cache: Any) -> Callable[[], Fence | None]:
         """Makes fences for the steps launched so far. None if the copies need none."""
         return lambda: None
 
     @abstractmethod
-    def _make_plane(self, geometry: G) -> RankDataPlane:
+    def _make_plane(self, geometry: Any) -> RankDataPlane:
         """Pins nothing yet. If it raises, nothing is left behind."""
 
     @abstractmethod
@@ -89,10 +75,8 @@ class WorkerHost(ABC, Generic[G]):
         """Handle what came with a step, besides its plan."""
 
     @abstractmethod
-    def news(self) -> tuple[RankReport | None, RankSession | None]:
-        """Messages for the scheduler's half, after a step."""
-
-    # What they have in common.
+    def news(self) -> RankUpdate:
+        """What the scheduler's half gets after a step, besides what has ended on this rank."""
 
     def register(self, kv_cache: Any) -> None:
         """Build the data plane around the engine's KV cache, and begin to pin. Returns before pinning is done, unless
@@ -145,11 +129,11 @@ class WorkerHost(ABC, Generic[G]):
         return plane, slot_bytes
 
 
-class PoolWorkerHost(WorkerHost[G]):
-    """A worker with a pool of its own and an agent."""
+class PoolWorkerHost(WorkerHost):
+    """A worker with a pool of its own and an agent. Raises `InsufficientMemoryError` if the pools of its node do not
+    fit."""
 
     def __init__(self, options: ConnectorOptions, process: VLLMProcess) -> None:
-        """Raises `InsufficientMemoryError`."""
         super().__init__(options, process)
         self._node_bytes = require_memory(options, process)
         self._max_bytes = options.reserved_bytes_of_rank(self._node_bytes)
@@ -169,15 +153,15 @@ class PoolWorkerHost(WorkerHost[G]):
         except Exception:  # vLLM's step continues; the next report is answered again
             logger.exception("rank %d cannot apply the desired state", self._process.rank)
 
-    def news(self) -> tuple[RankReport | None, RankSession | None]:
+    def news(self) -> RankUpdate:
         """What the agent would report, once a second while it reaches no server, because serving depends on no
         server."""
         now = time.monotonic()
         if self.agent is None or now < self._report_at:
-            return None, None
+            return RankUpdate()
         self._report_at = now + _REPORT_SECONDS
         before, self._reports_sent = self._reports_sent, self.agent.sent
-        return self.side.report() if self._reports_sent == before else None, None
+        return RankUpdate(report=self.side.report() if self._reports_sent == before else None)
 
     def close(self) -> None:
         if self.agent is not None:

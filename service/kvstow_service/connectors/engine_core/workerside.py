@@ -7,7 +7,7 @@ import secrets
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
 from kvstow.bytesize import format_size
 from kvstow.config import PoolConfig
@@ -19,17 +19,12 @@ from kvstow.memory.slotpool import SlotPool
 from kvstow.messageorder import NewestDesiredState, ReportSequence
 from kvstow.messages import Completion, DesiredState, RankReport, RankState, StepPlan
 from kvstow_service.connectors.engine_core.options import ConnectorOptions, refusal
-from kvstow_service.connectors.engine_core.stepplan import (
-    BootCompletions,
-    FinishedLoads,
-    LoadId,
-    PlannedStep,
-)
+from kvstow_service.connectors.engine_core.stepplan import BootCompletions, FinishedLoads, LoadId, PlannedStep
 from kvstow_service.connectors.engine_core.vllmprocess import VLLMProcess
 
 if TYPE_CHECKING:
-    from kvstow.attach.worker import OpGate
-    from kvstow.layeredloads import LayeredLoads
+    from kvstow.attach.worker import AttachedWorker
+    from kvstow.dataplane import DataPlane
 
 
 def require_memory(options: ConnectorOptions, process: VLLMProcess) -> int:
@@ -64,30 +59,6 @@ def wait_until_pinned(pool: SlotPool) -> None:
         changed.clear()
 
 
-class RankDataPlane(Protocol):
-    """What a `WorkerSide` needs: a `DataPlane`, an `AttachedWorker` or a `NoDataPlane`."""
-
-    @property
-    def boot_id(self) -> str: ...
-    @property
-    def is_pinning(self) -> bool: ...
-    @property
-    def applied(self) -> DesiredState: ...
-    @property
-    def layered(self) -> LayeredLoads | OpGate | None: ...
-    def start(self, *, at_ease: bool = False) -> None: ...
-    def begin_step(self) -> None: ...
-    def launched(self, work: Fence | None = None) -> None: ...
-    def end_step(self) -> None: ...
-    def submit(self, plan: StepPlan, after: Fence | None = None) -> None: ...
-    def drive(self) -> None: ...
-    def take_completions(self) -> list[Completion]: ...
-    def report(self) -> RankReport: ...
-    def apply(self, desired: DesiredState) -> None: ...
-    def add_listener(self, callback: Callable[[], None]) -> None: ...
-    def close(self, timeout: float = 5.0) -> bool: ...
-
-
 class NoDataPlane:
     """Replaces the data plane of a rank that has none: before it has one, while vLLM sleeps, or after an error.
 
@@ -112,14 +83,11 @@ class NoDataPlane:
         self._sender = sender or ReportSequence()
         self._completions: list[Completion] = []
 
-    def start(self, *, at_ease: bool = False) -> None:
-        """Does nothing: there is nothing to pin."""
-
-    def begin_step(self) -> None:
-        """Does nothing: there is nothing to pin, and no copy is under way."""
-
-    def launched(self, work: Fence | None = None) -> None:
-        """Does nothing: see `begin_step`."""
+    # There is nothing to pin, no copy is under way, and the report never changes.
+    def start(self, *, at_ease: bool = False) -> None: ...
+    def launched(self, work: Fence | None = None) -> None: ...
+    def begin_step(self) -> None: ...
+    def add_listener(self, callback: Callable[[], None]) -> None: ...
 
     end_step = drive = begin_step
 
@@ -131,12 +99,10 @@ class NoDataPlane:
         return completions
 
     def report(self) -> RankReport:
-        return self._sender.next_report(self._current_report)
-
-    def _current_report(self) -> RankReport:
         applied = self._newest.applied
-        return replace(
-            self._report, engine_id=applied.engine_id, applied=applied.number, stale_desired_states=self._newest.stale
+        current = {"engine_id": applied.engine_id, "applied": applied.number}
+        return self._sender.next_report(
+            lambda: replace(self._report, **current, stale_desired_states=self._newest.stale)  # type: ignore[arg-type]
         )
 
     def apply(self, desired: DesiredState) -> None:
@@ -147,12 +113,11 @@ class NoDataPlane:
     def applied(self) -> DesiredState:
         return self._newest.applied
 
-    def add_listener(self, callback: Callable[[], None]) -> None:
-        """Does nothing: the report never changes."""
-
     def close(self, timeout: float = 5.0) -> bool:
-        """Does nothing: it holds no memory."""
         return True
+
+
+RankDataPlane: TypeAlias = "DataPlane | AttachedWorker | NoDataPlane"
 
 
 class LayerWaits:
@@ -179,7 +144,6 @@ class LayerWaits:
             load.wait(max(missing) if missing else num_parts - 1)
 
     def layer(self, name: str) -> None:
-        """A layer is about to attend."""
         self._hooked.add(name)
         if self._load is not None and (part := self.part_of.get(name)) is not None:
             self._load.wait(part)
@@ -192,13 +156,8 @@ class LayerWaits:
             load.wait(num_parts - 1)
 
 
-class _Load(NamedTuple):
-    load: LoadId
-    blocks: tuple[int, ...]
-
-    @property
-    def request_id(self) -> str:
-        return self.load.request_id
+_Load = tuple[LoadId, tuple[int, ...]]
+"""A load and its GPU blocks."""
 
 
 class WorkerSide:
@@ -226,7 +185,7 @@ class WorkerSide:
         self._failed: list[_Load] = []
         self._completed: tuple[BootCompletions, ...] = ()
         self._layered = StepPlan()  # to begin before this step computes
-        self._waits = LayerWaits()
+        self.waits = LayerWaits()
         self._is_off_reported = False
         self._replacing = threading.Lock()
         self._callbacks: list[Callable[[], None]] = []
@@ -237,11 +196,9 @@ class WorkerSide:
             return
         self._step = step.number
         self.plane.begin_step()
-        self._failed += [
-            _Load(LoadId(request_id, step.number), blocks) for request_id, blocks in step.lost_loads.items()
-        ]
+        self._failed += [(LoadId(name, step.number), blocks) for name, blocks in step.lost_loads.items()]
         for op, request_id in zip(step.loads.ops, step.load_requests, strict=True):
-            self._loading[op.op_id] = _Load(LoadId(request_id, step.number), op.blocks)
+            self._loading[op.op_id] = LoadId(request_id, step.number), op.blocks
         self._layered = step.layered
         if any(op.boots and op.boots[self.rank] != self.plane.boot_id for op in step.layered.ops):
             raise CopyError("this step computes with blocks of host memory that this rank has lost")
@@ -254,10 +211,6 @@ class WorkerSide:
         if step.stores.ops:
             self.plane.submit(step.stores, fence)
 
-    def expect_layers(self, part_of: Mapping[str, int]) -> None:
-        """See `LayerWaits`."""
-        self._waits.part_of = part_of
-
     def load_layers(self, *, hooks_run: bool) -> None:
         """Begin the step's loads by layer, before it computes. Raises if there is no way to load."""
         plan, self._layered = self._layered, StepPlan()
@@ -268,13 +221,12 @@ class WorkerSide:
             raise CopyError("this step computes with blocks of host memory, and this rank has no data plane")
         load = layered.load(plan.ops, self.fence())
         if load is not None:
-            self._waits.begin(load, layered.num_parts, hooks_run=hooks_run)
+            self.waits.begin(load, layered.num_parts, hooks_run=hooks_run)
 
     def wait_for_layer(self, name: str) -> None:
-        """A layer is about to attend."""
         if self._layered.ops:  # this version of vLLM begins loads after the computation
             self.load_layers(hooks_run=False)
-        self._waits.layer(name)
+        self.waits.layer(name)
 
     def take_layers_off(self) -> str | None:
         """Why this rank loads nothing by layer any more, once."""
@@ -287,7 +239,7 @@ class WorkerSide:
     def launched(self) -> None:
         """vLLM has launched the forward pass of a step. It does not call this in steps without a forward pass."""
         if (layered := self.plane.layered) is not None:
-            self._waits.end(layered.num_parts)
+            self.waits.end(layered.num_parts)
         self.plane.launched(self.fence() if self.plane.is_pinning else None)
 
     def take_finished_loads(self) -> FinishedLoads:
@@ -298,11 +250,11 @@ class WorkerSide:
         self._collect()
         done, failed = self._done, self._failed
         self._done, self._failed = [], []
-        self.ended_loads = tuple([load.load for load in (*done, *failed)])
+        self.ended_loads = tuple([load for load, _ in (*done, *failed)])
         return FinishedLoads(
-            {load.request_id for load in (*done, *failed)},
-            {load.request_id for load in failed},
-            {block for load in failed for block in load.blocks},
+            {load.request_id for load in self.ended_loads},
+            {load.request_id for load, _ in failed},
+            {block for _, blocks in failed for block in blocks},
         )
 
     def take_boot_completions(self) -> tuple[BootCompletions, ...]:

@@ -10,16 +10,12 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from importlib.metadata import version
 from itertools import chain
 from typing import TYPE_CHECKING, Any
-
-import vllm
 
 from kvstow.control.launchorder import LaunchOrder
 from kvstow_service.connectors.engine_core.connector import OffloadConnector
 from kvstow_service.connectors.engine_core.embeddedschedulerhost import EmbeddedSchedulerHost
-from kvstow_service.connectors.engine_core.kvevents import EmbeddedBlocks, event_feed
 from kvstow_service.connectors.engine_core.kvgroups import KVGroups
 from kvstow_service.connectors.engine_core.metadata import KVStowMetadata, KVStowWorkerMetadata, RankUpdate
 from kvstow_service.connectors.engine_core.schedulerhost import SchedulerHost
@@ -36,6 +32,7 @@ logger = logging.getLogger("kvstow.vllm")
 class TPUOffloadConnector(OffloadConnector):
     """The worker's half starts with `register_runner`, the scheduler's half when all hosts have made a step."""
 
+    _options = TPUOptions
     _rank: RunnerHost
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
@@ -44,9 +41,6 @@ class TPUOffloadConnector(OffloadConnector):
         self._bad_blocks: set[int] = set()
         self._ended = EndedLoads()
         self._order: LaunchOrder | None = None  # made when the ranks are known
-
-    def _read_options(self, extra: Any) -> TPUOptions:
-        return TPUOptions.parse(extra)
 
     def _make_host(
         self, options: Any, process: VLLMProcess, groups: KVGroups, vllm_config: Any, kv_cache_config: Any
@@ -57,16 +51,13 @@ class TPUOffloadConnector(OffloadConnector):
                 "a failed load of this model (several KV groups or a window) is not computed: the first such request "
                 "waits until it is aborted, and loads are bypassed from then on"
             )
-        specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+        ranks_unknown = replace(process, num_ranks=0)  # the ranks report how many they are
+        packages = ("tpu-inference", "jax")
         return EmbeddedSchedulerHost(
-            options,
-            replace(process, num_ranks=0),  # the ranks report how many they are
-            groups,
-            build={"vllm": vllm.__version__, "tpu-inference": version("tpu-inference"), "jax": version("jax")},
-            make_events=lambda engine: event_feed(vllm_config, EmbeddedBlocks(engine), specs),
+            options, ranks_unknown, groups, vllm_config, kv_cache_config, packages=packages, by_layer=False
         )
 
-    def _make_rank(self, options: Any, process: VLLMProcess, vllm_config: Any, kv_cache_config: Any) -> WorkerHost[Any]:
+    def _make_rank(self, options: Any, process: VLLMProcess, vllm_config: Any, kv_cache_config: Any) -> WorkerHost:
         import jax
 
         from kvstow_service.connectors.tpu.runnerhost import RunnerHost
@@ -97,14 +88,8 @@ class TPUOffloadConnector(OffloadConnector):
     def get_block_ids_with_load_errors(self) -> set[int]:
         return set() if self._fails_requests else self._bad_blocks
 
-    def build_connector_worker_meta(self) -> KVStowWorkerMetadata | None:
-        side, metadata = self._rank.side, super().build_connector_worker_meta()
-        staged = self._rank.take_staged()
-        if not side.ended_loads and not staged:
-            return metadata
-        metadata = metadata or KVStowWorkerMetadata()
-        metadata.updates.setdefault(side.rank, []).append(RankUpdate(ended_loads=side.ended_loads, staged=staged))
-        return metadata
+    def _make_update(self) -> RankUpdate:
+        return super()._make_update()._replace(ended_loads=self._rank.side.ended_loads, staged=self._rank.take_staged())
 
     # -- scheduler ------------------------------------------------------------------------------------------
 

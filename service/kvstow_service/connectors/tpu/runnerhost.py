@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any, Protocol
 
@@ -31,47 +31,20 @@ class Runner(Protocol):
     kv_cache_manager: Any
 
 
-class RunnerCell:
-    """A `KVCell`. The arrays stay with the runner, and its next step takes them from there."""
-
-    def __init__(self, runner: Runner) -> None:
-        self._runner = runner
-
-    def peek(self) -> Sequence[jax.Array]:
-        return self._runner.kv_caches
-
-    def take(self) -> Sequence[jax.Array]:
-        return self._runner.kv_caches
-
-    def put(self, arrays: Sequence[jax.Array]) -> None:
-        self._runner.kv_caches = list(arrays)
-
-
 def has_cache(runner: Runner) -> bool:
     """Whether the runner has a KV cache now. It may have freed the cache."""
     return bool(runner.kv_caches) and not any(array.is_deleted() for array in jax.tree.leaves(runner.kv_caches))
 
 
-def read_cache(runner: Runner, num_blocks: int) -> ShardedKV:
-    """How the runner's KV cache lies on the devices. Raises `ConfigError` for a layout that KVStow does not support."""
-    for number, array in enumerate(runner.kv_caches):
-        if not isinstance(array, jax.Array):
-            raise ConfigError(f"KV cache {number}", type(array).__name__, "one array for each layer")
-        if array.shape[0] != num_blocks:
-            raise ConfigError(f"KV cache {number}: blocks", array.shape[0], f"{num_blocks}, as the scheduler has")
-    return ShardedKV.of(runner.kv_caches)
-
-
 logger = logging.getLogger("kvstow.vllm")
 
 
-class RunnerHost(PoolWorkerHost[ShardedKV]):
+class RunnerHost(PoolWorkerHost):
     """`register` takes the model runner. The rank has no data plane while the runner has no KV cache: tpu-inference
     frees the cache and makes a new one when weights change, and calls no connector. The blocks of the old weights are
-    dropped with it."""
+    dropped with it. As a `KVCell`, this leaves the arrays with the runner, whose next step takes them from there."""
 
     def __init__(self, options: TPUOptions, process: VLLMProcess, num_blocks: int) -> None:
-        """Raises `InsufficientMemoryError`."""
         super().__init__(options, process)
         self._in_flight, self._num_blocks = options.bytes_in_flight, num_blocks
         self._device: JaxDevice | None = None
@@ -81,8 +54,27 @@ class RunnerHost(PoolWorkerHost[ShardedKV]):
     def register(self, kv_cache: Runner) -> None:
         super().register(kv_cache)
         manager = kv_cache.kv_cache_manager
-        manager.delete_kv_cache = _before(manager.delete_kv_cache, self.suspend)
-        manager.reinitialize_kv_cache = _after(manager.reinitialize_kv_cache, self.resume)
+        delete, reinitialize = manager.delete_kv_cache, manager.reinitialize_kv_cache
+
+        def suspend_and_delete(*arguments: Any, **named: Any) -> Any:
+            self.suspend()
+            return delete(*arguments, **named)
+
+        def reinitialize_and_resume(*arguments: Any, **named: Any) -> Any:
+            result = reinitialize(*arguments, **named)
+            self.resume()
+            return result
+
+        manager.delete_kv_cache, manager.reinitialize_kv_cache = suspend_and_delete, reinitialize_and_resume
+
+    def peek(self) -> Sequence[jax.Array]:
+        arrays: Sequence[jax.Array] = self._kv_cache.kv_caches
+        return arrays
+
+    take = peek
+
+    def put(self, arrays: Sequence[jax.Array]) -> None:
+        self._kv_cache.kv_caches = list(arrays)
 
     def suspend(self) -> None:
         self._is_suspended = True
@@ -108,12 +100,17 @@ class RunnerHost(PoolWorkerHost[ShardedKV]):
         self.side.plane.submit(StepPlan(launches=launches))
 
     def take_staged(self) -> tuple[StagedLoad, ...]:
-        """For the scheduler's half, after a step."""
         plane = self.side.plane
         return tuple(plane.take_staged()) if isinstance(plane, DataPlane) else ()
 
     def _read_geometry(self, kv_cache: Runner) -> ShardedKV:
-        return read_cache(kv_cache, self._num_blocks)
+        for number, array in enumerate(kv_cache.kv_caches):
+            if not isinstance(array, jax.Array):
+                raise ConfigError(f"KV cache {number}", type(array).__name__, "one array for each layer")
+            if array.shape[0] != self._num_blocks:
+                allowed = f"{self._num_blocks}, as the scheduler has"
+                raise ConfigError(f"KV cache {number}: blocks", array.shape[0], allowed)
+        return ShardedKV.of(kv_cache.kv_caches)
 
     def _make_plane(self, geometry: ShardedKV) -> RankDataPlane:
         pool_bytes = self._options.bytes_of_rank(self._process.num_ranks)
@@ -121,26 +118,9 @@ class RunnerHost(PoolWorkerHost[ShardedKV]):
         with ExitStack() as undo:
             pool = HostPool(config, cpu_registrar(config))
             undo.callback(pool.close)
-            device = JaxDevice(pool, RunnerCell(self._kv_cache), JaxOptions(bytes_in_flight=self._in_flight))
+            device = JaxDevice(pool, self, JaxOptions(bytes_in_flight=self._in_flight))
             undo.callback(device.close)
             plane = DataPlane(self._process.rank, pool, device, launcher=device, reports=self._sender)
             undo.pop_all()
         self._device, self._thread = device, threading.get_ident()
         return plane
-
-
-def _before(call: Callable[..., Any], first: Callable[[], None]) -> Callable[..., Any]:
-    def both(*arguments: Any, **named: Any) -> Any:
-        first()
-        return call(*arguments, **named)
-
-    return both
-
-
-def _after(call: Callable[..., Any], then: Callable[[], None]) -> Callable[..., Any]:
-    def both(*arguments: Any, **named: Any) -> Any:
-        result = call(*arguments, **named)
-        then()
-        return result
-
-    return both

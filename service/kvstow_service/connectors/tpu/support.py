@@ -36,7 +36,6 @@ class TPUOptions(ConnectorOptions):
 
 
 def require_supported(config: Any) -> None:
-    """Raises `ConfigError` for a `VllmConfig` that KVStow does not support."""
     parallel, sharding = config.parallel_config, getattr(config, "sharding_config", None)
     if sharding is None:
         allowed = "kvstow_service.connectors.vllm: this one is for tpu-inference"

@@ -8,14 +8,17 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import vllm
+
 import kvstow
 from kvstow.attach.hello import RankSession, SessionTicket
-from kvstow.attach.identity import UNNAMED_WEIGHTS, FleetWeights, NamespaceIdentity, PoolIdentity
+from kvstow.attach.identity import NamespaceIdentity, PoolIdentity
 from kvstow.bytesize import format_size
 from kvstow.errors import ConfigError
-from kvstow.messages import DesiredState, RankReport
 from kvstow.stats import DIRECTIONS
-from kvstow_service.connectors.engine_core.kvevents import BlockSource, EventFeed
+from kvstow_service.connectors.engine_core.controlplane import AttachedControl
+from kvstow_service.connectors.engine_core.gpublocks import BlockPool
+from kvstow_service.connectors.engine_core.kvevents import AttachedBlocks
 from kvstow_service.connectors.engine_core.kvgroups import KVGroups
 from kvstow_service.connectors.engine_core.metadata import RankHello, RankUpdate
 from kvstow_service.connectors.engine_core.metricsexport import StatsFeed
@@ -30,10 +33,8 @@ from kvstow_service.connectors.engine_core.offloadmetrics import (
 from kvstow_service.connectors.engine_core.options import ConnectorOptions
 from kvstow_service.connectors.engine_core.schedulerhost import SchedulerHost
 from kvstow_service.connectors.engine_core.schedulerside import SchedulerSide
-from kvstow_service.connectors.engine_core.stores import BlockPool
-from kvstow_service.connectors.engine_core.vllmprocess import VLLMProcess
-from kvstow_service.connectors.vllm.attachedcontrol import AttachedControl
-from kvstow_service.connectors.vllm.attachedfeeds import AttachedBlocks
+from kvstow_service.connectors.engine_core.vllmprocess import VLLMProcess, hash_block_tokens
+from kvstow_service.connectors.vllm import engineidentity
 
 LOOKING_SECONDS = 2.0
 """How long an engine without requests makes steps to find a service, after its start."""
@@ -54,21 +55,13 @@ class AttachedSchedulerHost(SchedulerHost):
         options: ConnectorOptions,
         process: VLLMProcess,
         groups: KVGroups,
-        *,
-        version: str,
-        pool_identity: Callable[[list[RankHello]], PoolIdentity],
-        namespace_identity: Callable[[], NamespaceIdentity],
-        fleet_weights: FleetWeights = UNNAMED_WEIGHTS,
-        make_events: Callable[[BlockSource], EventFeed | None] = lambda source: None,
-        by_layer: bool = False,
+        vllm_config: Any,
+        kv_cache_config: Any,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`version` is vLLM's. `namespace_identity` is called when vLLM has its block hashes."""
-        super().__init__(options, process, groups, by_layer=by_layer)
-        self._version, self._clock = version, clock
-        self._pool_identity, self._namespace_identity = pool_identity, namespace_identity
-        self._fleet_weights = fleet_weights
-        self._make_events = make_events
+        super().__init__(options, process, groups, vllm_config, kv_cache_config)
+        self._clock = clock
+        self._fleet_weights = engineidentity.fleet_weights(vllm_config, options.weights_id)
         self._control: AttachedControl | None = None
         self._blocks: AttachedBlocks | None = None
         """Set if vLLM publishes KV events."""
@@ -98,10 +91,6 @@ class AttachedSchedulerHost(SchedulerHost):
         if self._control is not None:
             self._control.close()
 
-    def _take_report(self, report: RankReport) -> DesiredState | None:
-        """Attached ranks report to the service."""
-        return None
-
     def _process_update(self, rank: int, update: RankUpdate) -> None:
         super()._process_update(rank, update)
         if update.session is not None:
@@ -117,13 +106,15 @@ class AttachedSchedulerHost(SchedulerHost):
         if len({hello.node for hello in hellos}) > 1:
             allowed = "none if an engine's ranks are on several nodes: each node has its own service"
             raise ConfigError("kv_connector_extra_config: attach", "set", allowed)
-        identity = self._pool_identity(hellos)
+        identity = engineidentity.pool_identity(
+            self._vllm_config, self._kv_cache_config, self._groups, hellos, replicated=self._process.replicated
+        )
         assert self._options.attach is not None
         control = AttachedControl(
             self._options.attach,
             max(identity.slot_bytes),
             engine=self._process.engine_id,
-            engine_version=f"vllm {self._version}",
+            engine_version=f"vllm {vllm.__version__}",
             pool=identity,
             namespace=self._find_namespace,
             fleet_weights=self._fleet_weights,
@@ -142,7 +133,7 @@ class AttachedSchedulerHost(SchedulerHost):
             "lazy" if self._options.lazy_offload else "eager",
         )
         blocks = AttachedBlocks(control, self._has_all_memory, self._clock)
-        events = self._make_events(blocks)
+        events = self._event_feed(blocks)
         self._blocks = blocks if events is not None else None
         return self._new_side(control, pool, events)
 
@@ -168,7 +159,9 @@ class AttachedSchedulerHost(SchedulerHost):
         return values
 
     def _find_namespace(self) -> NamespaceIdentity:
-        namespace = self._namespace_identity()
+        """Called when vLLM has its block hashes."""
+        hash_tokens = hash_block_tokens(self._vllm_config, self._kv_cache_config)
+        namespace = engineidentity.namespace_identity(self._vllm_config, hash_tokens, self._options.weights_id)
         if namespace.unshared:
             logger.warning("this engine shares no blocks with others: %s", namespace.unshared)
         return namespace

@@ -7,26 +7,21 @@ first hook.
 from __future__ import annotations
 
 import logging
-from functools import partial
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
 from kvstow_service.connectors.engine_core.connector import OffloadConnector
-from kvstow_service.connectors.engine_core.kvevents import EmbeddedBlocks, event_feed
 from kvstow_service.connectors.engine_core.kvgroups import KVGroups
 from kvstow_service.connectors.engine_core.metadata import RankHello
-from kvstow_service.connectors.engine_core.options import ConnectorOptions
 from kvstow_service.connectors.engine_core.schedulerhost import SchedulerHost
 from kvstow_service.connectors.engine_core.stepplan import FinishedLoads
-from kvstow_service.connectors.engine_core.vllmprocess import VLLMProcess, hash_block_tokens
+from kvstow_service.connectors.engine_core.vllmprocess import VLLMProcess
 
 if TYPE_CHECKING:
     import torch
 
-    from kvstow.attach.identity import NamespaceIdentity
     from kvstow_service.connectors.engine_core.workerhost import WorkerHost
 
 logger = logging.getLogger("kvstow.vllm")
@@ -50,12 +45,20 @@ class KVStowConnector(OffloadConnector):
                 "request waits until it is aborted, and loads are bypassed from then on; vLLM 0.30 computes it",
                 vllm.__version__,
             )
-        return _scheduler_host(options, process, groups, vllm_config, kv_cache_config)
+        # Imported only if it is used: with the engine that it imports, the first adds 0.03 s to vLLM's start.
+        if options.attach is None:
+            from kvstow_service.connectors.engine_core.embeddedschedulerhost import EmbeddedSchedulerHost
 
-    def _make_rank(self, options: Any, process: VLLMProcess, vllm_config: Any, kv_cache_config: Any) -> WorkerHost[Any]:
-        from kvstow_service.connectors.vllm.tensorhost import worker_host
+            return EmbeddedSchedulerHost(options, process, groups, vllm_config, kv_cache_config)
+        from kvstow_service.connectors.vllm.attachedschedulerhost import AttachedSchedulerHost
 
-        return worker_host(options, process, kv_cache_config)
+        return AttachedSchedulerHost(options, process, groups, vllm_config, kv_cache_config)
+
+    def _make_rank(self, options: Any, process: VLLMProcess, vllm_config: Any, kv_cache_config: Any) -> WorkerHost:
+        from kvstow_service.connectors.vllm import tensorhost
+
+        host = tensorhost.EmbeddedWorkerHost if options.attach is None else tensorhost.AttachedWorkerHost
+        return host(options, process, kv_cache_config.num_blocks)
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
@@ -111,42 +114,3 @@ class KVStowConnector(OffloadConnector):
             connector_output.finished_recving = self._host.ask(
                 "loads that have ended", lambda side: side.failed_loads.continuing(ended), nothing
             )
-
-
-def _scheduler_host(
-    options: ConnectorOptions, process: VLLMProcess, groups: KVGroups, vllm_config: Any, kv_cache_config: Any
-) -> SchedulerHost:
-    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-
-    if options.attach is None:
-        # Imported only if it is used: with the engine that it imports, it adds 0.03 s to vLLM's start.
-        from kvstow_service.connectors.engine_core.embeddedschedulerhost import EmbeddedSchedulerHost
-
-        return EmbeddedSchedulerHost(
-            options,
-            process,
-            groups,
-            build={"vllm": vllm.__version__, "torch": version("torch")},
-            make_events=lambda engine: event_feed(vllm_config, EmbeddedBlocks(engine), specs),
-            by_layer=True,
-        )
-    from kvstow_service.connectors.vllm import engineidentity
-    from kvstow_service.connectors.vllm.attachedschedulerhost import AttachedSchedulerHost
-
-    def namespace_identity() -> NamespaceIdentity:
-        hash_tokens = hash_block_tokens(vllm_config, kv_cache_config)
-        return engineidentity.namespace_identity(vllm_config, hash_tokens, options.weights_id)
-
-    return AttachedSchedulerHost(
-        options,
-        process,
-        groups,
-        version=vllm.__version__,
-        pool_identity=partial(
-            engineidentity.pool_identity, vllm_config, kv_cache_config, groups, replicated=process.replicated
-        ),
-        namespace_identity=namespace_identity,
-        fleet_weights=engineidentity.fleet_weights(vllm_config, options.weights_id),
-        make_events=lambda source: event_feed(vllm_config, source, specs),
-        by_layer=True,
-    )

@@ -56,7 +56,16 @@ def namespace_identity(config: Any, hash_tokens: int, weights_id: str | None) ->
     weights = _weights(config, config.model_config, weights_id)
     drafter = _drafter_weights(config, weights_id)
     probe = hash_probe(config.cache_config.prefix_caching_hash_algo, hash_tokens)
-    settings, unreadable = _settings(config, drafter)
+    unreadable, settings = "", dict[str, str]()
+    try:
+        settings = value_settings(config)
+        files = model_files(config, program_start())
+        if files is not None:
+            settings["model_files"], unreadable = files.digest, files.why_unshared(config.model_config)
+    except OSError as error:
+        unreadable = f"files_unknown: what the model needs besides its weights cannot be read ({error})"
+    if drafter is not None:
+        settings[DRAFTER_WEIGHTS] = drafter.weights_id or "unknown"
     unshared = unreadable or why_unshared(config, weights, drafter)
     if unshared:
         probe = f"{probe}-{secrets.token_hex(8)}"
@@ -70,46 +79,24 @@ def namespace_identity(config: Any, hash_tokens: int, weights_id: str | None) ->
     )
 
 
-def _settings(config: Any, drafter: Weights | None) -> tuple[dict[str, str], str]:
-    """What changes values, and why some of it is unknown; empty if nothing is."""
-    unreadable, settings = "", {}
-    try:
-        settings = value_settings(config)
-        files = model_files(config, program_start())
-        if files is not None:
-            settings["model_files"], unreadable = files.digest, files.why_unshared(config.model_config)
-    except OSError as error:
-        unreadable = f"files_unknown: what the model needs besides its weights cannot be read ({error})"
-    if drafter is not None:
-        settings[DRAFTER_WEIGHTS] = drafter.weights_id or "unknown"
-    return settings, unreadable
-
-
 def fleet_weights(config: Any, weights_id: str | None) -> FleetWeights:
     """The name of this engine's weights on every node. `weights_id`: as configured. Reads samples of a model that is a
     folder (`digest_of_weights`), and of a drafter that is one. If the files cannot be read, there is no name, and the
     error is the reason."""
+    names: dict[str, None] = {}
     try:
-        return _read_fleet_weights(config, weights_id)
+        for weights in (_weights(config, config.model_config, weights_id), _drafter_weights(config, weights_id)):
+            if weights is None:
+                continue
+            if weights.source != "configured" and are_dummies(config):
+                return FleetWeights(reason="weights_unknown: load_format is dummy; set weights_id")
+            if not (name := weights.fleet_id()):
+                return FleetWeights(reason=unknown(weights, config))
+            names[name] = None
     except OSError as error:
-        return FleetWeights(
-            reason=f"weights_unknown: the files of the weights cannot be read ({error}); set weights_id"
-        )
-
-
-def _read_fleet_weights(config: Any, weights_id: str | None) -> FleetWeights:
-    """Raises `OSError`."""
-    names = []
-    for weights in (_weights(config, config.model_config, weights_id), _drafter_weights(config, weights_id)):
-        if weights is None:
-            continue
-        if weights.source != "configured" and are_dummies(config):
-            return FleetWeights(reason="weights_unknown: load_format is dummy; set weights_id")
-        name = weights.fleet_id()
-        if not name:
-            return FleetWeights(reason=unknown(weights, config))
-        names.append(name)
-    return FleetWeights(" and ".join(dict.fromkeys(names)))
+        reason = f"weights_unknown: the files of the weights cannot be read ({error}); set weights_id"
+        return FleetWeights(reason=reason)
+    return FleetWeights(" and ".join(names))
 
 
 def hash_probe(algorithm: str, hash_tokens: int) -> str:

@@ -53,7 +53,6 @@ def digest_of_weights(path: Path) -> str | None:
 
 
 def digested_files(path: Path) -> list[Path]:
-    """The files that `digest_of_weights` covers. Raises `OSError`."""
     return [path] if path.is_file() else [file for file in path.iterdir() if file.name.endswith((*WEIGHTS, *_SETTINGS))]
 
 
@@ -79,7 +78,6 @@ def _header(file: BinaryIO, size: int) -> bytes:
 
 
 def _tensors(header: bytes, size: int) -> list[_Span]:
-    """Where the tensors lie in the file, in order."""
     try:
         entries = [entry for name, entry in json.loads(header).items() if name != "__metadata__"]
         first = 8 + len(header)
@@ -90,7 +88,6 @@ def _tensors(header: bytes, size: int) -> list[_Span]:
 
 
 def _chosen(spans: Sequence[_Span], most: int) -> list[_Span]:
-    """`most` of the spans, including the first and the last."""
     if len(spans) <= most:
         return list(spans)
     return [spans[number * (len(spans) - 1) // (most - 1)] for number in range(most)]

@@ -12,14 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
 from hashlib import sha256
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from kvstow.attach.worker import AttachedWorker
 from kvstow.config import PoolConfig
 from kvstow.dataplane import DataPlane
 from kvstow.devices.base import Fence
@@ -27,8 +24,7 @@ from kvstow.devices.cpu import CpuDevice
 from kvstow.errors import ConfigError
 from kvstow.layout import KVLayout, Part, Region, Span
 from kvstow.memory.hostpool import HostPool
-from kvstow.memory.mappedpool import MappedPool
-from kvstow.memory.pinning import PopulateOnly, Registrar, cpu_registrar, pace_of
+from kvstow.memory.pinning import Registrar, cpu_registrar
 from kvstow.memory.slotpool import SlotPool
 from kvstow.messageorder import ReportSequence
 from kvstow_service.connectors.engine_core.options import ConnectorOptions
@@ -57,6 +53,13 @@ class _Run(NamedTuple):
     num_bytes: int
     stride: int
 
+    @property
+    def end(self) -> int:
+        return self.start + self.num_bytes
+
+    def holds(self, other: _Run) -> bool:
+        return self.stride == other.stride and self.start <= other.start and other.end <= self.end
+
 
 def kv_geometry(kv_caches: Mapping[str, Any], num_blocks: int) -> KVGeometry:
     """The regions of a rank's KV cache of `num_blocks` blocks. `kv_caches[layer]` is a tensor, or several.
@@ -68,7 +71,7 @@ def kv_geometry(kv_caches: Mapping[str, Any], num_blocks: int) -> KVGeometry:
     runs: dict[int, dict[_Run, list[str]]] = {}
     of_layers: dict[str, list[tuple[int, _Run]]] = {}
     for layer, value in kv_caches.items():
-        for tensor in _tensors_of(value):
+        for tensor in [value] if isinstance(value, torch.Tensor) else value:
             if not tensor.numel():
                 continue
             storage = tensor.untyped_storage().data_ptr()
@@ -104,7 +107,7 @@ def _parts(
         new: list[Span] = []
         last = -1
         for storage, run in runs:
-            number = next(number for number, place in enumerate(places) if _holds(place, storage, run))
+            number = next(at for at, (where, region) in enumerate(places) if where == storage and region.holds(run))
             start = run.start - places[number][1].start
             free, owners = _free(taken[number], start, start + run.num_bytes)
             last = max(last, *owners, -1)
@@ -115,16 +118,6 @@ def _parts(
             parts.append(tuple(sorted(new)))
         part_of[layer] = last
     return tuple(parts), part_of
-
-
-def _holds(place: tuple[int, _Run], storage: int, run: _Run) -> bool:
-    region = place[1]
-    return (
-        place[0] == storage
-        and region.stride == run.stride
-        and region.start <= run.start
-        and run.start + run.num_bytes <= region.start + region.num_bytes
-    )
 
 
 def _free(taken: Sequence[tuple[int, int, int]], start: int, end: int) -> tuple[list[tuple[int, int]], list[int]]:
@@ -140,10 +133,6 @@ def _free(taken: Sequence[tuple[int, int, int]], start: int, end: int) -> tuple[
     if start < end:
         free.append((start, end))
     return free, owners
-
-
-def _tensors_of(value: Any) -> Sequence[torch.Tensor]:
-    return [value] if isinstance(value, torch.Tensor) else list(value)
 
 
 def _runs_of(layer: str, tensor: torch.Tensor, num_blocks: int) -> Iterable[_Run]:
@@ -178,8 +167,8 @@ def _merged(runs: Iterable[_Run]) -> list[_Run]:
     merged: list[_Run] = []
     for run in sorted(runs, key=lambda run: (run.stride, run.start)):
         last = merged[-1] if merged else None
-        if last is not None and last.stride == run.stride and run.start <= last.start + last.num_bytes:
-            end = max(last.start + last.num_bytes, run.start + run.num_bytes)
+        if last is not None and last.stride == run.stride and run.start <= last.end:
+            end = max(last.end, run.end)
             if end - last.start <= run.stride:
                 merged[-1] = _Run(last.start, end - last.start, run.stride)
                 continue
@@ -200,11 +189,10 @@ def _arrangement(layer: str, tensor: torch.Tensor, num_blocks: int) -> str:
 
 
 def _digest(region: _Run, runs: Mapping[_Run, Sequence[str]]) -> str:
-    """A digest of everything that lies in the region."""
     parts = [
         f"{run.start - region.start} {run.num_bytes} {content}"
         for run, contents in runs.items()
-        if run.stride == region.stride and region.start <= run.start < region.start + region.num_bytes
+        if region.holds(run)
         for content in contents
     ]
     return sha256("\n".join(sorted(parts)).encode()).hexdigest()[:16]
@@ -243,44 +231,31 @@ def plane_around(
     config: PoolConfig,
     options: ConnectorOptions,
     make_pool: MakePool,
-    sender: ReportSequence | None = None,
+    sender: ReportSequence | None,
 ) -> DataPlane:
-    """A rank's data plane around `kv` and the pool that `make_pool` makes. Behaves like `build_plane` if it raises."""
+    """See `build_plane`; `make_pool` makes the pool."""
     by_layer = options.load_path != "async"
-    device = kv.tensors[0].device
-    parts = kv.parts if by_layer else None
+    device, parts = kv.tensors[0].device, kv.parts if by_layer else None
+    mover: CudaDevice | CpuDevice
     with ExitStack() as undo:
         if device.type == "cuda":
-            mover: CudaDevice | CpuDevice
-            pool, mover = _on_cuda(options, kv, make_pool, parts, undo)
+            from kvstow.devices.cuda import CudaDevice, CudaOptions, CudaRegistrar
+
+            registrar = CudaRegistrar(device.index)
+            pool = make_pool(registrar, registrar.numa_node)
+            undo.callback(pool.close)
+            strategy = CudaOptions(strategy=options.copy_strategy)
+            mover = CudaDevice(pool, kv.layout, kv.tensors, registrar=registrar, options=strategy, parts=parts)
         elif device.type == "cpu":
-            pool, mover = _on_cpu(config, kv, make_pool, parts, undo)
+            pool = make_pool(cpu_registrar(config), None)
+            undo.callback(pool.close)
+            mover = CpuDevice(pool, kv.layout, kv.tensors, parts)
         else:
             raise ConfigError("device of the KV cache", str(device), "cuda or cpu")
         undo.callback(mover.close)
         plane = DataPlane(rank, pool, mover, reports=sender, layers=mover if by_layer else None)
         undo.pop_all()
     return plane
-
-
-def _on_cpu(
-    config: PoolConfig, kv: KVGeometry, make_pool: MakePool, parts: tuple[Part, ...] | None, undo: ExitStack
-) -> tuple[SlotPool, CpuDevice]:
-    pool = make_pool(cpu_registrar(config), None)
-    undo.callback(pool.close)
-    return pool, CpuDevice(pool, kv.layout, kv.tensors, parts)
-
-
-def _on_cuda(
-    options: ConnectorOptions, kv: KVGeometry, make_pool: MakePool, parts: tuple[Part, ...] | None, undo: ExitStack
-) -> tuple[SlotPool, CudaDevice]:
-    from kvstow.devices.cuda import CudaDevice, CudaOptions, CudaRegistrar
-
-    registrar = CudaRegistrar(kv.tensors[0].device.index)
-    pool = make_pool(registrar, registrar.numa_node)
-    undo.callback(pool.close)
-    strategy = CudaOptions(strategy=options.copy_strategy)
-    return pool, CudaDevice(pool, kv.layout, kv.tensors, registrar=registrar, options=strategy, parts=parts)
 
 
 def fence_of(kv_caches: Mapping[str, Any]) -> Callable[[], Fence | None]:
@@ -293,29 +268,3 @@ def fence_of(kv_caches: Mapping[str, Any]) -> Callable[[], Fence | None]:
     from kvstow.devices.cuda import CudaFence
 
     return lambda: CudaFence.record(torch.cuda.current_stream(device))
-
-
-def build_attached_plane(
-    rank: int,
-    socket: Path,
-    options: ConnectorOptions,
-    kv: KVGeometry,
-    *,
-    engine: str,
-    replicated: bool,
-    sender: ReportSequence | None = None,
-) -> AttachedWorker:
-    """A rank's data plane around `kv`. It does not connect or map anything yet. Leaves nothing behind if it raises a
-    `KvstowError`."""
-    slot_bytes = kv.layout.slot_bytes
-    config = options.pool_config(slot_bytes, slot_bytes, slot_bytes)
-    numa: list[int | None] = []
-
-    def make_pool(registrar: Registrar, numa_node: int | None) -> MappedPool:
-        numa.append(numa_node)
-        return MappedPool(slot_bytes, registrar if config.lock else PopulateOnly(), pace=partial(pace_of, config))
-
-    plane = plane_around(rank, kv, config, options, make_pool, sender)
-    pool = plane.pool
-    assert isinstance(pool, MappedPool)
-    return AttachedWorker(socket, plane, pool, engine=engine, replicated=replicated, numa_node=numa[0])

@@ -6,33 +6,32 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 from kvstow.attach.hello import RankSession
 from kvstow.attach.identity import RegionIdentity
 from kvstow.attach.worker import AttachedWorker
 from kvstow.devices.base import Fence
-from kvstow.messages import RankReport
-from kvstow_service.connectors.engine_core.metadata import KVStowMetadata, RankHello
+from kvstow.memory.mappedpool import MappedPool
+from kvstow.memory.pinning import PopulateOnly, Registrar, pace_of
+from kvstow_service.connectors.engine_core.metadata import KVStowMetadata, RankHello, RankUpdate
 from kvstow_service.connectors.engine_core.options import ConnectorOptions
 from kvstow_service.connectors.engine_core.vllmprocess import VLLMProcess, this_node
 from kvstow_service.connectors.engine_core.workerhost import PoolWorkerHost, WorkerHost
 from kvstow_service.connectors.engine_core.workerside import RankDataPlane
 from kvstow_service.connectors.vllm.rankdataplane import (
     KVGeometry,
-    build_attached_plane,
     build_plane,
     fence_of,
     kv_geometry,
+    plane_around,
 )
 
 _REPORT_SECONDS = 0.5
 
 
-class _TensorHost(WorkerHost[KVGeometry]):
-    """A worker whose KV cache is torch tensors, by layer."""
-
+class _TensorHost(WorkerHost):
     def __init__(self, options: ConnectorOptions, process: VLLMProcess, num_blocks: int) -> None:
         super().__init__(options, process)
         self._num_blocks = num_blocks
@@ -41,7 +40,7 @@ class _TensorHost(WorkerHost[KVGeometry]):
     def _read_geometry(self, kv_cache: Mapping[str, Any]) -> KVGeometry:
         geometry = kv_geometry(kv_cache, self._num_blocks)
         pairs = zip(geometry.layout.regions, geometry.contents, strict=True)
-        self.side.expect_layers(geometry.part_of)
+        self.side.waits.part_of = geometry.part_of
         self._regions = tuple([RegionIdentity(region.name, region.page_bytes, content) for region, content in pairs])
         return geometry
 
@@ -49,9 +48,7 @@ class _TensorHost(WorkerHost[KVGeometry]):
         return fence_of(kv_cache)
 
 
-class EmbeddedWorkerHost(_TensorHost, PoolWorkerHost[KVGeometry]):
-    """A worker with a pool of its own and an agent."""
-
+class EmbeddedWorkerHost(_TensorHost, PoolWorkerHost):
     def _make_plane(self, geometry: KVGeometry) -> RankDataPlane:
         pool_bytes = self._options.bytes_of_rank(self._process.num_ranks)
         return build_plane(self._process.rank, pool_bytes, self._max_bytes, self._options, geometry, self._sender)
@@ -61,11 +58,8 @@ class EmbeddedWorkerHost(_TensorHost, PoolWorkerHost[KVGeometry]):
 
 
 class AttachedWorkerHost(_TensorHost):
-    """A worker that uses the node service's memory."""
-
-    def __init__(self, options: ConnectorOptions, process: VLLMProcess, num_blocks: int, socket: Path) -> None:
+    def __init__(self, options: ConnectorOptions, process: VLLMProcess, num_blocks: int) -> None:
         super().__init__(options, process, num_blocks)
-        self._socket = socket
         self._reported = RankSession()
         self._report_at = 0.0
 
@@ -74,36 +68,39 @@ class AttachedWorkerHost(_TensorHost):
         if metadata.ticket is not None and isinstance(plane, AttachedWorker):
             plane.join(metadata.ticket)
 
-    def news(self) -> tuple[RankReport | None, RankSession | None]:
+    def news(self) -> RankUpdate:
         """Reports a new session at once, and more memory twice a second."""
         plane = self.side.plane
         session = plane.session if isinstance(plane, AttachedWorker) else RankSession()
         if session == self._reported:
-            return None, None
+            return RankUpdate()
         now = time.monotonic()
         is_new = (session.number, session.slots > 0) != (self._reported.number, self._reported.slots > 0)
         if not is_new and now < self._report_at:
-            return None, None
+            return RankUpdate()
         self._reported, self._report_at = session, now + _REPORT_SECONDS
-        return None, session
+        return RankUpdate(session=session)
 
     def _make_plane(self, geometry: KVGeometry) -> RankDataPlane:
-        return build_attached_plane(
-            self._process.rank,
-            self._socket,
-            self._options,
-            geometry,
-            engine=self._process.engine_id,
-            replicated=self._process.replicated,
-            sender=self._sender,
+        slot_bytes, options, process = geometry.layout.slot_bytes, self._options, self._process
+        config = options.pool_config(slot_bytes, slot_bytes, slot_bytes)
+        numa: list[int | None] = []
+
+        def make_pool(registrar: Registrar, numa_node: int | None) -> MappedPool:
+            numa.append(numa_node)
+            return MappedPool(slot_bytes, registrar if config.lock else PopulateOnly(), pace=partial(pace_of, config))
+
+        plane = plane_around(process.rank, geometry, config, options, make_pool, self._sender)
+        assert isinstance(plane.pool, MappedPool)
+        assert options.attach is not None
+        return AttachedWorker(
+            options.attach,
+            plane,
+            plane.pool,
+            engine=process.engine_id,
+            replicated=process.replicated,
+            numa_node=numa[0],
         )
 
     def _make_hello(self, slot_bytes: int) -> RankHello:
         return RankHello(self._process.rank, slot_bytes, 0, this_node(), 0, self._regions)
-
-
-def worker_host(options: ConnectorOptions, process: VLLMProcess, kv_cache_config: Any) -> WorkerHost[KVGeometry]:
-    num_blocks = kv_cache_config.num_blocks
-    if options.attach is not None:
-        return AttachedWorkerHost(options, process, num_blocks, options.attach)
-    return EmbeddedWorkerHost(options, process, num_blocks)

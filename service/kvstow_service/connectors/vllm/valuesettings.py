@@ -139,7 +139,7 @@ def value_settings(config: Any) -> dict[str, str]:
     Raises `OSError` for a file of scales that cannot be read."""
     settings = {"hf_config": described_digest(config.model_config)}
     for part, names in FIELDS.items():
-        section = _part(config, part)
+        section = getattr(config.model_config if part == "multimodal_config" else config, part, None)
         values = {name: getattr(section, name, None) for name in names} if names else {"": section}
         for name, value in values.items():
             if value and value != "auto":
@@ -147,7 +147,8 @@ def value_settings(config: Any) -> dict[str, str]:
     settings |= {name: os.environ[name] for name in VARIABLES if os.environ.get(name)}
     if are_dummies(config):
         settings["dummy weights"] = f"seed {config.model_config.seed}"
-    if _is_long(config.model_config):
+    ropes = _ropes(config.model_config.hf_config.to_dict())
+    if _LONG_ROPES & {kind for rope in ropes for kind in (rope.get("rope_type"), rope.get("type"))}:
         settings["model_config.max_model_len"] = str(config.model_config.max_model_len)
     drafter = getattr(config.speculative_config, "draft_model_config", None)
     if drafter is not None:
@@ -170,11 +171,6 @@ def digest_of(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
-def _part(config: Any, name: str) -> Any:
-    owner = config.model_config if name == "multimodal_config" else config
-    return getattr(owner, name, None)
-
-
 def _text(name: str, value: Any) -> str:
     if name.endswith("_path"):
         return hashlib.sha256(Path(value).read_bytes()).hexdigest()[:16]
@@ -182,11 +178,6 @@ def _text(name: str, value: Any) -> str:
         return digest_of(sorted(map(str, value)) if isinstance(value, set) else value)
     text = str(value)
     return text if len(text) <= 100 else digest_of(text)
-
-
-def _is_long(model: Any) -> bool:
-    ropes = _ropes(model.hf_config.to_dict())
-    return bool(_LONG_ROPES & {kind for rope in ropes for kind in (rope.get("rope_type"), rope.get("type"))})
 
 
 def _ropes(described: Mapping[str, Any]) -> list[Mapping[str, Any]]:

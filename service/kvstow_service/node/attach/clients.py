@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 from kvstow.attach.channel import MAX_HELLO_BYTES, Channel, Frame
 from kvstow.attach.wire import Kind
-from kvstow_api.limitedlog import LimitedLog
+from kvstow_api.journal import LimitedLog
 from kvstow_service.node.attach.sessionlife import Member
 
 logger = logging.getLogger("kvstow.attach")

@@ -43,19 +43,9 @@ def needs_of(groups: KVGroups, keys: Sequence[bytes]) -> GroupNeeds | None:
         of_group.setdefault(group_of(key), []).append(key)
     if len(of_group) < len(groups.groups):
         return None
-    prompt = _AskedPrompt([of_group[index] for index in sorted(of_group)])  # numbers may be left out: see `KVGroups`
-    end = min(len(prompt.of_group[group.index]) * group.block_tokens for group in groups.groups)
-    return GroupNeeds(groups, prompt, end)
-
-
-class _AskedPrompt:
-    """The `PromptKeys` that an engine has sent."""
-
-    def __init__(self, of_group: list[list[bytes]]) -> None:
-        self.of_group = of_group
-
-    def keys(self, group: KVGroup, first: int, end: int) -> list[bytes]:
-        return self.of_group[group.index][first:end]
+    asked = [of_group[index] for index in sorted(of_group)]  # numbers may be left out: see `KVGroups`
+    end = min(len(asked[group.index]) * group.block_tokens for group in groups.groups)
+    return GroupNeeds(groups, lambda group, first, last: asked[group.index][first:last], end)
 
 
 def _group(index: int, identity: GroupIdentity) -> KVGroup | None:

@@ -27,7 +27,7 @@ def hashes_in(events: list[Any]) -> list[bytes]:
 @pytest.mark.parametrize("lazy_blocks", [None, 32], ids=["eager", "lazy"])
 def test_events_have_vllms_hashes(lazy_blocks: int | None, tmp_path: Path) -> None:
     adapters, path = make_adapters(), write(tmp_path / "a")
-    source = Source()
+    source: Any = Source()
     vocabulary = Vocabulary(Stored, Removed, lambda block_hash: block_hash, lambda *span: None)
     feed = EventFeed(source, [GroupKind("full")], vocabulary)
     host = VllmHost(adapters=adapters, lazy_blocks=lazy_blocks, events=feed)

@@ -1,11 +1,12 @@
-"""The backlog: what is offered again, when, and in which order; and how long a failure makes it wait."""
+"""The backlog: what is offered again, when, in which order; GPU blocks that are held; the pause after a failure."""
 
 from __future__ import annotations
 
 from tests.service.connectors.engine_core.blockpool import FakeBlockPool
 
 from kvstow.keys import make_key
-from kvstow_service.connectors.engine_core.stores import Backlog, GPUBlocks, RetryPause
+from kvstow_service.connectors.engine_core.gpublocks import Backlog, GPUBlocks
+from kvstow_service.connectors.engine_core.stores import RetryPause
 
 HASH_BYTES = 8
 
@@ -70,9 +71,27 @@ def test_it_is_no_larger_than_the_gpu() -> None:
     assert (len(backlog), take(backlog)) == (0, [])
 
 
-def test_the_key_of_a_block_of_several_hash_blocks_has_the_last_hash() -> None:
-    block_hash = b"first---" + b"last----" + (258).to_bytes(4, "big")
-    assert make_gpu(1).offer_of([block_hash], [7]) == ([make_key(258, b"last----")], [7])
+def test_a_block_of_two_stores_is_free_after_both() -> None:
+    pool = FakeBlockPool(4)
+    gpu = GPUBlocks(pool)
+    gpu.hold_sources(7, [1])
+    gpu.hold_sources(8, [1, 2])
+    gpu.free_sources(7)
+    assert sorted(pool.free) == [3]
+    gpu.free_sources(8)
+    assert sorted(pool.free) == [1, 2, 3]
+    assert not gpu.has_sources
+
+
+def test_blocks_from_the_head_of_the_queue_return_there() -> None:
+    pool = FakeBlockPool(5)
+    gpu = GPUBlocks(pool)
+    gpu.hold_sources(7, [1, 2, 3])
+    pool.touch([pool.blocks[2]])  # a request has found it meanwhile
+    for _ in range(2):
+        gpu.free_sources(7, to_front=True)
+    assert pool.free == [1, 3, 4]
+    assert [block.ref_cnt for block in pool.blocks[1:]] == [0, 1, 0, 0]
 
 
 def steps_until_retry(pause: RetryPause) -> int:

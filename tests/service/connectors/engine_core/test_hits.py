@@ -19,13 +19,11 @@ from tests.service.connectors.engine_core.vllmhost import (
 
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
-from kvstow.testing.fakes import FakeClock
 from kvstow.testing.rank import FakeRank, make_ranks, store_keys
 from kvstow_service.connectors.engine_core.controlplane import EmbeddedControl
 from kvstow_service.connectors.engine_core.kvgroups import KVGroup, KVGroups
 from kvstow_service.connectors.engine_core.loadpolicy import LoadPolicy
-from kvstow_service.connectors.engine_core.loads import Loads, SharedLoads
-from kvstow_service.connectors.engine_core.prefillmeter import PrefillMeter
+from kvstow_service.connectors.engine_core.loads import Loads
 from kvstow_service.connectors.engine_core.stepplan import StepDraft
 from kvstow_service.connectors.engine_core.trackedrequests import TrackedRequest
 
@@ -54,9 +52,8 @@ class Pool:
         self.ranks: list[FakeRank] = make_ranks(self.engine)
         control = EmbeddedControl(self.engine)
         draft = StepDraft()
-        shared = SharedLoads(draft, groups, FakeClock())
         policy = LoadPolicy("async", 0.0, 1)
-        self.loads = Loads(control, draft, groups, 0, lambda name, value: None, shared, policy, PrefillMeter())
+        self.loads = Loads(control, draft, groups, 0, lambda name, value: None, policy)
         self.groups = groups
         if present:
             store_keys(self.engine, self.ranks, present)

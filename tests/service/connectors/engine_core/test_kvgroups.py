@@ -137,7 +137,7 @@ def test_states_are_a_group_of_their_own_and_whole_on_every_rank() -> None:
     specs = [FullAttentionSpec(16), MambaSpec(64)]
     groups = kv_groups(specs, 16, context_parallel=2, hands_states_over=True)
     assert groups.groups == (KVGroup(0, 32, 2), KVGroup(1, 64, 4, is_state=True))
-    assert (groups.alignment, groups.has_states, groups.in_tables) == (64, True, groups.full)
+    assert (groups.alignment, groups.has_states) == (64, True)
     assert groups.partial == (groups.groups[1],)
     assert groups.groups[1].first_block(128) == 1
 

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from kvstow.stats import LOAD_CHOICES
-from kvstow_service.connectors.engine_core.loadpolicy import Choice, LoadPath, LoadPolicy
+from kvstow_service.connectors.engine_core.loadpolicy import LoadPath, LoadPolicy
+from kvstow_service.connectors.engine_core.trackedrequests import Choice
 
 MIB = 1 << 20
 
@@ -29,11 +32,20 @@ def make(clock: Clock, path: LoadPath = "auto", budget: float = 0.01) -> LoadPol
     return policy
 
 
+def plan(policy: LoadPolicy, **scheduled: int) -> None:
+    number = max((step.number for step in policy._planned), default=0) + 1
+    policy.planned(number, SimpleNamespace(num_scheduled_tokens=scheduled))
+
+
+def run_step(policy: LoadPolicy, clock: Clock, seconds: float, **scheduled: int) -> None:
+    plan(policy, **scheduled)
+    clock.now += seconds
+    policy.step_ended(policy._planned[-1].number)
+
+
 def run_steps(policy: LoadPolicy, clock: Clock, seconds: float, *running: str, tokens: int = 1) -> None:
     for _ in range(50):
-        policy.planned(dict.fromkeys(running, tokens))
-        clock.now += seconds
-    policy.planned(dict.fromkeys(running, tokens))
+        run_step(policy, clock, seconds, **dict.fromkeys(running, tokens))
 
 
 def choose(policy: LoadPolicy, num_blocks: int, *, is_whole: bool = False) -> Choice:
@@ -75,7 +87,7 @@ def test_of_a_burst_the_first_load_goes_by_layer(clock: Clock) -> None:
     for expected in (Choice(True, "alone"), Choice(False, "burst"), Choice(False, "burst")):
         assert choose(policy, 100) == expected
         policy.begun(expected, 100)
-    policy.planned({"new": 1})
+    plan(policy, new=1)
     assert policy.counts == {(True, "alone"): 1, (False, "burst"): 2}
 
 
@@ -91,8 +103,7 @@ def test_a_burst_after_long_steps_is_a_burst_all_the_same(clock: Clock) -> None:
 def test_of_the_last_steps_the_shortest_counts(clock: Clock) -> None:
     policy = make(clock)
     run_steps(policy, clock, 0.5, "other")
-    clock.now += 0.01
-    policy.planned({"other": 1})
+    run_step(policy, clock, 0.01, other=1)
     assert choose(policy, 21) == (False, "budget")
     assert choose(policy, 20) == (True, "budget")
 
@@ -112,7 +123,7 @@ def test_small_loads_of_one_step_share_the_budget(clock: Clock) -> None:
         assert choose(policy, 4) == (True, "budget")
         policy.begun(Choice(True, "budget"), 4)
     assert choose(policy, 4) == (False, "burst")
-    policy.planned({"other": 1})
+    plan(policy, other=1)
     assert choose(policy, 4) == (True, "budget")
 
 
@@ -160,7 +171,6 @@ def test_every_choice_has_a_label(clock: Clock) -> None:
 def measured_steps(clock: Clock, tail: float, decode: float, delay: float) -> LoadPolicy:
     policy = make(clock)
     run_steps(policy, clock, tail, "r", tokens=16)
-    policy.planned({})
     run_steps(policy, clock, decode, "r")
     for _ in range(100):
         policy.begun(Choice(False, "whole_prompt"), 1)
@@ -183,7 +193,6 @@ def test_before_both_kinds_of_step_were_measured_it_is_computed(clock: Clock) ->
     assert not policy.loads_last_block
     run_steps(policy, clock, 0.1, "r", tokens=16)
     assert not policy.loads_last_block
-    policy.planned({})
     run_steps(policy, clock, 0.001, "r")
     assert policy.loads_last_block
 
@@ -191,11 +200,9 @@ def test_before_both_kinds_of_step_were_measured_it_is_computed(clock: Clock) ->
 def test_steps_that_load_or_prefill_and_idle_time_are_no_measurement(clock: Clock) -> None:
     policy = make(clock)
     policy.begun(Choice(True, "alone"), 10)
-    policy.planned({"r": 16})
-    clock.now += 1.0
-    policy.planned({"r": 1000})
-    clock.now += 1.0
-    policy.planned({"r": 1})
-    clock.now += 1.0
-    policy.planned({"other": 1})
-    assert (policy._tail_seconds, policy._decode_seconds) == (None, None)
+    run_step(policy, clock, 1.0, r=16)
+    run_step(policy, clock, 1.0, r=1000)
+    clock.now += 60.0
+    assert (policy._tail_seconds, policy._decode_seconds) == (0, 0)
+    run_step(policy, clock, 1.0, other=1)
+    assert (policy._tail_seconds, policy._decode_seconds) == (0, 1.0)

@@ -9,7 +9,8 @@ import pytest
 
 from kvstow.prefill import PrefillNews, PromptPart
 from kvstow.testing.fakes import FakeClock
-from kvstow_service.connectors.engine_core.prefillmeter import PrefillMeter
+from kvstow_service.connectors.engine_core.loadpolicy import LoadPolicy
+from kvstow_service.connectors.engine_core.trackedrequests import Choice
 
 PER_TOKEN = 0.001
 
@@ -22,12 +23,12 @@ def step(scheduled: dict[str, int], drafts: dict[str, list[int]] | None = None) 
     )
 
 
-class Meter(PrefillMeter):
-    """Runs steps one after the other, by a fake clock."""
+class Meter(LoadPolicy):
+    """Runs steps one after the other, by a fake clock. A block takes 1 ms on the link."""
 
     def __init__(self, known: bool = False) -> None:
         self.clock = FakeClock(100.0)
-        super().__init__(100, self.clock)
+        super().__init__("auto", 0.01, 20_000_000, self.clock, least_tokens=100)
         self.number = 0
         self.observed: list[tuple[PromptPart, float]] = []
         observe = self._fit.observe
@@ -52,13 +53,15 @@ class Meter(PrefillMeter):
             name: SimpleNamespace(request=SimpleNamespace(num_computed_tokens=computed.get(name, 0)))
             for name in planned.num_scheduled_tokens
         }
-        self.planned(self.number, planned, requests, load_seconds)
+        self.requests = requests
+        self.begun(Choice(True, "alone"), round(load_seconds * 1000))
+        self.planned(self.number, planned)
         return self.number
 
     def run(self, planned: Any, seconds: float, load_seconds: float = 0.0, **computed: int) -> None:
         number = self.plan(planned, load_seconds, **computed)
         self.clock.advance(seconds)
-        self.ended(number)
+        self.step_ended(number)
 
 
 def test_a_step_of_prompts_counts_with_its_own_time_alone() -> None:
@@ -107,9 +110,9 @@ def test_a_step_that_was_planned_ahead_begins_when_the_one_before_ends() -> None
     meter.clock.advance(0.1)
     second = meter.plan(step({"a": 200}))
     meter.clock.advance(0.1)
-    meter.ended(first)
+    meter.step_ended(first)
     meter.clock.advance(0.3)
-    meter.ended(second)
+    meter.step_ended(second)
     assert [seconds for _, seconds in meter.observed] == pytest.approx([0.2, 0.3])
 
 
@@ -117,8 +120,8 @@ def test_a_step_whose_end_is_never_told_is_forgotten() -> None:
     meter = Meter()
     lost = meter.plan(step({"a": 200}))
     meter.run(step({"a": 300}), 0.5)
-    meter.ended(lost)
-    meter.ended(lost + 1)
+    meter.step_ended(lost)
+    meter.step_ended(lost + 1)
     assert [part.tokens for part, _ in meter.observed] == [300]
 
 
@@ -144,16 +147,16 @@ def waited(meter: Meter) -> float:
 def test_the_engine_waits_for_a_load_before_its_step_while_nothing_runs() -> None:
     meter = Meter(known=True)
     meter.clock.advance(5.0)  # idle
-    meter.load_began()
+    meter.begun(Choice(False, "burst"), 1)
     meter.clock.advance(0.2)
-    meter.load_began()
+    meter.begun(Choice(False, "burst"), 1)
     meter.clock.advance(0.3)
-    meter.load_ended()
+    meter.ended(1)
     number = meter.plan(step({"other": 1}))
     meter.clock.advance(7.0)  # it hides what is left of the other load
-    meter.ended(number)
+    meter.step_ended(number)
     meter.clock.advance(0.1)
-    meter.load_ended()
+    meter.ended(1)
     meter.clock.advance(5.0)
     meter.plan(step({"a": 1}))
     assert waited(meter) == pytest.approx(0.6)

@@ -325,7 +325,7 @@ def test_nothing_is_kept_of_loads_that_have_ended() -> None:
     queue = make_queue(*[PROMPT] * 2, *[PROMPT[::-1]] * 2)
     queue.step(fail="0", end_loads=True)
     queue.run()
-    assert not queue.host.side._shared_loads._loads
+    assert not queue.host.side._loads._shared._loads
 
 
 # -- mutants --------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from hashlib import blake2b
 from typing import Any
 
@@ -22,7 +23,6 @@ from kvstow_service.connectors.engine_core.adapters import Adapters
 from kvstow_service.connectors.engine_core.controlplane import EmbeddedControl
 from kvstow_service.connectors.engine_core.kvgroups import KVGroup, KVGroups
 from kvstow_service.connectors.engine_core.loadpolicy import LoadPolicy
-from kvstow_service.connectors.engine_core.prefillmeter import PrefillMeter
 from kvstow_service.connectors.engine_core.schedulerside import STEP_BLOCKS, SchedulerSide
 from kvstow_service.connectors.engine_core.stepplan import PlannedStep
 
@@ -34,6 +34,7 @@ SHORT_WINDOW, WINDOW = KVGroup(1, 2, 1, window=3), KVGroup(1, 2, 1, window=5)
 WITH_SHORT_WINDOW, WITH_WINDOW = KVGroups((FULL, SHORT_WINDOW), 2), KVGroups((FULL, WINDOW), 2)
 
 
+@cache
 def hashes_of(tokens: str) -> list[bytes]:
     """Chained hashes of the full hash blocks; a character is a token."""
     hashes, parent = [], b""
@@ -45,6 +46,11 @@ def hashes_of(tokens: str) -> list[bytes]:
 
 def keys_of(tokens: str, group: KVGroup = FULL) -> list[bytes]:
     """Keys of the group's full blocks."""
+    return _keys_of(tokens, group)
+
+
+@cache
+def _keys_of(tokens: str, group: KVGroup) -> list[bytes]:
     step = group.hashes_per_block
     return [make_key(group.index, block_hash) for block_hash in hashes_of(tokens)[step - 1 :: step]]
 
@@ -126,25 +132,31 @@ class VllmHost:
         self.ranks = (
             make_ranks(self.engine, pinned) if reporting else [FakeRank(self.engine, rank) for rank in range(num_ranks)]
         )
-        self.pool = FakeBlockPool(gpu_blocks)
-        self.groups = groups
-        self.observed: list[tuple[str, float]] = []
-        self.policy = LoadPolicy("async", 0.01, 64, self.clock)
-        self.meter = PrefillMeter(8, self.clock)
-        self.control: Any = EmbeddedControl(self.engine)
-        self.side = SchedulerSide(
-            self.control,
+        self._make_side(
+            EmbeddedControl(self.engine),
             groups,
-            self.pool,
+            gpu_blocks,
             lazy_blocks=lazy_blocks,
             events=events,
-            observe=lambda name, value: self.observed.append((name, value)),
             step_blocks=step_blocks,
             drafts=drafts,
-            policy=self.policy,
-            meter=self.meter,
-            clock=self.clock,
             adapters=adapters,
+        )
+
+    def _make_side(self, control: Any, groups: KVGroups, gpu_blocks: int, **options: Any) -> None:
+        self.control: Any = control
+        self.groups = groups
+        self.pool = FakeBlockPool(gpu_blocks)
+        self.observed: list[tuple[str, float]] = []
+        self.policy = LoadPolicy("async", 0.01, 64, self.clock, least_tokens=8)
+        self.side = SchedulerSide(
+            control,
+            groups,
+            self.pool,
+            observe=lambda name, value: self.observed.append((name, value)),
+            policy=self.policy,
+            clock=self.clock,
+            **options,
         )
         self._placed: set[str] = set()  # requests that have their blocks for the step to come
         self._running = Cached()

@@ -6,8 +6,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-from tests.service.connectors.engine_core.blockpool import FakeBlockPool
-from tests.service.connectors.engine_core.vllmhost import ONE_GROUP, Cached, FakeRequest, VllmHost, keys_of
+from tests.service.connectors.engine_core.vllmhost import ONE_GROUP, FakeRequest, VllmHost, keys_of
 from tests.service.connectors.vllm.slowservice import SlowService
 
 from kvstow.attach.hello import number_of
@@ -18,9 +17,6 @@ from kvstow.messages import Completion
 from kvstow.testing.fakes import FakeClock
 from kvstow.testing.rank import FakeRank
 from kvstow_service.connectors.engine_core.kvgroups import KVGroups
-from kvstow_service.connectors.engine_core.loadpolicy import LoadPolicy
-from kvstow_service.connectors.engine_core.prefillmeter import PrefillMeter
-from kvstow_service.connectors.engine_core.schedulerside import STEP_BLOCKS, SchedulerSide
 from kvstow_service.connectors.engine_core.stepplan import PlannedStep
 
 PROMPT = "abcdefghijklm"  # 12 tokens can be loaded, in 6 blocks of 2
@@ -40,35 +36,18 @@ class AttachedVllmHost(VllmHost):
         lazy_blocks: int | None = None,
         is_up: bool = True,
     ) -> None:
-        self.clock, self.groups = FakeClock(), groups
+        self.clock = FakeClock()
         config = EngineConfig(slot_bytes=64, capacity_slots=slots)
         delay_of = delay if callable(delay) else lambda: delay
         self.service = SlowService(config, slots, clock=self.clock, delay=delay_of)
         self.service.is_up = is_up
         self.memory: dict[int, bytes | None] = {}
-        self.control = self.service.control()
         self._joined: tuple[int, AttachedSession] | None = None
+        self._make_side(self.service.control(), groups, gpu_blocks, lazy_blocks=lazy_blocks)
         link: Any = SimpleNamespace(
             pool=self.service.pool, desired=self._desired, report=self._report, complete=self.control.complete
         )
         self.ranks = [FakeRank(link, memory=self.memory)]
-        self.pool = FakeBlockPool(gpu_blocks)
-        self.observed = []
-        self.policy = LoadPolicy("async", 0.01, 64, self.clock)
-        self.meter = PrefillMeter(8, self.clock)
-        self.side = SchedulerSide(
-            self.control,
-            groups,
-            self.pool,
-            lazy_blocks=lazy_blocks,
-            observe=lambda name, value: self.observed.append((name, value)),
-            step_blocks=STEP_BLOCKS,
-            policy=self.policy,
-            meter=self.meter,
-            clock=self.clock,
-        )
-        self._placed: set[str] = set()
-        self._running = Cached()
         for _ in range(2):  # the first makes the session, the second brings its ticket
             self.step()
 

@@ -37,7 +37,7 @@ from kvstow.control.engine import PoolFacade
 from kvstow.control.sharedpool import SharedPool
 from kvstow.errors import DisconnectedError, KvstowError
 from kvstow.source import Source
-from kvstow_service.connectors.vllm.attachedcontrol import AttachedControl
+from kvstow_service.connectors.engine_core.controlplane import AttachedControl
 from kvstow_service.node.pools.nodesession import NodeSession
 
 

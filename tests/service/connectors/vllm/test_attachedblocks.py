@@ -16,9 +16,14 @@ from kvstow.keys import make_key
 from kvstow.messages import Completion, RankReport
 from kvstow.testing.fakes import FakeClock
 from kvstow_service.connectors.engine_core import kvevents
-from kvstow_service.connectors.engine_core.kvevents import EventFeed, GroupKind, Vocabulary
+from kvstow_service.connectors.engine_core.kvevents import (
+    PERIOD_SECONDS,
+    AttachedBlocks,
+    EventFeed,
+    GroupKind,
+    Vocabulary,
+)
 from kvstow_service.connectors.engine_core.kvgroups import KVGroup
-from kvstow_service.connectors.vllm.attachedfeeds import PERIOD_SECONDS, AttachedBlocks
 
 SLOTS = 16
 FULL = KVGroup(0, 2, 1)

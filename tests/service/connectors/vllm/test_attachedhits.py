@@ -9,14 +9,14 @@ from tests.service.connectors.vllm.attachedvllmhost import PROMPT, AttachedVllmH
 from kvstow.attach.calls import SettledOp, SettledOps
 from kvstow.attach.channel import Frame
 from kvstow.messages import Completion
-from kvstow_service.connectors.engine_core.kvgroups import KVGroups
-from kvstow_service.connectors.vllm.attachedcontrol import (
+from kvstow_service.connectors.engine_core.controlplane import (
     LONGEST_PATIENCE_SECONDS,
     PATIENCE_SECONDS,
     SILENT_SECONDS,
     SLOW_SECONDS,
     AttachState,
 )
+from kvstow_service.connectors.engine_core.kvgroups import KVGroups
 
 
 def holding_lookups(groups: KVGroups = ONE_GROUP) -> AttachedVllmHost:

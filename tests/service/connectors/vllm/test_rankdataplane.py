@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from kvstow.dataplane import DataPlane
+from kvstow.devices.cpu import CpuDevice
 from kvstow.errors import ConfigError
 from kvstow.memory.hostpool import HostPool
 from kvstow.memory.limits import HugePageLimits
 from kvstow.memory.pinning import MlockRegistrar
 from kvstow.messages import Completion, Op, StepPlan
-from kvstow.testing.fakes import FakeDevice, FakeRegistrar
 from kvstow_service.connectors.engine_core.options import ConnectorOptions
 from kvstow_service.connectors.engine_core.workerside import wait_until_pinned
 from kvstow_service.connectors.vllm import rankdataplane
@@ -93,30 +91,25 @@ def test_a_plane_that_cannot_be_built_leaves_nothing_behind(
     assert pools[0].status().state == "closed"
 
 
-@pytest.mark.parametrize("path", ["_on_cpu", "_on_cuda"])
 def test_a_worker_that_cannot_be_made_leaves_neither_device_nor_pool(
-    path: str, kv: tuple[dict[str, torch.Tensor], KVGeometry], monkeypatch: pytest.MonkeyPatch
+    kv: tuple[dict[str, torch.Tensor], KVGeometry], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = ConnectorOptions().pool_config(kv[1].layout.slot_bytes, 10 * PAGE, 0)
-    pool, device, closed = HostPool(config, FakeRegistrar()), FakeDevice(), list[str]()
-    monkeypatch.setattr(device, "close", lambda: closed.append("device"))
+    closed: list[str] = []
+    for owner in (CpuDevice, HostPool):
 
-    def build(*arguments: Any) -> tuple[HostPool, FakeDevice]:
-        undo: ExitStack = arguments[-1]
-        undo.callback(lambda: closed.append("pool"))
-        undo.callback(pool.close)
-        return pool, device
+        def close(self: Any, name: str = owner.__name__, plain: Any = owner.close) -> None:
+            closed.append(name)
+            plain(self)
+
+        monkeypatch.setattr(owner, "close", close)
 
     def refuse(*_: object, **__: object) -> DataPlane:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(rankdataplane, path, build)
     monkeypatch.setattr(rankdataplane, "DataPlane", refuse)
-    place = SimpleNamespace(device=torch.device(path.removeprefix("_on_")))
-    geometry = KVGeometry(kv[1].layout, (place,), ("",), (), {})  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="can't start new thread"):
-        build_plane(0, 10 * PAGE, 0, ConnectorOptions(lock=False), geometry)
-    assert closed == ["device", "pool"], "a device copies from the pool until it is closed"
+        build_plane(0, 10 * PAGE, 0, ConnectorOptions(lock=False), kv[1])
+    assert closed == ["CpuDevice", "HostPool"], "a device copies from the pool until it is closed"
 
 
 @pytest.mark.parametrize("layer", [torch.empty(1), [torch.empty(1)]], ids=["tensor", "states"])

@@ -1,0 +1,323 @@
+"""What surrounds every request: ids, metrics and the audit log; framing and Host names; the body; HEAD."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import secrets
+import time
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from functools import partial
+
+from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.routing import Match
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from kvstow.stats import Histogram
+from kvstow_api.auth import ACTOR, READING_METHODS, is_known, is_reading, is_stranger
+from kvstow_api.hostsettings import is_loopback, normal_host
+from kvstow_api.journal import Journal, LimitedLog
+from kvstow_api.problems import REQUEST_ID, internal_problem, method_not_allowed, problem
+
+logger = logging.getLogger("kvstow.api")
+audit_logger = logging.getLogger("kvstow.audit")
+
+CHANGED_NOTHING = "kvstow.changed_nothing"
+"""ASGI scope key: true for a dry run, and for the replay of a stored response."""
+
+UNMATCHED = "unmatched"
+CLIENT_CLOSED = 499  # nginx's status for a client that disconnected before the response
+
+_REFUSALS_A_MINUTE = 60  # log lines about refused unauthenticated requests
+_BOUNDS = (0.01, 0.1, 1.0, 10.0)
+_MAX_SHOWN = 500  # characters of a body in the audit log
+_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+_IN_URL = re.compile(rb"://[^/?#\s\"]*@")
+_NOT_IN_ID = re.compile(r"[^A-Za-z0-9._-]")
+_REPORT_ROUTE = "/v1/ranks/{rank}/report"
+_ADDED_HEADERS = ((b"cache-control", b"no-store"), (b"x-content-type-options", b"nosniff"))
+
+
+class HttpCounters:
+    """Requests by method, route template and status. A series begins with its first request: zeros for all possible
+    ones made up two thirds of a scrape. Bounded by the number of routes and statuses. Counted on the event loop."""
+
+    def __init__(self) -> None:
+        self.requests: Counter[tuple[str, str, str]] = Counter()
+        self.seconds: defaultdict[tuple[str, str], Histogram] = defaultdict(partial(Histogram, _BOUNDS))
+        self.inflight = 0
+
+    def count(self, method: str, route: str, status: int, seconds: float) -> None:
+        self.requests[method, route, str(status)] += 1
+        self.seconds[method, route].observe(seconds)
+
+
+class RequestMiddleware:
+    def __init__(self, app: ASGIApp, *, counters: HttpCounters, journal: Journal) -> None:
+        self._app = app
+        self._counters = counters
+        self._journal = journal
+        self._refused = LimitedLog(audit_logger, burst=_REFUSALS_A_MINUTE)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        scope[REQUEST_ID] = _request_id(scope)
+        answer = _Answer(send, scope[REQUEST_ID])
+        started = time.perf_counter()
+        self._counters.inflight += 1
+        try:
+            await self._run(scope, receive, answer)
+        finally:
+            self._counters.inflight -= 1
+            method, route = scope["method"] if scope["method"] in _METHODS else "other", _template(scope)
+            self._counters.count(method, route, answer.status, time.perf_counter() - started)
+            if not is_reading(scope["method"], scope["path"]):
+                self._audit(scope, method, route, answer.status)
+
+    def _audit(self, scope: Scope, method: str, route: str, status: int) -> None:
+        """Log each request for a change, and add each change that was made to the journal."""
+        changed = status < 400 and not scope.get(CHANGED_NOTHING)
+        routine = route == _REPORT_ROUTE and status < 400  # every rank, every second
+        actor, client = scope.get(ACTOR, "-"), scope.get("client")
+        log = audit_logger.log if is_known(actor) or status < 400 else self._refused.log
+        log(
+            logging.DEBUG if routine else logging.INFO,
+            "actor=%s client=%s method=%s route=%s path=%s status=%d request_id=%s changed=%s query=%s body=%s",
+            actor,
+            client[0] if client else "-",
+            method,
+            route,
+            _path(scope),
+            status,
+            scope[REQUEST_ID],
+            "yes" if changed else "no",
+            _shown(scope.get("query_string", b"")),
+            _shown(scope.get(BODY, b"")),
+        )
+        if changed and not routine:
+            given = {"path": _path(scope), "status": status, "request_id": scope[REQUEST_ID]}
+            self._journal.add("change", actor=actor, method=method, **given)
+
+    async def _run(self, scope: Scope, receive: Receive, answer: _Answer) -> None:
+        try:
+            await self._app(scope, receive, answer)
+        except Exception:  # no error of a route may leave a request unanswered
+            logger.exception("request %s failed: %s %s", scope[REQUEST_ID], scope["method"], _path(scope))
+            if answer.started:
+                raise  # the response has begun: the server closes the connection
+            await internal_problem(scope)(scope, receive, answer)
+
+
+class _Answer:
+    def __init__(self, send: Send, request_id: str) -> None:
+        self._send = send
+        self._headers = [(b"x-request-id", request_id.encode()), *_ADDED_HEADERS]
+        self.status = CLIENT_CLOSED
+        self.started = False
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.started = True
+            self.status = message["status"]
+            message = {**message, "headers": [*message.get("headers", ()), *self._headers]}
+        await self._send(message)
+
+
+def _request_id(scope: Scope) -> str:
+    """The client's request id, without characters that are unsafe in a log line, or a new id."""
+    given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
+    return _NOT_IN_ID.sub("", given.decode("latin-1"))[:64] or secrets.token_hex(8)
+
+
+def _template(scope: Scope) -> str:
+    route = scope.get("route")  # set by the router
+    if route is None:
+        routes = scope["app"].router.routes
+        route = next((route for route in routes if route.matches(scope)[0] is Match.FULL), None)
+    return getattr(route, "path", UNMATCHED)
+
+
+def _path(scope: Scope) -> str:
+    """The path as received: percent-encoded, which is safe in a log line."""
+    raw = scope.get("raw_path") or scope["path"].encode()
+    return ascii(raw.decode("latin-1"))[1:-1]
+
+
+def _shown(text: bytes) -> str:
+    """What a client sent, shortened, on one line, and without passwords in URLs."""
+    shown = ascii(_IN_URL.sub(b"://...@", text)[: _MAX_SHOWN + 1].decode("utf-8", "replace"))[1:-1]
+    return (shown if len(shown) <= _MAX_SHOWN else f"{shown[:_MAX_SHOWN]}...") or "-"
+
+
+_PORT = re.compile(r":\d+$")
+_CLOSE = {"Connection": "close"}
+
+
+class AdmissionMiddleware:
+    """Answers 400 to ambiguous framing and closes the connection; answers 421 to an unknown Host name.
+
+    `allowed_hosts`: Host names, besides those of loopback, that a server on loopback accepts over TCP. A web page can
+    point a name of its own at loopback (DNS rebinding) and would then read what is open to this machine. None allows
+    any name, for servers on other addresses, where probes use the address of a pod.
+    """
+
+    def __init__(self, app: ASGIApp, *, allowed_hosts: Sequence[str] | None) -> None:
+        self._app = app
+        self._allowed = None if allowed_hosts is None else frozenset(allowed_hosts)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        refusal = self._judge(scope) if scope["type"] == "http" else None
+        await (refusal or self._app)(scope, receive, send)
+
+    def _judge(self, scope: Scope) -> Response | None:
+        headers = dict(scope["headers"])
+        chunked, length = b"transfer-encoding" in headers, headers.get(b"content-length")
+        if chunked and length is not None:
+            detail = "the request has both Content-Length and Transfer-Encoding"  # a proxy might obey the other one
+            return problem(scope, 400, detail, code="malformed_request", headers=_CLOSE)
+        if scope["method"] in READING_METHODS and (chunked or length not in (None, b"0")):
+            if (refusal := method_not_allowed(scope)) is not None:
+                refusal.headers["Connection"] = "close"
+                return refusal
+            detail = f"{scope['method']} requests take no body"
+            return problem(scope, 400, detail, code="malformed_request", headers=_CLOSE)
+        if self._allowed is None or not _is_tcp(scope):
+            return None
+        host = headers.get(b"host")
+        name = None if host is None else normal_host(_PORT.sub("", host.decode("latin-1")))
+        if name is None or name in self._allowed or is_loopback(name.strip("[]")):
+            return None
+        names = ", ".join(["localhost", "the address", *sorted(self._allowed)])
+        detail = f"unknown Host {name[:100]!r}; allowed: {names}. Add names with the setting allowed_hosts"
+        return problem(scope, 421, detail, code="unknown_host")
+
+
+def _is_tcp(scope: Scope) -> bool:
+    """A Unix socket has no port, and browsers cannot reach it."""
+    server = scope.get("server")
+    return server is not None and server[1] is not None
+
+
+MAX_BODY_BYTES = 1 << 20
+MAX_READING_BODY_BYTES = 64 << 10
+"""For unauthenticated requests that only read: parsing takes 10 ms, and 150 ms for 1 MiB."""
+MAX_BODY_SECONDS = 10.0
+
+BODY = "kvstow.body"
+"""ASGI scope key of the body, once it has been read."""
+
+_JSON = "application/json"
+_MERGE_PATCH = "application/merge-patch+json"
+
+
+class BodyMiddleware:
+    """Reads the body before the route runs. Answers 413 above `limit` bytes (`reading_limit` for unauthenticated
+    requests that only read), 408 if the body takes longer than `seconds`, and 415 if its content type is not JSON.
+    Needs the actor, so it runs after `AuthMiddleware`."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        limit: int = MAX_BODY_BYTES,
+        reading_limit: int = MAX_READING_BODY_BYTES,
+        seconds: float = MAX_BODY_SECONDS,
+    ) -> None:
+        self._app = app
+        self._limit, self._reading_limit = limit, reading_limit
+        self._seconds = seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] in READING_METHODS:
+            await self._app(scope, receive, send)
+            return
+        is_bounded = is_reading(scope["method"], scope["path"]) and is_stranger(scope)
+        limit = self._reading_limit if is_bounded else self._limit
+        headers, allowed = Headers(scope=scope), [_JSON, *([_MERGE_PATCH] if scope["method"] == "PATCH" else [])]
+        try:
+            async with asyncio.timeout(self._seconds):
+                body = await _read(scope, receive, limit)
+        except ClientDisconnect:
+            return  # an incomplete body must not reach the route
+        except TimeoutError:
+            detail = f"the body did not arrive within {self._seconds:g} s"
+            await problem(scope, 408, detail, headers={"Connection": "close"})(scope, receive, send)
+            return
+        if body is None:
+            detail = f"the body is larger than {limit} bytes"
+            if is_bounded:
+                detail += f" (limit for admins and the Unix socket: {self._limit} bytes)"
+            await problem(scope, 413, detail, headers={"Connection": "close"})(scope, receive, send)
+        elif body and (kind := headers.get("content-type", "")).partition(";")[0].strip().lower() not in allowed:
+            detail = f"Content-Type is {kind[:100]!r}; allowed: {', '.join(allowed)}"
+            await problem(scope, 415, detail)(scope, receive, send)
+        else:
+            scope[BODY] = body
+            await self._app(scope, _replay(body, receive), send)
+
+
+async def _read(scope: Scope, receive: Receive, limit: int) -> bytes | None:
+    """The whole body; None as soon as it exceeds the limit. Raises `ClientDisconnect`."""
+    declared = Headers(scope=scope).get("content-length", "")
+    if declared.isdigit() and int(declared) > limit:
+        return None
+    body = bytearray()
+    more = True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        body += message.get("body", b"")
+        more = message.get("more_body", False)
+        if len(body) > limit:
+            return None
+    return bytes(body)
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    pending = [body]
+
+    async def replay() -> Message:
+        if pending:
+            return {"type": "http.request", "body": pending.pop(), "more_body": False}
+        return await receive()
+
+    return replay
+
+
+class HeadMiddleware:
+    """Lets routes that define only GET answer HEAD. Ends a stream after its headers, as its body would never end."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "HEAD":
+            await self._app(scope, receive, send)
+            return
+        asked = {**scope, "method": "GET"}
+
+        async def send_head(message: Message) -> None:
+            if message["type"] != "http.response.body":
+                await send(message)
+                return
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+            if message.get("more_body", False):
+                raise _Answered
+
+        try:
+            await self._app(asked, receive, send_head)
+        except _Answered:
+            pass
+        finally:
+            scope["route"] = asked.get("route")  # requests are counted by route
+
+
+class _Answered(Exception):
+    """Ends a stream."""

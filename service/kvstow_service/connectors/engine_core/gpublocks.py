@@ -1,0 +1,207 @@
+"""The blocks of vLLM's GPU pool, as stores use them: the keys of their contents, the references that keep them, and the
+backlog of those that still have to be stored."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from functools import cache
+from typing import Any, NamedTuple, Protocol
+
+from kvstow.keys import make_key
+from kvstow_service.connectors.engine_core.adapters import Adapter
+from kvstow_service.connectors.engine_core.hints import UnstoredHashes
+from kvstow_service.connectors.engine_core.trackedrequests import TrackedRequest
+
+_GROUP_ID_BYTES = 4  # at the end of a GPU block's hash
+
+
+class BlockPool(Protocol):
+    """The part of vLLM's `BlockPool` that is used. A block with references is neither evicted nor handed out."""
+
+    blocks: list[Any]
+    free_block_queue: Any
+    null_block: Any
+
+    def touch(self, blocks: Sequence[Any]) -> None: ...
+
+    def free_blocks(self, ordered_blocks: Iterable[Any]) -> None: ...
+
+
+class Offer(NamedTuple):
+    """Blocks that could be stored: `blocks[i]` holds the content that `keys[i]` names."""
+
+    keys: list[bytes]
+    blocks: list[int]
+
+
+class GPUBlocks:
+    """The blocks of vLLM's pool, as stores use them. Used by the scheduler's thread.
+
+    The blocks of a store are referenced from the moment the store is planned until every rank has read them. A request
+    that ends or is preempted meanwhile cannot take them away, so no flush is needed.
+    """
+
+    def __init__(self, pool: BlockPool) -> None:
+        self.pool = pool
+        self.hash_bytes = 0
+        """Length of a request's block hash; 0 until a request has one."""
+        self.known_hashes: KnownHashes | None = None
+        """Set if requests may have LoRA adapters."""
+        self.unstored: UnstoredHashes | None = None
+        """Set while requests come that are not to be stored."""
+        self._sources: dict[int, list[Any]] = {}  # by op
+
+    def offer_of(self, block_hashes: Sequence[bytes], blocks: Sequence[int]) -> Offer:
+        """Offers the contents that vLLM caches under these hashes in these blocks. Each hash ends with the hash of the
+        block's last hash block and the group's id. With adapters, a block is left out if it is unknown which one has
+        computed it."""
+        begin = -_GROUP_ID_BYTES - self.hash_bytes
+        if self.known_hashes is None:
+            keys = [_prefix(each[-_GROUP_ID_BYTES:]) + each[begin:-_GROUP_ID_BYTES] for each in block_hashes]
+            return Offer(keys, list(blocks))
+        offer = Offer([], [])
+        mixed = self.known_hashes.mix([each[begin:-_GROUP_ID_BYTES] for each in block_hashes])
+        for block_hash, content, block in zip(block_hashes, mixed, blocks, strict=True):
+            if content is not None:
+                key = _prefix(block_hash[-_GROUP_ID_BYTES:]) + content
+                offer.keys.append(key)
+                offer.blocks.append(block)
+                if content != (plain := block_hash[begin:-_GROUP_ID_BYTES]):
+                    self.known_hashes.note(key, plain)
+        return offer
+
+    def is_unstored(self, block_hash: bytes) -> bool:
+        """Whether what vLLM caches under this hash was computed by a request that lets nothing be stored."""
+        begin = -_GROUP_ID_BYTES - self.hash_bytes
+        return self.unstored is not None and block_hash[begin:-_GROUP_ID_BYTES] in self.unstored
+
+    @property
+    def has_sources(self) -> bool:
+        return bool(self._sources)
+
+    def num_sources(self) -> int:
+        """Referenced blocks, over all stores. O(stores)."""
+        return sum(map(len, self._sources.values()))
+
+    def hold_sources(self, op_id: int, block_ids: Sequence[int]) -> None:
+        blocks = self.pool.blocks
+        held = [blocks[block_id] for block_id in block_ids]
+        self.pool.touch(held)
+        self._sources[op_id] = held
+
+    def free_sources(self, op_id: int, *, to_front: bool = False) -> None:
+        """Release the references of a store. Idempotent. The blocks stay cached on the GPU.
+
+        The end of a prefix is evicted before its beginning. With `to_front`, unused blocks return to the head of the
+        free queue in their old order, because they came from there.
+        """
+        held = self._sources.pop(op_id, None)
+        if held is None:
+            return
+        if not to_front:
+            self.pool.free_blocks(reversed(held))
+            return
+        self.pool.free_blocks(held)
+        queue, unused = self.pool.free_block_queue, [block for block in held if block.ref_cnt == 0]
+        for block in unused:
+            queue.remove(block)
+        queue.prepend_n(unused)
+
+
+@cache
+def _prefix(group_id: bytes) -> bytes:
+    return make_key(int.from_bytes(group_id, "big"), b"")
+
+
+class KnownHashes:
+    """Which adapter's requests have which hashes, for blocks that are known only by vLLM's hash of them: those of the
+    backlog, of lazy stores, and of recurrent layers. Used by the scheduler's thread.
+
+    A hash that is not known belongs to nobody, so the worst that can happen is that a block is not stored.
+    """
+
+    def __init__(self, requests: Mapping[str, TrackedRequest], most: int) -> None:
+        """`requests`: the requests that vLLM has, by name; owned by the caller. `most`: how many hashes are kept, those
+        of the latest requests."""
+        self.note: Callable[[bytes, bytes], None] = lambda key, block_hash: None
+        """Takes each key that does not contain vLLM's hash, and the hash, before its block is offered."""
+        self._requests, self._most = requests, most
+        self._adapters: dict[bytes, Adapter | None] = {}
+
+    def add(self, tracked: TrackedRequest) -> None:
+        hashes, known = tracked.request.block_hashes, self._adapters
+        for number in range(tracked.known_hashes, len(hashes)):
+            known.pop(hashes[number], None)  # it is then the latest
+            known[hashes[number]] = tracked.adapter
+        tracked.known_hashes = len(hashes)
+        while len(known) > self._most:
+            del known[next(iter(known))]
+
+    def add_ended(self, tracked: TrackedRequest) -> None:
+        """Know all hashes of a request that has ended: the GPU now evicts its blocks after those of older requests."""
+        tracked.known_hashes = 0
+        self.add(tracked)
+
+    def mix(self, hashes: Sequence[bytes]) -> list[bytes | None]:
+        """What stands for these hashes in keys; None for those that have none. O(requests) if one is unknown."""
+        known = self._adapters
+        if any(each not in known for each in hashes):
+            for tracked in self._requests.values():
+                self.add(tracked)
+        return [self._mix(each) if each in known else None for each in hashes]
+
+    def _mix(self, block_hash: bytes) -> bytes | None:
+        adapter = self._adapters[block_hash]
+        if adapter is None:
+            return block_hash
+        return adapter.mix(block_hash) if adapter.check() else None
+
+
+class Backlog:
+    """GPU blocks whose store was refused, dropped or failed, or did not fit into a step. Used by one thread.
+
+    Nothing holds these blocks: the GPU may evict one before it is offered. Each is offered under the hash by which vLLM
+    caches it at that time, not the hash that it had when it was added. It is not offered if vLLM caches nothing in it.
+    Each block waits at most once, so the backlog never holds more blocks than the GPU has.
+    """
+
+    def __init__(self, gpu: GPUBlocks) -> None:
+        self._gpu = gpu
+        self._queue: deque[int] = deque()
+        self._queued: set[int] = set()
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def add_blocks(self, block_ids: Iterable[int]) -> None:
+        """Append these blocks. Blocks that already wait keep their place."""
+        queued, new = self._queued, list(dict.fromkeys(block_ids))
+        if queued:
+            new = [block_id for block_id in new if block_id not in queued]
+        queued.update(new)
+        self._queue.extend(new)
+
+    def take_cached(self, count: int, unwritten: Set[int]) -> Offer:
+        """Offer the blocks that vLLM caches among the first `count`, and forget the other blocks of these. Blocks in
+        `unwritten`, which the step being planned has yet to write, stay in the backlog. O(count)."""
+        gpu_blocks, queue, queued = self._gpu.pool.blocks, self._queue, self._queued
+        hashes: list[bytes] = []
+        blocks: list[int] = []
+        waiting: list[int] = []
+        for _ in range(min(count, len(queue))):
+            block_id = queue.popleft()
+            if block_id in unwritten:
+                waiting.append(block_id)
+                continue
+            queued.discard(block_id)
+            block_hash = gpu_blocks[block_id].block_hash
+            if block_hash is not None and not self._gpu.is_unstored(block_hash):
+                hashes.append(block_hash)
+                blocks.append(block_id)
+        queue.extend(waiting)
+        return self._gpu.offer_of(hashes, blocks)
+
+    def forget_backlog(self) -> None:
+        self._queue.clear()
+        self._queued.clear()
