@@ -89,8 +89,8 @@ def agents(count: int = 32, seconds: float = 2400.0, *, others: bool) -> list[Re
 
 
 def flooded(requests: Sequence[Request], names: int = NAMES) -> Iterator[Request]:
-    """The same, beside so many of a client that pays hardly anything for one more name: it has 8 prompts of a block, and
-    most of its requests are shorter than a block."""
+    """The same, beside so many of a client that pays hardly anything for one more name: it has 8 prompts of a block,
+    and most of its requests are shorter than a block."""
     prompts = [[(1 << 41) + prompt] if prompt < 8 else [] for prompt in range(64)]
     each, sent = names / len(requests), 0.0
     before = requests[0].time
