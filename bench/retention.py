@@ -89,8 +89,9 @@ def agents(count: int = 32, seconds: float = 2400.0, *, others: bool) -> list[Re
 
 
 def flooded(requests: Sequence[Request], names: int = NAMES) -> Iterator[Request]:
-    """The same, beside so many of a client that has few prompts, so that it pays hardly anything for one more name."""
-    prompts = [[(1 << 41) + 4 * prompt + block for block in range(4)] for prompt in range(8)]
+    """The same, beside so many of a client that pays hardly anything for one more name: it has 8 prompts of a block,
+    and most of its requests are shorter than a block."""
+    prompts = [[(1 << 41) + prompt] if prompt < 8 else [] for prompt in range(64)]
     each, sent = names / len(requests), 0.0
     before = requests[0].time
     for number, request in enumerate(requests):
@@ -233,8 +234,8 @@ def replay(requests: Iterable[Request], slots: int, say: Say, policy: str = "lru
     for number, request in enumerate(requests):
         keys = [make_key(0, block.to_bytes(32, "big")) for block in request.blocks]
         found = pool.serve(keys, request.time, hints=say(number, request))
-        pool.engine.tick()
         if request.context is not None:
+            pool.engine.tick()
             hits += found
             if request.context in before:
                 again += 1

@@ -304,9 +304,8 @@ MUTANTS = [
     Mutant(
         "contexts_lose_their_roots_first",
         CLAIMS,
-        "end = Part(self.namespace, self.slots[length:], self.uses[length:], self.number, self.ended_at)",
-        "self.slots.reverse()\n"
-        "        end = Part(self.namespace, self.slots[length:], self.uses[length:], self.number, self.ended_at)",
+        "end = replace(self, slots",
+        "self.slots.reverse()\n        end = replace(self, slots",
         f"{CLAIM_TESTS}::test_what_is_expected_last_goes_first_from_its_end",
     ),
     Mutant(
@@ -338,6 +337,20 @@ MUTANTS = [
         "renewal.again, renewal.proved",
         "renewal.again, 10",
         f"{CLAIM_TESTS}::test_a_context_that_stores_nothing_earns_nothing",
+    ),
+    Mutant(
+        "liars_take_the_room_of_contexts_that_have_proved_themselves",
+        CLAIMS,
+        "if not last.unproved and context.credit < context.num_blocks:",
+        "if False:",
+        f"{CLAIM_TESTS}::test_who_has_proved_nothing_takes_no_room_of_those_who_have",
+    ),
+    Mutant(
+        "names_that_never_return_spoil_what_is_learned",
+        CLAIMS,
+        "min(wait, self._overdue_returns.until_next_use(idle))",
+        "self._overdue_returns.until_next_use(idle)",
+        f"{CLAIM_TESTS}::test_names_that_never_return_make_nobody_go_before_what_the_policy_evicts",
     ),
     Mutant(
         "what_others_have_used_earns_credit",

@@ -22,6 +22,7 @@ from array import array
 from bisect import bisect_left, insort
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import chain, islice, takewhile
 from math import exp, inf, log, log2
 from operator import eq
@@ -127,25 +128,28 @@ class EvictedBlocks:
                 self.returns.count(used=until >= now)
 
 
+@dataclass(slots=True, eq=False)
 class Part:
     """Neighbours in a chain that a context claims, or did until its request that ended at `ended_at`. `uses`: how often
     each had been used then. Slots that were lost since the loss with this number are not its own. `is_steady`: see
     `Context`; set when the claim ends."""
 
-    __slots__ = ("ended_at", "is_steady", "namespace", "number", "slots", "uses")
-
-    def __init__(self, namespace: Namespace, slots: list[int], uses: bytes, number: int, ended_at: float) -> None:
-        self.namespace, self.slots, self.uses = namespace, slots, uses
-        self.number, self.ended_at, self.is_steady = number, ended_at, True
+    namespace: Namespace
+    slots: list[int]
+    uses: bytes
+    number: int
+    ended_at: float
+    is_steady: bool = True
 
     def cut(self, length: int) -> Part:
         """Has so many slots from now on. Returns the others."""
-        end = Part(self.namespace, self.slots[length:], self.uses[length:], self.number, self.ended_at)
+        end = replace(self, slots=self.slots[length:], uses=self.uses[length:])
         del self.slots[length:]
         self.uses = self.uses[:length]
         return end
 
 
+@dataclass(slots=True, eq=False)
 class Context:
     """What is known of a context. Changed by `Claims` alone.
 
@@ -153,52 +157,33 @@ class Context:
     would, of which its `credit` does not cover the `unproved`. `expected`: when its next request is; `inf` if none is,
     None if nothing is known. `is_steady`: whether that can be foretold. `overdue`: how often that time has passed, and
     `step_at`: when it passes next. `brought`: blocks that it was the first to use, and those that it has used again.
+    `renewal`: the one that is not finished. `hint`: the `resume_in` of its last request; `inf` for a release. The
+    errors are mean squares of the logarithm of the true gap over the hint, and over what was learned. `name`: what the
+    client calls it, for people.
     """
 
-    __slots__ = (
-        "brought",
-        "chain",
-        "context_id",
-        "credit",
-        "ended_at",
-        "expected",
-        "hint",
-        "hint_error",
-        "hits",
-        "is_steady",
-        "kept",
-        "log_gap",
-        "log_gap_error",
-        "name",
-        "namespace",
-        "num_blocks",
-        "overdue",
-        "renewal",
-        "requests",
-        "serial",
-        "step_at",
-        "unproved",
-    )
-
-    def __init__(self, namespace: Namespace, context_id: bytes, serial: int) -> None:
-        self.namespace, self.context_id, self.serial = namespace, context_id, serial
-        self.chain: list[Part] = []
-        self.num_blocks = self.requests = self.hits = self.overdue = 0
-        self.kept = self.unproved = self.credit = self.brought = 0
-        self.expected: float | None = None
-        self.is_steady = False
-        self.step_at = inf
-        self.ended_at = -inf
-        self.renewal: Renewal | None = None
-        """The one that is not finished."""
-        self.hint: float | None = None
-        """The `resume_in` of its last request; `inf` for a release."""
-        self.hint_error = 0.0
-        self.log_gap: float | None = None
-        self.log_gap_error = 1.0
-        """Mean squares of the logarithm of the true gap over the hint, and over what was learned."""
-        self.name = ""
-        """What the client calls it, for people."""
+    namespace: Namespace
+    context_id: bytes
+    serial: int
+    hint_error: float
+    log_gap_error: float
+    log_gap: float | None = None
+    chain: list[Part] = field(default_factory=list)
+    num_blocks: int = 0
+    requests: int = 0
+    hits: int = 0
+    overdue: int = 0
+    kept: int = 0
+    unproved: int = 0
+    credit: int = 0
+    brought: int = 0
+    expected: float | None = None
+    is_steady: bool = False
+    step_at: float = inf
+    ended_at: float = -inf
+    renewal: Renewal | None = None
+    hint: float | None = None
+    name: str = ""
 
 
 class Order:
@@ -243,6 +228,7 @@ class Order:
             del self._entries[bisect_left(self._entries, (number, context.serial))]
 
 
+@dataclass(slots=True, eq=False)
 class Renewal:
     """A claim that is being made, slice by slice from the root.
 
@@ -251,11 +237,13 @@ class Renewal:
     before and are still there; nobody but the context has used `proved` of them since.
     """
 
-    __slots__ = ("again", "context", "filled", "is_whole", "kept", "length", "proved")
-
-    def __init__(self, context: Context, *, is_whole: bool) -> None:
-        self.context, self.is_whole, self.kept = context, is_whole, context.kept
-        self.filled = self.length = self.again = self.proved = 0
+    context: Context
+    kept: int
+    is_whole: bool
+    filled: int = 0
+    length: int = 0
+    again: int = 0
+    proved: int = 0
 
 
 class Claims:
@@ -340,8 +328,7 @@ class Claims:
                 self._floor = self._worth.at(least)
                 self._forget(least)
             self._serial += 1
-            context = Context(namespace, context_id, self._serial)
-            context.hint_error, context.log_gap_error = self._hint_error, self._log_gap_error
+            context = Context(namespace, context_id, self._serial, self._hint_error, self._log_gap_error)
             self._contexts[(namespace.tag, context_id)] = context
             self._weigh(context)
         return context
@@ -370,9 +357,8 @@ class Claims:
             self._account(context.renewal)
         if context.requests:
             self._learn(context, now)
-        renewal = context.renewal = Renewal(
-            context, is_whole=not keys or keys[0][:GROUP_BYTES] == keys[-1][:GROUP_BYTES]
-        )
+        is_whole = not keys or keys[0][:GROUP_BYTES] == keys[-1][:GROUP_BYTES]
+        renewal = context.renewal = Renewal(context, context.kept, is_whole)
         self._keep(context, 0)
         context.ended_at, context.overdue = now, 0
         context.requests += 1
@@ -650,10 +636,7 @@ class Claims:
         if context.num_blocks and not context.kept and idle >= self.policy_age:
             count = 0
             if context.overdue <= MOST_OVERDUE:
-                self._make_room(context)
-                shared = max(0, self.allowed - self._unproved)
-                left = int(LARGEST_SHARE * self._num_slots) - self.kept
-                count = max(0, min(context.credit + shared, left, context.num_blocks))
+                count = self._make_room(context)
             self._age(context, count)
             self._keep(context, count)
         if now >= context.step_at:
@@ -669,10 +652,18 @@ class Claims:
                 context.step_at = inf  # what is left goes when the policy would evict it
         self._see_later(context)
 
-    def _make_room(self, context: Context) -> None:
-        """Contexts that are expected later than this one keep nothing any more, if nothing is left for it."""
-        most = LARGEST_SHARE * self._num_slots - context.num_blocks
-        while self.kept > most and (last := self._kept.last) is not None and self._kept.at(last) > _time_of(context):
+    def _make_room(self, context: Context) -> int:
+        """How many blocks it may keep. Contexts that are expected later keep nothing any more if it would keep more,
+        but those whose own credit covers them only if its own credit does."""
+        while True:
+            shared = max(0, self.allowed - self._unproved)
+            left = max(0, int(LARGEST_SHARE * self._num_slots) - self.kept)
+            count = min(context.num_blocks, context.credit + shared, left)
+            last = self._kept.last
+            if count == context.num_blocks or last is None or self._kept.at(last) <= _time_of(context):
+                return count
+            if not last.unproved and context.credit < context.num_blocks:
+                return count
             self._keep(last, 0)
             self._age(last, 0)
 
@@ -690,11 +681,9 @@ class Claims:
         aged."""
         wait, found = -inf, None
         if self._aged:
-            aged = self._aged[0]
-            returns = self.evicted.returns if aged.is_steady else self._overdue_returns
-            wait = returns.until_next_use(self.now - aged.ended_at)
+            wait = self._until_next_use(self._aged[0].ended_at, self._aged[0].is_steady)
         if (idle := self._idle.first) is not None:
-            other = self._overdue_returns.until_next_use(self.now - idle.ended_at)
+            other = self._until_next_use(idle.ended_at, False)
             if other > wait:
                 wait, found = other, idle
         if (last := self._expected.last) is not None:
@@ -702,6 +691,13 @@ class Claims:
             if other > wait:
                 wait, found = other, last
         return wait, found
+
+    def _until_next_use(self, ended_at: float, like_policy: bool) -> float:
+        """Of a context without an expected time. Those that clients have made up never return, but no context waits
+        longer for that than the policy's blocks do."""
+        idle = self.now - ended_at
+        wait = self.evicted.returns.until_next_use(idle)
+        return wait if like_policy else min(wait, self._overdue_returns.until_next_use(idle))
 
     def go_first(self, idle: float | None) -> bool:
         """Whether a claimed block is evicted next. `idle`: of the policy's next one; None if it has none."""

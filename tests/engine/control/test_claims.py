@@ -289,6 +289,42 @@ def test_a_context_keeps_what_it_has_used_again_whatever_others_do(
     assert host.engine.context(A)[0].blocks == 20
 
 
+def test_who_has_proved_nothing_takes_no_room_of_those_who_have(make: Callable[[int], Host], clock: FakeClock) -> None:
+    host = make(100)
+    host.engine.use([], hints=Hints(C))
+    for _ in range(2):
+        host.serve(make_keys(50, "honest"), Hints(A, resume_in=1.0))
+        clock.advance(1.0)
+    host.serve(make_keys(50, "honest"), Hints(A, resume_in=9000.0))
+    host.claims.policy_age = 10.0
+    host.claims.expect(host.engine.pool.index.find_contexts(A)[0], 9000.0, clock())
+    clock.advance(20.0)
+    host.engine.tick()
+    assert host.engine.context(A)[0].blocks == 50
+    assert kept(host, clock, Hints(B, 60.0), 40, "liar") == 0
+    assert host.engine.context(A)[0].blocks == 50
+
+
+def test_names_that_never_return_make_nobody_go_before_what_the_policy_evicts(
+    make: Callable[[int], Host], clock: FakeClock
+) -> None:
+    host = make(8)
+    for number in range(200):
+        host.engine.use([], hints=Hints(context_id(str(number)), resume_in=1.0))
+    for _ in range(8):
+        clock.advance(600.0)
+        host.claims.tick(clock(), 100)
+        for _ in range(10):
+            host.claims.tick(clock(), 100)
+    host.serve(make_keys(4, "old"))
+    clock.advance(5.0)
+    host.serve(make_keys(4, "mine"), Hints(A, resume_in=0.0))
+    clock.advance(5.0)
+    host.engine.tick()
+    host.serve(make_keys(4, "new"))
+    assert (host.there(make_keys(4, "old")), host.there(make_keys(4, "mine"))) == (0, 4)
+
+
 def test_names_push_out_nobody_who_has_brought_blocks(
     make: Callable[[int], Host], monkeypatch: pytest.MonkeyPatch
 ) -> None:
