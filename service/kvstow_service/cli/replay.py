@@ -1,16 +1,19 @@
-"""`kvstow replay`: a request trace through an engine in this process, or through engines that attach to a node
-service."""
+"""`kvstow replay`: a request trace through an engine in this process, through engines that attach to a node service, or
+through control planes of several sizes and policies that move no bytes."""
 
 from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
+from shutil import get_terminal_size
 from typing import TYPE_CHECKING
 
 import click
 
+from kvstow.bytesize import format_size, parse_size
 from kvstow.config import ALLOWED_POLICIES, parse_policy
 from kvstow.errors import ConfigError, KvstowError, ProcessEndedError, SettingError
 from kvstow_service.cli.failures import ExitCode
@@ -20,10 +23,12 @@ from kvstow_service.replay.trace import BLOCK_TOKENS, ReplayOptions, Shape, Trac
 
 if TYPE_CHECKING:
     from kvstow.config import EngineConfig
+    from kvstow_service.replay.hittable import HitTable
     from kvstow_service.replay.launcher import EngineSpec
     from kvstow_service.replay.result import AttachedResult, ReplayResult
 
 _POOL_SLOTS = 1000
+_FORESIGHT = "min"  # `kvstow_service.replay.hittable.FORESIGHT`
 _POSITIVE = click.FloatRange(0, min_open=True)
 
 
@@ -52,13 +57,28 @@ _POSITIVE = click.FloatRange(0, min_open=True)
 )
 @click.option(
     "--policy",
-    help=f"How the pool chooses what it evicts: {ALLOWED_POLICIES}. Default: auto; with --attach, the service's.",
+    "policies",
+    multiple=True,
+    help=f"How the pool chooses what it evicts: {ALLOWED_POLICIES}. Default: auto; with --attach, the service's. "
+    "With --sizes repeatable, by default auto and lru; min evicts with foresight.",
 )
 @click.option("--rate", type=_POSITIVE, help="Requests started per second. Default: all at once.")
 @click.option("--time-scale", type=_POSITIVE, help="Start requests by their timestamps, this many times as fast.")
 @click.option("--concurrency", type=click.IntRange(1), default=1, show_default=True, help="Requests in flight at once.")
 @click.option("--kv-blocks", type=click.IntRange(1), help="Blocks of the KV cache. Default: what the trace needs.")
 @click.option("--prefill-rate", type=_POSITIVE, help="Tokens per second that an engine computes. Default: no limit.")
+@click.option("--no-data", is_flag=True, help="Replay the control plane alone, in the time of the trace.")
+@click.option(
+    "--sizes",
+    metavar="SIZE,...",
+    help="With --no-data: replay with each policy at each of these sizes, in slots, or in bytes of all ranks (64GiB). "
+    "Prints a table and draws it.",
+)
+@click.option(
+    "--png",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="With --sizes: also draw the table into this file; needs matplotlib.",
+)
 @json_flag
 def replay(
     trace: str,
@@ -69,12 +89,15 @@ def replay(
     shape: str | None,
     requests: int | None,
     ranks: int,
-    policy: str | None,
+    policies: tuple[str, ...],
     rate: float | None,
     time_scale: float | None,
     concurrency: int,
     kv_blocks: int | None,
     prefill_rate: float | None,
+    no_data: bool,
+    sizes: str | None,
+    png: Path | None,
     as_json: bool,
 ) -> None:
     """Replay a request trace and verify every loaded byte.
@@ -88,7 +111,7 @@ def replay(
     If the service has a fleet tier, blocks may come from it; with --prefill-rate, a fetch has to be faster than
     computing the same blocks.
 
-    `kvstow trace hits` shows what would hit in pools of other sizes, without moving any bytes.
+    With --no-data only a control plane runs, and says what would hit; --sizes compares sizes and policies.
 
     Exit codes: 0 all loaded bytes were correct, 1 some were not, 2 bad input or not enough memory.
     """
@@ -104,14 +127,33 @@ def replay(
         cut = shape_of(shape, slot_size)
         if engines is not None and attach is None:
             raise SettingError("--engines", engines, "needs --attach: without it there is one engine, in this process")
-        if policy is not None and attach is not None:
-            raise SettingError("--policy", policy, "cannot be used with --attach: the pool is the service's")
+        if policies and attach is not None:
+            raise SettingError("--policy", policies[0], "cannot be used with --attach: the pool is the service's")
+        if no_data:
+            given: dict[str, object] = {
+                "--attach": attach,
+                "--rate": rate,
+                "--time-scale": time_scale,
+                "--prefill-rate": prefill_rate,
+                "--kv-blocks": kv_blocks,
+                "--pool-slots": None if sizes is None else pool_slots,
+            }
+            for name, value in given.items():
+                if value is not None:
+                    raise SettingError(name, value, "cannot be used here: no bytes move, and --sizes has the sizes")
+            _show_hits(read_trace(trace, limit=requests), sizes, pool_slots, policies, cut, ranks, png, as_json=as_json)
+            return
+        for name, value in (("--sizes", sizes), ("--png", png)):
+            if value is not None:
+                raise SettingError(name, value, "needs --no-data: a table moves no bytes")
+        if len(policies) > 1:
+            raise SettingError("--policy", policies[1], "can be repeated only with --sizes")
         options = ReplayOptions(concurrency=concurrency, rate=rate, time_scale=time_scale, prefill_rate=prefill_rate)
         config = EngineConfig(
             slot_bytes=cut.slot_bytes,
             capacity_slots=pool_slots or _POOL_SLOTS,
             num_ranks=ranks,
-            policy=parse_policy(policy or "auto"),
+            policy=parse_policy(policies[0] if policies else "auto"),
             block_tokens=BLOCK_TOKENS,
         )
         path = None if attach is None else _attach_path(attach)
@@ -142,6 +184,96 @@ def _attach_path(attach: str) -> Path:
         return socket_path(attach)
     except ConfigError as error:
         raise error.renamed("--attach") from None
+
+
+def _show_hits(
+    requests: list[TraceRequest],
+    sizes: str | None,
+    pool_slots: int | None,
+    policies: Sequence[str],
+    shape: Shape,
+    ranks: int,
+    png: Path | None,
+    *,
+    as_json: bool,
+) -> None:
+    """What a control plane alone would hit: a table where `sizes` are given, else the result of one pool."""
+    from rich.console import Console
+
+    from kvstow_service.cli.plotting import Line, Plot, drawn, save
+    from kvstow_service.replay.hittable import hit_table
+    from kvstow_service.replay.result import ReplayResult, print_rows
+
+    slot_bytes = shape.slot_bytes * ranks
+    slots = [pool_slots or _POOL_SLOTS] if sizes is None else _parse_sizes(sizes, slot_bytes)
+    names = _parse_policies(policies or (("auto",) if sizes is None else ("auto", "lru")))
+    if sizes is None and (png is not None or len(names) > 1):
+        raise SettingError("--no-data", True, "needs --sizes for a picture or several policies")
+    began = time.perf_counter()
+    with progress() as bars:
+        replayed = Bar(bars, "replaying", len(requests) * len(slots) * len(names))
+        table = hit_table(requests, slots, names, slot_bytes, replayed)
+    if sizes is None:
+        result = ReplayResult(
+            requests=table.requests,
+            blocks=table.blocks,
+            hit_blocks=table.hits[names[0]][0],
+            seconds=time.perf_counter() - began,
+            ranks=ranks,
+            slots=slots[0],
+            policy=names[0],
+        )
+        if as_json:
+            click.echo(json.dumps(result.to_json()))
+        else:
+            print_rows(result.rows(), Console(), title="Replay")
+        return
+    plot = Plot(
+        title="% of the blocks that hit, by size",
+        sizes=table.sizes,
+        labels=[format_size(size * table.slot_bytes) for size in table.sizes],
+        lines=[Line(policy, ratios) for policy, ratios in table.ratios.items()],
+        limit=table.everything,
+        limit_name="without evictions",
+    )
+    if png is not None:
+        save(plot, png)
+    if as_json:
+        click.echo(json.dumps(table.to_json()))
+    else:
+        click.echo(f"{_written(table, plot.labels)}\n\n{drawn(plot, min(100, get_terminal_size().columns))}")
+
+
+def _parse_sizes(text: str, slot_bytes: int) -> list[int]:
+    """Slots, from the smallest on. A plain number is one of slots, a size with a unit one of bytes on all ranks; then
+    `slot_bytes` are those of a slot. Raises `ConfigError`."""
+    found = set()
+    for part in filter(None, (one.strip() for one in text.split(","))):
+        slots = int(part) if part.isdecimal() else parse_size(part, "--sizes") // slot_bytes
+        if slots < 1:
+            raise ConfigError("--sizes", part, f"1 slot or more; a slot has {slot_bytes} bytes on all ranks")
+        found.add(slots)
+    if not found:
+        raise ConfigError("--sizes", text, "slots, or bytes with a unit, separated by commas: 1000,64GiB")
+    return sorted(found)
+
+
+def _parse_policies(names: Sequence[str]) -> list[str]:
+    try:
+        return [name if name == _FORESIGHT else parse_policy(name) for name in names]
+    except ConfigError as error:
+        raise ConfigError("--policy", error.value, f"{ALLOWED_POLICIES}; or {_FORESIGHT}, with foresight") from None
+
+
+def _written(table: HitTable, labels: Sequence[str]) -> str:
+    rows = [("SLOTS", "SIZE", *(policy.upper() for policy in table.ratios))]
+    for number, slots in enumerate(table.sizes):
+        ratios = (f"{100 * found[number]:.2f} %" for found in table.ratios.values())
+        rows.append((f"{slots:,}", labels[number], *ratios))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    told = f"{table.requests:,} requests looked up {table.blocks:,} blocks; "
+    return "\n".join([*lines, f"{told}without evictions {100 * table.everything:.2f} % of them would hit"])
 
 
 def _run_here(

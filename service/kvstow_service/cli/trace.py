@@ -1,21 +1,20 @@
-"""`kvstow trace` generates request traces, records those of a live pool, and shows what they hit in pools of several
-sizes. Recording runs where the command line alone is installed."""
+"""`kvstow trace` generates request traces, and records those of a live pool.
+
+Recording runs where the command line alone is installed.
+"""
 
 from __future__ import annotations
 
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, closing, nullcontext
-from pathlib import Path
-from shutil import get_terminal_size
 from typing import TYPE_CHECKING, NamedTuple, TextIO
 
 import click
 
 from kvstow.bytesize import format_size, parse_size
-from kvstow.config import ALLOWED_POLICIES, parse_policy
 from kvstow.errors import ConfigError
 from kvstow_api.texts import counted
 from kvstow_service.cli.connection import SIZE, TIME, Call, chosen_pool, pool_flag, remote
@@ -26,17 +25,13 @@ from kvstow_service.replay.trace import (
     TraceShape,
     even_shape,
     generate_trace,
-    read_trace,
     shape_named,
 )
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-    from kvstow_service.replay.hittable import HitTable
-
 _SLOT_SIZE = "256KiB"
-_FORESIGHT = "min"  # `kvstow_service.replay.hittable.FORESIGHT`
 
 slot_size_flag = click.option("--slot-size", help=f"Bytes of one block on each rank. Default: {_SLOT_SIZE}.")
 shape_flag = click.option("--shape", help=f"KV cache of a known model instead of a slot size: {', '.join(SHAPES)}.")
@@ -73,107 +68,7 @@ class Bar:
 
 @click.group()
 def trace() -> None:
-    """Generate request traces, record them, or show what they hit."""
-
-
-@trace.command()
-@click.argument("trace")
-@click.option(
-    "--sizes",
-    required=True,
-    metavar="SIZE,...",
-    help="Sizes of the pool: slots, or bytes of all ranks (64GiB).",
-)
-@click.option(
-    "--policy",
-    "policies",
-    multiple=True,
-    default=("auto", "lru"),
-    help=f"How the pool chooses what it evicts, repeatable: {ALLOWED_POLICIES}; or min, with foresight. "
-    "Default: auto and lru.",
-)
-@slot_size_flag
-@shape_flag
-@click.option("--ranks", type=click.IntRange(1), default=1, show_default=True, help="Ranks that share a size in bytes.")
-@requests_flag
-@click.option(
-    "--png",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="Also draw the table into this file; needs matplotlib.",
-)
-@json_flag
-def hits(
-    trace: str,
-    sizes: str,
-    policies: tuple[str, ...],
-    slot_size: str | None,
-    shape: str | None,
-    ranks: int,
-    requests: int | None,
-    png: Path | None,
-    as_json: bool,
-) -> None:
-    """Show what a trace hits with each policy in pools of each size.
-
-    Only a control plane runs, in the time of the trace. TRACE is a file of JSON lines; - reads standard input. Prints a
-    table and draws it.
-    """
-    from kvstow_service.cli.plotting import Line, Plot, drawn, save
-    from kvstow_service.replay.hittable import hit_table
-
-    with reporting_failures():
-        slot_bytes = shape_of(shape, slot_size).slot_bytes * ranks
-        slots, names = _parse_sizes(sizes, slot_bytes), _parse_policies(policies)
-        found = read_trace(trace, limit=requests)
-        with progress() as bars:
-            replayed = Bar(bars, "replaying", len(found) * len(slots) * len(names))
-            table = hit_table(found, slots, names, slot_bytes, replayed)
-        plot = Plot(
-            title="% of the blocks that hit, by size",
-            sizes=table.sizes,
-            labels=[format_size(slots * table.slot_bytes) for slots in table.sizes],
-            lines=[Line(policy, ratios) for policy, ratios in table.ratios.items()],
-            limit=table.everything,
-            limit_name="without evictions",
-        )
-        if png is not None:
-            save(plot, png)
-        if as_json:
-            click.echo(json.dumps(table.to_json()))
-        else:
-            click.echo(f"{_written(table, plot.labels)}\n\n{drawn(plot, min(100, get_terminal_size().columns))}")
-
-
-def _parse_sizes(text: str, slot_bytes: int) -> list[int]:
-    """Slots, from the smallest on. A plain number is one of slots, a size with a unit one of bytes on all ranks; then
-    `slot_bytes` are those of a slot. Raises `ConfigError`."""
-    found = set()
-    for part in filter(None, (one.strip() for one in text.split(","))):
-        slots = int(part) if part.isdecimal() else parse_size(part, "--sizes") // slot_bytes
-        if slots < 1:
-            raise ConfigError("--sizes", part, f"1 slot or more; a slot has {slot_bytes} bytes on all ranks")
-        found.add(slots)
-    if not found:
-        raise ConfigError("--sizes", text, "slots, or bytes with a unit, separated by commas: 1000,64GiB")
-    return sorted(found)
-
-
-def _parse_policies(names: Sequence[str]) -> list[str]:
-    try:
-        return [name if name == _FORESIGHT else parse_policy(name) for name in names]
-    except ConfigError as error:
-        raise ConfigError("--policy", error.value, f"{ALLOWED_POLICIES}; or {_FORESIGHT}, with foresight") from None
-
-
-def _written(table: HitTable, labels: Sequence[str]) -> str:
-    rows = [("SLOTS", "SIZE", *(policy.upper() for policy in table.ratios))]
-    for number, slots in enumerate(table.sizes):
-        ratios = (f"{100 * found[number]:.2f} %" for found in table.ratios.values())
-        rows.append((f"{slots:,}", labels[number], *ratios))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-    told = f"{table.requests:,} requests looked up {table.blocks:,} blocks; "
-    return "\n".join([*lines, f"{told}without evictions {100 * table.everything:.2f} % of them would hit"])
+    """Generate request traces, or record those of a live pool."""
 
 
 @trace.command()

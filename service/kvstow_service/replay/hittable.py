@@ -19,6 +19,8 @@ FORESIGHT = "min"
 """In place of a policy: the block is evicted that is used again last, or never."""
 _SLOT_BYTES = 64
 _BOOT = "simulated"
+_TICK = 1e-6
+"""Seconds between two requests of a trace that has them at the same time: otherwise chance decides which is the older."""
 _TOLD = 64  # requests from one call of `on_requests` to the next
 
 
@@ -41,7 +43,7 @@ class TimedPool:
     ) -> int:
         """Returns the leading blocks that were found. `asked`: from where to where it looks blocks up; it stores those
         behind what it has found."""
-        self.now = now
+        self.now = max(now, self.now + _TICK)
         engine = self.engine
         first, stop = asked or (0, len(keys))
         lease = engine.acquire(keys[first:stop])
@@ -84,17 +86,22 @@ def foresight_hits(
 
 
 class HitTable(NamedTuple):
-    """The share of the `blocks` that were looked up and hit, by policy, for each of the `sizes` in slots. `everything`:
-    of a pool that never evicts."""
+    """How many of the `blocks` that were looked up hit, by policy, for each of the `sizes` in slots. `everything`: the
+    share of them that a pool hits which never evicts."""
 
     sizes: tuple[int, ...]
     slot_bytes: int
-    ratios: dict[str, list[float]]
+    hits: dict[str, list[int]]
     everything: float
     requests: int
     blocks: int
 
+    @property
+    def ratios(self) -> dict[str, list[float]]:
+        return {policy: [found / max(1, self.blocks) for found in hits] for policy, hits in self.hits.items()}
+
     def to_json(self) -> dict[str, Any]:
+        ratios = self.ratios
         return {
             "requests": self.requests,
             "blocks": self.blocks,
@@ -103,7 +110,7 @@ class HitTable(NamedTuple):
                 {
                     "slots": slots,
                     "bytes": slots * self.slot_bytes,
-                    "ratios": {policy: found[number] for policy, found in self.ratios.items()},
+                    "ratios": {policy: found[number] for policy, found in ratios.items()},
                 }
                 for number, slots in enumerate(self.sizes)
             ],
@@ -122,7 +129,7 @@ def hit_table(
     ids = [request.hash_ids for request in requests]
     blocks = sum(stop - first for first, stop in asked)
     done = 0
-    ratios: dict[str, list[float]] = {policy: [] for policy in policies}
+    found: dict[str, list[int]] = {policy: [] for policy in policies}
     for slots in sizes:
         for policy in policies:
             if policy == FORESIGHT:
@@ -133,8 +140,8 @@ def hit_table(
                     hits += pool.serve(chain, request.timestamp / 1000, request.asked)
                     if number % _TOLD == 0:
                         on_requests(done + number)
-            ratios[policy].append(hits / max(1, blocks))
+            found[policy].append(hits)
             done += len(requests)
             on_requests(done)
     everything = foresight_hits(ids, inf, asked) / max(1, blocks)
-    return HitTable(tuple(sizes), slot_bytes, ratios, everything, len(requests), blocks)
+    return HitTable(tuple(sizes), slot_bytes, found, everything, len(requests), blocks)

@@ -153,7 +153,7 @@ def test_an_invalid_line_is_exit_code_2_and_located(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("command", "module"), [(("replay",), "replay.driver"), (("trace", "hits", "--sizes=8"), "replay.hittable")]
+    ("command", "module"), [(("replay",), "replay.driver"), (("replay", "--no-data", "--sizes=8"), "replay.hittable")]
 )
 def test_a_package_that_is_missing_is_named(
     trace: str, command: tuple[str, ...], module: str, monkeypatch: pytest.MonkeyPatch
@@ -167,7 +167,7 @@ def test_a_package_that_is_missing_is_named(
 
 @pytest.mark.process
 @pytest.mark.parametrize(
-    "command", [("trace", "hits", "--sizes=8"), ("replay", "--slot-size", "1KiB", "--pool-slots", "100")]
+    "command", [("replay", "--no-data", "--sizes=8"), ("replay", "--slot-size", "1KiB", "--pool-slots", "100")]
 )
 def test_a_replay_does_not_import_torch(trace: str, command: tuple[str, ...]) -> None:
     program = (
@@ -184,7 +184,7 @@ TABLE = ("--sizes", "50,2MiB,20", "--slot-size", "8KiB", "--ranks", "2")
 
 
 def hits(*arguments: str) -> Result:
-    return CliRunner().invoke(app, ["trace", "hits", *arguments])
+    return CliRunner().invoke(app, ["replay", "--no-data", *arguments])
 
 
 def test_a_table_has_the_hits_of_each_size_and_policy(trace: str) -> None:
@@ -202,6 +202,21 @@ def test_a_table_has_the_hits_of_each_size_and_policy(trace: str) -> None:
     assert found["sizes"][-1]["ratios"]["min"] <= found["everything"]
     single = json.loads(invoke(trace, "--slot-size=1KiB", "--pool-slots=50", "--policy=lru", "--json").stdout)
     assert found["sizes"][1]["ratios"]["lru"] == pytest.approx(single["block_hit_rate"])
+
+
+def test_one_pool_without_data_hits_what_it_hits_with_them(trace: str) -> None:
+    pool = ("--pool-slots=50", "--policy=lru", "--slot-size=1KiB", "--json")
+    found, moved = (json.loads(run(trace, *pool).stdout) for run in (hits, invoke))
+    for name in ("requests", "blocks", "hit_blocks", "block_hit_rate", "slots", "policy", "ranks"):
+        assert found[name] == moved[name], name
+    assert found["loaded_bytes"] == 0 < moved["loaded_bytes"]
+
+
+@pytest.mark.parametrize("options", [("--sizes", "8"), ("--png", "hits.png"), ("--policy", "lru", "--policy", "4")])
+def test_a_table_needs_no_data(trace: str, options: tuple[str, ...]) -> None:
+    outcome = invoke(trace, *options)
+    assert outcome.exit_code == 2
+    assert "--no-data" in outcome.stderr or "--sizes" in outcome.stderr
 
 
 def test_a_table_is_printed_and_drawn(trace: str) -> None:
@@ -237,7 +252,11 @@ def test_only_what_was_looked_up_counts_in_a_table(tmp_path: Path) -> None:
         (("--sizes", "many"), "--sizes"),
         (("--sizes", ","), "separated by commas"),
         (("--sizes", "8", "--policy", "best"), "min, with foresight"),
-        ((), "Missing option '--sizes'"),
+        (("--sizes", "8", "--pool-slots", "8"), "--sizes has the sizes"),
+        (("--sizes", "8", "--rate", "2"), "no bytes move"),
+        (("--attach", "unix:/socket"), "no bytes move"),
+        (("--png", "hits.png"), "needs --sizes"),
+        (("--policy", "auto", "--policy", "lru"), "needs --sizes"),
     ],
 )
 def test_options_of_a_table_that_make_no_sense_are_refused(trace: str, options: tuple[str, ...], words: str) -> None:

@@ -102,7 +102,7 @@ def test_a_recording_is_a_trace_that_replays_read(host: Host, run: Run, tmp_path
     assert len(found) > 5
     assert {request.looked_up for request in found} == {(0, 2)}
     assert path.stat().st_size <= 2000
-    table = run("trace", "hits", str(path), "--sizes", "4,64", "--json")
+    table = run("replay", str(path), "--no-data", "--sizes", "4,64", "--json")
     assert table.exit_code == 0, table.stderr
     sizes = json.loads(table.stdout)["sizes"]
     assert [size["slots"] for size in sizes] == [4, 64]
