@@ -20,7 +20,7 @@ FORESIGHT = "min"
 _SLOT_BYTES = 64
 _BOOT = "simulated"
 _TICK = 1e-6
-"""Seconds between two requests of a trace that has them at the same time: otherwise chance decides which is the older."""
+"""Seconds between two requests that a trace has at the same time: otherwise chance decides which is the older."""
 _TOLD = 64  # requests from one call of `on_requests` to the next
 
 
