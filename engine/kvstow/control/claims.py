@@ -460,7 +460,9 @@ class Claims:
             renewal.again += same
             renewal.proved += sum(map(eq, part.uses.translate(_USED_ONCE_MORE), uses))
             renewal.length += same
-            if same < len(part.slots):
+            if same == len(slots) < len(part.slots):  # the next slice goes on within the part
+                context.chain.insert(renewal.filled + 1, part.cut(same))
+            elif same < len(part.slots):
                 self.leave(context, renewal.length)
             if same:
                 part.uses, part.number, part.ended_at = uses, self._losses, context.ended_at

@@ -129,21 +129,20 @@ class Ghosts:
         self._words = words
 
     def put(self, hashes: Hashes, uses: bytes) -> None:
-        self._words[self._places(hashes)] = _tags(hashes) | np.frombuffer(uses, np.uint8)
+        words = self._words  # once: `fit` may replace it meanwhile
+        words[hashes & np.uint64(len(words) - 1)] = _tags(hashes) | np.frombuffer(uses, np.uint8)
         self._has_any = True
 
     def find(self, hashes: Hashes) -> bytes:
         """The uses of each key; 0 for those that are not known."""
         if not self:
             return bytes(len(hashes))
-        words = self._words[self._places(hashes)]
+        words = self._words
+        words = words[hashes & np.uint64(len(words) - 1)]
         is_known = (words ^ _tags(hashes)) <= _COUNT
         if not is_known.any():
             return bytes(len(hashes))
         return np.where(is_known, words & _COUNT, 0).astype(np.uint8).tobytes()
-
-    def _places(self, hashes: Hashes) -> Hashes:
-        return hashes & np.uint64(len(self._words) - 1)
 
 
 def _tags(hashes: Hashes) -> Words:

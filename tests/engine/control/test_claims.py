@@ -358,6 +358,22 @@ def test_a_context_that_stores_nothing_earns_nothing(make: Callable[[int], Host]
     assert host.engine.context(A)[0].hits == 0
 
 
+def test_blocks_of_a_chain_with_gaps_prove_themselves_whatever_slices_they_come_in(
+    make_host: MakeEngine, clock: FakeClock
+) -> None:
+    """Of KV groups with windows, a chain lacks blocks, so a part has blocks of two slices."""
+    host = Host(make_host(slots=100, slice_slots=16))
+    keys = [number.to_bytes(2, "big") + key for number in range(2) for key in make_keys(20)]
+    store_keys(host.engine, host.ranks, keys[::2])
+    for _ in range(2):
+        clock.advance(1.0)
+        host.engine.use(keys, hints=Hints(A, 1.0))
+        host.engine.check_integrity()
+    context = host.engine.pool.index.find_contexts(A)[0]
+    assert (context.num_blocks, context.hits, context.credit) == (20, 20, 20)
+    assert not host.claims.is_leaving
+
+
 def test_what_others_have_used_meanwhile_earns_nothing(make: Callable[[int], Host], clock: FakeClock) -> None:
     host, shared = make(100), make_keys(6, "shared")
     mine = [*shared, *make_keys(4, "mine")]

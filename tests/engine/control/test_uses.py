@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -226,6 +227,30 @@ def test_a_table_of_another_size_has_what_was_remembered() -> None:
     few = ghosts.find(hashes)
     assert 4000 <= sum(map(bool, few)) <= 4096
     assert all(each in (0, known) for each, known in zip(few, before, strict=True))
+
+
+@pytest.mark.parametrize("call", ["put", "find"])
+def test_a_table_that_is_replaced_during_a_call_is_used_as_one(call: str) -> None:
+    """A table is made without the pool's lock, so it may be there between any two steps of a call."""
+
+    class Replaced(Ghosts):
+        tables: list[npt.NDArray[np.uint32]]
+
+        @property
+        def _words(self) -> npt.NDArray[np.uint32]:  # type: ignore[override]
+            return self.tables.pop(0) if len(self.tables) > 1 else self.tables[0]
+
+        @_words.setter
+        def _words(self, words: npt.NDArray[np.uint32]) -> None:
+            self.tables = [words]
+
+    ghosts, hashes = Replaced(), hash_keys(make_keys(1000))
+    ghosts.put(hashes, bytes([7]) * 1000)
+    ghosts.tables = [np.zeros(1024, np.uint32), np.zeros(8192, np.uint32)]
+    if call == "put":
+        ghosts.put(hashes, bytes([7]) * 1000)
+    else:
+        assert ghosts.find(hashes) == bytes(1000)
 
 
 def test_the_table_is_made_before_it_is_needed_and_without_the_lock(
