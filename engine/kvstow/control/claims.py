@@ -638,7 +638,10 @@ class Claims:
         if context.num_blocks and not context.kept and idle >= self.policy_age:
             count = 0
             if context.overdue <= MOST_OVERDUE:
-                count = self._make_room(context)
+                room = self._make_room(context)
+                if room is None:
+                    return
+                count = room
             self._age(context, count)
             self._keep(context, count)
         if now >= context.step_at:
@@ -654,20 +657,21 @@ class Claims:
                 context.step_at = inf  # what is left goes when the policy would evict it
         self._see_later(context)
 
-    def _make_room(self, context: Context) -> int:
+    def _make_room(self, context: Context) -> int | None:
         """How many blocks it may keep. Contexts that are expected later keep nothing any more if it would keep more,
-        but those whose own credit covers them only if its own credit does."""
-        while True:
-            shared = max(0, self.allowed - self._unproved)
-            left = max(0, int(LARGEST_SHARE * self._num_slots) - self.kept)
-            count = min(context.num_blocks, context.credit + shared, left)
-            last = self._kept.last
-            if count == context.num_blocks or last is None or self._kept.at(last) <= _time_of(context):
-                return count
-            if not last.unproved and context.credit < context.num_blocks:
-                return count
-            self._keep(last, 0)
-            self._age(last, 0)
+        but those whose own credit covers them only if its own credit does. None: one of them has made room, and
+        more may have to; they are thousands at worst, so the context stays due."""
+        shared = max(0, self.allowed - self._unproved)
+        left = max(0, int(LARGEST_SHARE * self._num_slots) - self.kept)
+        count = min(context.num_blocks, context.credit + shared, left)
+        last = self._kept.last
+        if count == context.num_blocks or last is None or self._kept.at(last) <= _time_of(context):
+            return count
+        if not last.unproved and context.credit < context.num_blocks:
+            return count
+        self._keep(last, 0)
+        self._age(last, 0)
+        return None
 
     def _age(self, context: Context, length: int) -> None:
         """What is behind so many blocks goes when the policy would evict it."""

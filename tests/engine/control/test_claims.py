@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tests.engine.control.sharedhost import Host as SharedHost
 
-from kvstow.control.claims import LARGEST_SHARE, UNPROVED_SHARE, Claims, Part
+from kvstow.control.claims import _DUE_AT_ONCE, LARGEST_SHARE, UNPROVED_SHARE, Claims, Part
 from kvstow.control.engine import OffloadEngine, PoolFacade
 from kvstow.control.pool import SLICE_SLOTS
 from kvstow.errors import InvalidRequestError, NotFoundError
@@ -408,6 +408,21 @@ def test_a_context_that_is_expected_sooner_gets_the_room_of_one_that_is_expected
     assert kept(host, clock, Hints(A, 9000.0), 40, "later") == 40
     assert kept(host, clock, Hints(B, 3000.0), 40, "sooner") == 40
     assert host.engine.context(A)[0].blocks == 0
+
+
+def test_thousands_of_contexts_make_room_for_one_a_few_at_a_time(make: Callable[[int], Host], clock: FakeClock) -> None:
+    """The pool's lock is held."""
+    host = make(400)
+    host.engine.use([], hints=Hints(C))
+    host.claims.credit = LARGEST_SHARE * 400
+    for number in range(60):
+        assert kept(host, clock, Hints(context_id(f"{number}"), 90_000.0), 3, f"{number:03}") == 3
+    kept(host, clock, Hints(B, 30_000.0), 150, "sooner")
+    assert host.claims.kept == (60 - _DUE_AT_ONCE) * 3
+    host.engine.tick()
+    assert host.engine.context(B)[0].blocks == 150
+    assert 180 <= host.claims.kept <= LARGEST_SHARE * 400
+    host.engine.check_integrity()
 
 
 def test_claims_end_with_the_last_client_that_gives_hints(make: Callable[[int], Host], clock: FakeClock) -> None:
