@@ -228,6 +228,8 @@ class Shadows:
         self, parts: Sequence[Part], hashes: Hashes, chosen: list[list[Followed]], ends: Sequence[int]
     ) -> None:
         """Hot keys are followed at some places of a chain, where they stand for all keys between them."""
+        if self._hot.changed:  # now that all earlier requests are followed, which have made their keys hot
+            self._reweigh(self._hot.take_changed())
         numbers = [number for number, part in enumerate(parts) if part.num_keys and not part.start]
         firsts = [ends[number] - parts[number].num_keys for number in numbers]
         for number, first, name in zip(numbers, firsts, hashes[firsts].tolist(), strict=True):
@@ -245,8 +247,6 @@ class Shadows:
             behind = leading[-1][2] + leading[-1][3] / 2
             chosen[number] = leading + [one for one in chosen[number] if one[2] >= behind]
         self._hot.end(len(numbers))
-        if self._hot.changed:
-            self._reweigh(self._hot.take_changed())
 
     def use(self, chain: Sequence[Followed], looked_up: range, now: float, tally: Tally) -> None:
         """A request has ended that has used this chain, and has looked up these positions of it. What it has hit is

@@ -214,6 +214,27 @@ def test_hot_keys_are_those_of_more_than_one_request_in_a_hundred() -> None:
     assert len(hot.take_changed()) == 4
 
 
+def test_a_beginning_that_is_hot_no_longer_is_not_followed_for_ever() -> None:
+    """Keys stop being hot when many requests are followed at once, and the last one with them is among these."""
+    shadows, tally, number = Shadows([(0.0, 1.0), (1.0, 1.0)], 40_000), Tally(), 0
+
+    def follow_with_others(count: int) -> None:
+        nonlocal number
+        chains = [[hash_of(b"hot")], *([hash_of(key(number + other))] for other in range(count))]
+        number += count
+        for chain in shadows.choose([shadows.part(chain) for chain in chains]):
+            shadows.use(chain, range(1), float(number), tally)
+
+    for _ in range(100):
+        follow_with_others(3)
+    assert shadows._hot.names
+    while shadows._hot.names:
+        follow_with_others(1000)
+    follow_with_others(1000)
+    assert not shadows._recent_hot
+    shadows.check()
+
+
 def test_a_long_common_beginning_is_counted_with_few_keys() -> None:
     """Each of them stands for those around it."""
     for slots in (10**6, 10_000):
