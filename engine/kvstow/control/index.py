@@ -255,7 +255,7 @@ class Index:
         used = (namespace for namespace in self.namespaces if namespace.num_sessions)
         order = chain.from_iterable(namespace.order for namespace in chain(self.namespaces.unused(), used))
         if self.claims is not None:
-            order = chain(order, self.unused(self.claims.next_slots(budget)))
+            order = chain(order, self.unused(self.claims.next_slots(budget + _SLICE)))  # some may be held
         found = [one for one in islice(order, budget) if one < slot][:num_slots]
         for namespace, some in self.namespaces.grouped(found):
             keys = [key for one in some if (key := self.slot_keys.key_of[one]) is not None]

@@ -128,6 +128,15 @@ def test_where_slots_are_out_of_reach_a_shared_block_is_evicted_once(make: Calla
     assert len(host.engine.pool.index.evict_below(8, 8, 32).keys) == 8
 
 
+def test_where_slots_are_out_of_reach_blocks_in_use_keep_no_others_from_eviction(make: Callable[[int], Host]) -> None:
+    host, loaded = make(40), make_keys(20, "loaded")
+    host.serve(loaded, Hints(A, 500.0))
+    host.serve(make_keys(20, "idle"), Hints(B, 5.0))
+    lease = host.engine.acquire(loaded)
+    assert len(host.engine.pool.index.evict_below(40, 2, 8).keys) == 2
+    host.engine.release_lease(lease)
+
+
 def test_a_released_branch_goes_first_but_not_what_others_have_used(
     make: Callable[[int], Host], clock: FakeClock
 ) -> None:
