@@ -237,7 +237,7 @@ def test_a_table_that_is_replaced_during_a_call_is_used_as_one(call: str) -> Non
         tables: list[npt.NDArray[np.uint32]]
 
         @property
-        def _words(self) -> npt.NDArray[np.uint32]:  # type: ignore[override]
+        def _words(self) -> npt.NDArray[np.uint32]:
             return self.tables.pop(0) if len(self.tables) > 1 else self.tables[0]
 
         @_words.setter
