@@ -427,6 +427,27 @@ def test_a_defect_strands_no_transfer_that_has_begun(
     assert store.num_objects > 0
 
 
+def test_a_tier_that_cannot_be_counted_answers_at_its_end(
+    make_node: MakeNode, engines: Engines, store: ControlledStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_elsewhere(make_node, engines, store, keys_of(0, 4))
+    node = make_node()
+    engine = engines(node)
+    engine.store_until_found(keys_of(100, 4))
+    call = begin_fetch(engine, store, keys_of(0, 4))
+    tier = tier_of(node)
+
+    def fail() -> None:
+        raise RuntimeError("injected")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tier.shown, "status", fail)
+        node_tier(node).do(partial(node_tier(node)._retire, tier))
+        engine.wait_for(lambda: call.done)
+    assert tier.is_closed
+    store.gets.open()
+
+
 @pytest.mark.parametrize(
     "broken",
     [(StoreTransfers, "drop"), (MappedRank, "clear"), (PoolTier, "take_completions"), (PoolTier, "end_sessions")],
