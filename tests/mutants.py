@@ -1359,6 +1359,21 @@ MUTANTS = [
         "tests/service/node/test_nodetier.py::test_after_a_reset_nothing_is_put_or_fetched",
     ),
     Mutant(
+        "descriptors_of_a_tier_are_closed_twice",
+        "service/kvstow_service/node/tier/pooltier.py",
+        "unmapped, self._unmapped = self._unmapped, {}",
+        "unmapped = self._unmapped",
+        "tests/service/node/test_nodetier.py::"
+        "test_what_is_still_pushed_after_the_end_touches_no_descriptor_that_was_closed",
+    ),
+    Mutant(
+        "lookups_pay_for_the_wait_for_others",
+        "service/kvstow_service/tiers/redisstore.py",
+        "        with self._lock:\n            end = time.monotonic() + timeout\n",
+        "        end = time.monotonic() + timeout\n        with self._lock:\n",
+        "tests/service/tiers/test_redisstore.py::test_a_lookup_does_not_pay_for_the_wait_for_another_one",
+    ),
+    Mutant(
         "files_of_secrets_are_read_once",
         "service/kvstow_service/tiers/redisstore.py",
         "    def _read(self, option: str)",

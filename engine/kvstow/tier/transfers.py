@@ -158,7 +158,9 @@ class StoreTransfers:
         except CopyError as gone:
             error = str(gone)
         finally:
-            ended = self._ended_at[op.direction, job.memory] = self._clock()
+            ended = self._clock()
+            with self._changed:
+                self._ended_at[op.direction, job.memory] = ended
         return TierCompletion(
             op.op_id,
             "failed" if error else "done",

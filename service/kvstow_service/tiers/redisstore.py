@@ -152,9 +152,10 @@ class RedisLane:
 
     @contextmanager
     def call(self, timeout: float) -> Iterator[Ask]:
-        """What is asked in it ends at the same time. Raises `TierUnavailableError`."""
-        end = time.monotonic() + timeout
+        """What is asked in it ends at the same time; the wait for another call does not count. Raises
+        `TierUnavailableError`."""
         with self._lock:
+            end = time.monotonic() + timeout
             if self._is_closed:
                 raise TierUnavailableError("the client was closed")
             from redis.exceptions import RedisError

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from tests.service.conftest import Eventually
 from tests.service.node.rawengine import HELLO, NAMESPACE, POOL, SLOT_BYTES, RawEngine, key_of
 
-from kvstow.attach.calls import Detach, Found, Hold, Lookup, LookupPrompt, Prefill, Reset, ResetDone, Use
+from kvstow.attach.calls import Detach, ExtentBytes, Found, Hold, Lookup, LookupPrompt, Prefill, Reset, ResetDone, Use
 from kvstow.attach.identity import FleetWeights
 from kvstow.control.fleettier import FleetTier, TierSettings
 from kvstow.errors import NotFoundError, TierUnavailableError
@@ -427,6 +427,27 @@ def test_a_defect_strands_no_transfer_that_has_begun(
     assert store.num_objects > 0
 
 
+def test_a_tier_that_cannot_be_counted_answers_at_its_end(
+    make_node: MakeNode, engines: Engines, store: ControlledStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_elsewhere(make_node, engines, store, keys_of(0, 4))
+    node = make_node()
+    engine = engines(node)
+    engine.store_until_found(keys_of(100, 4))
+    call = begin_fetch(engine, store, keys_of(0, 4))
+    tier = tier_of(node)
+
+    def fail() -> None:
+        raise RuntimeError("injected")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tier.shown, "status", fail)
+        node_tier(node).do(partial(node_tier(node)._retire, tier))
+        engine.wait_for(lambda: call.done)
+    assert tier.is_closed
+    store.gets.open()
+
+
 @pytest.mark.parametrize(
     "broken",
     [(StoreTransfers, "drop"), (MappedRank, "clear"), (PoolTier, "take_completions"), (PoolTier, "end_sessions")],
@@ -488,6 +509,43 @@ def test_memory_that_cannot_be_mapped_is_shown_and_costs_hits_alone(
     assert "could not be mapped: injected" in failures()[0]
     engine.wait_for(lambda: only_pool(node).facade.stats().faults.errors["host"])
     assert store.num_objects == 0
+
+
+def test_what_is_still_pushed_after_the_end_touches_no_descriptor_that_was_closed(
+    make_node: MakeNode, engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The memory thread may revoke extents, and report them as populated, before it takes the pool from the session."""
+
+    def fail(*_: object) -> None:
+        raise OSError("injected")
+
+    monkeypatch.setattr(MappedRank, "add", fail)
+    node = make_node()
+    engine = engines(node)
+    engine.store_until_found(keys_of(0, 4))
+    (pool_tier,) = node_tier(node)._pools.values()
+    engine.wait_for(lambda: pool_tier.problem is not None)
+    unmapped = {number: (grant, fd) for number, (grant, fd, _) in pool_tier._unmapped.items()}
+    engine.close()
+    node.close()
+    begun: list[int] = []
+    monkeypatch.setattr(MappedRank, "add", lambda self, grant, fd, stride: begun.append(fd))
+    other = os.open("/dev/null", os.O_RDONLY)
+    fds = [fd for _, fd in unmapped.values() if fd != other]
+    try:
+        for fd in fds:  # these numbers belong to others by now
+            os.dup2(other, fd)
+        for rank in range(2):
+            grants = [ExtentBytes(number, grant.num_bytes) for number, (grant, _) in unmapped.items()]
+            pool_tier._note_populated(rank, grants)
+            pool_tier._unmap(rank, list(unmapped))
+        assert begun == []
+        for fd in {other, *fds}:
+            os.fstat(fd)
+    finally:
+        for fd in {other, *fds}:
+            with suppress(OSError):
+                os.close(fd)
 
 
 def test_the_speed_of_prefill_comes_from_the_engines(

@@ -100,6 +100,14 @@ def extents_of(pid: int) -> list[Extent]:
 Start = Callable[..., Service]
 
 
+@pytest.fixture(autouse=True)
+def heeded_interrupts() -> Iterator[None]:
+    """A shell ignores SIGINT for what it runs in the background, and so would services: an ignored signal stays so."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.fixture
 def start(tmp_path: Path, child_environ: dict[str, str], eventually: Any) -> Iterator[Start]:
     services: list[Service] = []

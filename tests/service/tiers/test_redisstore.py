@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from threading import Thread
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -22,6 +23,7 @@ from kvstow.errors import TierTimeoutError, TierUnavailableError
 from kvstow.keys import make_key
 from kvstow.tier.store import ObjectName, SlotObject, TierStore
 from kvstow_api.hostsettings import MAX_FILE_BYTES
+from kvstow_service.tiers import redisstore
 from kvstow_service.tiers.redisstore import RedisLocation, RedisStore, RedisTransfers
 
 if TYPE_CHECKING:
@@ -220,6 +222,28 @@ def test_closing_ends_a_call_that_hangs(
     client.close()
     thread.join(TIMEOUT)
     assert len(errors) == 1
+
+
+def test_a_lookup_does_not_pay_for_the_wait_for_another_one(
+    serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lookups of all namespaces share a connection. A call that has its turn late is no outage."""
+    now = [0.0]
+
+    class Turn:
+        def __enter__(self) -> None:
+            now[0] += 10 * TIMEOUT  # so long does the call of another namespace take
+
+        def __exit__(self, *_: object) -> None: ...
+
+    lookups = RedisStore(RedisLocation("127.0.0.1", serve().port)).open_lookups()
+    try:
+        monkeypatch.setattr(redisstore, "time", SimpleNamespace(monotonic=lambda: now[0]))
+        monkeypatch.setattr(lookups._exists, "_lock", Turn())
+        assert lookups.exists([name(1)], TIMEOUT) == [False]
+        assert (lookups.health().state, lookups.stats().timeouts) == ("connected", 0)
+    finally:
+        lookups.close()
 
 
 def test_an_access_list_decides(

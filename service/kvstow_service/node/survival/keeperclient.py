@@ -142,10 +142,10 @@ class KeeperClient:
             if answer.get("ok") is not True:
                 failure = KeeperBusyError if answer.get("reason") == BUSY else KeeperError
                 raise failure(str(answer.get("error")))
-        except ValueError as error:
-            raise KeeperError("the keeper's answer cannot be read") from error
-        except BaseException:
+        except BaseException as error:
             for fd in received:
                 os.close(fd)
+            if isinstance(error, ValueError):
+                raise KeeperError("the keeper's answer cannot be read") from error
             raise
         return answer, received

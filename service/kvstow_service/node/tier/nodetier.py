@@ -8,7 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from queue import SimpleQueue
@@ -259,10 +259,10 @@ class NodeTier:
         """Start nothing more for it, and do not show it."""
         with self._lock:
             self._tiers.remove(tier)
-            self._counted = _sum(self._counted, [tier])
-        tier.is_closed = True
+            with suppress(Exception):  # its state may be broken
+                self._counted = _sum(self._counted, [tier])
+        tier.is_closed, tier.fleet = True, None
         tier.answer_all()
-        tier.fleet = None
         tier.pool_tier.submit(tier.control, tier.shown.take_plans())
         self._mapper.do(tier.shown.close)
 

@@ -272,7 +272,7 @@ class PoolTier(MemoryHolder):
         self._is_closed = True
         try:
             with ExitStack() as stack:  # each is done, also after an error; the last one first
-                stack.callback(lambda: close_fds([fd for _, fd, _ in self._unmapped.values()]))
+                stack.callback(self._close_fds)
                 for mapped in self.mapped.values():
                     stack.callback(mapped.clear)
                 stack.callback(self._transfers.drop, self.mapped.values())
@@ -280,6 +280,10 @@ class PoolTier(MemoryHolder):
             self.note_defect("the end of its transfers")
         finally:
             then()
+
+    def _close_fds(self) -> None:
+        unmapped, self._unmapped = self._unmapped, {}  # what the memory thread still pushes finds nothing
+        close_fds([fd for _, fd, _ in unmapped.values()])
 
     def note_defect(self, what: str) -> None:
         """Log the exception that is being handled, and count it. From any thread."""

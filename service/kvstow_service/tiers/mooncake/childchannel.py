@@ -348,7 +348,7 @@ class ChildChannel:
         """Whether the child is connected and has all memory."""
         try:
             answer = child.ask(CONTROL, self._make_connect(), _START_SECONDS)
-            problem = answer if isinstance(answer, str) else ""
+            problem = answer if isinstance(answer, str) else None
         except TimeoutError:
             problem = f"process {child.pid} did not connect within {_START_SECONDS:.0f} s"
         except EOFError:
@@ -356,7 +356,7 @@ class ChildChannel:
             problem = f"process {child.pid} ended before it was connected: {child.describe_end()}"
         except OSError as error:
             problem = str(error)
-        if problem:
+        if problem is not None:
             with self._changed:
                 self._problem = problem
             return False

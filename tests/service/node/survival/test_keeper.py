@@ -367,6 +367,19 @@ def test_a_keeper_that_stays_lets_go_when_it_is_told_and_serves_the_next_service
         client.leave(gives_back=True)
 
 
+def test_an_answer_that_cannot_be_read_leaves_no_descriptor_open(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs, open("/dev/null") as sent:
+        monkeypatch.setattr("kvstow_service.node.survival.keeperclient.connect", lambda *_: ours)
+        client = KeeperClient(folder)
+        socket.send_fds(theirs, [b"garbage"], [sent.fileno()])
+        before = len(os.listdir("/proc/self/fd"))
+        with pytest.raises(KeeperError, match="cannot be read"):
+            client.take_welcome()
+        assert len(os.listdir("/proc/self/fd")) == before
+        client.close()
+
+
 def test_a_keeper_that_is_gone_is_an_error(running: Running, folder: Path) -> None:
     client = connect(folder)
     running.close()
