@@ -143,6 +143,15 @@ class EvictBody(Body):
     context: ContextId | None = None
     dry_run: bool = False
 
+    @model_validator(mode="after")
+    def _has_one_selector(self) -> Self:
+        given = self.model_dump(exclude={"dry_run"}, exclude_none=True, by_alias=True)
+        if len(given) != 1:
+            names = [field.alias or name for name, field in type(self).model_fields.items() if name != "dry_run"]
+            told = {"allowed": ", ".join(names), "given": ", ".join(given) or "none"}
+            raise PydanticCustomError("exactly_one", "exactly one of {allowed} is needed, got {given}", told)
+        return self
+
 
 class PurgeBody(EvictBody):
     """Exactly one selector. `all`, `keys`, `key_prefixes` and `context` remove leased blocks, too; the others only

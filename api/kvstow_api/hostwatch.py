@@ -51,7 +51,10 @@ class HostWatch:
     async def run(self) -> None:
         try:
             for looks in count():
-                await self._renew(at_all=looks % _RARELY == 0)
+                try:
+                    await self._renew(at_all=looks % _RARELY == 0)
+                except Exception:  # no thread can be started, for example; the next look may succeed
+                    logger.exception("measuring the host failed")
                 await asyncio.sleep(INTERVAL)
         finally:
             if self._look is not None:

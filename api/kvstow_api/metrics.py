@@ -561,7 +561,8 @@ def _state_metrics(app: AppState, host: Evidence, pools: Sequence[Evidence]) -> 
     found = find_conditions(host, pools).conditions
     names = [(one.name, one.severity, one.pool or "", models.get(one.pool or "", "")) for one in found]
     yield _CONDITION.of((), [((), names)])
-    verdicts = [probe.run(told=failures_of(host, pools)) for probe in app.probes.values()]
+    told = failures_of(host, pools)
+    verdicts = [probe.run(told=told) for probe in app.probes.values()]
     ready = next(verdict.ok for verdict in verdicts if verdict.probe == "readyz")
     yield gauge("ready", "1 while /readyz answers 200", float).of((), [((), ready)])
     checks = {(one.name, verdict.probe): float(one.failure is None) for verdict in verdicts for one in verdict.findings}

@@ -173,9 +173,10 @@ class Operations:
     async def close(self, timeout: float = 5.0) -> None:
         """Cancel the running operations and wait for them. No operation starts afterwards. Idempotent."""
         self._closed = True
-        for operation in self._operations.values():
+        operations = list(self._operations.values())
+        for operation in operations:
             operation.cancel()
-            await operation.wait(timeout)
+        await asyncio.gather(*(operation.wait(timeout) for operation in operations))
 
     async def _run(self, operation: Operation) -> None:
         self._log(operation.view)

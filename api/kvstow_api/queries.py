@@ -4,6 +4,7 @@ does not define."""
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from typing import Annotated, Any, NamedTuple
 
@@ -118,12 +119,12 @@ async def _refuse_undefined(request: Request) -> None:
     name that is repeated is refused as well, because the last value alone would count."""
     route, given = request.scope["route"], request.query_params.multi_items()
     unwanted: list[dict[str, Any]] = []
-    known, names = _query_names(route.dependant) if given else [], [name for name, _ in given]
+    known, counts = _query_names(route.dependant) if given else [], Counter(name for name, _ in given)
     unknown = f"Unknown query parameter; known: {', '.join(known)}" if known else "No query parameters are allowed here"
     for name, text in given:
         if name not in known:
             unwanted.append(_unwanted("query", name, unknown, text, known))
-        elif names.count(name) > 1:
+        elif counts[name] > 1:
             unwanted.append(_unwanted("query", name, "Allowed only once", text))
     if route.body_field is None and request.method != "GET" and (body := await request.body()):
         unwanted.append(_unwanted("body", "", "No body is allowed here", body.decode("utf-8", "replace")))

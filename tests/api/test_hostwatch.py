@@ -8,9 +8,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from starlette.concurrency import run_in_threadpool
+from tests.api.conftest import Eventually
 
 from kvstow.control.engine import OffloadEngine
 from kvstow.testing.fakes import FakeClock
+from kvstow_api import hostwatch
 from kvstow_api.directory import EmbeddedDirectory, OrphanedMemory
 from kvstow_api.host import ApiHost
 from kvstow_api.hostwatch import HostWatch
@@ -68,6 +71,34 @@ async def test_a_recent_measurement_is_enough_for_those_who_accept_it(
     clock.advance(0.2)
     await watch.look(max_age=1.0)
     assert measuring.begun == 2
+
+
+async def test_a_look_that_fails_is_not_the_last_one(
+    engine: OffloadEngine,
+    measuring: Measuring,
+    eventually: Eventually,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    watch = make_watch(engine, measuring, FakeClock(0.0))
+    measuring.go_on.set()
+    failures = [RuntimeError("can't start new thread")]
+
+    async def run(*given: Any) -> Any:
+        if failures:
+            raise failures.pop()
+        return await run_in_threadpool(*given)
+
+    async def has_measured() -> bool:
+        return measuring.begun > 0
+
+    monkeypatch.setattr(hostwatch, "run_in_threadpool", run)
+    monkeypatch.setattr(hostwatch, "INTERVAL", 0.0)
+    task = asyncio.create_task(watch.run())
+    await eventually(has_measured)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert "measuring the host failed" in caplog.text
 
 
 @pytest.mark.parametrize(("caller", "measured"), [(None, 1), (1234, 4)])

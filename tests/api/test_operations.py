@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 import time
@@ -222,6 +223,22 @@ async def test_closing_cancels_what_runs_and_starts_nothing_more(clock: FakeCloc
     assert operation.view.state == "cancelled"
     with pytest.raises(ConflictError, match="stopping"):
         operations.start("evict", "host", FakeSweep)
+
+
+async def test_closing_cancels_all_operations_before_it_waits_and_lets_others_be_forgotten(clock: FakeClock) -> None:
+    operations = Operations(clock, Journal())
+    slow, waiting = FakeSweep(2), FakeSweep(1, waiting=True)
+    stepping = operations.start("evict", "host", lambda: slow)
+    over, second = run(operations, FakeSweep(1)), run(operations, waiting)
+    await ended(over)
+    closing = asyncio.create_task(operations.close())
+    try:
+        await ended(second)
+        operations.forget(over.view.id)
+    finally:
+        slow.allow.set()
+        await closing
+    assert [stepping.view.state, second.view.state] == ["cancelled", "cancelled"]
 
 
 async def test_a_sweep_whose_thread_cannot_start_is_cancelled(

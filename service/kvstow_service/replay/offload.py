@@ -127,9 +127,9 @@ class AttachedOffload:
             fleet_weights=named_weights(_CONTENT, _MODEL),
             wanted_bytes=wanted_bytes,
         )
-        engine_ = self.engine
-        self.complete, self.take_settled = engine_.complete, engine_.take_settled
-        self.use, self.note_prefill, self.close = engine_.use, engine_.note_prefill, engine_.close
+        # What needs no answer is the engine's own.
+        self.complete, self.take_settled = self.engine.complete, self.engine.take_settled
+        self.use, self.note_prefill, self.close = self.engine.use, self.engine.note_prefill, self.engine.close
         self._ranks = ranks
         self._joined: SessionTicket | None = None
         self._asked: Answer[StoreGrant] | None = None

@@ -198,7 +198,7 @@ async def test_a_bad_evict_changes_nothing(client: httpx.AsyncClient, ranks: Any
     ranks.store(keys[:4])
     answer = await client.post(f"{HOST}/evict", json=body)
     assert answer.status_code == 422
-    assert answer.json()["errors"] or "allowed: exactly one of" in answer.json()["detail"]
+    assert answer.json()["errors"]
     assert ranks.engine.lookup(keys[:4]) == 4
     assert (await client.get("/v1/operations")).json()["items"] == []
 
@@ -260,7 +260,8 @@ async def test_purge_takes_its_selector(
 )
 async def test_a_bad_purge_changes_nothing(client: httpx.AsyncClient, ranks: Any, keys: list[bytes], body: Any) -> None:
     ranks.store(keys[:4])
-    assert (await client.post(f"{HOST}/purge", json=body)).status_code == 422
+    answer = await client.post(f"{HOST}/purge", json=body)
+    assert (answer.status_code, bool(answer.json()["errors"])) == (422, True)
     assert ranks.engine.lookup(keys[:4]) == 4
 
 

@@ -66,6 +66,15 @@ def test_the_error_for_an_old_driver_names_the_version_needed(new_cuda: New, new
         Driver(new_cuda(12040), new_nvrtc())
 
 
+def test_a_driver_that_lacks_the_batched_copy_is_an_error(
+    new_cuda: New, new_nvrtc: New, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda = new_cuda()
+    monkeypatch.setattr(cuda, "cuGetProcAddress", lambda name, version, flags: (0, 0, 1))
+    with pytest.raises(DriverUnavailableError, match="no cuMemcpyBatchAsync; needed: 12"):
+        Driver(cuda, new_nvrtc())
+
+
 @pytest.mark.parametrize("version", [12080, 13000])
 def test_many_copies_are_one_call(version: int, new_cuda: New, new_nvrtc: New) -> None:
     cuda = new_cuda(version)

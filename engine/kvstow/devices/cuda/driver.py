@@ -271,6 +271,8 @@ class Driver:
         """cuMemcpyBatchAsync with the signature of CUDA 12.8, which CUDA 13 still offers. Called through ctypes:
         cuda-bindings would convert lists item by item."""
         address, *_ = self._call("cuGetProcAddress", b"cuMemcpyBatchAsync", _OLDEST, 0)
+        if not address:  # a call through it would end the process
+            raise DriverUnavailableError("the CUDA driver has no cuMemcpyBatchAsync; needed: 12.8 or newer")
         pointer, size = ctypes.c_void_p, ctypes.c_size_t
         arguments = (pointer, pointer, pointer, size, pointer, pointer, size, pointer, pointer)
         return ctypes.CFUNCTYPE(ctypes.c_uint, *arguments)(int(address))
