@@ -45,6 +45,7 @@ COMMANDS = {
     "detach": _Command("settings", "Detach an engine from the node."),
     "delete": _Command("settings", "Delete a pool that no engine uses."),
     "cancel": _Command("blocks", "Stop a long-running operation. What it has done so far stays done."),
+    "completion": _Command("output", "Print a script that makes the shell complete commands."),
 }
 
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
+import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
+from datetime import datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,11 +16,11 @@ import click
 from kvstow.stats import EngineStats, Histogram
 from kvstow.status import SOURCE_KINDS, Readiness
 from kvstow_api.answers import PoolCurveView
-from kvstow_api.texts import duration, field_text
+from kvstow_api.texts import duration, field_text, moment
 from kvstow_service.cli.blocks import context_id_of
-from kvstow_service.cli.connection import Call, chosen_pool, find_session, pool_flag, remote
+from kvstow_service.cli.connection import TIME, Call, chosen_pool, find_session, pool_flag, remote
 from kvstow_service.cli.failures import CommandError, ExitCode
-from kvstow_service.cli.output import format_flag, format_option, pairs, table
+from kvstow_service.cli.output import Format, format_flag, format_option, pairs, styled, table, text_of
 
 if TYPE_CHECKING:
     from kvstow_api.client import Client, Route
@@ -118,32 +121,43 @@ def _command(noun: _Noun) -> None:
     @get.command(noun.name, help=noun.help)
     @click.argument("extra", nargs=-1, metavar="")
     @format_option(("table", "wide", "name", "json", "yaml"), "wide shows more columns, name only ids.")
+    @click.option("--watch", "-w", is_flag=True, help="Repeat until Ctrl-C.")
+    @click.option("--interval", type=TIME, default="2s", show_default=True, help="How often --watch asks the server.")
     @remote
-    def command(call: Call, extra: tuple[str, ...], **options: Any) -> None:
-        from kvstow_api.columns import LISTS
-
+    def command(call: Call, extra: tuple[str, ...], watch: bool, interval: float, **options: Any) -> None:
         if extra and noun.singular in describe.commands:
             raise click.UsageError(f"this is a list; `kvstow describe {noun.singular} {extra[0]}` shows one")
         if extra:
             raise click.UsageError(f"unexpected argument {extra[0]}")
-        kind = LISTS[noun.name]
         if any(option.name == "pool" for option in noun.options):
             options["pool"] = call.pool
         with call.client() as client:
-            view: Any = _read(client, noun, **options)
-        if note := _note(view, options):
-            click.echo(note, err=True)
-        if call.style == "name":
-            names = [getattr(item, kind.name) for item in view.items]
-            click.echo("".join(f"{name}\n" for name in names if name is not None), nl=False)
-        else:
-            call.emit(view, lambda view: _shown(view, kind, wide=call.style == "wide"))
+            fetch = partial(_fetch, client, noun, call.style, options, watched=watch)
+            if watch:
+                _watch(fetch, max(interval, 0.1), title=f"kvstow get {noun.name}  {call.connection.server}")
+            else:
+                click.echo(fetch(), nl=call.style != "name")
 
     command.params[:0] = noun.options
 
 
 for _one in _NOUNS:
     _command(_one)
+
+
+def _fetch(client: Client, noun: _Noun, style: Format, options: dict[str, Any], *, watched: bool) -> str:
+    from kvstow_api.columns import LISTS
+
+    kind = LISTS[noun.name]
+    view: Any = _read(client, noun, **options)
+    note = _note(view, options)
+    if note and not watched:
+        click.echo(note, err=True)
+    if style == "name":
+        names = [getattr(item, kind.name) for item in view.items]
+        return "".join(f"{name}\n" for name in names if name is not None)
+    text = text_of(view, style, lambda view: _shown(view, kind, wide=style == "wide"), one_line=watched)
+    return f"{text}\n{note}" if note and watched and style in ("table", "wide") else text
 
 
 def _shown(view: Any, kind: Columns, *, wide: bool) -> str:
@@ -184,6 +198,47 @@ def _pages(call: Callable[..., Any], limit: int) -> Iterator[Any]:
         token, left = page.next_page_token, left - len(page.items)
         if token is None or left <= 0:
             return
+
+
+def _watch(
+    fetch: Callable[[], str],
+    interval: float,
+    *,
+    title: str,
+    sleep: Callable[[float], object] = time.sleep,
+    now: Callable[[], datetime] = datetime.now,
+) -> None:
+    """Print what `fetch` returns, until Ctrl-C: a terminal shows the newest text, a pipe gets every changed one.
+
+    Once the server has answered, a lost connection is reported and tried again. Raises `ApiError` before that, and if
+    the server refuses.
+    """
+    from kvstow_api.client import ApiError
+
+    on_terminal = sys.stdout.isatty()
+    shown: str | None = None
+    lost = ""
+    try:
+        while True:
+            before, lost_before = shown, lost
+            try:
+                shown, lost = fetch(), ""
+            except ApiError as error:
+                if error.problem is not None or shown is None:
+                    raise
+                lost = f"no answer: {error}; trying again"
+            if on_terminal:
+                click.clear()
+                click.echo(f"{styled(title, bold=True)}  {moment(now())}")
+                click.echo(f"{styled(lost, 'red')}\n{shown}")
+            else:
+                if lost != lost_before:
+                    click.echo(lost, err=True, nl=bool(lost))
+                if shown != before:
+                    click.echo(shown)
+            sleep(interval)
+    except KeyboardInterrupt:
+        return
 
 
 # -- describe ---------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
+from click.shell_completion import get_completion_class
 
 if TYPE_CHECKING:
     from kvstow_api.columns import Columns
@@ -134,3 +135,18 @@ def _width(text: str) -> int:
 def _printable(text: str) -> str:
     """Without line breaks, tabs and terminal escapes: request ids and error texts come from elsewhere."""
     return "".join(char if char.isprintable() else " " for char in text)
+
+
+@click.command()
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+def completion(shell: str) -> None:
+    """Print a script that makes the shell complete commands.
+
+    \b
+    bash  source <(kvstow completion bash)
+    zsh   source <(kvstow completion zsh)
+    fish  kvstow completion fish | source
+    """
+    maker = get_completion_class(shell)
+    assert maker is not None
+    click.echo(maker(click.get_current_context().find_root().command, {}, "kvstow", "_KVSTOW_COMPLETE").source())

@@ -68,7 +68,7 @@ def test_the_command_list_matches_each_commands_help() -> None:
 def test_every_remote_command_has_connection_flags(name: str) -> None:
     command = load(name)
     commands = list(command.commands.values()) if isinstance(command, click.Group) else [command]
-    if name in ON_THIS_MACHINE or name == "trace":
+    if name in ON_THIS_MACHINE or name in ("trace", "completion"):
         return
     for one in commands:
         flags = {flag for parameter in one.params for flag in parameter.opts}
@@ -107,3 +107,10 @@ def test_the_script_completes_commands_nouns_and_flags(child_environ: dict[str, 
     assert complete("kvstow", "ev") == "plain,events\nplain,evict\n"
     assert complete("kvstow", "get", "po") == "plain,pools\n"
     assert "plain,--dry-run" in complete("kvstow", "evict", "--d")
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_each_shell_has_a_completion_script(run: Any, shell: str) -> None:
+    outcome = run("completion", shell)
+    assert outcome.exit_code == 0
+    assert f"_KVSTOW_COMPLETE={shell}_complete" in outcome.stdout

@@ -5,10 +5,16 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import yaml
+from tests.service.cli.terminal import Terminal
+
+from kvstow_api.answers import ProblemView
+from kvstow_api.client import ApiError
+from kvstow_service.cli.get import _watch
 
 KEYS = [bytes([0, 0, number]) for number in range(6)]
 
@@ -155,3 +161,83 @@ def test_describe_server_has_a_row_for_each_rank(run: Any, host: Any) -> None:
     (titles, first, second) = shown[shown.index("RANK") :].splitlines()[:3]
     assert titles.split()[:2] == ["RANK", "STATE"]
     assert (first.split()[:2], second.split()[:2]) == (["0", "ready"], ["1", "ready"])
+
+
+def test_a_watched_list_that_is_cut_says_so_below(host: Any, child_environ: dict[str, str]) -> None:
+    host.store(*KEYS)
+    watch = ("get", "blocks", "--limit", "5", "--watch", "--server", host.url)
+    with Terminal(*watch, environ=child_environ) as terminal:
+        terminal.until("LEASES")
+        terminal.until("there are more than 5; --limit shows them")
+        terminal.type("\x03")
+        assert terminal.end() == 0
+
+
+class Answers:
+    """Answers of a watched server, one for each request. Ctrl-C ends the last sleep."""
+
+    def __init__(self, *answers: str | ApiError) -> None:
+        self._answers = list(answers)
+        self.slept: list[float] = []
+
+    def fetch(self) -> str:
+        answer = self._answers.pop(0)
+        if isinstance(answer, ApiError):
+            raise answer
+        return answer
+
+    def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        if not self._answers:
+            raise KeyboardInterrupt
+
+
+def watched(answers: Answers) -> None:
+    _watch(answers.fetch, 2.0, title="kvstow get ranks", sleep=answers.sleep)
+
+
+def test_watching_prints_what_has_changed(capsys: pytest.CaptureFixture[str]) -> None:
+    answers = Answers("one", "one", "two")
+    watched(answers)
+    assert capsys.readouterr().out == "one\ntwo\n"
+    assert answers.slept == [2.0, 2.0, 2.0]
+
+
+def test_watching_survives_a_lost_connection(capsys: pytest.CaptureFixture[str]) -> None:
+    watched(Answers("one", ApiError("it is away"), ApiError("it is away"), "one", "two"))
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("one\ntwo\n", "no answer: it is away; trying again\n")
+
+
+def test_watching_ends_if_the_server_refuses_or_never_answered() -> None:
+    with pytest.raises(ApiError, match="away"):
+        watched(Answers(ApiError("it is away")))
+    refusal = ProblemView(
+        type="t", title="t", status=403, detail="d", instance="i", code="c", errors=[], retry_after=None
+    )
+    with pytest.raises(ApiError, match="no"):
+        watched(Answers("one", ApiError("no", refusal)))
+
+
+def test_a_watched_list_is_one_json_object_a_line(run: Any, host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def change(seconds: float) -> None:
+        if host.engine.stats().pool.policy == "lru":
+            raise KeyboardInterrupt
+        host.engine.admin.set_policy("lru")
+
+    monkeypatch.setattr("kvstow_service.cli.get._watch", partial(_watch, sleep=change))
+    outcome = run("get", "pools", "--watch", "-o", "json", "--server", host.url)
+    assert outcome.exit_code == 0, outcome.output
+    assert [json.loads(line)["items"][0]["policy"] for line in outcome.stdout.splitlines()] == ["auto", "lru"]
+
+
+def test_on_a_terminal_a_watched_list_is_replaced(host: Any, child_environ: dict[str, str]) -> None:
+    watch = ("get", "pools", "--watch", "-o", "wide", "--interval", "100ms", "--server", host.url)
+    with Terminal(*watch, environ=child_environ) as terminal:
+        assert terminal.until("kvstow get pools").endswith("\x1b[2J\x1b[1;1H\x1b[1m")
+        terminal.until(host.url)
+        terminal.until("auto")
+        host.engine.admin.set_policy("lru")
+        terminal.until("lru")
+        terminal.type("\x03")
+        assert terminal.end() == 0

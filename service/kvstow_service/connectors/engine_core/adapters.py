@@ -13,8 +13,8 @@ import logging
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -156,7 +156,9 @@ class Adapters:
         self._moment = [0]  # shared with the adapters: see `move_on`
         self._adapters: dict[str, Adapter] = {}
         self._paths: dict[int, str] = {}  # by the number under which ranks know an adapter
-        self._reading = threading.Lock()
+        self._unread: deque[Adapter] = deque()
+        self._lock = threading.Lock()
+        self._is_reading = False
 
     def of(self, request: Any) -> Adapter | None:
         """The adapter of vLLM's `request`, whose files are compared; None if it has none."""
@@ -194,7 +196,7 @@ class Adapters:
         elif (size := sum(stat[0] for stat in adapter.stats if stat is not None)) > MOST_BYTES:
             adapter.refuse(f"its files have {size >> 20} MiB; at most {MOST_BYTES >> 20} are read")
         else:
-            self._start_thread(partial(self._read, adapter))
+            self._read_later(adapter)
         return adapter
 
     def _refuse_both(self, lora: Any) -> None:
@@ -203,9 +205,23 @@ class Adapters:
         for path, its_other in ((lora.lora_path, other), (other, lora.lora_path)):
             self._adapters[path].refuse(f"another adapter, at {its_other}, has had its number {lora.lora_int_id}")
 
-    def _read(self, adapter: Adapter) -> None:
-        with self._reading:  # one at a time
+    def _read_later(self, adapter: Adapter) -> None:
+        with self._lock:
+            self._unread.append(adapter)
+            is_reading, self._is_reading = self._is_reading, True
+        if not is_reading:
+            self._start_thread(self._read_all)
+
+    def _read_all(self) -> None:
+        while (adapter := self._next()) is not None:
             adapter.read()
+
+    def _next(self) -> Adapter | None:
+        with self._lock:
+            if self._unread:
+                return self._unread.popleft()
+            self._is_reading = False
+            return None
 
 
 def _start_thread(target: Callable[[], None]) -> None:

@@ -154,6 +154,8 @@ PATIENCE_SECONDS = 0.25
 LONGEST_PATIENCE_SECONDS = 5.0
 """The same limit if the service has sent `Pending`: for the fleet tier up to 2 s, for memory to be registered 1
 s."""
+_WORD = re.compile(r"[a-z_]{1,40}")
+"""A reason of a refusal that becomes a label of a metric."""
 _MOST_KEYS = 100_000  # of one lookup; a frame has room for more
 
 
@@ -326,7 +328,7 @@ class AttachedControl(AttachedEngine):
         if super().problem is None:
             return AttachState("starting")
         if self.refusal is not None:
-            return AttachState("refused", self.refusal)
+            return AttachState("refused", self.refusal if _WORD.fullmatch(self.refusal) else "other")
         return AttachState("no_service")
 
     @property

@@ -44,9 +44,11 @@ class Reader:
 
     def __init__(self) -> None:
         self._waiting: list[Callable[[], None]] = []
+        self.started = 0
 
     def start(self, target: Callable[[], None]) -> None:
         self._waiting.append(target)
+        self.started += 1
 
     def run(self) -> None:
         for target in self._waiting:
@@ -84,6 +86,19 @@ def test_each_byte_of_each_file_and_each_setting_counts(tmp_path: Path) -> None:
     salts = [salt(path), *map(salt, others), salt(path, settings="other")]
     salts.append(ask(make_adapters(), path, is_3d_lora_weight=True).salt)
     assert len(set(salts)) == len(salts)
+
+
+def test_one_thread_reads_all_adapters(tmp_path: Path) -> None:
+    reader = Reader()
+    adapters = make_adapters(reader=reader)
+    asked = [ask(adapters, write(tmp_path / str(number)), number) for number in range(1, 4)]
+    assert reader.started == 1
+    reader.run()
+    for number, adapter in enumerate(asked, 1):
+        assert ask(adapters, str(tmp_path / str(number)), number) is adapter
+        assert adapter.salt
+    ask(adapters, write(tmp_path / "4"), 4)
+    assert reader.started == 2, "the first one has ended"
 
 
 def test_a_request_without_an_adapter_has_none() -> None:

@@ -288,6 +288,8 @@ def test_the_state_says_why_there_is_no_host_cache(caplog: pytest.LogCaptureFixt
     assert host.control.state == AttachState("no_service")
     connection.refusal = "version"
     assert host.control.state == AttachState("refused", "version")
+    connection.refusal = "Something long\n" * 9
+    assert host.control.state == AttachState("refused", "other"), "it is the label of a metric"
     host.service.is_up, connection.refusal = True, None
     host.step()
     assert host.control.state == AttachState("attached", sharing="yes")
