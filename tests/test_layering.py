@@ -173,6 +173,16 @@ def test_modules_of_a_package_import_only_those_below_them(folder: str) -> None:
     assert wrong == []
 
 
+def test_no_two_classes_have_one_name() -> None:
+    found: dict[str, list[str]] = {}
+    layers = ("engine/kvstow", "api/kvstow_api", "service/kvstow_service")
+    for path in sorted(path for layer in layers for path in (ROOT / layer).rglob("*.py")):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                found.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    assert {name: places for name, places in found.items() if len(places) > 1} == {}
+
+
 def test_the_modules_at_the_bottom_of_the_engine_import_only_each_other() -> None:
     bottom = {path.stem: path for path in (ROOT / "engine/kvstow").glob("*.py") if path.stem not in ABOVE_DEVICES}
     allowed = {f"kvstow.{name}" for name in bottom}

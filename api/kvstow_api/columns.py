@@ -42,7 +42,7 @@ class Columns(NamedTuple):
         return [column for column in self.columns if column.place in places]
 
 
-class Row(NamedTuple):
+class TableRow(NamedTuple):
     """The texts of one thing. `troubled`: a condition concerns it."""
 
     cells: tuple[str, ...]
@@ -57,7 +57,7 @@ class Table(NamedTuple):
     """Rows of what is shown everywhere. `omitted`: how many there are besides."""
 
     titles: tuple[str, ...]
-    rows: tuple[Row, ...]
+    rows: tuple[TableRow, ...]
     omitted: int = 0
 
     @classmethod
@@ -66,7 +66,7 @@ class Table(NamedTuple):
     ) -> Table:
         """`without`: the title of a column that would say the same in each row."""
         columns = [column for column in kind.of("everywhere") if column.title != without]
-        rows = tuple(Row(tuple(column.cell(one) for column in columns), troubled(one)) for one in items)
+        rows = tuple(TableRow(tuple(column.cell(one) for column in columns), troubled(one)) for one in items)
         return cls(tuple(column.title for column in columns), rows)
 
     def limited(self, most: int) -> Table:

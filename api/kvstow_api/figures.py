@@ -95,7 +95,7 @@ class CurvesView:
     items: list[CurveView]
 
 
-class Curve(NamedTuple):
+class CurveSpec(NamedTuple):
     label: str
     unit: Unit
 
@@ -104,7 +104,7 @@ class Figure(NamedTuple):
     """`value`: of the time between two samples, None if there is none. `curve`: None for one that is not drawn."""
 
     value: Callable[[Sample, Sample], float | None]
-    curve: Curve | None = None
+    curve: CurveSpec | None = None
 
 
 def sample_session(ranks: Sequence[RankStatus], time: float) -> SessionSample | None:
@@ -185,12 +185,12 @@ def _hit_ratio(before: Sample, after: Sample) -> float | None:
 
 
 FIGURES: Mapping[str, Figure] = {
-    "hit_ratio": Figure(_hit_ratio, Curve("hit ratio", "ratio")),
+    "hit_ratio": Figure(_hit_ratio, CurveSpec("hit ratio", "ratio")),
     "load_bytes_per_second": Figure(
-        _per_second(lambda stats: stats.transfers.load.bytes), Curve("loads", "bytes_per_second")
+        _per_second(lambda stats: stats.transfers.load.bytes), CurveSpec("loads", "bytes_per_second")
     ),
     "store_bytes_per_second": Figure(
-        _per_second(lambda stats: stats.transfers.store.bytes), Curve("stores", "bytes_per_second")
+        _per_second(lambda stats: stats.transfers.store.bytes), CurveSpec("stores", "bytes_per_second")
     ),
     "evicted_blocks_per_second": Figure(_per_second(lambda stats: stats.evicted_for_capacity)),
     "dropped_blocks_per_second": Figure(_per_second(lambda stats: stats.dropped_blocks)),

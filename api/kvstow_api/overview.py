@@ -64,7 +64,7 @@ class MemoryBar(NamedTuple):
     progress: str
 
 
-class Row(NamedTuple):
+class Detail(NamedTuple):
     name: str
     value: str
     note: str = ""
@@ -100,7 +100,7 @@ class Sizes(NamedTuple):
     next: int | None
     top: float
     scale: str
-    figures: tuple[Row, ...]
+    figures: tuple[Detail, ...]
     words: str
 
 
@@ -111,8 +111,8 @@ class PoolOverview:
     about: str
     slots: Mapping[str, int]
     charts: tuple[Chart, ...]
-    evictions: tuple[Row, ...]
-    drops: tuple[Row, ...]
+    evictions: tuple[Detail, ...]
+    drops: tuple[Detail, ...]
     block_rates: str
     sizes: Sizes
 
@@ -157,8 +157,8 @@ class Overview:
     ranks: tuple[RankRow, ...]
     tier: str
     tiers: Table
-    pending: tuple[Row, ...]
-    oldest: tuple[Row, ...]
+    pending: tuple[Detail, ...]
+    oldest: tuple[Detail, ...]
     pool: PoolOverview | None
 
     @property
@@ -212,7 +212,7 @@ def overview(given: Readings) -> Overview:
             (one for one in given.tier.items if selected in (None, one.pool)), TIERS, lambda one: one.pool in tiers
         ),
         pending=(*_pending(given.transfers.pending), *_ways(given.transfers.load_choices)),
-        oldest=tuple(Row(one.direction, one.state, _transfer(one, len(sessions))) for one in given.transfers.items),
+        oldest=tuple(Detail(one.direction, one.state, _transfer(one, len(sessions))) for one in given.transfers.items),
         pool=None if given.pool is None else _pool_overview(given.pool, conditions),
     )
 
@@ -226,18 +226,18 @@ def _memory(given: Readings) -> MemoryBar:
     return MemoryBar(populated, target, progress)
 
 
-def _ways(choices: Mapping[str, int]) -> tuple[Row, ...]:
+def _ways(choices: Mapping[str, int]) -> tuple[Detail, ...]:
     reasons = ", ".join(f"{choice.replace('_', ' ', 1)} {count:,}" for choice, count in choices.items() if count)
     by_layer = sum(count for choice, count in choices.items() if choice.startswith("layer_"))
-    return (Row("loads by layer", f"{by_layer:,} of {sum(choices.values()):,}", reasons),) if reasons else ()
+    return (Detail("loads by layer", f"{by_layer:,} of {sum(choices.values()):,}", reasons),) if reasons else ()
 
 
-def _pending(pending: PendingTransfers) -> tuple[Row, ...]:
+def _pending(pending: PendingTransfers) -> tuple[Detail, ...]:
     oldest = duration(pending.oldest_seconds) if pending.loads or pending.stores else "none"
     return (
-        Row("loads", f"{pending.loads:,}", format_size(pending.load_bytes)),
-        Row("stores", f"{pending.stores:,}", format_size(pending.store_bytes)),
-        Row("oldest", oldest, f"{pending.stuck} stuck" if pending.stuck else ""),
+        Detail("loads", f"{pending.loads:,}", format_size(pending.load_bytes)),
+        Detail("stores", f"{pending.stores:,}", format_size(pending.store_bytes)),
+        Detail("oldest", oldest, f"{pending.stuck} stuck" if pending.stuck else ""),
     )
 
 
@@ -272,13 +272,13 @@ def _sizes(curve: PoolCurveView, is_told: bool) -> Sizes:
     now = next((number for number, size in enumerate(items) if size.times == 1), None)
     figures = []
     if now is not None:
-        figures.append(Row("hits", percent(items[now].ratio), f"now, with {format_size(curve.num_bytes)}"))
+        figures.append(Detail("hits", percent(items[now].ratio), f"now, with {format_size(curve.num_bytes)}"))
     if (better := curve.next_useful) is not None:
         figures.append(
-            Row("next", percent(better.ratio), f"with {format_size(better.num_bytes)}, the next useful size")
+            Detail("next", percent(better.ratio), f"with {format_size(better.num_bytes)}, the next useful size")
         )
     if curve.saved_seconds_per_hour is not None:
-        figures.append(Row("saved", duration(curve.saved_seconds_per_hour), "of prefill saved an hour"))
+        figures.append(Detail("saved", duration(curve.saved_seconds_per_hour), "of prefill saved an hour"))
     top = max([0.05, *(size.ratio for size in items)])
     return Sizes(
         labels=tuple(format_size(size.num_bytes) for size in items),
@@ -294,8 +294,8 @@ def _sizes(curve: PoolCurveView, is_told: bool) -> Sizes:
     )
 
 
-def _counts(counts: Mapping[str, int]) -> tuple[Row, ...]:
-    return tuple(Row(name.replace("_", " "), f"{count:,}") for name, count in counts.items() if count)
+def _counts(counts: Mapping[str, int]) -> tuple[Detail, ...]:
+    return tuple(Detail(name.replace("_", " "), f"{count:,}") for name, count in counts.items() if count)
 
 
 def _chart(unit: Unit, given: CurvesView, stats: EngineStats) -> Chart:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from itertools import accumulate
 
 from kvstow.bytesize import format_size
-from kvstow.status import Curve
+from kvstow.status import SizeCurve
 from kvstow_api.answers import PoolCurveView, SizeView
 from kvstow_api.texts import counted, duration, percent
 
@@ -26,7 +26,7 @@ _MEMORY = {1: "twice the memory", 2: "four times the memory", 3: "eight times th
 _PARTS = {-1: "half of it", -2: "a quarter of it", -3: "an eighth of it"}
 
 
-def with_sizes(view: PoolCurveView, curve: Curve, seconds_per_ratio: float | None) -> PoolCurveView:
+def with_sizes(view: PoolCurveView, curve: SizeCurve, seconds_per_ratio: float | None) -> PoolCurveView:
     """`view` with what follows from `curve`; as it is if the curve has no point at about its size. The points are a
     doubling apart. `seconds_per_ratio`: seconds of prefill that all blocks would save in a minute if they hit; None if
     unknown."""

@@ -54,7 +54,7 @@ class CurvePoint:
 
 
 @dataclass(frozen=True, slots=True)
-class Curve:
+class SizeCurve:
     """What the requests of the window would have hit in pools of other sizes, by size. `k`: the pool's own order.
     `everything`: the share that a pool would hit that never evicts."""
 

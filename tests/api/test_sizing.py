@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstow.status import Curve, CurvePoint
+from kvstow.status import CurvePoint, SizeCurve
 from kvstow_api.answers import PoolCurveView
 from kvstow_api.sizing import GAIN, LOSS, REST, with_sizes
 
@@ -19,11 +19,11 @@ GIB = 1 << 30
 SLOT = 1 << 26  # 4,096 of them are 256 GiB
 
 
-def curve(ratios: Sequence[float], everything: float = 0.0, lru: Sequence[float] | None = None) -> Curve:
+def curve(ratios: Sequence[float], everything: float = 0.0, lru: Sequence[float] | None = None) -> SizeCurve:
     """Seven sizes from an eighth to eight times the pool."""
     pairs = zip(ratios, lru or ratios, strict=True)
     points = tuple(CurvePoint(NOW * 2**number // 8, other, own) for number, (own, other) in enumerate(pairs))
-    return Curve(points, max(everything, *ratios), 1.0, 2600, 33_280)
+    return SizeCurve(points, max(everything, *ratios), 1.0, 2600, 33_280)
 
 
 def view(num_slots: int = NOW, policy: str = "auto") -> PoolCurveView:

@@ -14,14 +14,14 @@ from contextlib import contextmanager
 import torch
 
 from kvstow.config import PoolConfig
-from kvstow.devices.cuda.context import Context, CudaRegistrar, primary_context
+from kvstow.devices.cuda.context import CudaContext, CudaRegistrar, primary_context
 from kvstow.memory.hostpool import HostPool
 
 _SLOT_BYTES, _SLOTS = 1 << 20, 256
 _KERNELS = 100
 
 
-class DefaultModeContext(Context):
+class DefaultModeContext(CudaContext):
     """Leaves the thread in the capture mode in which every thread starts."""
 
     def settle(self) -> None:

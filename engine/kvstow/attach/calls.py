@@ -31,7 +31,7 @@ from kvstow.attach.wire import (
     Kind,
     Message,
     Packed,
-    Row,
+    PackedPart,
     Runs,
     Seconds,
     Text,
@@ -201,7 +201,7 @@ class Completions(Packed, frozen=True):
                 raise ValueError(f"op {done.op_id} has moved {done.num_bytes} bytes in {seconds} and {queued} seconds")
 
 
-class SettledOp(Row, frozen=True):
+class SettledOp(PackedPart, frozen=True):
     """A final result of an op of this session: see `kvstow.control.ops.Settled`."""
 
     op_id: U64

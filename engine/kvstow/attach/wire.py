@@ -146,7 +146,7 @@ class Packed(Message, frozen=True, array_like=True, forbid_unknown_fields=True):
         """Names and sentences in a packed message are made plain where they are shown."""
 
 
-class Row(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class PackedPart(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A part of a packed message."""
 
 

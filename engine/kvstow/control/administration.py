@@ -178,11 +178,11 @@ def sweep_namespace(pool: Pool, namespace: Namespace) -> Sweep:
     return Sweep("purge", index.slot_keys.num_slots, pool.config.slot_bytes, work)
 
 
-class Switches:
+class BaseSwitches:
     """Drain and bypass. Every call is safe from any thread. Invalid arguments raise `InvalidRequestError` before
     anything changes."""
 
-    _members: Callable[[], Iterable[Switches]] = tuple
+    _members: Callable[[], Iterable[BaseSwitches]] = tuple
     """What is switched as well."""
 
     def __init__(self, state: PoolAcceptance, lock: Lock, clock: Callable[[], float]) -> None:
@@ -239,7 +239,7 @@ class Switches:
 logger = logging.getLogger("kvstow.admin")
 
 
-class Administrator(Switches):
+class Administrator(BaseSwitches):
     """Eviction, size, contexts, drain and bypass of a running engine. Every call is safe from any thread.
 
     Bulk work is returned as a `Sweep`: nothing happens until it is stepped or run, and it releases the engine's lock
@@ -523,7 +523,7 @@ def _exactly_one(**selectors: object) -> None:
         raise InvalidRequestError(f"selectors given: {given or 'none'}; allowed: exactly one of {list(selectors)}")
 
 
-class HostSwitches(Switches):
+class HostSwitches(BaseSwitches):
     """Switches all pools of a host, and those that are made later: call `apply_to` with each new pool once it is among
     those of `admins`. A switch of the host replaces those of single pools, and ending it ends theirs."""
 

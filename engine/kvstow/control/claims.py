@@ -129,7 +129,7 @@ class EvictedBlocks:
 
 
 @dataclass(slots=True, eq=False)
-class Part:
+class ClaimedPart:
     """Neighbours in a chain that a context claims, or did until its request that ended at `ended_at`. `uses`: how often
     each had been used then. Slots that were lost since the loss with this number are not its own. `is_steady`: see
     `Context`; set when the claim ends."""
@@ -141,7 +141,7 @@ class Part:
     ended_at: float
     is_steady: bool = True
 
-    def cut(self, length: int) -> Part:
+    def cut(self, length: int) -> ClaimedPart:
         """Has so many slots from now on. Returns the others."""
         end = replace(self, slots=self.slots[length:], uses=self.uses[length:])
         del self.slots[length:]
@@ -168,7 +168,7 @@ class Context:
     hint_error: float
     log_gap_error: float
     log_gap: float | None = None
-    chain: list[Part] = field(default_factory=list)
+    chain: list[ClaimedPart] = field(default_factory=list)
     num_blocks: int = 0
     requests: int = 0
     hits: int = 0
@@ -290,11 +290,11 @@ class Claims:
         """Contexts with blocks: by the time of their next request, and those for which there is none, or it has passed,
         by the end of their last request. Contexts by the time at which to see to them; and those that keep blocks
         longer than the policy would, by the time of their next request."""
-        self._cold: deque[Part] = deque()
+        self._cold: deque[ClaimedPart] = deque()
         """What goes first."""
-        self._aged: deque[Part] = deque()
+        self._aged: deque[ClaimedPart] = deque()
         """What may not be kept longer than the policy would, idle longest first: it goes when the policy's would."""
-        self._leaving: deque[Part] = deque()
+        self._leaving: deque[ClaimedPart] = deque()
         """What returns to the policy once `settle` comes to it."""
         self._overdue_returns = Returns()
         self._log_gap: float | None = None
@@ -470,7 +470,7 @@ class Claims:
             slots = slots[same:]
         return slots
 
-    def _same(self, part: Part, slots: list[int]) -> int:
+    def _same(self, part: ClaimedPart, slots: list[int]) -> int:
         """How many leading slots of the part these are, and are still its own."""
         own, lost_at = part.slots, self._lost_at
         if part.number < self._losses:
@@ -489,7 +489,7 @@ class Claims:
             part.slots += slots
             part.uses += uses
         else:
-            context.chain.append(Part(context.namespace, slots, uses, self._losses, context.ended_at))
+            context.chain.append(ClaimedPart(context.namespace, slots, uses, self._losses, context.ended_at))
             renewal.filled += 1
         context.brought += uses.count(1)
         renewal.length += len(slots)
@@ -547,9 +547,9 @@ class Claims:
 
     # -- ends of claims -------------------------------------------------------------------------------------
 
-    def _cut(self, context: Context, length: int) -> list[Part]:
+    def _cut(self, context: Context, length: int) -> list[ClaimedPart]:
         """Its chain is so long from now on. Returns what was cut off, the end of the chain first."""
-        parts: list[Part] = []
+        parts: list[ClaimedPart] = []
         while (excess := context.num_blocks - length) > 0:
             part = context.chain[-1]
             if len(part.slots) > excess:
@@ -580,14 +580,14 @@ class Claims:
         """Its chain is so long from now on: the blocks behind return to the policy."""
         self._leaving += self._cut(context, length)
 
-    def _own(self, part: Part) -> list[int]:
+    def _own(self, part: ClaimedPart) -> list[int]:
         """The slots of the part that have not lost their block since they were claimed."""
         if part.number == self._losses:
             return part.slots
         lost_at = self._lost_at
         return [slot for slot in part.slots if lost_at[slot] <= part.number]
 
-    def _take_from(self, parts: deque[Part], count: int) -> Part:
+    def _take_from(self, parts: deque[ClaimedPart], count: int) -> ClaimedPart:
         """Up to so many slots of the first part, from its end."""
         part = parts[0]
         part = parts.popleft() if len(part.slots) <= count else part.cut(len(part.slots) - count)
@@ -730,7 +730,7 @@ class Claims:
             free = [slot for slot in free if used_at[slot] <= ended_at]
         return part.namespace, free
 
-    def blocks_of(self, part: Part, *, alone: bool) -> list[int]:
+    def blocks_of(self, part: ClaimedPart, *, alone: bool) -> list[int]:
         """The slots of a part of a context's chain. `alone`: those that no other context claims and no other request
         has used."""
         slots = self._own(part)

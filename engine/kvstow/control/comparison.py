@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvstow.control.shadows import Floats, Part, Shadows, Tally, spread
-from kvstow.status import Curve, CurvePoint
+from kvstow.control.shadows import Floats, SampledPart, Shadows, Tally, spread
+from kvstow.status import CurvePoint, SizeCurve
 
 CHOICES = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0)
 SIZES = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
@@ -25,7 +25,7 @@ _BATCH = 128
 """Requests, or keys of requests, that are followed at once. It takes a millisecond."""
 
 
-class Window:
+class RequestWindow:
     """The hits of the last 300 requests, or of as many as have looked up eight times the blocks of a full pool, if
     those are more; but none of a pool whose size differed by more than a tenth. Not locked."""
 
@@ -117,7 +117,7 @@ class Chooser:
     """Chooses `k` by what the shadows of the choices have hit in the window, beginning with 0. Another one is taken if
     it leads by half a point, once for each pool of blocks at most. Not locked."""
 
-    def __init__(self, window: Window) -> None:
+    def __init__(self, window: RequestWindow) -> None:
         self.k = CHOICES[0]
         self.window = window
         self._since_change = 0
@@ -143,7 +143,8 @@ class Chooser:
 class Comparison:
     """Follows the requests of a pool. Any thread; it has a lock of its own, so that no call of the pool waits for it.
 
-    Requests reach it in parts, see `Session.use`: the caller keeps the later `Part`s of a chain between its calls.
+    Requests reach it in parts, see `Session.use`: the caller keeps the later `SampledPart`s of a chain between its
+    calls.
     """
 
     def __init__(self, num_slots: int, k: float | None, *, has_curve: bool) -> None:
@@ -160,9 +161,9 @@ class Comparison:
         self._shadows = Shadows(variants, num_slots)
         self.part = self._shadows.part
         self._num_shadows = len(variants)
-        self._window = Window(num_slots)
+        self._window = RequestWindow(num_slots)
         self._chooser = Chooser(self._window) if k is None else None
-        self._waiting: list[tuple[Sequence[Part], range, float]] = []
+        self._waiting: list[tuple[Sequence[SampledPart], range, float]] = []
         """Requests that are not followed yet: several at once cost half as much."""
         self._expected = 0.0
         """How many of their keys are going to be followed."""
@@ -180,7 +181,7 @@ class Comparison:
                 variants.append((k, times))
         return rows
 
-    def use(self, parts: Sequence[Part], looked_up: range, now: float, num_slots: int) -> Change | None:
+    def use(self, parts: Sequence[SampledPart], looked_up: range, now: float, num_slots: int) -> Change | None:
         """A request has ended that has used the chain of these parts, the first one first, and has looked up these
         positions of it. The pool has so many slots."""
         shadows = self._shadows
@@ -224,7 +225,7 @@ class Comparison:
             else:
                 self._shadows.set_k(self._own_rows[at], k)
 
-    def curve(self) -> Curve | None:
+    def curve(self) -> SizeCurve | None:
         """None without one, and before there is evidence for it."""
         with self._lock:
             self._follow_waiting()
@@ -236,4 +237,4 @@ class Comparison:
                 CurvePoint(round(times * slots), float(ratios[lru]), float(ratios[own]))
                 for times, lru, own in zip(SIZES, self._lru_rows, self._own_rows, strict=True)
             ]
-            return Curve(tuple(points), window.seen_ratio(), self._k, window.requests, window.blocks)
+            return SizeCurve(tuple(points), window.seen_ratio(), self._k, window.requests, window.blocks)

@@ -33,8 +33,8 @@ from kvstow.status import (
     ClaimsStatus,
     ContextPage,
     ContextStatus,
-    Curve,
     Readiness,
+    SizeCurve,
     SourceOrder,
     SourceStatus,
     TransferState,
@@ -89,7 +89,7 @@ class PoolFacade:
         with self._pool.lock:
             self._pool.counters.faults.errors[code] += 1
 
-    def curve(self) -> Curve | None:
+    def curve(self) -> SizeCurve | None:
         """What pools of other sizes would have hit lately; None without `config.curve`, and before enough requests have
         ended. Without the pool's lock."""
         comparison = self._pool.comparison

@@ -14,9 +14,9 @@ from kvstow.control.namespaces import Namespace, first_of_runs
 from kvstow.control.ops import OpsInFlight
 from kvstow.control.pool import LeaseBook, Pool
 from kvstow.control.ranktable import RankTable
-from kvstow.control.shadows import MOST_FOLLOWED, Part
+from kvstow.control.shadows import MOST_FOLLOWED, SampledPart
 from kvstow.control.slots import values_at
-from kvstow.control.trial import Sample, Trial
+from kvstow.control.trial import Trial, TrialPart
 from kvstow.errors import InvalidRequestError, LeaseError
 from kvstow.hints import Hints
 from kvstow.messages import Completion, DesiredState, Op, RankReport
@@ -117,9 +117,9 @@ class Session:
         """What the engine computes with."""
         self._uses_behind = 0
         """Uses of the first block of the part of a chain that was given last."""
-        self._parts_behind = _Behind[Part](lambda part: part.num_keys)
+        self._parts_behind = _Behind[SampledPart](lambda part: part.num_keys)
         """What the comparison may follow of them."""
-        self._tried_behind = _Behind[Sample](lambda sample: len(sample.keys))
+        self._tried_behind = _Behind[TrialPart](lambda sample: len(sample.keys))
         """What the trial of hints follows."""
         self._claimed_behind = _Behind[Sequence[bytes]](len)
         """Those with hints. They are of one context, and adjoin: the beginning of another chain may never have come, as

@@ -20,7 +20,17 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvstow.control.uses import CLASSES, LOG_USES, MOST_USES, NUM_CLASSES, Hashes, hash_joined, join_keys, smoothed
+from kvstow.control.uses import (
+    CLASSES,
+    KEY_WORD,
+    LOG_USES,
+    MOST_USES,
+    NUM_CLASSES,
+    Hashes,
+    hash_joined,
+    last_words,
+    smoothed,
+)
 
 MOST_FOLLOWED = 16_384
 """Keys that are followed."""
@@ -55,7 +65,7 @@ def spread(hits: Mapping[int, float], num_shadows: int) -> Floats:
     return found
 
 
-class Part(NamedTuple):
+class SampledPart(NamedTuple):
     """The keys of a part of a chain that may be followed, end to end: so many of `length` keys. `start`: how many keys
     of the chain come before the part. `first`: the number of the first place whose key it has; None: it has the keys
     of all positions."""
@@ -179,7 +189,7 @@ class Shadows:
 
     # -- requests -------------------------------------------------------------------------------------------
 
-    def part(self, keys: Sequence[bytes], tag: int = 0, start: int = 0) -> Part:
+    def part(self, keys: Sequence[bytes], tag: int = 0, start: int = 0) -> SampledPart:
         """Those keys of a chain, or of a part of it, that may be followed, in the namespace with the number `tag`.
         `start`: how many keys of the chain come before these."""
         length, first = len(keys), None
@@ -189,9 +199,12 @@ class Shadows:
         elif self.is_thin:
             first = 0
             keys = [*keys[:16], *keys[18:64:4], *keys[72:256:16], *keys[288 : 1 << 20 : 64]]  # _PLACES, but faster
-        return Part(*join_keys(keys), len(keys), length, tag, start, first)
+        data, width = b"".join(keys), len(keys[0]) if keys else KEY_WORD
+        if width < KEY_WORD or len(data) != len(keys) * width:
+            data, width = last_words(keys), KEY_WORD
+        return SampledPart(data, width, len(keys), length, tag, start, first)
 
-    def choose(self, parts: Sequence[Part]) -> list[list[Followed]]:
+    def choose(self, parts: Sequence[SampledPart]) -> list[list[Followed]]:
         """The keys of each part that are followed. Many parts at once cost little more than one."""
         if not parts:
             return []
@@ -225,7 +238,7 @@ class Shadows:
         return chosen
 
     def _add_hot(
-        self, parts: Sequence[Part], hashes: Hashes, chosen: list[list[Followed]], ends: Sequence[int]
+        self, parts: Sequence[SampledPart], hashes: Hashes, chosen: list[list[Followed]], ends: Sequence[int]
     ) -> None:
         """Hot keys are followed at some places of a chain, where they stand for all keys between them."""
         if self._hot.changed:  # now that all earlier requests are followed, which have made their keys hot

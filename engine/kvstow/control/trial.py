@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvstow.control.claims import Switch
-from kvstow.control.comparison import Window
+from kvstow.control.comparison import RequestWindow
 from kvstow.control.index import Index
 from kvstow.control.shadows import Tally
 from kvstow.control.uses import hash_keys
@@ -27,7 +27,7 @@ _SHORTEST_PAUSE, _LONGEST_PAUSE = 8, 512
 longer than that meanwhile."""
 
 
-class Sample(NamedTuple):
+class TrialPart(NamedTuple):
     """The sampled keys of a part of a chain, and their positions in the chain."""
 
     keys: list[bytes]
@@ -89,21 +89,21 @@ class Trial:
         size = min(num_slots, MOST_SLOTS)
         self._with = _SmallPool(size, k, has_claims=True)
         self._without = _SmallPool(size, k, has_claims=False)
-        self._window = Window(num_slots)
+        self._window = RequestWindow(num_slots)
         self._is_on = True
         self._moves = 0
         """Of the window since the last switch."""
         self._pause = _SHORTEST_PAUSE
 
-    def sample(self, keys: Sequence[bytes], tag: int, start: int) -> Sample:
+    def sample(self, keys: Sequence[bytes], tag: int, start: int) -> TrialPart:
         """What is followed of a part of a chain; see `Comparison.choose`. Without the lock."""
         hashes = hash_keys(keys, tag)
         positions = (hashes <= self._threshold).nonzero()[0]
         data = hashes[positions].tobytes()
-        return Sample([data[at : at + 8] for at in range(0, len(data), 8)], (positions + start).tolist())
+        return TrialPart([data[at : at + 8] for at in range(0, len(data), 8)], (positions + start).tolist())
 
     def use(
-        self, parts: Sequence[Sample], looked_up: range, hints: Hints | None, tag: int, k: float, now: float
+        self, parts: Sequence[TrialPart], looked_up: range, hints: Hints | None, tag: int, k: float, now: float
     ) -> Switch | None:
         """A request has ended that has used the chain of these parts, and has looked up these positions of it."""
         keys = [key for part in parts for key in part.keys]

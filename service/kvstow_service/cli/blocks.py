@@ -14,7 +14,7 @@ from kvstow_api.texts import counted
 from kvstow_service.cli.connection import (
     SIZE,
     TIME,
-    Call,
+    Invocation,
     chosen_pool,
     dry_run_flag,
     evicted,
@@ -106,7 +106,7 @@ def started(operation: Any) -> str:
 @click.argument("operation_id", metavar="ID")
 @format_flag
 @remote
-def cancel(call: Call, operation_id: str) -> None:
+def cancel(call: Invocation, operation_id: str) -> None:
     """Stop a long-running operation. What it has done so far stays done."""
     from kvstow_api.client import routes
     from kvstow_api.columns import OPERATIONS
@@ -130,7 +130,7 @@ def cancel(call: Call, operation_id: str) -> None:
 @format_flag
 @pool_flag
 @remote
-def evict(call: Call, slots: int | None, size: int | None, idle: float | None, context: str | None) -> None:
+def evict(call: Invocation, slots: int | None, size: int | None, idle: float | None, context: str | None) -> None:
     """Remove the coldest blocks.
 
     Leased blocks stay. Give one of --slots, --size, --idle and --context.
@@ -164,7 +164,7 @@ def evict(call: Call, slots: int | None, size: int | None, idle: float | None, c
 @pool_flag
 @remote
 def purge(
-    call: Call,
+    call: Invocation,
     keys: tuple[str, ...],
     everything: bool,
     key_prefixes: tuple[str, ...],
@@ -211,7 +211,7 @@ def context_id_of(text: str, salt: str = "") -> str:
 @format_flag
 @pool_flag
 @remote
-def release(call: Call, context: str, salt: str) -> None:
+def release(call: Invocation, context: str, salt: str) -> None:
     """Expect no further request of a context.
 
     CONTEXT is an id, as `kvstow get contexts` shows it, or what clients call it. Blocks that nothing else uses are
@@ -228,7 +228,7 @@ def release(call: Call, context: str, salt: str) -> None:
 # -- removals ---------------------------------------------------------------------------------------------------------
 
 
-def _remove(call: Call, route: Route[RemovedView | OperationView], chosen: dict[str, Any]) -> None:
+def _remove(call: Invocation, route: Route[RemovedView | OperationView], chosen: dict[str, Any]) -> None:
     """`chosen` selects the blocks."""
     with call.client() as client:
         pool = chosen_pool(client, call.pool)

@@ -157,7 +157,7 @@ def evicted(plan: PlanView | RemovedView) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class Invocation:
     """A command: its server, and the flags that commands have in common, as far as it has them."""
 
     connection: Connection
@@ -211,14 +211,14 @@ _COMMON = ("style", "pool", "dry_run", "yes", "no_wait")
 
 
 def remote(command: Callable[..., None]) -> Callable[..., None]:
-    """Adds the connection flags to a command and passes it a `Call` as its first argument. KVStow's errors become a
-    message on standard error and an exit code."""
+    """Adds the connection flags to a command and passes it an `Invocation` as its first argument. KVStow's errors
+    become a message on standard error and an exit code."""
 
     @functools.wraps(command)
     def run(**options: Any) -> None:
         with reporting_failures():
             connection = Connection.take(options, os.environ)
             common = {name: options.pop(name) for name in _COMMON if name in options}
-            command(Call(connection, **common), **options)
+            command(Invocation(connection, **common), **options)
 
     return functools.reduce(lambda function, flag: flag(function), reversed(_FLAGS), run)

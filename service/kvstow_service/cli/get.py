@@ -18,7 +18,7 @@ from kvstow.status import SOURCE_KINDS, Readiness
 from kvstow_api.answers import PoolCurveView
 from kvstow_api.texts import duration, field_text, moment
 from kvstow_service.cli.blocks import context_id_of
-from kvstow_service.cli.connection import TIME, Call, chosen_pool, find_session, pool_flag, remote
+from kvstow_service.cli.connection import TIME, Invocation, chosen_pool, find_session, pool_flag, remote
 from kvstow_service.cli.failures import CommandError, ExitCode
 from kvstow_service.cli.output import Format, format_flag, format_option, pairs, styled, table, text_of
 
@@ -124,7 +124,7 @@ def _command(noun: _Noun) -> None:
     @click.option("--watch", "-w", is_flag=True, help="Repeat until Ctrl-C.")
     @click.option("--interval", type=TIME, default="2s", show_default=True, help="How often --watch asks the server.")
     @remote
-    def command(call: Call, extra: tuple[str, ...], watch: bool, interval: float, **options: Any) -> None:
+    def command(call: Invocation, extra: tuple[str, ...], watch: bool, interval: float, **options: Any) -> None:
         if extra and noun.singular in describe.commands:
             raise click.UsageError(f"this is a list; `kvstow describe {noun.singular} {extra[0]}` shows one")
         if extra:
@@ -259,7 +259,7 @@ def _described(
     is only one. Prints nothing unless all of it could be read."""
 
     def register(function: Callable[..., Mapping[str, Any]]) -> click.Command:
-        def command(call: Call, **options: Any) -> None:
+        def command(call: Invocation, **options: Any) -> None:
             with call.client() as client:
                 if pool_flag in params or in_pool:
                     options["pool"] = chosen_pool(client, call.pool) if in_pool else call.pool

@@ -13,7 +13,7 @@ import click
 
 from kvstow.bytesize import format_size
 from kvstow.errors import ConfigError, MissingPackageError
-from kvstow_service.cli.connection import Call, chosen_pool, pool_flag, remote
+from kvstow_service.cli.connection import Invocation, chosen_pool, pool_flag, remote
 from kvstow_service.cli.failures import CommandError, ExitCode
 from kvstow_service.cli.output import styled
 
@@ -186,7 +186,7 @@ def plot() -> None:
 @click.option("--png", type=click.Path(dir_okay=False, path_type=Path), help="Write a PNG to this file instead.")
 @pool_flag
 @remote
-def curve(call: Call, png: Path | None) -> None:
+def curve(call: Invocation, png: Path | None) -> None:
     """Draw what a pool of other sizes would have hit lately.
 
     --png needs matplotlib. Exits with code 3 while there is not enough evidence for a curve.

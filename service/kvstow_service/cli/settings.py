@@ -15,7 +15,7 @@ from kvstow_service.cli.blocks import follow, no_wait_flag, started
 from kvstow_service.cli.connection import (
     SIZE,
     TIME,
-    Call,
+    Invocation,
     chosen_pool,
     dry_run_flag,
     evicted,
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 @format_flag
 @pool_flag
 @remote
-def resize(call: Call, size: int | None, slots: int | None) -> None:
+def resize(call: Invocation, size: int | None, slots: int | None) -> None:
     """Set the pool size of every rank to SIZE bytes, such as 16GiB.
 
     A larger pool is pinned in the background. A smaller one evicts the coldest blocks.
@@ -60,7 +60,7 @@ def resize(call: Call, size: int | None, slots: int | None) -> None:
 
 
 def _change(
-    call: Call,
+    call: Invocation,
     wanted: dict[str, Any],
     words: str,
     would: Callable[[PlanView], str],
@@ -106,7 +106,7 @@ def config() -> None:
 @format_flag
 @pool_flag
 @remote
-def view(call: Call) -> None:
+def view(call: Invocation) -> None:
     """Show the settings: those of the pool, which can change now, and those of the start."""
     from kvstow_api.client import routes
 
@@ -125,7 +125,7 @@ def view(call: Call) -> None:
 @format_flag
 @pool_flag
 @remote
-def set_values(call: Call, settings: tuple[str, ...]) -> None:
+def set_values(call: Invocation, settings: tuple[str, ...]) -> None:
     """Change settings of the running server: capacity_slots, policy, pinning_paused."""
     wanted = dict(_parse(setting) for setting in settings)
     _change(call, wanted, f"change {', '.join(wanted)}", details, _settings_after)
@@ -142,7 +142,7 @@ def _settings_after(before: PoolView, plan: PlanView, answer: Any) -> tuple[Any,
 @click.option("--logger", default="kvstow", show_default=True, help="A logger of `kvstow get log-levels`.")
 @format_flag
 @remote
-def log_level(call: Call, level: str, logger: str) -> None:
+def log_level(call: Invocation, level: str, logger: str) -> None:
     """Set a logger's LEVEL until the server stops: debug, info, warning or error."""
     from kvstow_api.client import routes
     from kvstow_api.columns import LOG_LEVELS
@@ -192,7 +192,7 @@ switch_pool_flag = click.option("--pool", metavar="NAME", help="Only this pool. 
 @format_flag
 @switch_pool_flag
 @remote
-def drain(call: Call, mode: str, deadline: float | None) -> None:
+def drain(call: Invocation, mode: str, deadline: float | None) -> None:
     """Finish what is in flight, and accept nothing new.
 
     Requests are still served, without the cache. /readyz fails until `kvstow undrain`; `kvstow wait --for=drained`
@@ -215,7 +215,7 @@ def drain(call: Call, mode: str, deadline: float | None) -> None:
 @format_flag
 @switch_pool_flag
 @remote
-def undrain(call: Call) -> None:
+def undrain(call: Invocation) -> None:
     """Accept traffic again."""
     from kvstow_api.client import routes
 
@@ -243,7 +243,7 @@ def _would_drain(mode: str, now: DrainStatus) -> str:
 @format_flag
 @switch_pool_flag
 @remote
-def bypass(call: Call, load: bool, store: bool, off: bool, ttl: float | None) -> None:
+def bypass(call: Invocation, load: bool, store: bool, off: bool, ttl: float | None) -> None:
     """Switch loads or stores off without touching the pool.
 
     Replaces any earlier bypass.
@@ -278,7 +278,7 @@ def pinning() -> None:
 @pinning.command()
 @pool_flag
 @remote
-def pause(call: Call) -> None:
+def pause(call: Invocation) -> None:
     """Pin no further chunk of memory. What is pinned stays usable."""
     _set_paused(call, paused=True)
     click.echo("pinning is paused")
@@ -287,13 +287,13 @@ def pause(call: Call) -> None:
 @pinning.command()
 @pool_flag
 @remote
-def resume(call: Call) -> None:
+def resume(call: Invocation) -> None:
     """Continue a paused pinning."""
     _set_paused(call, paused=False)
     click.echo("pinning continues")
 
 
-def _set_paused(call: Call, *, paused: bool) -> None:
+def _set_paused(call: Invocation, *, paused: bool) -> None:
     from kvstow_api.client import routes
 
     with call.client() as client:
@@ -303,7 +303,7 @@ def _set_paused(call: Call, *, paused: bool) -> None:
 @pinning.command()
 @pool_flag
 @remote
-def retry(call: Call) -> None:
+def retry(call: Invocation) -> None:
     """Let ranks whose pinning failed try again."""
     from kvstow_api.client import routes
 
@@ -322,7 +322,7 @@ def retry(call: Call) -> None:
 @yes_flag
 @format_flag
 @remote
-def detach(call: Call, session_id: str, kill: bool) -> None:
+def detach(call: Invocation, session_id: str, kill: bool) -> None:
     """Detach an engine from the node.
 
     Its connections end at once, and it serves without the cache until it attaches again. What it holds is freed when
@@ -369,7 +369,7 @@ def delete() -> None:
 @yes_flag
 @format_flag
 @remote
-def pool(call: Call, name: str) -> None:
+def pool(call: Invocation, name: str) -> None:
     """Delete a pool with all its blocks.
 
     Its memory is for other pools as soon as no process can reach it. Exit code 5 while sessions use the pool.

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
-from kvstow_service.cli.connection import TIME, Call, remote
+from kvstow_service.cli.connection import TIME, Invocation, remote
 from kvstow_service.cli.failures import CommandError, ExitCode
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ _TIMEOUT = 2.0  # seconds; keys are not read while a request runs
 _SVG_WIDTH, _SVG_HEIGHT = 120, 44
 
 
-class Answer(NamedTuple):
+class Refresh(NamedTuple):
     overview: Overview
     server: str
 
@@ -36,7 +36,7 @@ class Answer(NamedTuple):
 @click.option("--svg", type=click.Path(dir_okay=False, path_type=Path), help="Write one picture to this file instead.")
 @click.option("--pool", metavar="NAME", help="Begin with this pool; otherwise with all.")
 @remote
-def top(call: Call, interval: float, svg: Path | None) -> None:
+def top(call: Invocation, interval: float, svg: Path | None) -> None:
     """Watch the server live.
 
     Shows what is wrong and what mends it, memory, and a row for each pool and for each engine (session). Of one pool it
@@ -59,7 +59,7 @@ def top(call: Call, interval: float, svg: Path | None) -> None:
             _print(answer, svg)
 
 
-def ask(client: Client, server: str, pool: str | None = None) -> Answer:
+def ask(client: Client, server: str, pool: str | None = None) -> Refresh:
     """`pool`: the one that is chosen. Raises `ApiError` if the server does not answer."""
     from kvstow_api.client import routes
     from kvstow_api.overview import NUM_OLDEST, Readings, overview, pool_to_show
@@ -79,7 +79,7 @@ def ask(client: Client, server: str, pool: str | None = None) -> Answer:
         pool=of_pool,
         tier=call(routes.get_tier),
     )
-    return Answer(overview(readings), f"{server}, up {duration(info.uptime_seconds)}")
+    return Refresh(overview(readings), f"{server}, up {duration(info.uptime_seconds)}")
 
 
 def _ask_pool(client: Client, pool: str) -> PoolReadings | None:
@@ -101,7 +101,7 @@ def _ask_pool(client: Client, pool: str) -> PoolReadings | None:
         return None
 
 
-def _print(answer: Answer, svg: Path | None) -> None:
+def _print(answer: Refresh, svg: Path | None) -> None:
     """On the terminal, or into a file."""
     import io
 

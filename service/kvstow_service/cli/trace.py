@@ -17,7 +17,7 @@ import click
 from kvstow.bytesize import format_size, parse_size
 from kvstow.errors import ConfigError
 from kvstow_api.texts import counted
-from kvstow_service.cli.connection import SIZE, TIME, Call, chosen_pool, pool_flag, remote
+from kvstow_service.cli.connection import SIZE, TIME, Invocation, chosen_pool, pool_flag, remote
 from kvstow_service.cli.failures import CommandError, reporting_failures
 from kvstow_service.replay.trace import (
     SHAPES,
@@ -100,7 +100,7 @@ _ENDS = {
 @click.option("--output", default="-", show_default=True, help="File to write; - is standard output.")
 @pool_flag
 @remote
-def record(call: Call, seconds: float, size: float, output: str) -> None:
+def record(call: Invocation, seconds: float, size: float, output: str) -> None:
     """Record the requests of a live pool, until Ctrl-C.
 
     A line for each request that ends: when that was, which blocks it has used, and which of them it has looked up. In

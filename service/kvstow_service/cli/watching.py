@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 import click
 
 from kvstow_api.texts import counted, moment
-from kvstow_service.cli.connection import TIME, Call, pool_flag, remote
+from kvstow_service.cli.connection import TIME, Invocation, pool_flag, remote
 from kvstow_service.cli.failures import CommandError, ExitCode, hint_for
 from kvstow_service.cli.output import STATE_STYLES, styled, text_of, wide_format_flag
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 @click.command()
 @wide_format_flag
 @remote
-def doctor(call: Call) -> None:
+def doctor(call: Invocation) -> None:
     """Tell what is wrong, whom it concerns, and what mends it.
 
     Exit code 1 if there is a warning or an error. wide shows the numbers, and what could not be measured.
@@ -67,7 +67,7 @@ _RETRY_SECONDS = 1.0
 @wide_format_flag
 @pool_flag
 @remote
-def events(call: Call, types: tuple[Any, ...], recent: int, limit: int | None) -> None:
+def events(call: Invocation, types: tuple[Any, ...], recent: int, limit: int | None) -> None:
     """Print events as they happen, until Ctrl-C.
 
     Types: state, session, rank, tier, policy, hints, operation, change, lost. Events of blocks, stored and removed,
@@ -82,7 +82,7 @@ def events(call: Call, types: tuple[Any, ...], recent: int, limit: int | None) -
         click.get_current_context().exit()
 
 
-def _stream(call: Call, types: tuple[Any, ...], recent: int) -> Iterator[EventView]:
+def _stream(call: Invocation, types: tuple[Any, ...], recent: int) -> Iterator[EventView]:
     """Events over as many connections as needed. Raises `ApiError` if the first one fails or the server refuses."""
     from kvstow_api.client import ApiError
 
@@ -144,7 +144,7 @@ class _Status(NamedTuple):
 )
 @click.option("--timeout", type=TIME, default="5m", show_default=True, help="How long to wait; 0 checks once.")
 @remote
-def wait(call: Call, condition: Condition, timeout: float) -> None:
+def wait(call: Invocation, condition: Condition, timeout: float) -> None:
     """Wait until the server is ready, pinned or drained.
 
     The server does not have to be running yet. Prints what it is waiting for. Exits with code 3 on timeout.

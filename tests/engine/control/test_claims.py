@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tests.engine.control.sharedhost import Host as SharedHost
 
-from kvstow.control.claims import _DUE_AT_ONCE, LARGEST_SHARE, UNPROVED_SHARE, Claims, Part
+from kvstow.control.claims import _DUE_AT_ONCE, LARGEST_SHARE, UNPROVED_SHARE, ClaimedPart, Claims
 from kvstow.control.engine import OffloadEngine, PoolFacade
 from kvstow.control.pool import SLICE_SLOTS
 from kvstow.errors import InvalidRequestError, NotFoundError
@@ -507,14 +507,14 @@ def test_a_long_chain_is_walked_in_slices(
 ) -> None:
     host, chain = make(4096), make_keys(4000)
     host.serve(chain, Hints(A, resume_in=1e5))
-    claims, copied, cut = host.claims, list[int](), Part.cut
+    claims, copied, cut = host.claims, list[int](), ClaimedPart.cut
 
-    def noted(part: Part, length: int) -> Part:
+    def noted(part: ClaimedPart, length: int) -> ClaimedPart:
         end = cut(part, length)
         copied.append(len(end.slots))
         return end
 
-    monkeypatch.setattr(Part, "cut", noted)
+    monkeypatch.setattr(ClaimedPart, "cut", noted)
     claims.policy_age = 10.0
     claims.expect(host.engine.pool.index.find_contexts(A)[0], 1e5, clock())
     clock.advance(20.0)

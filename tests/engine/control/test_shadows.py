@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstow.config import EngineConfig
-from kvstow.control.comparison import CHOICES, SIZES, Change, Chooser, Comparison, Window
+from kvstow.control.comparison import CHOICES, SIZES, Change, Chooser, Comparison, RequestWindow
 from kvstow.control.engine import OffloadEngine
 from kvstow.control.shadows import Followed, Hits, HotKeys, Seen, Shadows, Tally, spread
 from kvstow.control.uses import hash_keys
@@ -335,7 +335,7 @@ def ended(chooser: Chooser, hits: Hits) -> Change | None:
 
 
 def test_another_k_is_taken_when_it_leads_by_half_a_point() -> None:
-    chooser = Chooser(Window(1000))
+    chooser = Chooser(RequestWindow(1000))
     assert ask(chooser, 1000, hits_of(4.0, by=0.4)) == []
     (change,) = ask(chooser, 300, hits_of(4.0, by=3.0))
     assert (change.before, change.k, chooser.k) == (0.0, 4.0, 4.0)
@@ -346,14 +346,14 @@ def test_another_k_is_taken_when_it_leads_by_half_a_point() -> None:
 def test_nothing_is_chosen_before_half_a_window_is_full() -> None:
     """Eight pools of blocks, or 300 requests if those are more."""
     for slots, needed in ((10, 152), (1000, 152), (100_000, 4000)):
-        chooser = Chooser(Window(slots))
+        chooser = Chooser(RequestWindow(slots))
         first = next(number for number in range(1, 5000) if ended(chooser, hits_of(1.0, by=20.0)) is not None)
         assert needed <= first <= needed + 16
 
 
 def test_what_a_pool_of_another_size_has_hit_says_nothing() -> None:
     """A tenth more or less is the same size."""
-    window = Window(1000)
+    window = RequestWindow(1000)
     for _ in range(400):
         window.add(Tally(1, 100, 100.0, hits_of(1.0, by=0.0)))
     assert window.is_meaningful
@@ -364,7 +364,7 @@ def test_what_a_pool_of_another_size_has_hit_says_nothing() -> None:
 
 
 def test_a_choice_lasts_for_a_pool_of_blocks() -> None:
-    chooser = Chooser(Window(20_000))
+    chooser = Chooser(RequestWindow(20_000))
     assert len(ask(chooser, 2000, hits_of(4.0, by=20.0))) == 1
     changed = []
     for number in range(4000):

@@ -9,10 +9,10 @@ import click
 import pytest
 
 from kvstow_service.cli import COMMANDS, load
-from kvstow_service.cli.connection import Call, Connection
+from kvstow_service.cli.connection import Connection, Invocation
 from kvstow_service.cli.failures import CommandError
 
-CALL = Call(Connection(server="http://prod:1"))
+CALL = Invocation(Connection(server="http://prod:1"))
 
 
 def test_a_harmless_command_needs_no_confirmation() -> None:
@@ -20,7 +20,7 @@ def test_a_harmless_command_needs_no_confirmation() -> None:
 
 
 def test_yes_names_the_server_and_asks_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    Call(CALL.connection, yes=True).confirm("remove 2 blocks", destructive=True)
+    Invocation(CALL.connection, yes=True).confirm("remove 2 blocks", destructive=True)
     assert capsys.readouterr().err == "server: http://prod:1\n"
 
 

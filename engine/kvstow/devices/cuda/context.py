@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 
 
 @cache
-def primary_context(ordinal: int) -> Context:
+def primary_context(ordinal: int) -> CudaContext:
     """The context of GPU `ordinal` (torch's numbering). Retained for the life of the process, as torch does."""
-    return Context(load_driver(), ordinal)
+    return CudaContext(load_driver(), ordinal)
 
 
 _MOST_IDLE = 256  # events: more fences are seldom alive at once
 
 
-class Context:
+class CudaContext:
     """Thread-safe. Costs about 1 us per `current`.
 
     Keeps events without timing for reuse: creating and destroying one for each fence cost more than recording it. Each
@@ -93,7 +93,7 @@ class CudaFence:
 
     __slots__ = ("_context", "_event")
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: CudaContext) -> None:
         """Not recorded; hosts call `record`."""
         self._context = context
         self._event = context.take_event()
@@ -132,7 +132,7 @@ class CudaRegistrar:
     mode = "cuda"
     notice: str | None = None
 
-    def __init__(self, ordinal: int = 0, *, context: Context | None = None) -> None:
+    def __init__(self, ordinal: int = 0, *, context: CudaContext | None = None) -> None:
         """`ordinal`: the GPU that copies, in torch's numbering. Raises `DriverUnavailableError`, `DriverError`."""
         self._context = context or primary_context(ordinal)
         self._home = threading.local()

@@ -34,7 +34,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstow.devices.base import Fence, TicketState
-from kvstow.devices.cuda.context import BatchMarks, Context, CudaFence, StagingBuffer, Timer, new_stream
+from kvstow.devices.cuda.context import BatchMarks, CudaContext, CudaFence, StagingBuffer, Timer, new_stream
 from kvstow.devices.cuda.driver import AccessOrder, Driver, DriverError, Handle, Int64Array
 from kvstow.devices.cuda.plan import BatchedCopies, Copies, Split
 from kvstow.errors import CopyError
@@ -50,7 +50,7 @@ def machine_code(driver: Driver, capability: tuple[int, int]) -> bytes:
     return driver.compile(source, capability)
 
 
-def load_kernels(context: Context, names: Sequence[str], undo: ExitStack) -> dict[str, Handle]:
+def load_kernels(context: CudaContext, names: Sequence[str], undo: ExitStack) -> dict[str, Handle]:
     """These functions of pages.cu."""
     driver = context.driver
     module = driver.load_module(machine_code(driver, driver.compute_capability(context.ordinal)))
@@ -81,7 +81,7 @@ class PageKernels:
     """Moves the pages described by `pieces` (dtype `plan.PIECE`) between the KV cache and staging buffers, where a
     block takes `block_bytes`. Used by one thread. `undo` frees the memory on the device."""
 
-    def __init__(self, context: Context, pieces: npt.NDArray[np.void], block_bytes: int, undo: ExitStack) -> None:
+    def __init__(self, context: CudaContext, pieces: npt.NDArray[np.void], block_bytes: int, undo: ExitStack) -> None:
         self._driver = context.driver
         self._functions = load_kernels(context, ("gather", "scatter"), undo)
         table = copy_to_device(self._driver, pieces, undo)

@@ -19,7 +19,7 @@ from math import sqrt
 import numpy as np
 
 from kvstow.devices.base import Fence, TicketState
-from kvstow.devices.cuda.context import Context, CudaFence, Timer, new_event, new_stream
+from kvstow.devices.cuda.context import CudaContext, CudaFence, Timer, new_event, new_stream
 from kvstow.devices.cuda.copier import copy_to_device, load_kernels, pointers_to_fields, twice
 from kvstow.devices.cuda.driver import Driver, DriverError, Handle, Int64Array
 from kvstow.devices.cuda.plan import PIECE
@@ -66,7 +66,7 @@ class CudaLayeredLoad:
 
     error: BaseException | None = None  # it has none: a load that cannot be submitted is no load
 
-    def __init__(self, context: Context, compute: Callable[[], Handle]) -> None:
+    def __init__(self, context: CudaContext, compute: Callable[[], Handle]) -> None:
         self._context, self._compute = context, compute
         self.seconds, self.is_done = 0.0, False
         self.events: list[Handle] = []
@@ -99,7 +99,7 @@ class LayerLoader:
 
     def __init__(
         self,
-        context: Context,
+        context: CudaContext,
         layout: KVLayout,
         bases: Sequence[int],
         parts: Sequence[Part],
