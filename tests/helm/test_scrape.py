@@ -131,7 +131,7 @@ def scraped_tier(tiered: str) -> str:
 @pytest.fixture(scope="module")
 def scraped(service: str) -> str:
     """The text of one scrape, of a service under traffic."""
-    return scrape_once_positive(service, r'kvstow_transfer_bytes_total\{.*direction="load"\}', "a load")
+    return scrape_once_positive(service, r'kvstow_transfer_bytes_total\{.*direction="load".*\}', "a load")
 
 
 def scrape_once_positive(url: str, sample: str, what: str) -> str:

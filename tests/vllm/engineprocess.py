@@ -19,6 +19,7 @@ from tests.vllm.nodeservice import NodeService, is_attached
 
 from kvstow.tier.fingerprint import fingerprint
 from kvstow_service.connectors.engine_core import controlplane
+from kvstow_service.connectors.vllm.engineidentity import pool_identity
 
 _IDLE_SECONDS = 0.005
 
@@ -178,7 +179,10 @@ def fingerprint_of(engine: Engine) -> str | None:
     """Its scheduler is in this process."""
     host = engine.connector._host
     hellos = [host._hellos[rank] for rank in sorted(host._hellos)]
-    return fingerprint(host._pool_identity(hellos), host._namespace_identity(), host._fleet_weights).value
+    pool = pool_identity(
+        host._vllm_config, host._kv_cache_config, host._groups, hellos, replicated=host._process.replicated
+    )
+    return fingerprint(pool, host._find_namespace(), host._fleet_weights).value
 
 
 def _be_patient(engine: Engine, seconds: float) -> None:
