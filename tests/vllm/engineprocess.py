@@ -19,7 +19,6 @@ from tests.vllm.nodeservice import NodeService, is_attached
 
 from kvstow.tier.fingerprint import fingerprint
 from kvstow_service.connectors.engine_core import controlplane
-from kvstow_service.connectors.vllm.engineidentity import pool_identity
 
 _IDLE_SECONDS = 0.005
 
@@ -177,6 +176,9 @@ def _ask(
 
 def fingerprint_of(engine: Engine) -> str | None:
     """Its scheduler is in this process."""
+    # Not above: it imports vLLM, of which older versions then log to the output that has the answers.
+    from kvstow_service.connectors.vllm.engineidentity import pool_identity
+
     host = engine.connector._host
     hellos = [host._hellos[rank] for rank in sorted(host._hellos)]
     pool = pool_identity(
