@@ -341,8 +341,8 @@ class Claims:
         del self._contexts[(context.namespace.tag, context.context_id)]
 
     def _weigh(self, context: Context) -> None:
-        """It was used. Whoever makes up a name pays nothing for it, so names are forgotten in the order of the blocks
-        that they have brought, and those that were used longer ago before others with as many (this is GreedyDual)."""
+        """The context was used. Inventing a name costs a client nothing, so the context that has brought the fewest
+        blocks is forgotten first, and of several with as many the one that was used longest ago (GreedyDual)."""
         self._worth.put(context, self._floor + context.brought)
 
     # -- claiming -------------------------------------------------------------------------------------------

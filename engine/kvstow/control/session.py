@@ -117,7 +117,7 @@ class Session:
         """What the engine computes with."""
         self._uses_behind = 0
         """Uses of the first block of the part of a chain that was given last."""
-        self._parts_behind = _Behind[SampledPart](lambda part: part.num_keys)
+        self._parts_behind = _Behind[SampledPart](lambda part: len(part.keys))
         """What the comparison may follow of them."""
         self._tried_behind = _Behind[TrialPart](lambda sample: len(sample.keys))
         """What the trial of hints follows."""

@@ -22,13 +22,12 @@ import numpy.typing as npt
 
 from kvstow.control.uses import (
     CLASSES,
-    KEY_WORD,
     LOG_USES,
     MOST_USES,
     NUM_CLASSES,
     Hashes,
     hash_joined,
-    last_words,
+    join_keys,
     smoothed,
 )
 
@@ -66,13 +65,10 @@ def spread(hits: Mapping[int, float], num_shadows: int) -> Floats:
 
 
 class SampledPart(NamedTuple):
-    """The keys of a part of a chain that may be followed, end to end: so many of `length` keys. `start`: how many keys
-    of the chain come before the part. `first`: the number of the first place whose key it has; None: it has the keys
-    of all positions."""
+    """The `keys` of a part of a chain that may be followed, of `length`. `start`: how many keys of the chain come
+    before the part. `first`: the number of the first place whose key it has; None: it has the keys of all positions."""
 
-    data: bytes
-    width: int
-    num_keys: int
+    keys: Sequence[bytes]
     length: int
     tag: int
     start: int
@@ -199,23 +195,24 @@ class Shadows:
         elif self.is_thin:
             first = 0
             keys = [*keys[:16], *keys[18:64:4], *keys[72:256:16], *keys[288 : 1 << 20 : 64]]  # _PLACES, but faster
-        data, width = b"".join(keys), len(keys[0]) if keys else KEY_WORD
-        if width < KEY_WORD or len(data) != len(keys) * width:
-            data, width = last_words(keys), KEY_WORD
-        return SampledPart(data, width, len(keys), length, tag, start, first)
+        else:
+            keys = list(keys)  # the caller's may change before they are followed
+        return SampledPart(keys, length, tag, start, first)
 
     def choose(self, parts: Sequence[SampledPart]) -> list[list[Followed]]:
         """The keys of each part that are followed. Many parts at once cost little more than one."""
         if not parts:
             return []
-        datas, widths, counts, _, tags, _, firsts = zip(*parts, strict=True)
+        keys, _, tags, _, firsts = zip(*parts, strict=True)
         if firsts.count(None) != (0 if self.is_thin else len(parts)):  # some were made before a resize
             return [[] for _ in parts]
+        counts = [len(each) for each in keys]
         ends = list(accumulate(counts))
+        datas, widths = zip(*map(join_keys, keys), strict=True)
         if len(set(widths)) == len(set(tags)) == 1:
             hashes = hash_joined(b"".join(datas), widths[0], tags[0])
         else:
-            hashes = np.concatenate([hash_joined(part.data, part.width, part.tag) for part in parts])
+            hashes = np.concatenate([hash_joined(*each) for each in zip(datas, widths, tags, strict=True)])
         limits = np.uint64(self._threshold)
         if self.is_thin:
             shifts = np.array(firsts) - np.array(ends) + np.array(counts)
@@ -227,7 +224,7 @@ class Shadows:
             while at >= ends[number]:
                 number += 1
             part = parts[number]
-            at += part.num_keys - ends[number]
+            at += counts[number] - ends[number]
             if part.first is None:
                 chosen[number].append((name, name, part.start + at, 0.0))
             else:
@@ -243,12 +240,12 @@ class Shadows:
         """Hot keys are followed at some places of a chain, where they stand for all keys between them."""
         if self._hot.changed:  # now that all earlier requests are followed, which have made their keys hot
             self._reweigh(self._hot.take_changed())
-        numbers = [number for number, part in enumerate(parts) if part.num_keys and not part.start]
-        firsts = [ends[number] - parts[number].num_keys for number in numbers]
+        numbers = [number for number, part in enumerate(parts) if part.keys and not part.start]
+        firsts = [ends[number] - len(parts[number].keys) for number in numbers]
         for number, first, name in zip(numbers, firsts, hashes[firsts].tolist(), strict=True):
             if not self._hot.count(name):
                 continue
-            names, count = [name], parts[number].num_keys
+            names, count = [name], len(parts[number].keys)
             for place in range(1, count) if self.is_thin else _PLACES[1:]:
                 if place >= count or not self._hot.count(name := int(hashes[first + place])):
                     break

@@ -31,7 +31,7 @@ _ONE_MORE = bytes(min(uses + 1, MOST_USES) for uses in range(MOST_USES + 1))
 
 # -- hashes ------------------------------------------------------------------------------------------------------------
 
-KEY_WORD = 8
+_WORD = 8
 _MIX_HEAD, _MIX_TAIL = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9)
 _MIX_TAG = 0x94D049BB133111EB
 _SHIFT = np.uint64(32)
@@ -40,18 +40,21 @@ _SHIFT = np.uint64(32)
 @cache
 def _words_of(width: int) -> np.dtype[np.void]:
     """The first and the last 8 bytes of keys of so many bytes."""
-    places = {"names": ["head", "tail"], "formats": ["<u8", "<u8"], "offsets": [0, width - KEY_WORD], "itemsize": width}
+    places = {"names": ["head", "tail"], "formats": ["<u8", "<u8"], "offsets": [0, width - _WORD], "itemsize": width}
     return np.dtype(places)  # type: ignore[call-overload,no-any-return]
 
 
-def last_words(keys: Sequence[bytes]) -> bytes:
-    """Of short keys, and of those of several lengths, the last 8 bytes."""
-    return b"".join([key[-KEY_WORD:].rjust(KEY_WORD, b"\0") for key in keys])
+def join_keys(keys: Sequence[bytes]) -> tuple[bytes, int]:
+    """The keys end to end, and how many bytes each has. Of short keys, and of those of several lengths, the last 8."""
+    data, width = b"".join(keys), len(keys[0]) if keys else _WORD
+    if width < _WORD or len(data) != len(keys) * width:
+        return b"".join([key[-_WORD:].rjust(_WORD, b"\0") for key in keys]), _WORD
+    return data, width
 
 
 def hash_joined(data: bytes, width: int, tag: int = 0) -> Hashes:
-    """64 bits for each key of the namespace with the number `tag`, from its first and its last 8 bytes. `data`: keys of
-    `width` bytes, 8 or more, end to end."""
+    """64 bits for each key of the namespace with the number `tag`, from its first and its last 8 bytes. For `data` and
+    `width` see `join_keys`."""
     words = np.frombuffer(data, _words_of(width))
     mixed: Hashes = words["head"] * _MIX_HEAD
     mixed ^= words["tail"]
@@ -65,10 +68,7 @@ def hash_joined(data: bytes, width: int, tag: int = 0) -> Hashes:
 
 
 def hash_keys(keys: Sequence[bytes], tag: int = 0) -> Hashes:
-    data, width = b"".join(keys), len(keys[0]) if keys else KEY_WORD
-    if width < KEY_WORD or len(data) != len(keys) * width:
-        data, width = last_words(keys), KEY_WORD
-    return hash_joined(data, width, tag)
+    return hash_joined(*join_keys(keys), tag)
 
 
 def smoothed(age: float | None, new: float, count: float, num_slots: float) -> float:

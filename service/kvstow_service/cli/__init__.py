@@ -31,7 +31,7 @@ COMMANDS = {
     "plot": _Command("plotting", "Draw the hits of a pool by its size."),
     "top": _Command("top", "Watch the server live."),
     "events": _Command("watching", "Print events as they happen, until Ctrl-C."),
-    "doctor": _Command("watching", "Tell what is wrong, whom it concerns, and what mends it."),
+    "doctor": _Command("watching", "Show what is wrong, what it affects, and how to fix it."),
     "wait": _Command("watching", "Wait until the server is ready, pinned or drained."),
     "evict": _Command("blocks", "Remove the coldest blocks."),
     "purge": _Command("blocks", "Remove blocks by key, context, age or number."),

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 @wide_format_flag
 @remote
 def doctor(call: Invocation) -> None:
-    """Tell what is wrong, whom it concerns, and what mends it.
+    """Show what is wrong, what it affects, and how to fix it.
 
     Exit code 1 if there is a warning or an error. wide shows the numbers, and what could not be measured.
     """
