@@ -17,18 +17,29 @@ from kvstow.bytesize import format_size, parse_size
 from kvstow.config import ALLOWED_POLICIES, parse_policy
 from kvstow.errors import ConfigError, KvstowError, ProcessEndedError, SettingError
 from kvstow_service.cli.failures import ExitCode
-from kvstow_service.cli.trace import Bar, json_flag, progress, requests_flag, shape_flag, shape_of, slot_size_flag
+from kvstow_service.cli.trace import progress
 from kvstow_service.process.stop import StopRequests
-from kvstow_service.replay.trace import BLOCK_TOKENS, ReplayOptions, Shape, TraceRequest, read_trace
+from kvstow_service.replay.trace import (
+    BLOCK_TOKENS,
+    SHAPES,
+    ReplayOptions,
+    Shape,
+    TraceRequest,
+    even_shape,
+    read_trace,
+    shape_named,
+)
 
 if TYPE_CHECKING:
+    from rich.progress import Progress
+
     from kvstow.config import EngineConfig
     from kvstow_service.replay.hittable import HitTable
     from kvstow_service.replay.launcher import EngineSpec
     from kvstow_service.replay.result import AttachedResult, ReplayResult
 
 _POOL_SLOTS = 1000
-_FORESIGHT = "min"  # `kvstow_service.replay.hittable.FORESIGHT`
+_SLOT_SIZE = "256KiB"
 _POSITIVE = click.FloatRange(0, min_open=True)
 
 
@@ -45,9 +56,9 @@ _POSITIVE = click.FloatRange(0, min_open=True)
     type=click.IntRange(1),
     help=f"Slots of the pool of each rank. Default: {_POOL_SLOTS}; with --attach, what the service has.",
 )
-@slot_size_flag
-@shape_flag
-@requests_flag
+@click.option("--slot-size", help=f"Bytes of one block on each rank. Default: {_SLOT_SIZE}.")
+@click.option("--shape", help=f"KV cache of a known model instead of a slot size: {', '.join(SHAPES)}.")
+@click.option("--requests", type=click.IntRange(1), help="Replay at most this many requests.")
 @click.option(
     "--ranks",
     type=click.IntRange(1),
@@ -79,7 +90,7 @@ _POSITIVE = click.FloatRange(0, min_open=True)
     type=click.Path(dir_okay=False, path_type=Path),
     help="With --sizes: also draw the table into this file; needs matplotlib.",
 )
-@json_flag
+@click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object.")
 def replay(
     trace: str,
     attach: str | None,
@@ -120,11 +131,11 @@ def replay(
     from kvstow.config import EngineConfig
     from kvstow_service.replay.driver import blocks_needed, check_fits
     from kvstow_service.replay.launcher import EngineSpec
-    from kvstow_service.replay.result import print_rows
+    from kvstow_service.replay.result import ReplayResult, print_rows
 
     result: ReplayResult | AttachedResult
     try:
-        cut = shape_of(shape, slot_size)
+        cut = _shape_of(shape, slot_size)
         if engines is not None and attach is None:
             raise SettingError("--engines", engines, "needs --attach: without it there is one engine, in this process")
         if policies and attach is not None:
@@ -141,31 +152,54 @@ def replay(
             for name, value in given.items():
                 if value is not None:
                     raise SettingError(name, value, "cannot be used here: no bytes move, and --sizes has the sizes")
-            _show_hits(read_trace(trace, limit=requests), sizes, pool_slots, policies, cut, ranks, png, as_json=as_json)
-            return
-        for name, value in (("--sizes", sizes), ("--png", png)):
-            if value is not None:
-                raise SettingError(name, value, "needs --no-data: a table moves no bytes")
-        if len(policies) > 1:
-            raise SettingError("--policy", policies[1], "can be repeated only with --sizes")
-        options = ReplayOptions(concurrency=concurrency, rate=rate, time_scale=time_scale, prefill_rate=prefill_rate)
-        config = EngineConfig(
-            slot_bytes=cut.slot_bytes,
-            capacity_slots=pool_slots or _POOL_SLOTS,
-            num_ranks=ranks,
-            policy=parse_policy(policies[0] if policies else "auto"),
-            block_tokens=BLOCK_TOKENS,
-        )
-        path = None if attach is None else _attach_path(attach)
-        found = read_trace(trace, limit=requests)
-        blocks = kv_blocks or blocks_needed(found, concurrency)
-        check_fits(found, blocks)
-        if path is None:
-            result = _run_here(config, options, found, blocks, cut)
+            found = read_trace(trace, limit=requests)
+            slot_bytes = cut.slot_bytes * ranks
+            if sizes is not None:
+                names = _parse_policies(policies or ("auto", "lru"))
+                _show_table(_hits(found, _parse_sizes(sizes, slot_bytes), names, slot_bytes), png, as_json=as_json)
+                return
+            if png is not None or len(policies) > 1:
+                raise SettingError("--no-data", True, "needs --sizes for a picture or several policies")
+            slots, (policy,) = pool_slots or _POOL_SLOTS, _parse_policies(policies or ("auto",))
+            began = time.perf_counter()
+            table = _hits(found, [slots], [policy], slot_bytes)
+            result = ReplayResult(
+                requests=table.requests,
+                blocks=table.blocks,
+                hit_blocks=table.hits[policy][0],
+                seconds=time.perf_counter() - began,
+                ranks=ranks,
+                slots=slots,
+                policy=policy,
+            )
         else:
-            wanted = (pool_slots or 0) * cut.slot_bytes * ranks
-            names = [f"replay-{number}" for number in range(1, (engines or 1) + 1)]
-            result = _run_attached([EngineSpec(one, path, cut, ranks, blocks, wanted, found, options) for one in names])
+            for name, value in (("--sizes", sizes), ("--png", png)):
+                if value is not None:
+                    raise SettingError(name, value, "needs --no-data: a table moves no bytes")
+            if len(policies) > 1:
+                raise SettingError("--policy", policies[1], "can be repeated only with --sizes")
+            options = ReplayOptions(
+                concurrency=concurrency, rate=rate, time_scale=time_scale, prefill_rate=prefill_rate
+            )
+            config = EngineConfig(
+                slot_bytes=cut.slot_bytes,
+                capacity_slots=pool_slots or _POOL_SLOTS,
+                num_ranks=ranks,
+                policy=parse_policy(policies[0] if policies else "auto"),
+                block_tokens=BLOCK_TOKENS,
+            )
+            path = None if attach is None else _attach_path(attach)
+            found = read_trace(trace, limit=requests)
+            blocks = kv_blocks or blocks_needed(found, concurrency)
+            check_fits(found, blocks)
+            if path is None:
+                result = _run_here(config, options, found, blocks, cut)
+            else:
+                wanted = (pool_slots or 0) * cut.slot_bytes * ranks
+                names = [f"replay-{number}" for number in range(1, (engines or 1) + 1)]
+                result = _run_attached(
+                    [EngineSpec(one, path, cut, ranks, blocks, wanted, found, options) for one in names]
+                )
     except KvstowError as error:
         click.echo(f"kvstow replay: {error}", err=True)
         sys.exit(ExitCode.ERROR if isinstance(error, ProcessEndedError) else ExitCode.USAGE)
@@ -177,6 +211,12 @@ def replay(
         sys.exit(ExitCode.ERROR)
 
 
+def _shape_of(name: str | None, slot_size: str | None) -> Shape:
+    if name is not None and slot_size is not None:
+        raise ConfigError("--slot-size", slot_size, "--slot-size or --shape, not both")
+    return shape_named(name) if name else even_shape(parse_size(slot_size or _SLOT_SIZE, "--slot-size"))
+
+
 def _attach_path(attach: str) -> Path:
     from kvstow.attach.connection import socket_path
 
@@ -186,48 +226,28 @@ def _attach_path(attach: str) -> Path:
         raise error.renamed("--attach") from None
 
 
-def _show_hits(
-    requests: list[TraceRequest],
-    sizes: str | None,
-    pool_slots: int | None,
-    policies: Sequence[str],
-    shape: Shape,
-    ranks: int,
-    png: Path | None,
-    *,
-    as_json: bool,
-) -> None:
-    """What a control plane alone would hit: a table where `sizes` are given, else the result of one pool."""
-    from rich.console import Console
+class _Bar:
+    """One line of `progress`; called with how much is done."""
 
-    from kvstow_service.cli.plotting import Line, Plot, drawn, save
+    def __init__(self, bars: Progress, words: str, total: float) -> None:
+        self._bars, self._total = bars, total
+        self._task = bars.add_task(words, total=total, count="")
+
+    def __call__(self, done: int) -> None:
+        self._bars.update(self._task, completed=done, count=f"{done:,}/{self._total:,}")
+
+
+def _hits(requests: list[TraceRequest], slots: Sequence[int], policies: Sequence[str], slot_bytes: int) -> HitTable:
     from kvstow_service.replay.hittable import hit_table
-    from kvstow_service.replay.result import ReplayResult, print_rows
 
-    slot_bytes = shape.slot_bytes * ranks
-    slots = [pool_slots or _POOL_SLOTS] if sizes is None else _parse_sizes(sizes, slot_bytes)
-    names = _parse_policies(policies or (("auto",) if sizes is None else ("auto", "lru")))
-    if sizes is None and (png is not None or len(names) > 1):
-        raise SettingError("--no-data", True, "needs --sizes for a picture or several policies")
-    began = time.perf_counter()
     with progress() as bars:
-        replayed = Bar(bars, "replaying", len(requests) * len(slots) * len(names))
-        table = hit_table(requests, slots, names, slot_bytes, replayed)
-    if sizes is None:
-        result = ReplayResult(
-            requests=table.requests,
-            blocks=table.blocks,
-            hit_blocks=table.hits[names[0]][0],
-            seconds=time.perf_counter() - began,
-            ranks=ranks,
-            slots=slots[0],
-            policy=names[0],
-        )
-        if as_json:
-            click.echo(json.dumps(result.to_json()))
-        else:
-            print_rows(result.rows(), Console(), title="Replay")
-        return
+        replayed = _Bar(bars, "replaying", len(requests) * len(slots) * len(policies))
+        return hit_table(requests, slots, policies, slot_bytes, replayed)
+
+
+def _show_table(table: HitTable, png: Path | None, *, as_json: bool) -> None:
+    from kvstow_service.cli.plotting import Line, Plot, drawn, save
+
     plot = Plot(
         title="% of the blocks that hit, by size",
         sizes=table.sizes,
@@ -259,16 +279,19 @@ def _parse_sizes(text: str, slot_bytes: int) -> list[int]:
 
 
 def _parse_policies(names: Sequence[str]) -> list[str]:
+    from kvstow_service.replay.hittable import FORESIGHT
+
     try:
-        return [name if name == _FORESIGHT else parse_policy(name) for name in names]
+        return [name if name == FORESIGHT else parse_policy(name) for name in names]
     except ConfigError as error:
-        raise ConfigError("--policy", error.value, f"{ALLOWED_POLICIES}; or {_FORESIGHT}, with foresight") from None
+        raise ConfigError("--policy", error.value, f"{ALLOWED_POLICIES}; or {FORESIGHT}, with foresight") from None
 
 
 def _written(table: HitTable, labels: Sequence[str]) -> str:
-    rows = [("SLOTS", "SIZE", *(policy.upper() for policy in table.ratios))]
+    columns = table.ratios
+    rows = [("SLOTS", "SIZE", *(policy.upper() for policy in columns))]
     for number, slots in enumerate(table.sizes):
-        ratios = (f"{100 * found[number]:.2f} %" for found in table.ratios.values())
+        ratios = (f"{100 * found[number]:.2f} %" for found in columns.values())
         rows.append((f"{slots:,}", labels[number], *ratios))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
@@ -284,7 +307,7 @@ def _run_here(
     from kvstow_service.replay.ranks import local_session
 
     with StopRequests() as stops, progress() as bars:
-        pinned = Bar(bars, "pinning", config.capacity_slots)
+        pinned = _Bar(bars, "pinning", config.capacity_slots)
         with local_session(config, kv_blocks=blocks, shape=shape, stop=stops.requested, on_pinned=pinned) as session:
             driver = ReplayDriver(
                 EmbeddedOffload(session.engine),
@@ -293,7 +316,7 @@ def _run_here(
                 requests,
                 options,
                 kv_blocks=blocks,
-                on_request=Bar(bars, "replaying", len(requests)),
+                on_request=_Bar(bars, "replaying", len(requests)),
             )
             return driver.run(stops.requested)
 
@@ -305,7 +328,7 @@ def _run_attached(specs: Sequence[EngineSpec]) -> AttachedResult:
         click.echo(f"kvstow replay: {line}", err=True)
 
     with StopRequests() as stops, progress() as bars:
-        replayed = Bar(bars, "replaying", sum(len(spec.requests) for spec in specs))
+        replayed = _Bar(bars, "replaying", sum(len(spec.requests) for spec in specs))
         result = EngineLauncher(specs, on_request=replayed, log=say).run(stops.requested)
     for engine in result.engines:
         if engine.problem is not None:

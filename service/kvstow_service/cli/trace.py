@@ -14,35 +14,18 @@ from typing import TYPE_CHECKING, NamedTuple, TextIO
 
 import click
 
-from kvstow.bytesize import format_size, parse_size
+from kvstow.bytesize import format_size
 from kvstow.errors import ConfigError
 from kvstow_api.texts import counted
 from kvstow_service.cli.connection import SIZE, TIME, Invocation, chosen_pool, pool_flag, remote
 from kvstow_service.cli.failures import CommandError, reporting_failures
 from kvstow_service.replay.trace import (
-    SHAPES,
-    Shape,
     TraceShape,
-    even_shape,
     generate_trace,
-    shape_named,
 )
 
 if TYPE_CHECKING:
     from rich.progress import Progress
-
-_SLOT_SIZE = "256KiB"
-
-slot_size_flag = click.option("--slot-size", help=f"Bytes of one block on each rank. Default: {_SLOT_SIZE}.")
-shape_flag = click.option("--shape", help=f"KV cache of a known model instead of a slot size: {', '.join(SHAPES)}.")
-requests_flag = click.option("--requests", type=click.IntRange(1), help="Replay at most this many requests.")
-json_flag = click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object.")
-
-
-def shape_of(name: str | None, slot_size: str | None) -> Shape:
-    if name is not None and slot_size is not None:
-        raise ConfigError("--slot-size", slot_size, "--slot-size or --shape, not both")
-    return shape_named(name) if name else even_shape(parse_size(slot_size or _SLOT_SIZE, "--slot-size"))
 
 
 def progress() -> Progress:
@@ -53,17 +36,6 @@ def progress() -> Progress:
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[count]}"), TimeElapsedColumn())
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-
-
-class Bar:
-    """One line of `progress`; called with how much is done."""
-
-    def __init__(self, bars: Progress, words: str, total: float) -> None:
-        self._bars, self._total = bars, total
-        self._task = bars.add_task(words, total=total, count="")
-
-    def __call__(self, done: int) -> None:
-        self._bars.update(self._task, completed=done, count=f"{done:,}/{self._total:,}")
 
 
 @click.group()
