@@ -13,9 +13,23 @@ from typing import NamedTuple, Self
 
 logger = logging.getLogger("kvstow.service")
 
-_STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT)
-_SIGNALS = (*_STOPPING, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-"""All whose default would end the process without its clean-up, and that somebody may send."""
+_STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGXCPU, signal.SIGPWR)
+_LEFT_ALONE = frozenset(
+    {signal.SIGKILL, signal.SIGSTOP}  # nobody can handle these
+    | {signal.SIGCHLD, signal.SIGCONT, signal.SIGURG, signal.SIGWINCH}  # their default does nothing
+    | {signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU}  # a terminal's, which stop the process and let it go on
+    | {
+        signal.SIGSEGV,
+        signal.SIGBUS,
+        signal.SIGFPE,
+        signal.SIGILL,
+        signal.SIGABRT,
+        signal.SIGTRAP,
+        signal.SIGSYS,
+    }  # faults
+)
+_SIGNALS = tuple(sorted(set(signal.valid_signals()) - _LEFT_ALONE))
+"""All signals whose default would end the process without its clean-up, real-time signals included."""
 
 
 class Stop(NamedTuple):
@@ -26,11 +40,12 @@ class Stop(NamedTuple):
 
 
 class StopRequests:
-    """A context manager, for the main thread, that turns SIGTERM, SIGINT and SIGQUIT into requests with status 0.
+    """A context manager, for the main thread, that turns SIGTERM, SIGINT, SIGQUIT, SIGXCPU and SIGPWR into requests
+    with status 0.
 
     The first request counts. A second such signal sets `hurried`, which cuts the waits before the clean-up short; the
-    clean-up itself is never skipped. SIGHUP calls `on_reload`, on a thread; SIGUSR1 and SIGUSR2 do nothing. A signal
-    that is ignored, as SIGHUP is under nohup, stays ignored.
+    clean-up itself is never skipped. SIGHUP calls `on_reload`, on a thread. All other signals that would end the
+    process, such as SIGALRM and SIGUSR1, do nothing. A signal that is ignored, as SIGHUP is under nohup, stays ignored.
 
     No signal is lost or delayed while the main thread waits. A Python handler cannot guarantee that: a signal that
     arrives just before the main thread blocks on a lock is handled only after that wait. So the C handler writes the
@@ -52,7 +67,7 @@ class StopRequests:
         self._handlers = {
             number: signal.signal(number, _leave_to_watcher)
             for number in _SIGNALS
-            if signal.getsignal(number) is not signal.SIG_IGN
+            if signal.getsignal(number) not in (signal.SIG_IGN, None)  # None: a handler that is not Python's
         }
         self._wakeup_fd = signal.set_wakeup_fd(self._sender.fileno())
         self._thread.start()

@@ -18,7 +18,7 @@ def stops() -> Iterator[StopRequests]:
     signal.signal(signal.SIGHUP, before)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGQUIT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGXCPU, signal.SIGPWR])
 def test_a_signal_interrupts_the_wait_and_means_success(stops: StopRequests, number: signal.Signals) -> None:
     sender = threading.Thread(target=os.kill, args=(os.getpid(), number))
     sender.start()
@@ -57,8 +57,14 @@ def test_a_second_signal_is_no_second_request_but_hurries(stops: StopRequests) -
     assert stops.hurried.wait(30.0)
 
 
+_QUIET = (
+    *(signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF, signal.SIGIO),
+    *(signal.SIGSTKFLT, signal.SIGRTMIN, signal.SIGRTMAX),
+)
+
+
 def test_other_signals_do_not_end_the_process(stops: StopRequests) -> None:
-    for number in (signal.SIGUSR1, signal.SIGUSR2):
+    for number in _QUIET:
         signal.raise_signal(number)
     stops.request("the test", 0)
     assert stops.wait() == Stop("the test", 0)
