@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from random import Random
+from typing import Any
 
 import pytest
 from tests.vllm.harness.run import Run
 from tests.vllm.harness.sequence import VOCABULARY
 from tests.vllm.harness.setup import Setup
 from vllm.sampling_params import SamplingParams
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 pytestmark = pytest.mark.vllm
 
@@ -61,6 +62,21 @@ class Engine(Run):
             pooling_params=None,
             block_hasher=self._core._hasher,
         )
+
+
+@pytest.mark.parametrize("params", ["remote", ["remote"], 7])
+def test_transfer_parameters_that_are_no_object_do_not_reach_vllm(params: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's scheduler calls `get` of what clients pass in `extra_args`, after our hook."""
+    engine = Engine(SETUPS[0], monkeypatch)
+    try:
+        core = engine._core
+        request = engine._probe(list(range(40)))
+        request.kv_transfer_params = params
+        core.scheduler.add_request(request)
+        assert core.scheduler.requests[request.request_id].kv_transfer_params is None
+        core.scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
+    finally:
+        engine.close()
 
 
 @pytest.fixture

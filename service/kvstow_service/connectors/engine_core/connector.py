@@ -164,6 +164,9 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
 
     def on_new_request(self, request: Any) -> None:
         self._host.ask("arrival of a request", lambda side: side.expect(request), None)
+        # vLLM's scheduler reads this field as a dict after this hook, but a client's `extra_args` may hold anything.
+        if not isinstance(getattr(request, "kv_transfer_params", None), (dict, type(None))):
+            request.kv_transfer_params = None
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         nothing: int | None = 0

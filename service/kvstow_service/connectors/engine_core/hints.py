@@ -42,7 +42,9 @@ def hints_of(request: Any) -> Hints | None:
 
 def _given(request: Any) -> Any:
     params = getattr(request, "kv_transfer_params", None)
-    if isinstance(params, dict) and FIELD in params:
+    if params is not None and not isinstance(params, dict):
+        return params  # it is counted as malformed
+    if params and FIELD in params:
         return params[FIELD]
     actions = getattr(getattr(request, "kv_hints", None), "actions", None)  # vLLM 0.31
     for action in actions if isinstance(actions, (list, tuple)) else ():

@@ -46,7 +46,6 @@ def test_all_hints() -> None:
     [
         {"kv_transfer_params": None},
         {"kv_transfer_params": {"do_remote_prefill": True, "remote_host": "n1"}},
-        {"kv_transfer_params": ["kvstow"]},
         {"kv_transfer_params": None, "kv_hints": SimpleNamespace(actions=[SimpleNamespace(action_type="pin")])},
     ],
 )
@@ -80,6 +79,13 @@ def test_bad_hints_are_ignored_and_counted(hints: Any, ignored: tuple[str, ...])
     assert found.ignored == ignored
     assert (found.resume_in, found.release) == (None, False)
     assert set(ignored) <= set(HINTS_IGNORED)
+
+
+@pytest.mark.parametrize("params", ["kvstow", ["kvstow"], 7, True])
+def test_transfer_parameters_that_are_no_object_are_counted(params: Any) -> None:
+    found = hints_of(request_with(None, kv_transfer_params=params))
+    assert found is not None
+    assert (found.ignored, found.context, found.store) == (("malformed",), None, True)
 
 
 def test_a_bad_hint_leaves_the_others() -> None:
