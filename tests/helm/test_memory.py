@@ -35,7 +35,7 @@ def resources_of(find: Find, name: str, *sets: str) -> dict[str, Any]:
         ([*ENGINE, "pool.size=2Ti", "memory.poolPercent=0", "memory.overheadPerRank=10Gi"], 2060 * GIB),
         ([*ENGINE, "pool.size=2Mi", "memory.overheadPerRank=1Mi", "engine.sharedMemory=1Mi"], 5),  # 4.02 Mi, rounded up
         # Attached: what the ranks map is charged to the service; page tables and the driver's data are not.
-        ([*SIDECAR, "service.memory=100Gi", "pool.size=1Ti"], GIB + 6 * GIB + 2 * GIB),
+        ([*SIDECAR, "service.memory=100Gi"], GIB + 6 * GIB + 2 * GIB),
         ([*ATTACHED, "service.memory=200Gi", "parallel.tensor=4"], 2 * GIB + 4 * 6 * GIB + 2 * GIB),
         ([*ATTACHED, "attach.memory=100Gi", "parallel.data=2"], 2 * GIB + 2 * 6 * GIB + 2 * GIB),
     ],

@@ -25,7 +25,7 @@ ATTACHED = (*ENGINE, "engine.model=m", "attach.node=true")
         (["cpu_bytes_to_use=5"], "additional properties 'cpu_bytes_to_use' not allowed"),
         (["pool.sizeGiB=64"], "at '/pool': additional properties 'sizeGiB' not allowed"),
         (["pool.size=0Gi"], "at '/pool/size': '0Gi' does not match pattern"),
-        (["pool.size=64G"], "at '/pool/size': '64G' does not match pattern '^[1-9][0-9]*(Mi|Gi|Ti)$'"),
+        (["pool.size=64G"], "at '/pool/size': '64G' does not match pattern '^([1-9][0-9]*(Mi|Gi|Ti))?$'"),
         (["pool.size=64"], "at '/pool/size': got number, want string"),
         (["pool.policy=fifo"], "at '/pool/policy': value must be one of 'auto', 'lru'"),
         (["pool.size=64Gi", "pool.maxSize=32Gi"], "pool.maxSize: 32Gi is less than pool.size, 64Gi"),
@@ -64,6 +64,20 @@ ATTACHED = (*ENGINE, "engine.model=m", "attach.node=true")
         ([*NODE, "pool.pinning.latencyTarget=1ms"], "pool.pinning.latencyTarget: mode node has none"),
         ([*NODE, "pool.maxSize=128Gi"], "pool.maxSize: has no effect with a node service"),
         ([*ATTACHED, "pool.maxSize=128Gi"], "pool.maxSize: has no effect with a node service"),
+        ([*ATTACHED, "pool.size=64Gi"], "pool.size: has no effect with a node service, whose memory is service.memory"),
+        ([*NODE, "pool.size=64Gi"], "pool.size: has no effect with a node service"),
+        ([*ENGINE, "engine.model=m", "sidecar=true", "pool.size=64Gi"], "pool.size: has no effect with a node service"),
+        *(
+            ([*NODE, "service.keeper.place=node", f"service.keeper.folder={folder}"], "at '/service/keeper/folder'")
+            for folder in ("/etc", "/var/lib/kubelet", "/", "/run/../etc/kvstow")
+        ),
+        *(
+            (
+                [*NODE, "service.keeper.place=node", f"service.keeper.folder={folder}"],
+                f"service.keeper.folder: {folder} and socket.folder, /run/kvstow, must lie apart",
+            )
+            for folder in ("/run/kvstow", "/run/kvstow/kvstow-keeper")
+        ),
         ([*NODE, "sidecar=true"], "sidecar: belongs to engines, which other releases install"),
         ([*NODE, "attach.node=true"], "attach.node: belongs to engines, which other releases install"),
         ([*NODE, "attach.memory=1Gi"], "attach.memory: belongs to engines, which other releases install"),

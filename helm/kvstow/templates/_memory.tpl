@@ -22,9 +22,14 @@
 {{- end -}}
 {{- end -}}
 
+{{/* Size of one rank's pool. The value is empty by default, so that a size which has no effect is noticed. */}}
+{{- define "kvstow.poolSize" -}}
+{{- .Values.pool.size | default "64Gi" -}}
+{{- end -}}
+
 {{/* Bytes of one rank's pool, at its maximum size. */}}
 {{- define "kvstow.poolBytes" -}}
-{{- max (include "kvstow.bytes" .Values.pool.size) (include "kvstow.bytes" .Values.pool.maxSize) -}}
+{{- max (include "kvstow.poolSize" . | include "kvstow.bytes") (include "kvstow.bytes" .Values.pool.maxSize) -}}
 {{- end -}}
 
 {{/* Reserved huge pages of vLLM's container, in Mi; each rank takes whole pages. Empty if its pools use other memory, or
@@ -94,7 +99,7 @@ none of it is its own. */}}
 
 {{/* The share of a rank's pool in the sum of vLLM's container. */}}
 {{- define "kvstow.poolShareInWords" -}}
-{{- $size := .Values.pool.maxSize | default .Values.pool.size -}}
+{{- $size := .Values.pool.maxSize | default (include "kvstow.poolSize" .) -}}
 {{- if eq .Values.memory.hugePages "reserved" -}}
 {{ .Values.memory.poolPercent }} % of {{ $size }}
 {{- else -}}

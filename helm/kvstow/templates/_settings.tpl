@@ -45,7 +45,7 @@ pin_pause: {{ . }}
 {{- if .Values.attach.requireSharing }}{{ $_ := set $extra "attach_require_sharing" true }}{{ end -}}
 {{- else -}}
 {{- $extra = merge $extra (include "kvstow.hostSettings" . | fromYaml) (dict
-      "cpu_bytes_to_use_per_rank" (include "kvstow.bytes" .Values.pool.size | int64)
+      "cpu_bytes_to_use_per_rank" (include "kvstow.poolSize" . | include "kvstow.bytes" | int64)
       "admin_host" .Values.admin.host
       "admin_port" (.Values.admin.port | int)
     )
