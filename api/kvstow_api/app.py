@@ -14,7 +14,13 @@ from kvstow_api.appstate import AppState
 from kvstow_api.auth import AuthMiddleware
 from kvstow_api.host import ApiHost
 from kvstow_api.metrics import Collector
-from kvstow_api.middleware import AdmissionMiddleware, BodyMiddleware, HeadMiddleware, RequestMiddleware
+from kvstow_api.middleware import (
+    AdmissionMiddleware,
+    AnonymousMiddleware,
+    BodyMiddleware,
+    HeadMiddleware,
+    RequestMiddleware,
+)
 from kvstow_api.openapi import Description
 from kvstow_api.page.status import StatusPage
 from kvstow_api.routes import ROUTERS
@@ -40,6 +46,7 @@ def create_app(host: ApiHost) -> FastAPI:
             Middleware(RequestMiddleware, counters=state.http, journal=state.journal),
             Middleware(AdmissionMiddleware, allowed_hosts=host.allowed_hosts),
             Middleware(AuthMiddleware, credentials=state.credentials, addresses=host.addresses),
+            Middleware(AnonymousMiddleware),
             Middleware(BodyMiddleware),
             Middleware(HeadMiddleware),
         ],

@@ -1,16 +1,20 @@
 """Authentication: the callers of the Unix socket, bearer tokens and client certificates.
 
 - Probes and metrics are open.
-- Other reads are open unless viewer tokens are configured. Then they need a viewer token, an admin token or a client
-  certificate.
+- Block keys need a credential: a viewer token, an admin token, a client certificate or the Unix socket. A key is a hash
+  of a prompt, so whoever reads keys can follow what others ask, and whoever can look keys up can test a guess.
+- Other reads are open unless viewer tokens are configured. Then they need one of these credentials, too.
 - Changes need the Unix socket, an admin token or a client certificate. Whoever can open the socket may make them: the
   server's user, root, and a group if its host has one for it.
 - The report of a rank always needs a credential: the agents' token, or an admin's. The agents' token allows nothing
   else.
 
-The method of a request decides which rule applies, so a new route needs no code here. Browsers send no bearer tokens,
-so reads also accept a token as the password of Basic authentication. Changes do not: a browser would attach the
-password to requests from pages of other sites, too.
+The method and the path of a request decide which rule applies (`_shows_keys` names the paths), so a new route needs
+code here only if it shows keys. Browsers send no bearer tokens, so reads also accept a token as the password of Basic
+authentication. Changes do not: a browser would attach the password to requests from pages of other sites, too.
+
+A browser sends requests for pages of any site to any address that it can reach. Such requests are refused, also those
+that only read, because each open stream occupies a place. Following a link to the status page is allowed.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple
+from urllib.parse import parse_qsl
 
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response
@@ -31,6 +36,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvstow.attach.peer import overflow_uid
 from kvstow.errors import ConfigError
+from kvstow_api.answers import BLOCK_EVENTS
 from kvstow_api.host import ApiHost
 from kvstow_api.hostsettings import TokenFile
 from kvstow_api.journal import LimitedLog
@@ -57,6 +63,8 @@ _CERTIFICATE_ACTOR = "certificate:"
 _CALLER_ACTOR = "uid:"
 _MAX_RENEWAL_SECONDS = 2.0
 _REPORT_PATH = re.compile(r"/v1/ranks/[^/]+/report")
+_BLOCKS_PATH = re.compile(r"/v1/pools/[^/]+/blocks(/.*)?")
+_EVENTS_PATH = "/v1/events"
 
 
 def is_reading(method: str, path: str) -> bool:
@@ -145,12 +153,14 @@ class AuthMiddleware:
     def _judge(self, scope: Scope, reading: bool, token: bytes | None) -> Response | None:
         """Put the actor into the scope; return the response if the request is refused."""
         scope[ACTOR] = "anonymous"
-        if reading and (self._credentials.viewers is None or _is_open(scope["path"])):
+        if _is_cross_site(scope) and not (reading and _is_navigation(scope)):
+            detail = "web pages of other sites may not " + ("read this" if reading else "change anything")
+            return problem(scope, 403, detail)
+        shows_keys = reading and _shows_keys(scope)
+        if reading and not shows_keys and (self._credentials.viewers is None or is_polled(scope["path"])):
             with suppress(ConfigError):  # no token is needed, but one still identifies an admin
                 scope[ACTOR] = self._actor(scope, token) or "anonymous"
             return None
-        if not reading and _is_cross_site(scope):
-            return problem(scope, 403, "web pages of other sites may not change anything")
         try:
             actor = self._actor(scope, token)
         except ConfigError as error:
@@ -158,7 +168,7 @@ class AuthMiddleware:
             return problem(scope, 503, "the token file is not usable; see the log", headers={"Retry-After": "5"})
         scope[ACTOR] = actor or "-"
         if actor is None:
-            return self._refusal(scope, reading, token is not None)
+            return self._refusal(scope, reading, token is not None, shows_keys)
         if actor == "agent" and not _REPORT_PATH.fullmatch(scope["path"]):
             return problem(scope, 403, "an agent's token allows only the report of a rank")
         if actor == "viewer" and not reading:
@@ -185,8 +195,8 @@ class AuthMiddleware:
                 return "viewer"
         return None
 
-    def _refusal(self, scope: Scope, reading: bool, has_token: bool) -> Response:
-        """401 where a credential would help, otherwise 403. Both name the socket that needs none."""
+    def _refusal(self, scope: Scope, reading: bool, has_token: bool, shows_keys: bool) -> Response:
+        """401 where a token or a certificate would help, otherwise 403. Both name the socket that needs none."""
         if _REPORT_PATH.fullmatch(scope["path"]):
             return _unauthorized(scope, reading, has_token, "")
         caller = scope.get("state", {}).get(CALLER)
@@ -198,11 +208,15 @@ class AuthMiddleware:
             way = f"the server's user and root need none on its machine, through {self._socket}"
         else:
             way = "the server has no Unix socket; its log says why"
-        if self._credentials.guard_changes:
+        if self._credentials.guard_changes or (reading and self._credentials.viewers is not None):
             return _unauthorized(scope, reading, has_token, f"; {way}")
         if caller is not None:
             return problem(scope, 403, way)
-        return problem(scope, 403, f"over TCP this server only reads, because it has no token for changes; {way}")
+        if shows_keys:
+            detail = "block keys are shown to callers with a credential alone, and this server has no token"
+        else:
+            detail = "over TCP this server only reads, because it has no token for changes"
+        return problem(scope, 403, f"{detail}; {way}")
 
     def _is_agent(self, token: bytes) -> bool:
         return self._agent_token is not None and hmac.compare_digest(token, self._agent_token)
@@ -229,8 +243,18 @@ class _Renewal:
             file.renew()
 
 
-def _is_open(path: str) -> bool:
+def is_polled(path: str) -> bool:
+    """Whether machines poll this path: a probe, or the metrics. These are open to everybody."""
     return is_probe(path) or path == "/metrics"
+
+
+def _shows_keys(scope: Scope) -> bool:
+    """Whether the answer to this reading request would contain block keys, or say which keys exist."""
+    path = scope["path"]
+    if path == _EVENTS_PATH:
+        query = parse_qsl(scope.get("query_string", b"").decode("latin-1"))
+        return any(event in value for name, value in query if name == "types" for event in BLOCK_EVENTS)
+    return path == _READING_POST or _BLOCKS_PATH.fullmatch(path) is not None
 
 
 def _is_cross_site(scope: Scope) -> bool:
@@ -242,6 +266,13 @@ def _is_cross_site(scope: Scope) -> bool:
         return True
     origin = headers.get(b"origin")
     return origin is not None and origin.partition(b"://")[2] != headers.get(b"host")
+
+
+def _is_navigation(scope: Scope) -> bool:
+    """Whether the browser shows the answer in a tab of its own, as when a person follows a link. A page of another site
+    cannot read it there. The answer to a frame or to a script of that page is something else."""
+    headers = dict(scope["headers"])
+    return headers.get(b"sec-fetch-mode") == b"navigate" and headers.get(b"sec-fetch-dest") == b"document"
 
 
 def _unauthorized(scope: Scope, reading: bool, has_token: bool, way: str) -> Response:

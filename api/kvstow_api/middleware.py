@@ -8,8 +8,10 @@ import re
 import secrets
 import time
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
+from dataclasses import dataclass
 from functools import partial
+from typing import Any, cast
 
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
@@ -18,9 +20,9 @@ from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvstow.stats import Histogram
-from kvstow_api.auth import ACTOR, READING_METHODS, is_known, is_reading, is_stranger
+from kvstow_api.auth import ACTOR, READING_METHODS, is_admin, is_known, is_polled, is_reading, is_stranger
 from kvstow_api.hostsettings import is_loopback, normal_host
-from kvstow_api.journal import Journal, LimitedLog
+from kvstow_api.journal import Journal
 from kvstow_api.problems import REQUEST_ID, internal_problem, method_not_allowed, problem
 
 logger = logging.getLogger("kvstow.api")
@@ -32,11 +34,17 @@ CHANGED_NOTHING = "kvstow.changed_nothing"
 UNMATCHED = "unmatched"
 CLIENT_CLOSED = 499  # nginx's status for a client that disconnected before the response
 
-_REFUSALS_A_MINUTE = 60  # log lines about refused unauthenticated requests
+_REFUSAL_SECONDS = 60.0  # the audit log has one line for each caller whose requests were refused in this time
+_MAX_CALLERS = 1000  # callers that are counted apart; the requests of further ones are counted together
 _BOUNDS = (0.01, 0.1, 1.0, 10.0)
 _MAX_SHOWN = 500  # characters of a body in the audit log
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 _IN_URL = re.compile(rb"://[^/?#\s\"]*@")
+_SECRET = re.compile(
+    rb"""(["']?[\w.-]*(?:token|secret|passw|credential|authorization|api-?_?key)[\w.-]*["']?\s*[=:]\s*)"""
+    rb"""("(?:[^"\\]|\\.)*"?|'[^']*'?|[^&,;\s}]+)""",
+    re.IGNORECASE,
+)
 _NOT_IN_ID = re.compile(r"[^A-Za-z0-9._-]")
 _REPORT_ROUTE = "/v1/ranks/{rank}/report"
 _ADDED_HEADERS = ((b"cache-control", b"no-store"), (b"x-content-type-options", b"nosniff"))
@@ -61,7 +69,7 @@ class RequestMiddleware:
         self._app = app
         self._counters = counters
         self._journal = journal
-        self._refused = LimitedLog(audit_logger, burst=_REFUSALS_A_MINUTE)
+        self._refusals = RefusalLog()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -77,6 +85,7 @@ class RequestMiddleware:
             self._counters.inflight -= 1
             method, route = scope["method"] if scope["method"] in _METHODS else "other", _template(scope)
             self._counters.count(method, route, answer.status, time.perf_counter() - started)
+            self._refusals.write_counts()
             if not is_reading(scope["method"], scope["path"]):
                 self._audit(scope, method, route, answer.status)
 
@@ -84,13 +93,14 @@ class RequestMiddleware:
         """Log each request for a change, and add each change that was made to the journal."""
         changed = status < 400 and not scope.get(CHANGED_NOTHING)
         routine = route == _REPORT_ROUTE and status < 400  # every rank, every second
-        actor, client = scope.get(ACTOR, "-"), scope.get("client")
-        log = audit_logger.log if is_known(actor) or status < 400 else self._refused.log
-        log(
+        actor, client = scope.get(ACTOR, "-"), (scope.get("client") or ("-",))[0]
+        if status >= 400 and not is_admin(actor) and not self._refusals.is_first(f"{actor} at {client}"):
+            return
+        audit_logger.log(
             logging.DEBUG if routine else logging.INFO,
             "actor=%s client=%s method=%s route=%s path=%s status=%d request_id=%s changed=%s query=%s body=%s",
             actor,
-            client[0] if client else "-",
+            client,
             method,
             route,
             _path(scope),
@@ -129,6 +139,50 @@ class _Answer:
         await self._send(message)
 
 
+@dataclass(slots=True)
+class _Refused:
+    """A caller whose request was refused: when, and how many more requests were refused since."""
+
+    since: float
+    more: int = 0
+
+
+class RefusalLog:
+    """Decides which refused requests get a line in the audit log: one a minute for each caller. At the end of the
+    minute a line has the number of the others.
+
+    Changes that were made, and whatever admins ask for, have a line each and share no limit with refusals, so nobody
+    can hide a change behind a flood. Used on the event loop.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._refused: dict[str, _Refused] = {}  # by caller, the first refusal of its minute first
+
+    def is_first(self, caller: str) -> bool:
+        """Count a refused request, and say whether it is the caller's first one of this minute."""
+        self.write_counts()
+        if caller not in self._refused and len(self._refused) >= _MAX_CALLERS:
+            caller = "others"
+        known = self._refused.get(caller)
+        if known is None:
+            self._refused[caller] = _Refused(self._clock())
+            return True
+        known.more += 1
+        return False
+
+    def write_counts(self) -> None:
+        """Write the number for each caller whose minute has passed. Called with every request."""
+        now = self._clock()
+        while self._refused:
+            caller, oldest = next(iter(self._refused.items()))
+            if now - oldest.since < _REFUSAL_SECONDS:
+                break
+            del self._refused[caller]
+            if oldest.more:
+                audit_logger.info("refused %d more requests of %s within a minute", oldest.more, caller)
+
+
 def _request_id(scope: Scope) -> str:
     """The client's request id, without characters that are unsafe in a log line, or a new id."""
     given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
@@ -150,9 +204,105 @@ def _path(scope: Scope) -> str:
 
 
 def _shown(text: bytes) -> str:
-    """What a client sent, shortened, on one line, and without passwords in URLs."""
-    shown = ascii(_IN_URL.sub(b"://...@", text)[: _MAX_SHOWN + 1].decode("utf-8", "replace"))[1:-1]
+    """What a client sent, shortened, on one line, and without passwords in URLs or values whose names say that they are
+    secret."""
+    shown = ascii(_SECRET.sub(rb"\1...", _IN_URL.sub(b"://...@", text))[: _MAX_SHOWN + 1].decode("utf-8", "replace"))[
+        1:-1
+    ]
     return (shown if len(shown) <= _MAX_SHOWN else f"{shown[:_MAX_SHOWN]}...") or "-"
+
+
+class TimeAllowance:
+    """Seconds of the interpreter that answers may use: `share` of each second, and at most `most` saved up. What was
+    used above that is owed. Used on the event loop."""
+
+    def __init__(self, share: float, most: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._share, self._most, self._clock = share, most, clock
+        self._left, self._at = most, clock()
+
+    @property
+    def seconds_owed(self) -> float:
+        """How long it takes until something may be used again; 0 if there is something left."""
+        self._fill()
+        return max(0.0, -self._left / self._share)
+
+    def use(self, seconds: float) -> None:
+        self._fill()
+        self._left -= seconds
+
+    def _fill(self) -> None:
+        now = self._clock()
+        self._left = min(self._most, self._left + (now - self._at) * self._share)
+        self._at = now
+
+
+_ANONYMOUS_SHARE, _MOST_SAVED_SECONDS = 0.05, 0.5
+_LONGEST_TURN_SECONDS = 1.0
+_REQUEST_SECONDS = 0.0005
+"""What the server needs for a request beside the application: reading its head, and writing the answer."""
+
+
+class AnonymousMiddleware:
+    """Bounds the share of the interpreter that answers to callers without a credential take, so that a flood of
+    requests does not slow down the engine in the same process.
+
+    Probes and metrics have one allowance, all other requests another. When it is used up, a request waits for at most
+    one second, and is then answered 503 with Retry-After. Waiting costs nothing, and a client that waits sends nothing
+    else over its connection. Needs the actor, so it runs after `AuthMiddleware`; refusals of that are counted too.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        cpu_clock: Callable[[], float] = time.thread_time,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        """`cpu_clock` tells the seconds that this thread has computed; `sleep` waits for seconds."""
+        self._app = app
+        self._cpu_clock, self._sleep = cpu_clock, sleep
+        self._polled = TimeAllowance(_ANONYMOUS_SHARE, _MOST_SAVED_SECONDS, clock)
+        self._others = TimeAllowance(_ANONYMOUS_SHARE, _MOST_SAVED_SECONDS, clock)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or is_known(scope.get(ACTOR)):
+            await self._app(scope, receive, send)
+            return
+        allowance = self._polled if is_polled(scope["path"]) else self._others
+        if owed := allowance.seconds_owed:
+            await self._sleep(min(owed, _LONGEST_TURN_SECONDS))
+        allowance.use(_REQUEST_SECONDS)
+        if allowance.seconds_owed > _LONGEST_TURN_SECONDS:
+            detail = "too many requests without a credential; those with one are answered"
+            await problem(scope, 503, detail, headers={"Retry-After": "1"})(scope, receive, send)
+            return
+        await _Metered(self._app(scope, receive, send), allowance, self._cpu_clock)
+
+
+class _Metered:
+    """Awaits a coroutine, and takes from the allowance what each of its steps computes."""
+
+    def __init__(self, coroutine: Awaitable[None], allowance: TimeAllowance, cpu_clock: Callable[[], float]) -> None:
+        """`coroutine`: what a call of an ASGI application returns."""
+        self._coroutine = cast(Coroutine[Any, Any, None], coroutine)
+        self._allowance, self._cpu_clock = allowance, cpu_clock
+
+    def __await__(self) -> Generator[Any, Any, None]:
+        step: Callable[[Any], Any] = self._coroutine.send
+        value: Any = None
+        while True:
+            begun = self._cpu_clock()
+            try:
+                awaited = step(value)
+            except StopIteration:
+                return
+            finally:
+                self._allowance.use(self._cpu_clock() - begun)
+            try:
+                step, value = self._coroutine.send, (yield awaited)
+            except BaseException as error:  # noqa: BLE001 - it belongs to the coroutine, a cancellation too
+                step, value = self._coroutine.throw, error
 
 
 _PORT = re.compile(r":\d+$")
@@ -160,7 +310,8 @@ _CLOSE = {"Connection": "close"}
 
 
 class AdmissionMiddleware:
-    """Answers 400 to ambiguous framing and closes the connection; answers 421 to an unknown Host name.
+    """Answers 411 to bodies without a length and 400 to others that do not belong to their request, and closes the
+    connection; answers 421 to an unknown Host name.
 
     `allowed_hosts`: Host names, besides those of loopback, that a server on loopback accepts over TCP. A web page can
     point a name of its own at loopback (DNS rebinding) and would then read what is open to this machine. None allows
@@ -177,11 +328,10 @@ class AdmissionMiddleware:
 
     def _judge(self, scope: Scope) -> Response | None:
         headers = dict(scope["headers"])
-        chunked, length = b"transfer-encoding" in headers, headers.get(b"content-length")
-        if chunked and length is not None:
-            detail = "the request has both Content-Length and Transfer-Encoding"  # a proxy might obey the other one
-            return problem(scope, 400, detail, code="malformed_request", headers=_CLOSE)
-        if scope["method"] in READING_METHODS and (chunked or length not in (None, b"0")):
+        if b"transfer-encoding" in headers:  # its trailers could have thousands of lines, which h11 parses for 10 ms
+            detail = "the request has a Transfer-Encoding; send its body with a Content-Length"
+            return problem(scope, 411, detail, headers=_CLOSE)
+        if scope["method"] in READING_METHODS and headers.get(b"content-length") not in (None, b"0"):
             if (refusal := method_not_allowed(scope)) is not None:
                 refusal.headers["Connection"] = "close"
                 return refusal
@@ -263,7 +413,8 @@ class BodyMiddleware:
 
 
 async def _read(scope: Scope, receive: Receive, limit: int) -> bytes | None:
-    """The whole body; None as soon as it exceeds the limit. Raises `ClientDisconnect`."""
+    """The whole body; None if its declared length exceeds the limit. The server reads no more than the length, and
+    `AdmissionMiddleware` refuses a body without one. Raises `ClientDisconnect`."""
     declared = Headers(scope=scope).get("content-length", "")
     if declared.isdigit() and int(declared) > limit:
         return None
@@ -275,8 +426,6 @@ async def _read(scope: Scope, receive: Receive, limit: int) -> bytes | None:
             raise ClientDisconnect
         body += message.get("body", b"")
         more = message.get("more_body", False)
-        if len(body) > limit:
-            return None
     return bytes(body)
 
 

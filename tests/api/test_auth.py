@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import os
+import re
 import threading
 from functools import partial
 from pathlib import Path
@@ -269,6 +270,27 @@ async def test_reading_is_open(guarded: httpx.AsyncClient, path: str) -> None:
     assert (await guarded.get(path)).status_code == 200
 
 
+KEYS = re.compile(r"/v1/pools/\{pool\}/blocks(/\{key\})?|/v1/lookup")
+READING_KEYS = [read for read in READING if KEYS.fullmatch(read[1])]
+READING_WITHOUT_KEYS = [read for read in READING if read not in READING_KEYS]
+
+
+async def test_keys_are_shown_to_viewers_and_admins_alone(
+    launch: Any, ranks: Any, keys: list[bytes], tmp_path: Path
+) -> None:
+    """A key is a hash of a prompt: keys tell what others ask, and a look-up tests a guess."""
+    ranks.store(keys[:4])
+    (tmp_path / "admins").write_text("admin-token")
+    client: httpx.AsyncClient = await launch(caller=None, addresses=ADDRESSES, token_file=tmp_path / "admins")
+    assert len(READING_KEYS) == 3
+    assert await statuses(client, READING_KEYS, {}) == all_are(401, READING_KEYS)
+    assert refused(await statuses(client, READING_KEYS, ADMIN), (200, 404)) == {}
+    for types in ("stored", "state,removed"):
+        answer = await client.get(f"/v1/events?types={types}")
+        assert answer.status_code == 401
+        assert ADDRESSES[1] in answer.json()["detail"]
+
+
 CHANGES_OF_PEOPLE = [change for change in CHANGES if change is not REPORT]
 
 
@@ -278,7 +300,8 @@ async def test_over_tcp_a_server_without_a_credential_only_reads(
 ) -> None:
     ranks.store(keys[:4])
     client: httpx.AsyncClient = await launch(caller=None, addresses=ADDRESSES)
-    assert refused(await statuses(client, READING, headers), (200, 404)) == {}
+    assert refused(await statuses(client, READING_WITHOUT_KEYS, headers), (200, 404)) == {}
+    assert await statuses(client, READING_KEYS, headers) == all_are(403, READING_KEYS)
     for change in CHANGES_OF_PEOPLE:
         answer = await ask(client, change, headers)
         assert (answer.status_code, answer.json()["code"]) == (403, "forbidden"), change
@@ -528,14 +551,21 @@ async def test_pages_of_other_sites_cannot_make_changes_without_a_token(
 
 
 @pytest.mark.parametrize("site", ["cross-site", "same-site", "something-new"])
-async def test_requests_marked_as_cross_site_cannot_make_changes(launch: Any, ranks: Any, site: str) -> None:
-    """Also where it sends no Origin."""
+async def test_requests_marked_as_cross_site_are_refused(launch: Any, ranks: Any, site: str) -> None:
+    """Also where the browser sends no Origin, and also reads: each stream that a page opens occupies a place."""
     client: httpx.AsyncClient = await launch()
     refused = await client.post("/v1/pools/host/retry", headers={"Sec-Fetch-Site": site})
     assert refused.status_code == 403
     for own in ("same-origin", "none"):
         assert (await client.post("/v1/pools/host/retry", headers={"Sec-Fetch-Site": own})).status_code == 202
-    assert (await client.get("/v1/info", headers={"Sec-Fetch-Site": site})).status_code == 200
+        assert (await client.get("/v1/info", headers={"Sec-Fetch-Site": own})).status_code == 200
+    for path in ("/v1/info", "/v1/events", "/page/live", "/"):
+        assert (await client.get(path, headers={"Sec-Fetch-Site": site})).status_code == 403
+        frame = {"Sec-Fetch-Site": site, "Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "iframe"}
+        assert (await client.get(path, headers=frame)).status_code == 403
+    link = {"Sec-Fetch-Site": site, "Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "document"}
+    assert (await client.get("/", headers=link)).status_code == 200
+    assert (await client.post("/v1/pools/host/retry", headers=link)).status_code == 403
 
 
 async def test_each_challenge_has_a_line_of_its_own_and_basic_is_first(private: httpx.AsyncClient) -> None:

@@ -74,17 +74,14 @@ async def test_a_body_declared_too_large_is_not_read(client: httpx.AsyncClient) 
     assert "1048576" in answer.json()["detail"]
 
 
-async def test_reading_stops_when_a_body_becomes_too_large(client: httpx.AsyncClient) -> None:
-    sent = 0
+async def test_a_body_without_a_length_is_refused_without_reading_it(client: httpx.AsyncClient) -> None:
+    async def never() -> AsyncIterator[bytes]:
+        pytest.fail("the body was read")
+        yield b""
 
-    async def endless() -> AsyncIterator[bytes]:
-        nonlocal sent
-        while sent < 100:
-            sent += 1
-            yield b" " * (1 << 18)
-
-    assert (await client.post(EVICT, content=endless(), headers=JSON)).status_code == 413
-    assert sent == 5
+    answer = await client.post(EVICT, content=never(), headers=JSON)
+    assert (answer.status_code, answer.headers["connection"]) == (411, "close")
+    assert answer.json()["detail"] == "the request has a Transfer-Encoding; send its body with a Content-Length"
 
 
 async def test_a_body_of_the_largest_size_is_read(client: httpx.AsyncClient, ranks: Any) -> None:
@@ -92,34 +89,41 @@ async def test_a_body_of_the_largest_size_is_read(client: httpx.AsyncClient, ran
     assert (await client.post(EVICT, content=content, headers=JSON)).status_code == 200
 
 
-async def test_unauthenticated_reads_have_a_lower_limit(launch: Any) -> None:
-    client: httpx.AsyncClient = await launch(caller=None)
+async def test_reads_of_viewers_have_a_lower_limit(launch: Any, tmp_path: Path) -> None:
+    (tmp_path / "viewers").write_text("viewer-token")
+    (tmp_path / "admins").write_text("admin-token")
+    files = {"token_file": tmp_path / "admins", "viewer_token_file": tmp_path / "viewers"}
+    client: httpx.AsyncClient = await launch(caller=None, **files)
     content = b'{"keys": ["00aa"]}'.ljust(1 << 16)
-    assert (await client.post(LOOKUP, content=content, headers=JSON)).status_code == 200
-    answer = await client.post(LOOKUP, content=content + b" ", headers=JSON)
+    viewer = {**JSON, "Authorization": "Bearer viewer-token"}
+    assert (await client.post(LOOKUP, content=content, headers=viewer)).status_code == 200
+    answer = await client.post(LOOKUP, content=content + b" ", headers=viewer)
     assert answer.status_code == 413
     limits = "65536 bytes (limit for admins and the Unix socket: 1048576 bytes)"
     assert answer.json()["detail"] == f"the body is larger than {limits}"
 
 
 def test_the_unix_socket_and_admins_have_the_higher_limit(serve: Any, tmp_path: Path) -> None:
-    token, uds = tmp_path / "token", tmp_path / "admin.sock"
+    token, viewers, uds = tmp_path / "token", tmp_path / "viewers", tmp_path / "admin.sock"
     token.write_text("secret")
-    url = serve(uds=uds, token_file=token).url
+    viewers.write_text("viewer-token")
+    url = serve(uds=uds, token_file=token, viewer_token_file=viewers).url
     content = b'{"keys": ["00aa"]}'.ljust(1 << 20)
     with httpx.Client(transport=httpx.HTTPTransport(uds=str(uds))) as local:
         assert local.post(f"http://kvstow{LOOKUP}", content=content, headers=JSON).status_code == 200
-    assert httpx.post(f"{url}{LOOKUP}", content=content, headers=JSON).status_code == 413
+    viewer = {**JSON, "Authorization": "Bearer viewer-token"}
+    assert httpx.post(f"{url}{LOOKUP}", content=content, headers=viewer).status_code == 413
     admin = {**JSON, "Authorization": "Bearer secret"}
     assert httpx.post(f"{url}{LOOKUP}", content=content, headers=admin).status_code == 200
 
 
-async def test_a_body_in_chunks_is_joined(client: httpx.AsyncClient, ranks: Any) -> None:
+async def test_a_body_in_pieces_is_joined(client: httpx.AsyncClient, ranks: Any) -> None:
     async def pieces() -> AsyncIterator[bytes]:
         for piece in (b'{"slo', b'ts"', b": 1}"):
             yield piece
 
-    assert (await client.post(EVICT, content=pieces(), headers=JSON)).status_code == 200
+    headers = {**JSON, "Content-Length": "12"}
+    assert (await client.post(EVICT, content=pieces(), headers=headers)).status_code == 200
 
 
 async def test_an_incomplete_body_does_not_reach_the_route(ranks: Any, launch: Any, keys: list[bytes]) -> None:

@@ -3,11 +3,13 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 
 from kvstow.testing.fakes import FakeClock
 from kvstow_api.journal import LimitedLog
+from kvstow_api.middleware import RefusalLog
 
 _logger = logging.getLogger("kvstow.test")
 
@@ -31,19 +33,79 @@ def audited(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
 
 
 @pytest.mark.anyio
-async def test_unauthenticated_clients_cannot_flood_the_audit_log(
+async def test_refused_requests_have_one_line_a_minute_and_hide_no_change(
     launch: Any, ranks: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What somebody who is known asks for is written line by line."""
     caplog.set_level(logging.INFO, logger="kvstow.audit")
-    (tmp_path / "token").write_text("secret")
-    (tmp_path / "token").chmod(0o600)
-    client = await launch(token_file=tmp_path / "token", caller=None)
-    for _ in range(200):
+    for name in ("admin", "viewer"):
+        (tmp_path / name).write_text(f"{name}-token")
+        (tmp_path / name).chmod(0o600)
+    client = await launch(token_file=tmp_path / "admin", viewer_token_file=tmp_path / "viewer", caller=None)
+    for _ in range(20):
         assert (await client.post("/v1/pools/host/retry")).status_code == 401
-    assert len(audited(caplog)) == 60
-    for _ in range(100):
-        headers = {"Authorization": "Bearer secret"}
+        viewer = {"Authorization": "Bearer viewer-token"}
+        assert (await client.post("/v1/pools/host/retry", headers=viewer)).status_code == 403
+    assert [record.getMessage().split()[0] for record in audited(caplog)] == ["actor=-", "actor=viewer"]
+    for _ in range(130):
+        headers = {"Authorization": "Bearer admin-token"}
         assert (await client.post("/v1/pools/host/retry", headers=headers)).status_code == 202
         assert (await client.post("/v1/pools/nowhere/retry", headers=headers)).status_code == 404
-    assert len(audited(caplog)) == 60 + 200
+    assert len(audited(caplog)) == 2 + 260
+
+
+def test_the_number_of_refused_requests_is_written_at_the_end_of_a_callers_minute(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, logger="kvstow.audit")
+    clock = FakeClock()
+    log = RefusalLog(clock)
+    assert log.is_first("viewer at 10.0.0.1")
+    clock.advance(30.0)
+    assert log.is_first("viewer at 10.0.0.2")
+    assert not log.is_first("viewer at 10.0.0.1")
+    assert not log.is_first("viewer at 10.0.0.1")
+    clock.advance(29.9)
+    log.write_counts()
+    assert audited(caplog) == []
+    clock.advance(0.1)
+    log.write_counts()
+    (line,) = audited(caplog)
+    assert line.getMessage() == "refused 2 more requests of viewer at 10.0.0.1 within a minute"
+    clock.advance(30.0)
+    assert log.is_first("viewer at 10.0.0.2")
+    assert len(audited(caplog)) == 1  # 10.0.0.2 was refused once a minute
+
+
+def test_callers_beyond_a_thousand_share_a_line() -> None:
+    log = RefusalLog(FakeClock())
+    assert all(log.is_first(f"- at {number}") for number in range(1000))
+    assert [log.is_first(f"- at {number}") for number in range(1000, 1003)] == [True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("sent", "shown"),
+    [
+        (b"wait=1&token=abc123&x=2", "wait=1&token=...&x=2"),
+        (b"access_token=abc123", "access_token=..."),
+        (b'{"api_key": "abc\\"123", "slots": 1}', '{"api_key": ..., "slots": 1}'),
+        (b'{"Authorization": "Bearer abc123"}', '{"Authorization": ...}'),
+        (b'{"password":"abc123', '{"password":...'),
+        (b"redis://user:abc123@host/", "redis://...@host/"),
+        (b'{"slots": 1}', '{"slots": 1}'),
+    ],
+)
+@pytest.mark.anyio
+async def test_secrets_are_left_out_of_the_audit_log(
+    launch: Any, ranks: Any, caplog: pytest.LogCaptureFixture, sent: bytes, shown: str
+) -> None:
+    """Whether they are in the query or in the body: a client may have put them there by mistake."""
+    caplog.set_level(logging.INFO, logger="kvstow.audit")
+    client = await launch()
+    await client.post("/v1/pools/host/evict", content=sent, headers={"Content-Type": "application/json"})
+    await client.post(f"/v1/pools/host/retry?{quote(sent, safe='=&')}")
+    by_body, by_query = (record.getMessage() for record in audited(caplog))
+    assert by_body.endswith(f" body={shown}")
+    assert "abc" not in by_body
+    if b"=" in sent:
+        assert f"query={shown} " in by_query
+    assert "abc" not in by_query or b"=" not in sent

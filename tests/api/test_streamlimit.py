@@ -128,7 +128,7 @@ async def test_an_invalid_token_gets_no_reserved_place(streams: Streams, path: s
 @pytest.mark.parametrize("path", PATHS)
 async def test_a_disconnect_frees_a_place(streams: Streams, path: str) -> None:
     for _ in range(3):
-        assert (await streams.open(path, 300)).count(200) == PATHS[path][2]
+        assert (await streams.open(path, 40)).count(200) == PATHS[path][2]
         await streams.close()
 
 

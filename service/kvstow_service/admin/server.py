@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import resource
 import sys
 import threading
@@ -23,7 +24,6 @@ from typing import Any
 
 import h11
 import uvicorn
-from h11._receivebuffer import ReceiveBuffer
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -41,6 +41,7 @@ _request_logger.setLevel(logging.ERROR)  # uvicorn logs a warning for each malfo
 
 MAX_HEAD_BYTES = 16 << 10
 MAX_HEADERS = 100
+_END_OF_HEAD = re.compile(rb"\r?\n\r?\n")
 
 _READ_BYTES = 4 << 10  # parsed in one iteration of the event loop, at 2 us a byte for the smallest chunks
 _MAX_UNREAD_BYTES = 64 << 10  # of a body that arrives after a response that did not need it
@@ -179,7 +180,6 @@ class AdminProtocol(H11Protocol, asyncio.BufferedProtocol):
     def __init__(self, admitted: Connections, queue: RequestQueue, tls: ServerTls | None, **options: Any) -> None:
         super().__init__(**options)
         self.conn = h11.Connection(h11.SERVER, MAX_HEAD_BYTES)
-        self.conn._receive_buffer = _BoundedLines()
         self._app, self.app = self.app, self._run_in_turn
         self._admitted, self._queue, self._tls = admitted, queue, tls
         self._received = memoryview(b"")
@@ -261,6 +261,16 @@ class AdminProtocol(H11Protocol, asyncio.BufferedProtocol):
             self.cycle.keep_alive = False  # otherwise a probe would wait for all that others have pipelined
         self._admitted.look_at(self)
 
+    def handle_events(self) -> None:
+        """Refuse a head with too many lines before h11 parses it, which takes 10 ms for the 3,000 headers that 16 KiB
+        can hold. Bodies have no trailers: `AdmissionMiddleware` refuses the encoding that has them."""
+        if self.conn.their_state is h11.IDLE:
+            head = _END_OF_HEAD.split(self.conn.trailing_data[0].lstrip(b"\r\n"), 1)[0]
+            if head.count(b"\n") > MAX_HEADERS:  # the first line has the method, and the last one no end here
+                self._refuse(431, f"the request head has too many lines; allowed: {MAX_HEADERS} headers")
+                return
+        super().handle_events()
+
     def on_response_complete(self) -> None:
         self.trusted = self.trusted or is_known(self.scope.get(ACTOR))
         self._unread_bytes = 0
@@ -285,28 +295,20 @@ class AdminProtocol(H11Protocol, asyncio.BufferedProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """Answer malformed input with a problem. Called while h11's error is being handled."""
+        status = getattr(sys.exception(), "error_status_hint", 400)
+        if status == 431:
+            self._refuse(431, f"the request head is too large; allowed: {MAX_HEAD_BYTES} bytes")
+        else:
+            self._refuse(status, f"not HTTP/1.1: {sys.exception()}", code="malformed_request")
+
+    def _refuse(self, status: int, detail: str, code: str | None = None) -> None:
+        """Answer a request that did not reach the application, and close the connection."""
         if self.cycle is None or self.cycle.response_complete:  # otherwise half a response has been sent
-            status = getattr(sys.exception(), "error_status_hint", 400)
-            detail = f"the request head is too large; allowed: {MAX_HEAD_BYTES} bytes with {MAX_HEADERS} headers"
-            if status != 431:
-                detail = f"not HTTP/1.1: {sys.exception()}"
-            code = None if status == 431 else "malformed_request"
             answer = problem({}, status, detail, code=code, headers={"Connection": "close"})
             lines = [f"HTTP/1.1 {status} {HTTPStatus(status).phrase}".encode()]
             lines += [b"%s: %s" % header for header in answer.raw_headers]
             self.transport.write(b"\r\n".join([*lines, b"", bytes(answer.body)]))
         self.transport.close()
-
-
-class _BoundedLines(ReceiveBuffer):
-    """Refuses a head, and the trailers of a chunked body, with too many lines before they are parsed: h11 needs 10 ms
-    for the 3,000 headers that 16 KiB can hold, and has no public way to see them first."""
-
-    def maybe_extract_lines(self) -> list[bytearray] | None:
-        lines = super().maybe_extract_lines()
-        if lines is not None and len(lines) > 1 + MAX_HEADERS:  # the first line of a head has the method
-            raise h11.RemoteProtocolError("too many headers", error_status_hint=431)
-        return lines
 
 
 class AdminServer(uvicorn.Server):

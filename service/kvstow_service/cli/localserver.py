@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
+from kvstow_api.answers import BLOCK_EVENTS, EventType, EventView
 from kvstow_api.client import ApiError, Client, Endpoint, Route, routes
 from kvstow_api.hostsettings import is_loopback
 
@@ -16,13 +17,13 @@ T = TypeVar("T")
 _LISTENING = "0A"
 _TABLES = ("/proc/net/tcp", "/proc/net/tcp6")
 _UNIX = "unix:"
-_FOR_ADMINS = (routes.list_contexts, routes.get_context)
-"""Reads of which others see nothing, or less."""
+_FOR_ADMINS = (routes.list_contexts, routes.get_context, routes.list_blocks, routes.get_block)
+"""Reads that show nothing, or less, to callers without a credential."""
 
 
 class LocalServerClient(Client):
-    """Reads over TCP. Changes, and what only admins see, go through the Unix socket that the server names, if it is a
-    server of this machine."""
+    """Reads over TCP. Changes, and reads that need a credential, go through the Unix socket that the server names, if
+    it is a server of this machine."""
 
     def __init__(self, endpoint: Endpoint, *, timeout: float) -> None:
         super().__init__(endpoint, timeout=timeout)
@@ -36,6 +37,20 @@ class LocalServerClient(Client):
         if self._local is None or is_open:
             return super().call(route, body, **given)
         return self._local.call(route, body, **given)
+
+    def events(
+        self,
+        types: Sequence[EventType] = (),
+        *,
+        after: str | None = None,
+        recent: int = 0,
+        pool: str | None = None,
+    ) -> Iterator[EventView]:
+        if self._local is None and not set(BLOCK_EVENTS).isdisjoint(types):
+            self._local = self._find()
+        if self._local is None:
+            return super().events(types, after=after, recent=recent, pool=pool)
+        return self._local.events(types, after=after, recent=recent, pool=pool)
 
     def record(self, pool: str, *, seconds: float, max_bytes: int) -> Generator[str, None, None]:
         self._local = self._local or self._find()

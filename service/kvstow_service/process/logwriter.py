@@ -31,16 +31,18 @@ _STOP_SECONDS = 1.0
 _LINES_OF_MESSAGE, _LIMIT_SECONDS = 100, 60.0
 _MOST_MESSAGES = 1000
 _LOGGERS = ("kvstow", "uvicorn", "asyncio")
+_AUDIT = "kvstow.audit"
+"""The logger whose lines share no limit with those of others: a flood of other lines must not hide a change."""
 
 
 class LogQueue:
-    """Up to 1000 lines wait for the thread that calls `write` with each; further ones are dropped, and `on_drop` is
-    called for each of them. `put` never waits."""
+    """Up to 1000 lines wait for the thread that calls `write` with each, and up to 1000 more of the audit log. Further
+    ones are dropped, and `on_drop` is called for each of them. `put` never waits."""
 
     def __init__(self, write: Callable[[logging.LogRecord], object], on_drop: Callable[[], None]) -> None:
         self.on_drop = on_drop
         self._write_line = write
-        self._waiting: queue.Queue[logging.LogRecord | None] = queue.Queue(_MOST_LINES)
+        self._waiting: queue.Queue[logging.LogRecord | None] = queue.Queue(2 * _MOST_LINES)
         self._dropped = 0
         self._thread = threading.Thread(target=self._write, name="kvstow-log", daemon=True)
 
@@ -57,6 +59,8 @@ class LogQueue:
     def put(self, record: logging.LogRecord) -> None:
         record.msg, record.args = record.getMessage(), None  # the arguments may change before it is written
         try:
+            if record.name != _AUDIT and self._waiting.qsize() >= _MOST_LINES:
+                raise queue.Full
             self._waiting.put_nowait(record)
         except queue.Full:
             self._dropped += 1
@@ -82,7 +86,7 @@ class _Written:
 class MessageLimit:
     """Lets 100 lines a minute pass of each message, without its arguments. Clients can cause some of them a thousand
     times a second, by attaching and leaving. The next line after suppressed ones gives their number. Lines for
-    debugging all pass. Two threads that log at once may be counted as one."""
+    debugging and those of the audit log all pass. Two threads that log at once may be counted as one."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -90,7 +94,7 @@ class MessageLimit:
 
     def passes(self, record: logging.LogRecord) -> bool:
         """Changes the record, if it gives a number."""
-        if record.levelno <= logging.DEBUG:
+        if record.levelno <= logging.DEBUG or record.name == _AUDIT:
             return True
         now, message = self._clock(), (record.name, str(record.msg))
         if message not in self._written and len(self._written) >= _MOST_MESSAGES:

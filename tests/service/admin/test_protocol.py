@@ -152,16 +152,20 @@ def read_answer(client: socket.socket) -> bytes:
 
 
 @pytest.mark.parametrize(
-    "flood",
-    [b"X-Flood: " + b"x" * (2 * MAX_HEAD_BYTES), b"x: y\r\n" * MAX_HEAD_BYTES],
+    ("flood", "detail"),
+    [
+        (b"X-Flood: " + b"x" * (2 * MAX_HEAD_BYTES), b"is too large; allowed: 16384 bytes"),
+        (b"x: y\r\n" * MAX_HEAD_BYTES, b"has too many lines; allowed: 100 headers"),
+    ],
     ids=["one header", "many headers"],
 )
-def test_a_head_beyond_the_limit_is_refused_while_it_arrives(served: Served, flood: bytes) -> None:
+def test_a_head_beyond_the_limit_is_refused_while_it_arrives(served: Served, flood: bytes, detail: bytes) -> None:
     with served.connect() as client:
         client.sendall(b"GET / HTTP/1.1\r\nHost: kvstow\r\n" + flood[: 2 * MAX_HEAD_BYTES])
         answer = read_to_end(client)
     assert answer.startswith(b"HTTP/1.1 431 Request Header Fields Too Large\r\n")
-    assert b'"detail": "the request head is too large; allowed: 16384 bytes with 100 headers"' in answer
+    assert b'"detail": "the request head ' in answer
+    assert detail in answer
     assert b"connection: close\r\n" in answer.lower()
 
 
@@ -181,15 +185,6 @@ def test_only_the_lines_of_a_head_count_as_headers(served: Served) -> None:
         client.sendall(b"GET / HTTP/1.1\r\nHost: kvstow\r\nConnection: close\r\n\r\n")
         answers = read_to_end(client)  # several may come at once
     assert answers.count(b"HTTP/1.1 200 OK\r\n") == 4
-
-
-@pytest.mark.parametrize(("trailers", "status"), [(MAX_HEADERS, b"HTTP/1.1 200 OK\r\n"), (MAX_HEADERS + 2, b"")])
-def test_a_body_with_too_many_trailers_ends_the_connection(served: Served, trailers: int, status: bytes) -> None:
-    """Its application may have begun to answer, so there is no room for a refusal."""
-    head = b"POST /read HTTP/1.1\r\nHost: kvstow\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n\r\n"
-    with served.connect() as client:
-        client.sendall(head + b"1\r\nx\r\n0\r\n" + b"x: y\r\n" * trailers + b"\r\n")
-        assert read_to_end(client)[:17] == status
 
 
 class Held:

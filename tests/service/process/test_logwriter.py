@@ -47,7 +47,7 @@ def pipe() -> Iterator[Pipe]:
 
 
 async def change(request: Request) -> PlainTextResponse:
-    logging.getLogger("kvstow.audit").info("actor=%s", request.query_params["actor"])
+    logging.getLogger("kvstow.server").info("actor=%s", request.query_params["actor"])
     return PlainTextResponse("done")
 
 
@@ -108,6 +108,25 @@ def test_a_log_that_stays_blocked_does_not_keep_the_server_from_stopping(
     writer.stop()
 
 
+def test_lines_of_the_audit_log_have_room_of_their_own(pipe: Pipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A flood of other lines hides no change."""
+    monkeypatch.setattr(logwriter, "_MOST_LINES", 2)
+    lost: list[int] = []
+    writer = LogWriter(lambda: lost.append(1))
+    writer.start()
+    other = logging.getLogger("kvstow.server")
+    other.warning("flood")
+    assert pipe.entered.wait(30.0)
+    for _ in range(5):
+        other.warning("flood")
+    _audit.info("a change")
+    assert len(lost) == 3
+    pipe.read.set()
+    writer.stop()
+    dropped = "dropped 3 log lines: the log is not read fast enough"
+    assert pipe.lines == ["flood", dropped, "flood", "flood", "a change"]
+
+
 def test_a_message_is_written_so_often_a_minute_and_the_next_line_says_how_many_were_not() -> None:
     clock = FakeClock()
     limit = logwriter.MessageLimit(clock)
@@ -121,6 +140,8 @@ def test_a_message_is_written_so_often_a_minute_and_the_next_line_says_how_many_
     assert len(lines("session %s attached", 130, logging.DEBUG)) == 130
     clock.advance(60.0)
     assert lines("session %s attached", 2) == ["session 0 attached (30 more were suppressed)", "session 1 attached"]
+    audited = [logging.LogRecord("kvstow.audit", logging.INFO, "", 0, "actor=%s", (1,), None) for _ in range(130)]
+    assert all(limit.passes(record) for record in audited)
 
 
 def test_what_is_known_of_messages_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
