@@ -1540,6 +1540,20 @@ MUTANTS = [
     ),
     # -- the fleet tier --------------------------------------------------------------------------------------
     Mutant(
+        "tenants_share_a_fleet_tier",
+        "engine/kvstow/tier/fingerprint.py",
+        '        "tenant": tenant,\n',
+        "",
+        "tests/engine/tier/test_fingerprint.py::test_each_tenant_has_fingerprints_of_its_own",
+    ),
+    Mutant(
+        "users_of_no_tenant_use_the_fleet_tier",
+        "service/kvstow_service/node/tier/nodetier.py",
+        "self._tenants.get(uid)",
+        'self._tenants.get(uid, "")',
+        "tests/service/node/test_nodetier.py::test_where_tenants_are_named_nobody_else_uses_the_store",
+    ),
+    Mutant(
         "changed_bytes_of_an_object_are_loaded",
         HEADER,
         '    return None if checksum == xxhash.xxh3_64_intdigest(slot) else "checksum"\n',

@@ -118,6 +118,12 @@ ATTACHED = (*ENGINE, "engine.model=m", "attach.node=true")
         ([*ENGINE, "engine.model=m", MOONCAKE], "tier.url: needs mode=node or sidecar=true"),
         (["tier.passwordSecret.name=pw"], "tier.passwordSecret.name: needs tier.url"),
         (["tier.rdma.resources.rdma/hca=1"], "tier.rdma.resources: needs tier.url"),
+        (["tier.tenants.ml[0]=1"], "tier.tenants: needs tier.url"),
+        (
+            [*NODE, MOONCAKE, "tier.tenants.ml[0]=1", "tier.tenants.web[0]=1"],
+            "tier.tenants: uid 1 is in ml and in web, and nobody is of two tenants",
+        ),
+        ([*NODE, MOONCAKE, "service.args={--tenant=ml=1}"], "use the value tier.tenants"),
         (
             [*ATTACHED, MOONCAKE],
             "tier.url: with attach.node the cache is the node service's: set the tier in the release",

@@ -40,6 +40,7 @@ def test_the_service_takes_the_tier(find: Find) -> None:
     assert settings.tier is not None
     location = RedisLocation.parse(settings.tier)
     assert (location.host, location.port, location.user, location.is_tls) == ("redis.cache.svc", 6380, "kvstow", True)
+    assert settings.tenants == {0: "ml", 1001: "ml", 4_000_000: "web"}
     sidecar = settings_of(containers_of(find("Deployment", values=values_of("engine-sidecar-tier")))["kvstow"])
     assert sidecar.tier == "mooncake://mooncake-master.mooncake.svc:50051?replicas=2"
 

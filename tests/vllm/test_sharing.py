@@ -73,7 +73,7 @@ def namespace(config: Any, weights_id: str | None = None) -> NamespaceIdentity:
 
 
 def fleet(config: Any) -> str | None:
-    return fingerprint(POOL, namespace(config, "v1"), FleetWeights("v1")).value
+    return fingerprint(POOL, namespace(config, "v1"), FleetWeights("v1"), "").value
 
 
 def of_images(config: Any, **settings: Any) -> Any:

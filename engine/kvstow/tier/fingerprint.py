@@ -14,6 +14,8 @@ WEIGHTS_CHANGED: Final = "weights_changed: the engine has reset its cache, and n
 """Why a session has no fingerprint after it was reset."""
 TIER_FAILED: Final = "tier_failed: an unexpected error, which the log has; restart the service"
 """Why a session has none after a defect."""
+OWN_TENANT: Final = ""
+"""The tenant of engines that run as the service's own user, where no tenants are named."""
 _DIGITS = 32
 
 
@@ -24,10 +26,20 @@ class Fingerprint(NamedTuple):
     reason: str = ""
 
 
-def fingerprint(pool: PoolIdentity, namespace: NamespaceIdentity, weights: FleetWeights) -> Fingerprint:
+def fingerprint(
+    pool: PoolIdentity, namespace: NamespaceIdentity, weights: FleetWeights, tenant: str | None
+) -> Fingerprint:
     """`weights` replaces what `namespace` says of them, which is valid on one node only: the model's path and the
-    digest of its files' times, and those of a drafter. The user of a pool does not count either.
+    digest of its files' times, and those of a drafter. `tenant` replaces the pool's uid, because a uid may be another
+    person on another node. It is None if no tenant of this node has the uid: then the blocks are of nobody whom other
+    nodes know.
     """
+    if tenant is None:
+        return Fingerprint(
+            None,
+            f"tenant_unknown: no tenant of this node has uid {pool.uid}, as which the engine runs; to let it share "
+            f"beyond the node, start the services with --tenant NAME={pool.uid}",
+        )
     if namespace.unshared:
         return Fingerprint(None, namespace.unshared)
     if namespace.epoch:
@@ -38,6 +50,7 @@ def fingerprint(pool: PoolIdentity, namespace: NamespaceIdentity, weights: Fleet
     everywhere = replace(namespace, model="", weights_id="", weights_source="", value_settings=settings)
     parts = {
         "fingerprint": 1,
+        "tenant": tenant,
         "weights": weights.weights_id,
         "pool": replace(pool, uid=None).canonical_value(),
         "namespace": everywhere.canonical_value(),

@@ -46,6 +46,13 @@ their pods make the folder too; mode node sets its owner. */}}
 {{- range $setting, $value := include "kvstow.serviceSettings" . | fromYaml }}
 - --{{ $setting | replace "_" "-" }}={{ $value }}
 {{- end }}
+{{- if include "kvstow.hasTier" . }}
+{{- range $name, $uids := .Values.tier.tenants }}
+{{- $numbers := list }}
+{{- range $uids }}{{ $numbers = append $numbers (toString (int64 .)) }}{{ end }}
+- --tenant={{ $name }}={{ join "," $numbers }}
+{{- end }}
+{{- end }}
 {{- if not .Values.pool.curve }}
 - --no-curve
 {{- end }}

@@ -18,7 +18,11 @@ from kvstow_service.node.settings import Settings, flag_name, load_settings
 _CONFIG_HELP = "TOML file with settings, named like the flags but with underscores. Default: KVSTOW_CONFIG."
 
 
-def _run(config: Path | None, flags: dict[str, str | bool | None]) -> int:
+_REPEATED = frozenset({"tenant"})
+"""Settings whose flag may be given more than once."""
+
+
+def _run(config: Path | None, flags: dict[str, object]) -> int:
     """Returns the exit status: 2 for an invalid setting, 1 for any other failure."""
     try:
         settings = load_settings(flags, os.environ, config)
@@ -68,10 +72,11 @@ def _option(key: str, field: FieldInfo) -> click.Option:
         help=f"{field.description} Default: {field.default}." if has_default else field.description,
         default=None,
         metavar=None if is_switch else "VALUE",
+        multiple=key in _REPEATED,
     )
 
 
-def _serve(config: str | None, **flags: str | bool | None) -> None:
+def _serve(config: str | None, **flags: object) -> None:
     """Run the node service: the host memory that the engines of this machine share.
 
     Engines attach at a Unix socket, and copy their KV cache to and from the memory by themselves. The admin server
@@ -80,7 +85,8 @@ def _serve(config: str | None, **flags: str | bool | None) -> None:
     Every flag is also a variable (KVSTOW_MEMORY) and a key of the --config file (memory). Flags override variables, and
     variables override the file.
     """
-    sys.exit(_run(None if config is None else Path(config), flags))
+    given = {key: None if value == () else value for key, value in flags.items()}
+    sys.exit(_run(None if config is None else Path(config), given))
 
 
 serve = click.Command(

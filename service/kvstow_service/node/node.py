@@ -24,6 +24,7 @@ from kvstow.memory.limits import MemoryLimits, limits_of
 from kvstow.memory.nodememory import NodeMemory
 from kvstow.memory.region import memory_nodes
 from kvstow.status import MemoryStatus
+from kvstow.tier.fingerprint import OWN_TENANT
 from kvstow.tier.store import TierStore
 from kvstow_api.directory import HostedPool
 from kvstow_service.node.attach.attachserver import AttachServer, AttachSocket
@@ -129,8 +130,9 @@ class Node:
         if memory.records is not None:
             self._recover(memory.records)
         if self._store is not None:
-            url = settings.tier or ""
-            self.tier = self.host.tier = NodeTier(url, self._store, memory, self.server.post, self._clock)
+            url, post = settings.tier or "", self.server.post
+            tenants = settings.tenants or {os.geteuid(): OWN_TENANT}
+            self.tier = self.host.tier = NodeTier(url, self._store, memory, post, tenants, self._clock)
         self.populator.start()
         memory.start()
         self.server.start()

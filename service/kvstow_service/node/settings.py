@@ -9,7 +9,9 @@ ignores unknown variables and a file that is missing, wants lists as JSON, and t
 
 from __future__ import annotations
 
+import re
 import tomllib
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -18,6 +20,7 @@ from typing import Annotated, Any, NamedTuple, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails, PydanticCustomError
 
+from kvstow.attach.peer import overflow_uid
 from kvstow.attach.worker import LONGEST_GRACE_SECONDS
 from kvstow.bytesize import format_size, parse_size
 from kvstow.config import ALLOWED_POLICIES, HugePages, parse_policy
@@ -77,6 +80,46 @@ def _checks(value: object) -> tuple[str, ...]:
     return tuple(names)
 
 
+class Tenant(NamedTuple):
+    """Users (uids) of this node who share blocks with each other, and with the users of the same tenant on other
+    nodes."""
+
+    name: str
+    uids: tuple[int, ...]
+
+
+_TENANT = re.compile(r"(?P<name>[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?)=(?P<uids>[0-9]+(,[0-9]+)*)", re.ASCII)
+_NO_UID = (1 << 32) - 1
+
+
+def _tenants(value: object) -> tuple[Tenant, ...]:
+    """One text may have several tenants, separated by spaces, because a variable has only one text."""
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list | tuple):
+        raise ConfigError("", value, "NAME=UID[,UID], such as ml=1001,1002, or a list of these")
+    tenants = [_tenant(part) for text in texts for part in (text.split() if isinstance(text, str) else [text])]
+    for what, counted in (
+        ("name", Counter(one.name for one in tenants)),
+        ("uid", Counter(str(uid) for one in tenants for uid in one.uids)),
+    ):
+        if counted and max(counted.values()) > 1:
+            raise ConfigError("", value, f"each {what} once, and {counted.most_common(1)[0][0]} is there twice")
+    return tuple(tenants)
+
+
+def _tenant(value: object) -> Tenant:
+    found = _TENANT.fullmatch(value) if isinstance(value, str) else None
+    if found is None:
+        raise ConfigError(
+            "", value, "NAME=UID[,UID], such as ml=1001,1002; a name has up to 63 small letters, digits and hyphens"
+        )
+    uids = tuple(int(uid) for uid in found["uids"].split(","))
+    for uid in uids:
+        if uid >= _NO_UID or uid == overflow_uid():
+            raise ConfigError("", value, f"the uids of users, and nobody attaches as {uid}")
+    return Tenant(found["name"], uids)
+
+
 def _reads(parse: Any) -> BeforeValidator:
     """`parse` as a validator for pydantic. Its `ConfigError` says what is allowed."""
 
@@ -96,6 +139,7 @@ TrustEOF = Annotated[float, _reads(_trust_eof)]
 Port = Annotated[int, _reads(_port)]
 Flag = Annotated[bool, _reads(_flag)]
 Checks = Annotated[tuple[str, ...], _reads(_checks)]
+Tenants = Annotated[tuple[Tenant, ...], _reads(_tenants)]
 HostNames = Annotated[tuple[str, ...], _reads(partial(parse_host_names, ""))]
 Policy = Annotated[str, _reads(parse_policy)]
 
@@ -148,6 +192,12 @@ class Settings(BaseModel):
         None,
         description="Store, shared by several nodes, for what this one has no room for: mooncake://MASTER:PORT or "
         "redis://HOST:PORT. Docs: tier.md.",
+    )
+    tenant: Tenants = Field(
+        (),
+        description="NAME=UID[,UID]: engines of these users share blocks through the store of --tier with those of the "
+        "same tenant, also on other nodes. May be repeated; no other users use the store. Without it, only engines of "
+        "the service's own user use it.",
     )
     extent_size: PositiveSize = Field(
         _written("1GiB"), description="Unit in which pools get memory, a multiple of 2 MiB."
@@ -230,6 +280,8 @@ class Settings(BaseModel):
                 yield key, "needs --state, the folder of the keeper that holds the memory"
         if "keep_timeout" in self.model_fields_set and not self.start_keeper:
             yield "keep_timeout", "has no effect with --no-start-keeper: `kvstow keeper` takes it"
+        if self.tenant and self.tier is None:
+            yield "tenant", "needs --tier, the store through which tenants share blocks"
         for key in ("tls_key", "tls_client_ca"):
             if getattr(self, key) is not None and self.tls_cert is None:
                 yield key, "needs --tls-cert"
@@ -261,6 +313,11 @@ class Settings(BaseModel):
     def admin_path(self) -> Path:
         """Where the service's user makes changes."""
         return self.admin_socket or runtime_folder("kvstow-admin", "kvstow-admin") / "admin.sock"
+
+    @property
+    def tenants(self) -> dict[int, str]:
+        """The names of the tenants by uid."""
+        return {uid: one.name for one in self.tenant for uid in one.uids}
 
     @property
     def budget_bytes(self) -> int:

@@ -18,11 +18,11 @@ from kvstow.attach.identity import (
     PoolIdentity,
     RegionIdentity,
 )
-from kvstow.tier.fingerprint import fingerprint, named_weights
+from kvstow.tier.fingerprint import OWN_TENANT, fingerprint, named_weights
 
 WEIGHTS = FleetWeights("commit 0e9e39f2")
 OF_ONE_NODE = {
-    "uid": "the user of the engines on a node; another node has other users",
+    "uid": "the user of the engines on a node; another node has other users, so the tenant counts instead",
     "model": "a path on some nodes; what names the weights names the model",
     "weights_id": "of this node, from times and inodes; the fleet's stands for it",
     "weights_source": "of this node",
@@ -35,8 +35,13 @@ WITHOUT = {
 """Fields with which there is no fingerprint, and the reason's beginning."""
 
 
-def value(pool: PoolIdentity = POOL, namespace: NamespaceIdentity = NAMESPACE, weights: FleetWeights = WEIGHTS) -> str:
-    found = fingerprint(pool, namespace, weights)
+def value(
+    pool: PoolIdentity = POOL,
+    namespace: NamespaceIdentity = NAMESPACE,
+    weights: FleetWeights = WEIGHTS,
+    tenant: str = "ml",
+) -> str:
+    found = fingerprint(pool, namespace, weights, tenant)
     assert found.value is not None, found.reason
     assert found.reason == ""
     return found.value
@@ -56,7 +61,7 @@ def test_each_field_makes_another_fingerprint_or_none(field: str) -> None:
     else:
         namespace = replace(namespace, **{field: NAMESPACE_CHANGES[field]})
     if field in WITHOUT:
-        found = fingerprint(pool, namespace, WEIGHTS)
+        found = fingerprint(pool, namespace, WEIGHTS, "ml")
         assert found.value is None
         assert found.reason.startswith(WITHOUT[field])
     else:
@@ -98,9 +103,22 @@ def test_a_drafters_weights_count_by_their_name_in_the_fleet() -> None:
     assert value(weights=FleetWeights("commit 0e9e39f2 and files 17")) != value()
 
 
+def test_each_tenant_has_fingerprints_of_its_own() -> None:
+    names = ("ml", "web", OWN_TENANT, f'ml","weights":"{WEIGHTS.weights_id}')
+    assert len({value(tenant=name) for name in names}) == len(names)
+
+
+def test_users_of_one_tenant_share_and_users_of_none_have_no_fingerprint() -> None:
+    assert value(replace(POOL, uid=1001)) == value(replace(POOL, uid=1002))
+    found = fingerprint(replace(POOL, uid=1001), NAMESPACE, WEIGHTS, None)
+    assert found.value is None
+    assert found.reason.startswith("tenant_unknown: ")
+    assert "--tenant NAME=1001" in found.reason
+
+
 def test_without_names_of_the_weights_there_is_no_fingerprint() -> None:
-    assert fingerprint(POOL, NAMESPACE, FleetWeights(reason="nobody knows")) == (None, "nobody knows")
-    older = fingerprint(POOL, NAMESPACE, FleetWeights())
+    assert fingerprint(POOL, NAMESPACE, FleetWeights(reason="nobody knows"), "ml") == (None, "nobody knows")
+    older = fingerprint(POOL, NAMESPACE, FleetWeights(), "ml")
     assert older.value is None
     assert older.reason.startswith("weights_unknown: ")
 
@@ -117,9 +135,9 @@ def test_what_crosses_the_wire_has_the_same_fingerprint() -> None:
     again = Hello.unpack(hello.pack())
     assert again.pool is not None
     assert again.namespace is not None
-    assert fingerprint(again.pool, again.namespace, again.fleet_weights).value == value()
+    assert fingerprint(again.pool, again.namespace, again.fleet_weights, "ml").value == value()
 
 
 def test_the_fingerprint_is_the_same_in_every_version() -> None:
     """Nodes that are upgraded one by one meet by it. If its value changes, what is in a store is found no more."""
-    assert value()[:12] == "a7a1ec2d4be8"
+    assert value()[:12] == "f786b7fa1353"

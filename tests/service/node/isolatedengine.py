@@ -1,6 +1,9 @@
 """An engine as another user or in another cgroup. Prints what it saw as JSON, then waits to be killed.
 
-`python isolatedengine.py SOCKET [--uid UID] [--group GID] [--cgroup FILE] [--store N] [--find N] [--map BYTES]`
+`python isolatedengine.py SOCKET [--uid UID] [--group GID] [--cgroup FILE] [--weights NAME] [--forge] [--store N]
+[--find N] [--wait] [--map BYTES]`
+
+`--forge`: the bytes of its blocks are not those that other engines expect. `--wait`: until all are found.
 """
 
 from __future__ import annotations
@@ -12,10 +15,12 @@ import time
 from pathlib import Path
 
 from msgspec.structs import replace
+from tests.service.node import rawengine
 from tests.service.node.rawengine import HELLO, RawEngine, key_of
 
 from kvstow.attach.connection import AttachConnection
 from kvstow.attach.hello import Hello
+from kvstow.attach.identity import FleetWeights
 
 _MADV_POPULATE_READ = 22
 
@@ -26,6 +31,9 @@ def main() -> None:
     parser.add_argument("--uid", type=int)
     parser.add_argument("--group", type=int)
     parser.add_argument("--cgroup", type=Path)
+    parser.add_argument("--weights", default="")
+    for switch in ("--forge", "--wait"):
+        parser.add_argument(switch, action="store_true")
     for number in ("--store", "--find", "--map"):
         parser.add_argument(number, type=int, default=0)
     options = parser.parse_args()
@@ -35,7 +43,10 @@ def main() -> None:
         os.setgroups([] if options.group is None else [options.group])
         os.setgid(options.uid)
         os.setuid(options.uid)
-    hello = replace(HELLO, pid=os.getpid())
+    if options.forge:
+        true_content = rawengine.content_of
+        rawengine.content_of = lambda key, rank: true_content(key[::-1], rank)
+    hello = replace(HELLO, pid=os.getpid(), fleet_weights=FleetWeights(options.weights))
     problem = problem_of(options.socket, hello)
     if problem is not None:
         print(json.dumps({"problem": problem}), flush=True)
@@ -61,7 +72,11 @@ def use(engine: RawEngine, options: argparse.Namespace) -> dict[str, object]:
     engine.store_all([key_of(10**6 + os.getpid())])  # then its ranks have registered memory
     if options.store:
         engine.store_all([key_of(number) for number in range(options.store)])
-    found = engine.load([key_of(number) for number in range(options.find)]) if options.find else 0
+    keys, found = [key_of(number) for number in range(options.find)], 0
+    if options.wait:
+        engine.wait_for(lambda: engine.load(keys) == len(keys))
+    if options.find:
+        found = engine.load(keys)
     if options.map:
         engine.wait_for(lambda: all(sum(worker.populated.values()) >= options.map for worker in engine.workers))
         for worker in engine.workers:

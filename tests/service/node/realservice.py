@@ -25,10 +25,16 @@ class RealService:
         python_path = [str(Path(__file__).parents[3]), *filter(None, sys.path)]
         self._environment = {"PYTHONPATH": os.pathsep.join(python_path), "PATH": os.environ["PATH"]}
 
-    def serve(self, *options: str, prefix: tuple[str, ...] = (), cgroup: Path | None = None) -> httpx.Client:
+    def serve(
+        self,
+        *options: str,
+        prefix: tuple[str, ...] = (),
+        cgroup: Path | None = None,
+        module: str = "kvstow_service",
+    ) -> httpx.Client:
         """A client of its admin API, once engines can attach. `cgroup`: the folder of the one that it belongs to."""
         uds = self._folder / "admin.sock"
-        command = [*prefix, sys.executable, "-m", "kvstow_service", "serve", "--attach-socket", str(self.socket)]
+        command = [*prefix, sys.executable, "-m", module, "serve", "--attach-socket", str(self.socket)]
         command += ["--port", "0", "--admin-socket", str(uds), "--shutdown-delay", "0s", *options]
         if cgroup is not None:
             join = f'echo $$ > {cgroup}/cgroup.procs; exec "$@"'

@@ -14,7 +14,7 @@ from tests.service.node.realservice import RealService
 pytestmark = [pytest.mark.process, pytest.mark.skipif(os.geteuid() != 0, reason="needs root")]
 
 MIB = 1 << 20
-ALICE, BOB, ENGINES = 54321, 54322, 54399  # two users, and a group
+ALICE, BOB, CAROL, ENGINES = 54321, 54322, 54323, 54399  # three users, and a group
 _CGROUPS = (
     (Path("/sys/fs/cgroup/memory"), "memory.usage_in_bytes"),
     (Path("/sys/fs/cgroup"), "memory.current"),
@@ -82,6 +82,39 @@ def test_users_share_no_blocks(service: RealService) -> None:
     assert (alice["found"], bob["found"]) == (8, 0)
     assert alice["pool"] != bob["pool"]
     assert len(admin.get("/v1/pools").json()["items"]) == 2
+
+
+TIERED = ("--tier", "redis://store:1", "--memory", "64MiB", "--extent-size", "2MiB", "--attach-group", str(ENGINES))
+WEIGHTS = ("--group", ENGINES, "--weights", "digest 1")
+
+
+def test_a_tenant_neither_reads_nor_forges_blocks_of_another_one_through_the_fleet_tier(
+    service: RealService, eventually: Any
+) -> None:
+    tenants = ("--tenant", f"one={ALICE}", "--tenant", f"two={BOB},{CAROL}")
+    admin = service.serve(*TIERED, *tenants, module="tests.helm.tieredservice")
+    service.engine("--uid", BOB, *WEIGHTS, "--forge", "--store", 8, "--find", 8)
+    eventually(lambda: [one["counters"]["put_blocks"] for one in admin.get("/v1/tier").json()["items"]] == [9])
+    _, carol = service.engine("--uid", CAROL, *WEIGHTS, "--forge", "--find", 8, "--wait")
+    assert carol["found"] == 8, "what another user of the tenant has stored"
+    _, alice = service.engine("--uid", ALICE, *WEIGHTS, "--find", 8)
+    assert (alice["problem"], alice["found"]) == (None, 0)
+    states = {one["pool"]: one["state"] for one in admin.get("/v1/tier").json()["items"]}
+    assert (len(states), {*states.values()}) == (3, {"on"})
+
+
+def test_without_tenants_only_the_services_own_user_uses_the_fleet_tier(service: RealService, eventually: Any) -> None:
+    admin = service.serve(*TIERED, module="tests.helm.tieredservice")
+    _, own = service.engine(*WEIGHTS, "--store", 8, "--find", 8)
+    _, alice = service.engine("--uid", ALICE, *WEIGHTS, "--store", 8, "--find", 8)
+    eventually(lambda: len(admin.get("/v1/tier").json()["items"]) == 2)
+    by_pool = {one["pool"]: one for one in admin.get("/v1/tier").json()["items"]}
+    assert (by_pool[own["pool"]]["state"], by_pool[alice["pool"]]["state"]) == ("on", "off")
+    reason = by_pool[alice["pool"]]["reason"]
+    assert reason.startswith("tenant_unknown: ")
+    assert f"--tenant NAME={ALICE}" in reason
+    found = admin.get("/v1/doctor").json()["conditions"]
+    assert [reason in one["what"] for one in found if one["name"] == "tier_off"] == [True]
 
 
 def test_a_service_in_a_pid_namespace_of_its_own_sees_engines_die(service: RealService, eventually: Any) -> None:

@@ -382,6 +382,31 @@ def test_without_an_identity_across_nodes_the_tier_is_off_and_says_why(
     assert (call.is_pending, store.num_objects, store.batches) == (False, 0, [])
 
 
+def test_where_tenants_are_named_nobody_else_uses_the_store(
+    make_node: MakeNode, engines: Engines, store: ControlledStore
+) -> None:
+    others = make_node(tenant=f"web={os.geteuid() + 1}")
+    engine = engines(others)
+    engine.store_until_found(keys_of(0, 4))
+    engine.wait_for(lambda: node_tier(others).tiers())
+    (one,) = node_tier(others).tiers()
+    assert (one.state, one.fingerprint, store.num_objects) == ("off", None, 0)
+    assert f"--tenant NAME={os.geteuid()}" in one.reason
+
+
+def test_nodes_exchange_the_blocks_of_a_tenant_by_its_name(
+    make_node: MakeNode, engines: Engines, store: ControlledStore
+) -> None:
+    """Whoever the uid is on each of them."""
+    names = [f"ml={os.geteuid()}", f"web={os.geteuid()}", f"ml={os.geteuid() + 1},{os.geteuid()}"]
+    found = []
+    for name in names:
+        tier = node_tier(node := make_node(tenant=name))
+        engines(node).wait_for(tier.tiers)
+        found.append(tier.tiers()[0].fingerprint)
+    assert found[0] == found[2] != found[1]
+
+
 @pytest.mark.parametrize("broken", ["step", "look_for"])
 def test_a_defect_switches_the_tier_of_its_namespace_off(
     make_node: MakeNode, engines: Engines, monkeypatch: pytest.MonkeyPatch, broken: str

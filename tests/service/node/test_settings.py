@@ -93,6 +93,49 @@ def test_an_unknown_variable_is_refused(name: str) -> None:
     assert error.startswith(f"{name} is not a setting")
 
 
+@pytest.mark.parametrize(
+    "given", ["ml=1001,1002 web=0", ["ml=1001,1002", "web=0"], ("ml=1001,1002 web=0",), " web=0  ml=1001,1002 "]
+)
+def test_tenants_are_read_from_flags_variables_and_lists(given: object) -> None:
+    settings = load_settings({**MEMORY, "tier": "redis://s:1", "tenant": given}, {})
+    assert settings.tenants == {1001: "ml", 1002: "ml", 0: "web"}
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ("ml", "NAME=UID[,UID], such as ml=1001"),
+        ("ml=", "NAME=UID[,UID], such as ml=1001"),
+        ("=1", "NAME=UID[,UID], such as ml=1001"),
+        ("ml=root", "NAME=UID[,UID], such as ml=1001"),
+        ("ml=1,", "NAME=UID[,UID], such as ml=1001"),
+        ("ml=-1", "NAME=UID[,UID], such as ml=1001"),
+        ("ml=\u0661", "NAME=UID[,UID], such as ml=1001"),
+        ("ML=1", "a name has up to 63 small letters"),
+        ("-=1", "a name has up to 63 small letters"),
+        ("m" * 64 + "=1", "a name has up to 63 small letters"),
+        ([1001], "NAME=UID[,UID], such as ml=1001"),
+        (1001, "or a list of these"),
+        ("ml=1001 web=1002,1001", "each uid once, and 1001 is there twice"),
+        ("ml=1,01", "each uid once, and 1 is there twice"),
+        ("ml=1 ml=2", "each name once, and ml is there twice"),
+        ("ml=65534", "nobody attaches as 65534"),
+        ("ml=4294967295", "nobody attaches as 4294967295"),
+        ("ml=99999999999999999999", "nobody attaches as 9"),
+    ],
+)
+def test_wrong_tenants_are_refused(given: object, problem: str) -> None:
+    (error,) = errors_of({**MEMORY, "tier": "redis://s:1", "tenant": given})
+    assert error.startswith(f"--tenant is {given!r}; allowed: ")
+    assert problem in error
+
+
+def test_tenants_need_a_tier() -> None:
+    assert errors_of({**MEMORY, "tenant": "ml=1"}) == [
+        "--tenant ml=1 needs --tier, the store through which tenants share blocks"
+    ]
+
+
 def test_an_unknown_variable_is_named_with_the_allowed_ones() -> None:
     (error,) = errors_of({}, {"KVSTOW_MEMORYZ": "2"})
     assert error.startswith("KVSTOW_MEMORYZ is not a setting; the settings are ")

@@ -79,16 +79,18 @@ class NodeTier:
         store: TierStore,
         memory: MemoryThread,
         post: Callable[[Callable[[], object]], object],
+        tenants: Mapping[int, str],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`post` has the attach server's thread call something."""
+        """`post` has the attach server's thread call something. `tenants`: the names of the users (uids) that share
+        blocks beyond the node. Only they use the store."""
         self.store, self.url, self._given_url = store.name, shown_url(url), url
         self._lock = Lock()
         """Guards what `enter` makes and `drop_pool` removes, until `close`, and what operators see. Held for
         moments."""
         self._is_closed = False
         self._pools: dict[str, PoolTier] = {}
-        self._memory, self._post, self._clock = memory, post, clock
+        self._memory, self._post, self._tenants, self._clock = memory, post, tenants, clock
         with ExitStack() as opened:  # nothing stays open after an error
             self._end, self._witness = os.pipe()
             opened.callback(os.close, self._end)
@@ -166,7 +168,7 @@ class NodeTier:
 
     def _begin(self, tier: NamespaceTier, weights: FleetWeights) -> None:
         pool = tier.pool_tier.pool
-        name = _fingerprint_of(pool, tier.namespace, weights)
+        name = self._fingerprint_of(pool, tier.namespace, weights)
         groups = groups_of(pool.identity)
         fleet = FleetTier(
             tier.control,
@@ -183,6 +185,16 @@ class NodeTier:
         tier.begin(fleet)
         with self._lock:
             self._tiers.append(tier)
+
+    def _fingerprint_of(self, pool: NodePool, namespace: KnownNamespace, weights: FleetWeights) -> Fingerprint:
+        """The name under which engines in this namespace have their blocks in the store."""
+        if namespace.is_reset:
+            return Fingerprint(None, WEIGHTS_CHANGED)
+        if groups_of(pool.identity) is None:
+            return Fingerprint(None, _GROUPS)
+        uid = pool.identity.uid
+        assert uid is not None, "each pool of a node has an owner"
+        return fingerprint(pool.identity, namespace.identity, weights, self._tenants.get(uid))
 
     # -- operators, on any thread -----------------------------------------------------------------------------
 
@@ -347,12 +359,3 @@ def _sum(totals: Mapping[TierLabels, TierCounters], tiers: Iterable[NamespaceTie
     for tier in tiers:
         sums[tier.labels] = sums.get(tier.labels, TierCounters()) + tier.shown.status().counters
     return sums
-
-
-def _fingerprint_of(pool: NodePool, namespace: KnownNamespace, weights: FleetWeights) -> Fingerprint:
-    """The name under which engines in this namespace have their blocks in the store."""
-    if namespace.is_reset:
-        return Fingerprint(None, WEIGHTS_CHANGED)
-    if groups_of(pool.identity) is None:
-        return Fingerprint(None, _GROUPS)
-    return fingerprint(pool.identity, namespace.identity, weights)
