@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from kvstow.bytesize import format_size
 from kvstow.errors import ConfigError, ConflictError, IntegrityError, InvalidRequestError, NotFoundError
-from kvstow.memory.rows import UNIT_BYTES, BookedExtent, BookedPool, PoolLayout, Row, fair_shares
+from kvstow.memory.rows import UNIT_BYTES, BookedExtent, BookedPool, PoolLayout, Row, fair_shares, most_of
 
 
 class Create(NamedTuple):
@@ -64,7 +64,8 @@ class MemoryBudget:
 
     Extents exist before there is a pool, spread over the NUMA nodes, so that they can be populated. A pool whose
     sessions want more gets spare extents. When there are none, they are recalled from pools without sessions, starting
-    with the pool that has had none for the longest time, then from the largest pools, down to their fair share.
+    with the pool that has had none for the longest time, then from pools above their fair share, those of the owner
+    first that has the most above its own. However many pools an owner has, others lose nothing of theirs by it.
 
     Guarantees: the extents that exist never exceed the total, unless a restart or a lower total made it so; nothing is
     created then. An extent belongs to one row of one pool. It changes hands only after its pool has lost it, and each
@@ -238,30 +239,40 @@ class MemoryBudget:
         return sum(extent.num_bytes for extent in self.closed.values() if not extent.is_kept)
 
     def fair_shares(self) -> dict[str, int]:
-        """Bytes that each pool with sessions may have at least, if it wants them. What processes keep of an owner's
-        memory is taken off the shares of that owner's pools, and only what is more than these have off everybody's."""
-        demands = {}
+        """Bytes that each pool with sessions may have at least, if it wants them: first owners share, and then the
+        pools of each. What processes keep of an owner's memory counts in that owner's share. Who keeps some gets no
+        more than makes half of what other owners do not keep, so that no owner comes to keep everything in parts."""
+        demands: dict[int | None, dict[str, int]] = {}
         for name, pool in self._pools.items():
             if pool.asks:
                 slots = pool.demand_slots()
-                demands[name] = self.total_bytes if slots is None else pool.layout.bytes_of(slots)
-        shares = fair_shares(self.total_bytes, demands)
-        if left := self._take_off_kept(shares):
-            shares = fair_shares(max(0, self.total_bytes - left), demands)
-            self._take_off_kept(shares)
+                demand = self.total_bytes if slots is None else pool.layout.bytes_of(slots)
+                demands.setdefault(pool.layout.owner, {})[name] = demand
+        kept = self.kept_bytes()
+        wanted = {owner: sum(demands.get(owner, {}).values()) for owner in {*demands, *kept}}
+        for owner, num_bytes in kept.items():
+            most = most_of(self.total_bytes, kept.total() - num_bytes)
+            wanted[owner] = min(wanted[owner], max(0, most - num_bytes))
+        of_owners = fair_shares(self.total_bytes, wanted, kept)
+        shares: dict[str, int] = {}
+        for owner, of_pools in demands.items():
+            shares |= fair_shares(of_owners[owner], of_pools)
         return shares
 
-    def _take_off_kept(self, shares: dict[str, int]) -> int:
-        """The bytes that no share is left for."""
+    def kept_bytes(self) -> Counter[int | None]:
+        """What processes keep of the memory that is not used again, by owner. That of an earlier service has none."""
         kept: Counter[int | None] = Counter()
         for extent in self.closed.values():
-            kept[extent.owner] += extent.num_bytes if extent.is_kept else 0
-        for name in sorted(shares, key=lambda name: -shares[name]) if kept else ():
-            owner = self._pools[name].layout.owner
-            less = min(shares[name], kept[owner])
-            shares[name] -= less
-            kept[owner] -= less
-        return kept.total()
+            if extent.is_kept:
+                kept[extent.owner] += extent.num_bytes
+        return kept
+
+    def held_bytes(self) -> Counter[int]:
+        """What the pools of each owner have, without what was recalled."""
+        held: Counter[int] = Counter()
+        for pool in self._pools.values():
+            held[pool.layout.owner] += pool.held_bytes()
+        return held
 
     def check_integrity(self) -> None:
         """Raises `IntegrityError` where rows and extents contradict each other."""
@@ -330,10 +341,16 @@ class MemoryBudget:
             self._close_spare(steps, owner=None)
 
     def _give_rows(self, steps: list[Step], shares: dict[str, int], *, whole: bool) -> None:
-        """Row by row, to the pool with the least memory first. `whole`: see `BookedPool.next_row_slots`."""
+        """Row by row, to the owner with the least memory first, and of that owner's pools to the one with the least.
+        `whole`: see `BookedPool.next_row_slots`."""
+
+        def order(name: str) -> tuple[int, int, str]:
+            pool = self._pools[name]
+            return of_owners[pool.layout.owner], pool.held_bytes(), name
+
         while True:
-            available = self._available()
-            for name in sorted(shares, key=lambda name: (self._pools[name].held_bytes(), name)):
+            available, of_owners = self._available(), self.held_bytes()
+            for name in sorted(shares, key=order):
                 if slots := self._pools[name].next_row_slots(shares[name], available, whole=whole):
                     if not self._give_row(steps, name, slots):
                         return
@@ -471,11 +488,16 @@ def recall_order(
     pools: Mapping[str, BookedPool], shares: Mapping[str, int], *, may_cross: bool
 ) -> list[tuple[str, int]]:
     """Pools and numbers of rows that may be recalled: those of pools without sessions, which have no share, then those
-    of the largest pool that is above its share, and so on. `may_cross`: also the row with which a pool falls below."""
+    of pools above their share, as long as they are. The owner comes first that has the most above the shares of all its
+    pools, and of those the largest. `may_cross`: also the row with which a pool falls below its share."""
     idle = sorted((pool.idle_since, name) for name, pool in pools.items() if name not in shares)
     order = [(name, row) for _, name in idle for row in reversed(pools[name].active_rows())]
     held = {name: pools[name].held_bytes() for name in shares}
     rows = {name: pools[name].active_rows() for name in shares}
+    owners = {name: pools[name].layout.owner for name in shares}
+    above: Counter[int] = Counter()
+    for name, owner in owners.items():
+        above[owner] += held[name] - shares[name]
 
     def may_lose_a_row(name: str) -> bool:
         if not rows[name]:
@@ -485,8 +507,9 @@ def recall_order(
         return held[name] - pools[name].rows[rows[name][-1]].num_bytes >= shares[name]
 
     while losers := [name for name in shares if may_lose_a_row(name)]:
-        largest = max(losers, key=lambda name: (held[name], name))
+        largest = max(losers, key=lambda name: (above[owners[name]], held[name], name))
         row = rows[largest].pop()
         held[largest] -= pools[largest].rows[row].num_bytes
+        above[owners[largest]] -= pools[largest].rows[row].num_bytes
         order.append((largest, row))
     return order

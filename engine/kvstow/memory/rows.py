@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TypeVar
 
 from kvstow.errors import ConfigError
 from kvstow.memory.region import HUGE_PAGE_BYTES, round_up
@@ -82,14 +84,34 @@ class PoolLayout:
         return max(rank.slot_stride for rank in self.ranks)
 
 
-def fair_shares(total: int, demands: Mapping[str, int]) -> dict[str, int]:
-    """Max-min fair: no pool gets more than it asks for, and what one leaves is divided among the others."""
-    shares: dict[str, int] = {}
+_Name = TypeVar("_Name")
+
+
+def fair_shares(
+    total: int, demands: Mapping[_Name, int], kept: Mapping[_Name, int] = MappingProxyType({})
+) -> dict[_Name, int]:
+    """Max-min fair: nobody gets more than they ask for, and what one leaves is divided among the others. What somebody
+    has `kept` is a part of their share that cannot be divided. Their names are in `demands`, too, which do not include
+    it. Shares do not include it either."""
+    shares: dict[_Name, int] = {}
     left = total
-    for count, (name, demand) in enumerate(sorted(demands.items(), key=lambda item: item[1])):
-        shares[name] = min(demand, left // (len(demands) - count))
+    wanted = {name: demand + kept.get(name, 0) for name, demand in demands.items()}
+    for count, (name, demand) in enumerate(sorted(wanted.items(), key=lambda item: item[1])):
+        shares[name] = min(demand, left // (len(wanted) - count))
         left -= shares[name]
-    return shares
+    most = max(kept, key=lambda name: kept[name], default=None)
+    if most is None or kept[most] <= shares[most]:
+        return {name: share - kept.get(name, 0) for name, share in shares.items()}
+    # It has kept more than its share, so the others divide what is left.
+    others = {name: demand for name, demand in demands.items() if name != most}
+    kept_by_others = {name: num_bytes for name, num_bytes in kept.items() if name != most}
+    return {most: 0, **fair_shares(max(0, total - kept[most]), others, kept_by_others)}
+
+
+def most_of(total: int, held_by_others: int) -> int:
+    """How much of something that cannot be reclaimed one owner may hold: half of what the others have left. So there is
+    always some left for one more owner."""
+    return max(0, total - held_by_others) // 2
 
 
 @dataclass(slots=True)
