@@ -169,7 +169,7 @@ class TieredOffload(EmbeddedOffload):
                 return
             self._news.wait(_TURN)
 
-    def find(self, keys: Sequence[BlockKey]) -> Awaited[Lease]:
+    def admit(self, keys: Sequence[BlockKey]) -> Awaited[Lease]:
         lease = self._engine.acquire(keys, count=False)
         wait = self.tier.look_for(keys, lease.num_keys) if lease.num_keys < len(keys) else None
         if wait is not None:

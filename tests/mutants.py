@@ -735,6 +735,29 @@ MUTANTS = [
         "tests/engine/memory/test_populator.py::test_a_refusal_is_in_the_log_once_however_often_it_is_tried_again",
     ),
     Mutant(
+        "a_request_keeps_its_blocks_while_it_generates",
+        "service/kvstow_service/replay/driver.py",
+        "            if self._is_over(job.request.ended):\n                self._free_blocks(job)\n",
+        "            self._free_blocks(job)\n",
+        "tests/service/replay/test_driver.py"
+        "::test_a_request_runs_until_it_has_ended_in_the_trace_and_keeps_its_blocks_so_long",
+    ),
+    Mutant(
+        "requests_end_in_the_order_of_the_trace",
+        "service/kvstow_service/replay/trace.py",
+        "        while running and running[0][0] <= request.timestamp:\n",
+        "        while running and False:\n",
+        "tests/service/replay/test_hittable.py"
+        "::test_a_request_counts_as_used_when_it_ends_which_may_be_after_others_have_begun",
+    ),
+    Mutant(
+        "a_run_of_ids_is_bounded",
+        "service/kvstow_service/replay/trace.py",
+        "        if left < 0:\n",
+        "        if left < -(1 << 30):\n",
+        "tests/service/replay/test_trace.py::test_a_bad_value_of_the_packed_form_is_named",
+    ),
+    Mutant(
         "a_replay_ends_with_a_rank",
         "service/kvstow_service/replay/processes.py",
         '        logger.warning("%s", error)\n',

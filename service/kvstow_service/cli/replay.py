@@ -75,7 +75,13 @@ _POSITIVE = click.FloatRange(0, min_open=True)
 )
 @click.option("--rate", type=_POSITIVE, help="Requests started per second. Default: all at once.")
 @click.option("--time-scale", type=_POSITIVE, help="Start requests by their timestamps, this many times as fast.")
-@click.option("--concurrency", type=click.IntRange(1), default=1, show_default=True, help="Requests in flight at once.")
+@click.option(
+    "--concurrency",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="Requests that load, compute or store at once. Those that only generate do not count.",
+)
 @click.option("--kv-blocks", type=click.IntRange(1), help="Blocks of the KV cache. Default: what the trace needs.")
 @click.option("--prefill-rate", type=_POSITIVE, help="Tokens per second that an engine computes. Default: no limit.")
 @click.option("--no-data", is_flag=True, help="Replay the control plane alone, in the time of the trace.")
@@ -113,8 +119,8 @@ def replay(
 ) -> None:
     """Replay a request trace and verify every loaded byte.
 
-    Each request is looked up, its hits are loaded, the rest is computed and stored. TRACE is a file of JSON lines; -
-    reads standard input.
+    Each request is looked up, its hits are loaded, the rest is computed and stored. Then it runs until the trace says
+    that it has ended. TRACE is a file of JSON lines, which may be compressed with gzip; - reads standard input.
 
     With --attach each engine is a process, and so is each of its ranks. They continue without the service while it is
     away, and an engine that dies is started again. Engines of equal slot size and ranks share what they store.

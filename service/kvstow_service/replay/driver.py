@@ -1,9 +1,10 @@
 """Feeds a trace through the control plane by the calls that an inference connector makes, in steps like a scheduler's.
 
-Each request leases the leading run of its keys, loads it into KV blocks, computes the rest, and stores that. While it
-waits for an answer of the control plane, the others continue. Every loaded byte is verified, and freed blocks are
-overwritten, so that the replay notices a store that reads its blocks after `source_free`, and a load that writes
-nothing.
+Each request leases the leading run of its keys, loads it into KV blocks, computes the rest, and stores that. Then it
+generates until it has ended in the trace: by its time in a replay at the trace's pace, before the requests that came
+later in one without a pace. While it waits for an answer of the control plane, the others continue. Every loaded byte
+is verified, and freed blocks are overwritten, so that the replay notices a store that reads its blocks after
+`source_free`, and a load that writes nothing.
 
 Threads. `run` drives everything on the caller's thread and is the only consumer of the settled ops and of the workers'
 completions meanwhile. `result` and the stop event may be used from any thread.
@@ -17,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from heapq import heappop, heappush
 from typing import Protocol, TypeVar
 
 from kvstow.errors import InvalidRequestError
@@ -28,7 +30,7 @@ from kvstow_service.replay.kv import LocalKV, Verification
 from kvstow_service.replay.offload import AttachedOffload, EmbeddedOffload
 from kvstow_service.replay.remoteranks import RemoteRanks
 from kvstow_service.replay.result import Position, ReplayResult
-from kvstow_service.replay.trace import BLOCK_TOKENS, ReplayOptions, TraceRequest
+from kvstow_service.replay.trace import BLOCK_TOKENS, ReplayOptions, TraceRequest, events
 
 _log = logging.getLogger("kvstow.replay")
 
@@ -75,6 +77,7 @@ class _Job:
     """
 
     number: int
+    request: TraceRequest
     keys: list[BlockKey]
     blocks: list[int]
     hold: Awaited[Lease] | None = None
@@ -125,6 +128,8 @@ class ReplayDriver:
         """Those that wait for an answer, in the order of their questions."""
         self._plan: list[Op] = []
         self._ops: dict[int, tuple[Op, _Job]] = {}
+        self._generating: list[tuple[float, int]] = []
+        """A heap of when requests have ended in the trace, and their numbers: those that have stored everything."""
         self._unverified: deque[_Job] = deque()
         """Those whose loads are being verified, in order."""
         self._tally = ReplayResult(ranks=len(workers))
@@ -153,9 +158,10 @@ class ReplayDriver:
                     deadline = min(deadline, time.monotonic() + self._options.drain_seconds)
                     if time.monotonic() >= deadline:
                         break
-                else:
+                has_moved = self._end_requests(stop)
+                if not stop.is_set():
                     self._admit(stop)
-                has_moved = self._take_answers()
+                has_moved |= self._take_answers()
                 self._submit_step()
                 has_moved |= self._collect()
                 if not has_moved and not self._finished(stop):
@@ -175,14 +181,51 @@ class ReplayDriver:
 
     # One step: requests start, their ops go to every rank, what became final moves requests on.
 
+    def _end_requests(self, stop: threading.Event) -> bool:
+        """End those that generate and are over, in the order of their ends. Without a pace they are over when another
+        request may start, not earlier: the one before that has to be stored first, as in the trace. Returns whether
+        there were any."""
+        if not stop.is_set() and self._options.time_scale is None and self._in_flight >= self._options.concurrency:
+            return False
+        has_moved = False
+        while self._generating and (stop.is_set() or self._is_over(self._generating[0][0])):
+            self._end_first()
+            has_moved = True
+        return has_moved
+
+    @property
+    def _in_flight(self) -> int:
+        """Requests that load, compute or store."""
+        return len(self._jobs) - len(self._generating)
+
+    def _end_first(self) -> None:
+        _, number = heappop(self._generating)
+        self._end(self._jobs[number])
+
+    def _is_over(self, ended: float) -> bool:
+        """Whether a request is over that has ended at this time of the trace. Without a pace the time of the trace is
+        that of the next request, so that the order of starts and ends is the trace's."""
+        if self._options.rate is not None or self._next == len(self._requests):
+            return True
+        due = self._options.due_end(ended, self._requests[0])
+        return ended <= self._requests[self._next].timestamp if due is None else self._seconds_to(due) <= 0
+
     def _admit(self, stop: threading.Event) -> None:
         """Start requests until as many are in flight as may be. A request that loads and stores nothing ends as soon
         as it starts, so the number of starts is bounded too: the ops of the others must reach their ranks."""
         for _ in range(self._options.concurrency):
+            self._make_room()
             if stop.is_set() or not self._may_admit() or self._seconds_to_due() > 0:
                 return
             self._start(self._next, self._requests[self._next])
             self._next += 1
+
+    def _make_room(self) -> None:
+        """Without a pace, requests that generate end early if their KV blocks are needed for the next to start."""
+        if self._options.time_scale is not None or self._next == len(self._requests):
+            return
+        while self._generating and not self._in_flight and not self._may_admit():
+            self._end_first()
 
     def _take_answers(self) -> bool:
         """Whether any answer has come that a request waited for."""
@@ -221,6 +264,9 @@ class ReplayDriver:
         timeout = max(0.0, min(_WAIT, self._seconds_to_due())) if may_admit else _WAIT
         if (left := self._model_is_free - time.monotonic()) > 0:
             timeout = min(timeout, left)
+        if self._generating:
+            due_end = self._options.due_end(self._generating[0][0], self._requests[0])
+            timeout = timeout if due_end is None else min(timeout, max(0.0, self._seconds_to(due_end)))
         if self._wait_for_news is not None:
             self._wait_for_news(timeout)
             return
@@ -235,24 +281,28 @@ class ReplayDriver:
 
     def _may_admit(self) -> bool:
         """Whether there is a next request, and room for it. It may not be due yet."""
-        if self._next == len(self._requests) or len(self._jobs) >= self._options.concurrency:
+        if self._next == len(self._requests) or self._in_flight >= self._options.concurrency:
             return False
         return len(self._requests[self._next].hash_ids) <= len(self._free)
 
     def _seconds_to_due(self) -> float:
         due = self._options.due(self._next, self._requests[self._next], self._requests[0])
-        return self._started + due - time.monotonic() if due > 0 else 0.0
+        return self._seconds_to(due) if due > 0 else 0.0
+
+    def _seconds_to(self, due: float) -> float:
+        """To a moment in seconds after the start of the replay."""
+        return self._started + due - time.monotonic()
 
     # The life of a request.
 
     def _start(self, number: int, request: TraceRequest) -> None:
-        job = _Job(number, request.keys(), [self._free.popleft() for _ in request.hash_ids])
+        job = _Job(number, request, request.keys(), [self._free.popleft() for _ in request.hash_ids])
         job.started = time.monotonic()
         self._jobs[number] = job
         self._tally.blocks += len(job.keys)
         if not number:
             self._tally.first_blocks = len(job.keys)
-        self._ask(job, self._offload.find(job.keys), self._found)
+        self._ask(job, self._offload.admit(job.keys), self._found)
 
     def _ask(self, job: _Job, answer: Awaited[_T], then: Callable[[_Job, _T], None]) -> None:
         """Call `then` with the answer, now or as soon as it is there."""
@@ -309,7 +359,7 @@ class ReplayDriver:
         if keys:
             self._ask(job, self._offload.begin_store(keys, blocks, str(job.number)), self._store_begun)
         else:
-            self._finish(job)
+            self._generate(job)
 
     def _store_begun(self, job: _Job, grant: StoreGrant) -> None:
         for outcome, count in grant.outcomes.items():
@@ -318,7 +368,7 @@ class ReplayDriver:
         if grant.op is not None:
             self._plan_op(grant.op, job)
         else:
-            self._finish(job)
+            self._generate(job)
 
     def _plan_op(self, op: Op, job: _Job) -> None:
         self._plan.append(op)
@@ -329,7 +379,8 @@ class ReplayDriver:
             return  # of an earlier replay over this engine, which was stopped
         op, job = self._ops[settled.op_id]
         if settled.mark == "source_free":
-            self._free_blocks(job)
+            if self._is_over(job.request.ended):
+                self._free_blocks(job)
             return
         del self._ops[settled.op_id]
         if op.direction == "load":
@@ -337,7 +388,7 @@ class ReplayDriver:
             self._store(job)
         else:
             self._stored(settled)
-            self._finish(job)
+            self._generate(job)
 
     def _loaded(self, job: _Job, settled: Settled) -> None:
         if settled.mark == "done":
@@ -356,9 +407,13 @@ class ReplayDriver:
         _log.warning("a store of %d blocks failed: %s", len(settled.blocks), settled.error)
         self._tally.failed_stores += len(settled.blocks)
 
-    def _finish(self, job: _Job) -> None:
+    def _generate(self, job: _Job) -> None:
+        """All is stored. The request keeps its KV blocks until its answer is complete, as in an inference engine."""
         self._release(job)
-        self._offload.use(job.keys)
+        heappush(self._generating, (job.request.ended, job.number))
+
+    def _end(self, job: _Job) -> None:
+        self._offload.end(job.keys, job.request.stop)
         self._free_blocks(job)
         del self._jobs[job.number]
         self._tally.requests += 1
@@ -380,6 +435,7 @@ class ReplayDriver:
             self._release(job)
             self._free.extend(job.blocks)
         self._asking.clear()
+        self._generating.clear()
         self._ops.clear()
         self._tally.abandoned = len(self._jobs)
         self._jobs.clear()
@@ -411,13 +467,22 @@ class ReplayDriver:
 
 
 def blocks_needed(requests: Sequence[TraceRequest], concurrency: int) -> int:
-    """KV blocks with which `concurrency` requests of any size run at once."""
-    return max((len(request.hash_ids) for request in requests), default=0) * concurrency
+    """KV blocks with which `concurrency` requests of any size are in flight beside all that run at once in the trace,
+    one of the former included."""
+    most = running = 0
+    for event in events(requests):
+        running += -len(requests[event.number].hash_ids) if event.is_end else len(requests[event.number].hash_ids)
+        most = max(most, running)
+    return most + (concurrency - 1) * _largest(requests)
+
+
+def _largest(requests: Sequence[TraceRequest]) -> int:
+    return max((len(request.hash_ids) for request in requests), default=0)
 
 
 def check_fits(requests: Sequence[TraceRequest], kv_blocks: int) -> None:
     """Raises `InvalidRequestError` for a request that does not fit a KV cache of so many blocks."""
-    needed = blocks_needed(requests, 1)
+    needed = _largest(requests)
     if needed > kv_blocks:
         raise InvalidRequestError(
             f"the largest request has {needed} blocks, the KV cache {kv_blocks}; allowed: {needed} or more"

@@ -1,4 +1,8 @@
-"""What a replay asks of the control plane: embedded in its process, or in the node service."""
+"""What a replay asks of the control plane: embedded in its process, or in the node service.
+
+`admit` and `end` are the two moments in a request's life about which a connector tells the control plane something:
+what it says there is in these two methods alone.
+"""
 
 from __future__ import annotations
 
@@ -32,14 +36,20 @@ class EmbeddedOffload:
         self._evicted_before = engine.stats().evicted_for_capacity
         # What needs no answer is the engine's own.
         self.complete, self.take_settled = engine.complete, engine.take_settled
-        self.use, self.note_prefill = engine.use, engine.note_prefill
+        self.note_prefill = engine.note_prefill
 
     def step(self) -> None:
         """Called once a step of the replay. The engine's host ticks it."""
 
-    def find(self, keys: Sequence[BlockKey]) -> Awaited[Lease]:
-        """Look up the leading keys that are present, and keep them from eviction. The lease may be empty."""
+    def admit(self, keys: Sequence[BlockKey]) -> Awaited[Lease]:
+        """A request with this chain begins. Look up its leading keys that are present, and keep them from eviction. The
+        lease may be empty."""
         return Given(self._engine.acquire(keys))
+
+    def end(self, keys: Sequence[BlockKey], stop: str | None) -> None:
+        """A request with this chain has ended, and all that it stores is stored. `stop`: how it ended, as in its trace;
+        the control plane takes no account of it."""
+        self._engine.use(keys)
 
     def hold(self, keys: Sequence[BlockKey]) -> Awaited[Lease]:
         """Keep exactly these keys from eviction; the lease is empty if one of them is absent."""
@@ -129,7 +139,7 @@ class AttachedOffload:
         )
         # What needs no answer is the engine's own.
         self.complete, self.take_settled = self.engine.complete, self.engine.take_settled
-        self.use, self.note_prefill, self.close = self.engine.use, self.engine.note_prefill, self.engine.close
+        self.note_prefill, self.close = self.engine.note_prefill, self.engine.close
         self._ranks = ranks
         self._joined: SessionTicket | None = None
         self._asked: Answer[StoreGrant] | None = None
@@ -168,8 +178,11 @@ class AttachedOffload:
             self._asked = self.engine.begin_store((), ())
         return self._room
 
-    def find(self, keys: Sequence[BlockKey]) -> Awaited[Lease]:
+    def admit(self, keys: Sequence[BlockKey]) -> Awaited[Lease]:
         return _FoundLease(self, self.engine.find(keys, hold=Hold.LEADING))
+
+    def end(self, keys: Sequence[BlockKey], stop: str | None) -> None:
+        self.engine.use(keys)
 
     def hold(self, keys: Sequence[BlockKey]) -> Awaited[Lease]:
         return _FoundLease(self, self.engine.find(keys, hold=Hold.ALL, count=False))

@@ -1,10 +1,14 @@
 """What a replay replays: request traces, read from a file or generated, when their requests are due, and the shape of
 the KV cache that they fill.
 
-A trace is one JSON object a line, the schema of the Mooncake traces. `hash_ids` holds one id per block of
-`BLOCK_TOKENS` prompt tokens. Equal ids mean equal prompts up to and including that block, so an id alone is the prefix
-hash of its block. What `kvstow trace record` writes has an id for each block of the pool, computed ones included, and
-`looked_up`.
+A trace is a file of JSON objects, one a line and one for each request, in order of time. It may be compressed with
+gzip. The ids of a prompt's blocks, one for each `BLOCK_TOKENS` tokens, are in `hash_ids`, as in the Mooncake traces, or
+in `runs`: first id, count, first id, count and so on. Equal ids mean equal prompts up to and including that block, so
+an id alone is the prefix hash of its block. KVStow writes `runs`, which are far shorter where ids are numbered in the
+order of their first use.
+
+A request is running from `timestamp` to `end`, and `stop` says how it ended. Other requests come in between, so a
+replay admits and ends requests in the order of `events`.
 
 Generated traces are multi-turn: conversations that start from shared system prompts and grow by a question and an
 answer. Their figures follow the conversation trace of Mooncake in kind: long prompts, think times of tens of seconds, a
@@ -13,45 +17,145 @@ few prompts that most conversations share.
 
 from __future__ import annotations
 
+import gzip
+import io
 import json
 import random
 import sys
-from collections.abc import Iterable, Iterator
+import zlib
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from itertools import count, islice
-from typing import Any, NamedTuple
+from heapq import heappop, heappush
+from itertools import chain, count, islice, pairwise
+from typing import Any, NamedTuple, cast, overload
 
 from kvstow.errors import ConfigError, InvalidRequestError
 from kvstow.keys import BlockKey, make_key
 from kvstow.layout import KVLayout, Region
 
 BLOCK_TOKENS = 512
+MOST_BLOCKS = 1 << 20
+"""Of one request. A run is short to write and long to read, so a damaged one must not take all memory."""
+LONGEST_LINE = 64 << 20
 _HASH_BYTES = 32  # as long as the digests of a real prefix hash, so that keys cost what they will cost
+_IDS_END = 1 << 8 * _HASH_BYTES
+_LATEST = 1e15
+_LONGEST_TEXT = 256
+_ONCE = "an id names a whole prefix, so it occurs once in a request"
+_GZIP_MAGIC = b"\x1f\x8b"
+
+
+class Runs(Sequence[int]):
+    """Block ids, kept as runs of consecutive numbers. Equal to any sequence of the same ids."""
+
+    __slots__ = ("_length", "ranges")
+
+    def __init__(self, ranges: Iterable[range]) -> None:
+        self.ranges = tuple(ranges)
+        self._length = sum(map(len, self.ranges))
+
+    @classmethod
+    def of(cls, ids: Iterable[int]) -> Runs:
+        ranges: list[range] = []
+        for one in ids:
+            if ranges and ranges[-1].stop == one:
+                ranges[-1] = range(ranges[-1].start, one + 1)
+            else:
+                ranges.append(range(one, one + 1))
+        return cls(ranges)
+
+    def to_json(self) -> list[int]:
+        """First id, count, first id, count and so on."""
+        return [number for one in self.ranges for number in (one.start, len(one))]
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[int]:
+        return chain.from_iterable(self.ranges)
+
+    @overload
+    def __getitem__(self, at: int) -> int: ...
+    @overload
+    def __getitem__(self, at: slice) -> tuple[int, ...]: ...
+    def __getitem__(self, at: int | slice) -> int | tuple[int, ...]:
+        return tuple(self)[at]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and len(self) == len(other) and tuple(self) == tuple(other)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    def __repr__(self) -> str:
+        return f"Runs({list(self.ranges)})"
 
 
 class TraceRequest(NamedTuple):
-    """One request. `timestamp` in milliseconds, lengths in tokens. `looked_up`: from where to where in `hash_ids` it
-    has looked up its blocks, in a trace that was recorded: the GPU had those before, and has computed those behind.
-    None for all of them."""
+    """One request.
+
+    `timestamp`: when it was sent, in milliseconds. `input_length`, `output_length`: tokens. `looked_up`: from where to
+    where in `hash_ids` it has looked up its blocks, in a trace that was recorded: the GPU had those before, and has
+    computed those behind; None if it looked up all of them. `end`: when its answer was complete, in milliseconds; None
+    if the trace does not say, and then the request ends when it starts. `context`: names the conversation or the agent
+    whose previous request this one continues. `stop`: how the answer ended, such as `tool_use` or `end_turn`.
+    """
 
     timestamp: float
     input_length: int
     output_length: int
-    hash_ids: tuple[int, ...]
+    hash_ids: Sequence[int]
     looked_up: tuple[int, int] | None = None
+    end: float | None = None
+    context: str | None = None
+    stop: str | None = None
 
     def keys(self) -> list[BlockKey]:
         """The keys of its blocks, in order."""
-        return [make_key(0, hash_id.to_bytes(_HASH_BYTES, "big")) for hash_id in self.hash_ids]
+        return [key_of(hash_id) for hash_id in self.hash_ids]
 
     def to_line(self) -> str:
-        """The request as a line of a trace, without the newline."""
-        return json.dumps({name: value for name, value in self._asdict().items() if value is not None})
+        """The request as a line of a trace, without the newline. Its ids are packed into runs."""
+        ids = self.hash_ids if isinstance(self.hash_ids, Runs) else Runs.of(self.hash_ids)
+        line = {name: value for name, value in self._asdict().items() if value is not None and name != "hash_ids"}
+        return json.dumps({**line, "runs": ids.to_json()}, separators=(",", ":"))
 
     @property
     def asked(self) -> tuple[int, int]:
         """From where to where it looks up its blocks."""
         return self.looked_up or (0, len(self.hash_ids))
+
+    @property
+    def ended(self) -> float:
+        """When it has ended, in milliseconds."""
+        return self.timestamp if self.end is None else self.end
+
+
+def key_of(hash_id: int) -> BlockKey:
+    """The key of the block with this id."""
+    return make_key(0, hash_id.to_bytes(_HASH_BYTES, "big"))
+
+
+class Event(NamedTuple):
+    """The request with this number is admitted, or ends, at this time of the trace in milliseconds."""
+
+    at: float
+    number: int
+    is_end: bool
+
+
+def events(requests: Iterable[TraceRequest]) -> Iterator[Event]:
+    """The admission and the end of each request, in order of time. Requests are admitted in the order of the trace; at
+    the same moment requests end before others are admitted."""
+    running: list[tuple[float, int]] = []
+    for number, request in enumerate(requests):
+        while running and running[0][0] <= request.timestamp:
+            yield Event(*heappop(running), is_end=True)
+        yield Event(request.timestamp, number, is_end=False)
+        heappush(running, (request.ended, number))
+    while running:
+        yield Event(*heappop(running), is_end=True)
 
 
 def read_trace(path: str, *, limit: int | None = None) -> list[TraceRequest]:
@@ -60,49 +164,98 @@ def read_trace(path: str, *, limit: int | None = None) -> list[TraceRequest]:
     Empty lines are skipped. Raises `InvalidRequestError` naming the file, the line and what is wrong; also for a
     trace without requests.
     """
-    try:
-        if path == "-":
-            requests = list(islice(parse_trace(sys.stdin.buffer, "<stdin>"), limit))
-        else:
-            with open(path, "rb") as lines:
-                requests = list(islice(parse_trace(lines, path), limit))
-    except OSError as error:
-        raise InvalidRequestError(f"cannot read the trace {path}: {error.strerror}") from error
+    with closing(read_lines(path)) as lines:
+        requests = list(islice(parse_trace(lines, "<stdin>" if path == "-" else path), limit))
     if not requests:
         raise InvalidRequestError(f"{path} holds no requests")
     return requests
 
 
+def read_lines(path: str) -> Generator[bytes]:
+    """The lines of the file at `path`, or of standard input for `-`. The first bytes tell whether it is compressed with
+    gzip, so its name does not matter. Raises `InvalidRequestError` for what cannot be read."""
+    try:
+        with ExitStack() as stack:
+            source: io.BufferedReader[Any]
+            if path == "-":
+                source = io.BufferedReader(cast("io.RawIOBase", sys.stdin.buffer))
+                stack.callback(source.detach)  # otherwise standard input is closed with the reader
+            else:
+                source = stack.enter_context(open(path, "rb"))
+            is_compressed = source.peek(len(_GZIP_MAGIC)).startswith(_GZIP_MAGIC)
+            stream = stack.enter_context(gzip.open(source)) if is_compressed else source
+            while line := stream.readline(LONGEST_LINE + 1):
+                if len(line) > LONGEST_LINE:
+                    raise InvalidRequestError(f"{path} has a line of more than {LONGEST_LINE:,} bytes; is it a trace?")
+                yield line
+    except (OSError, EOFError, zlib.error) as error:  # also of gzip
+        raise InvalidRequestError(f"cannot read the trace {path}: {_words(error)}") from error
+
+
+def _words(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error)
+
+
 def parse_trace(lines: Iterable[bytes], name: str) -> Iterator[TraceRequest]:
     """The requests in `lines`; errors call the source `name`."""
     for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            yield _parse_request(json.loads(line))
-        except ValueError as error:  # also of JSON and of UTF-8
-            raise InvalidRequestError(f"{name}:{number}: {error}") from error
+        if line.strip():
+            yield parse_line(line, f"{name}:{number}")
+
+
+def parse_line(line: bytes, name: str) -> TraceRequest:
+    """The request in a line. Raises `InvalidRequestError`, which calls the line `name`."""
+    try:
+        return _parse_request(json.loads(line))
+    except (ValueError, RecursionError) as error:  # also of JSON and of UTF-8
+        raise InvalidRequestError(f"{name}: {error}") from error
 
 
 def _parse_request(value: Any) -> TraceRequest:
     if not isinstance(value, dict):
         raise ValueError(f"{type(value).__name__} found; a request is a JSON object")
-    missing = [field for field in TraceRequest._fields if field != "looked_up" and field not in value]
-    if missing:
+    ids = "runs" if "runs" in value else "hash_ids"
+    if missing := [field for field in ("timestamp", "input_length", "output_length", ids) if field not in value]:
         raise ValueError(f"{', '.join(missing)} missing")
-    timestamp, hash_ids = value["timestamp"], value["hash_ids"]
-    if type(timestamp) not in (int, float) or not 0 <= timestamp < float("inf"):
-        raise ValueError(f"timestamp is {timestamp!r}; allowed: milliseconds, 0 or more")
+    if "runs" in value and "hash_ids" in value:
+        raise ValueError("runs and hash_ids found; a request has one of them")
+    timestamp = milliseconds("timestamp", value["timestamp"])
     for field in ("input_length", "output_length"):
-        if type(value[field]) is not int or value[field] < 0:
-            raise ValueError(f"{field} is {value[field]!r}; allowed: a whole number of tokens, 0 or more")
-    if not isinstance(hash_ids, list):
-        raise ValueError(f"hash_ids is {hash_ids!r}; allowed: a list of whole numbers")
-    _check_hash_ids(hash_ids)
-    looked_up = value.get("looked_up")
-    if looked_up is not None:
-        looked_up = _positions(looked_up, len(hash_ids))
-    return TraceRequest(timestamp, value["input_length"], value["output_length"], tuple(hash_ids), looked_up)
+        tokens(field, value[field])
+    hash_ids = _unpacked(value["runs"]) if "runs" in value else _checked_ids(value["hash_ids"])
+    looked_up, end = value.get("looked_up"), value.get("end")
+    return TraceRequest(
+        timestamp,
+        value["input_length"],
+        value["output_length"],
+        hash_ids,
+        None if looked_up is None else _positions(looked_up, len(hash_ids)),
+        None if end is None else milliseconds("end", end, least=timestamp),
+        text("context", value.get("context")),
+        text("stop", value.get("stop")),
+    )
+
+
+def milliseconds(field: str, value: Any, *, least: float = 0) -> float:
+    """The value, if it is a time. Raises `ValueError`, as the functions below do."""
+    if type(value) not in (int, float) or not least <= value <= _LATEST:
+        raise ValueError(f"{field} is {value!r}; allowed: milliseconds, {least:g} or more")
+    return value  # type: ignore[no-any-return]
+
+
+def tokens(field: str, value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{field} is {value!r}; allowed: a whole number of tokens, 0 or more")
+    return value
+
+
+def text(field: str, value: Any) -> str | None:
+    if value is None:
+        return None
+    if not isinstance(value, str) or len(value) > _LONGEST_TEXT:
+        raise ValueError(f"{field} is {value!r:.80}; allowed: text of at most {_LONGEST_TEXT} characters")
+    value.encode()  # half a surrogate pair is no text
+    return value
 
 
 def _positions(value: Any, count: int) -> tuple[int, int]:
@@ -112,20 +265,50 @@ def _positions(value: Any, count: int) -> tuple[int, int]:
     raise ValueError(f"looked_up is {value!r}; allowed: two whole numbers, growing, from 0 to {count}")
 
 
-def _check_hash_ids(hash_ids: list[Any]) -> None:
-    for hash_id in hash_ids:
-        if type(hash_id) is not int or not 0 <= hash_id < 1 << 8 * _HASH_BYTES:
-            raise ValueError(f"hash_ids holds {hash_id!r}; allowed: whole numbers from 0 to below 2^{8 * _HASH_BYTES}")
-    if len(set(hash_ids)) < len(hash_ids):
-        twice = next(hash_id for hash_id in hash_ids if hash_ids.count(hash_id) > 1)
-        raise ValueError(f"hash_ids holds {twice} twice; an id names a whole prefix, so it occurs once in a request")
+def _checked_ids(ids: Any) -> Sequence[int]:
+    if not isinstance(ids, list):
+        raise ValueError(f"hash_ids is {ids!r}; allowed: a list of whole numbers")
+    for one in ids:
+        if type(one) is not int or not 0 <= one < _IDS_END:
+            raise ValueError(f"hash_ids holds {one!r}; allowed: whole numbers from 0 to below 2^{8 * _HASH_BYTES}")
+    if len(set(ids)) < len(ids):
+        twice = next(one for one in ids if ids.count(one) > 1)
+        raise ValueError(f"hash_ids holds {twice} twice; {_ONCE}")
+    packed = Runs.of(ids)
+    return packed if 2 * len(packed.ranges) <= len(ids) else tuple(ids)
+
+
+def _unpacked(runs: Any) -> Runs:
+    if not isinstance(runs, list) or len(runs) % 2:
+        raise ValueError(
+            f"runs is {runs!r:.80}; allowed: a list of whole numbers: first id, count, first id, count ..."
+        )
+    ranges = []
+    left = MOST_BLOCKS
+    for first, length in zip(runs[::2], runs[1::2], strict=True):
+        if type(first) is not int or type(length) is not int or first < 0 or length < 1 or first + length > _IDS_END:
+            raise ValueError(
+                f"runs holds {first!r}, {length!r}; allowed: an id from 0 to below 2^{8 * _HASH_BYTES} and a count of "
+                "1 or more"
+            )
+        left -= length
+        if left < 0:
+            raise ValueError(f"runs has more than {MOST_BLOCKS:,} blocks; no request is that long")
+        ranges.append(range(first, first + length))
+    for one, other in pairwise(sorted(ranges, key=lambda one: one.start)):
+        if other.start < one.stop:
+            raise ValueError(
+                f"runs holds {other.start} twice; an id names a whole prefix, so it occurs once in a request"
+            )
+    return Runs(ranges)
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayOptions:
     """How a trace is replayed.
 
-    `concurrency`: requests in flight at once; with 1 each is stored before the next looks up. `rate`: requests that
+    `concurrency`: requests in flight at once, those not counted that are stored and only generate; with 1 each is
+    stored before the next looks up. `rate`: requests that
     start per second. `time_scale`: start them by their timestamps, this many times as fast as recorded. With neither
     they start as fast as possible. `drain_seconds`: how long a stop waits for what is in flight. `prefill_rate`: tokens
     per second that the model computes, one request at a time; None: no limit.
@@ -161,6 +344,11 @@ class ReplayOptions:
             return (request.timestamp - first.timestamp) / 1000 / self.time_scale
         return 0.0
 
+    def due_end(self, ended: float, first: TraceRequest) -> float | None:
+        """Seconds after the start of the replay at which a request is due to end that ended at this time of the trace.
+        None if the replay has another pace than the trace."""
+        return None if self.time_scale is None else (ended - first.timestamp) / 1000 / self.time_scale
+
 
 _ARRIVALS_PER_SECOND = 0.5
 _TOKENS_PER_SECOND = 40.0
@@ -195,9 +383,10 @@ def generate_trace(shape: TraceShape, *, limit: int | None = None) -> list[Trace
     prompts = [[next(ids) for _ in range(rng.randint(*_PROMPT_BLOCKS))] for _ in range(shape.shared_prompts)]
     requests: list[TraceRequest] = []
     started = 0.0
-    for _ in range(shape.sessions):
+    for session in range(shape.sessions):
         started += rng.expovariate(_ARRIVALS_PER_SECOND)
-        requests.extend(_conversation(rng, ids, _pick(rng, prompts), shape.turns, started))
+        turns = _conversation(rng, ids, _pick(rng, prompts), shape.turns, started)
+        requests.extend(turn._replace(context=str(session)) for turn in turns)
     return sorted(requests, key=lambda request: request.timestamp)[:limit]
 
 
@@ -220,9 +409,11 @@ def _conversation(
         whole.extend(next(ids) for _ in range(tokens // BLOCK_TOKENS - len(whole)))
         partial = (next(ids),) if tokens % BLOCK_TOKENS else ()
         answer = _tokens(rng, _ANSWER_TOKENS)
-        yield TraceRequest(round(seconds * 1000), tokens, answer, (*whole, *partial))
+        end = seconds + answer / _TOKENS_PER_SECOND
+        blocks = Runs.of((*whole, *partial))
+        yield TraceRequest(round(seconds * 1000), tokens, answer, blocks, end=round(end * 1000), stop="end_turn")
         tokens += answer
-        seconds += answer / _TOKENS_PER_SECOND + _THINK_SECONDS * rng.lognormvariate(0.0, 0.7)
+        seconds = end + _THINK_SECONDS * rng.lognormvariate(0.0, 0.7)
 
 
 def _tokens(rng: random.Random, median: float) -> int:

@@ -96,8 +96,8 @@ class LateOffload(EmbeddedOffload):
         late: Any = LateAnswer(answer.value, self, self.steps + self.delay)
         return late  # type: ignore[no-any-return]
 
-    def find(self, keys: Sequence[bytes]) -> Given[Lease]:
-        return self._late(super().find(keys))
+    def admit(self, keys: Sequence[bytes]) -> Given[Lease]:
+        return self._late(super().admit(keys))
 
     def hold(self, keys: Sequence[bytes]) -> Given[Lease]:
         return self._late(super().hold(keys))
@@ -115,6 +115,7 @@ class Bench:
 
     engine: OffloadEngine
     workers: list[MemoryWorker]
+    offload: EmbeddedOffload
     driver: ReplayDriver
     kv_blocks: int
 
@@ -134,21 +135,23 @@ def bench(
     engine_type: type[OffloadEngine] = OffloadEngine,
     on_request: Callable[[int], None] = lambda finished: None,
     delay: int = 0,
+    offload_type: type[EmbeddedOffload] = EmbeddedOffload,
+    kv_blocks: int | None = None,
 ) -> Iterator[Bench]:
     engine = engine_type(EngineConfig(slot_bytes=PAGE, capacity_slots=SLOTS, num_ranks=ranks, policy="lru"))
-    kv_blocks = blocks_needed(requests, options.concurrency)
+    kv_blocks = kv_blocks or blocks_needed(requests, options.concurrency)
     caches = [np.zeros((kv_blocks, PAGE), np.uint8) for _ in range(ranks)]
     workers = [MemoryWorker(rank, cache, fault) for rank, cache in enumerate(caches)]
     for worker in workers:
         engine.report(worker.report())
     kv = LocalKV([HostKV(rank, [cache]) for rank, cache in enumerate(caches)])
-    offload = LateOffload(engine, delay) if delay else EmbeddedOffload(engine)
+    offload = LateOffload(engine, delay) if delay else offload_type(engine)
     wait = (lambda seconds: None) if delay else None  # answers come with the steps, not with the time
     driver = ReplayDriver(
         offload, workers, kv, requests, options, kv_blocks=kv_blocks, on_request=on_request, wait=wait
     )
     try:
-        yield Bench(engine, workers, driver, kv_blocks)
+        yield Bench(engine, workers, offload, driver, kv_blocks)
     finally:
         engine.close()
 
@@ -354,7 +357,7 @@ def test_a_stop_ends_a_replay_of_which_nothing_is_stored(conversations: list[Tra
         parts.engine.admin.drain("all", None)  # every store is dropped: a request ends as it starts
         result = parts.driver.run(stop)
         parts.assert_all_given_back()
-    assert result.requests == 10 < len(conversations)
+    assert 10 <= result.requests < 10 + 4 < len(conversations), "those that had started may end"
 
 
 def test_ops_get_to_their_ranks_while_other_requests_end_as_they_start(conversations: list[TraceRequest]) -> None:
@@ -432,3 +435,91 @@ def test_figures_can_be_read_while_the_replay_runs(conversations: list[TraceRequ
     with bench(conversations[:5], on_request=lambda finished: seen.append(parts.driver.result().requests)) as parts:
         parts.driver.run(Event())
     assert seen == [1, 2, 3, 4, 5]
+
+
+# -- requests that overlap ---------------------------------------------------------------------------------------------
+
+
+class Watched(EmbeddedOffload):
+    """Notes when requests begin and end, by their first key, and how they end."""
+
+    def __init__(self, engine: OffloadEngine) -> None:
+        super().__init__(engine)
+        self.noted: list[tuple[str, bytes, str | None]] = []
+        self.on_admit: Callable[[], None] = lambda: None
+        self.on_step: Callable[[], None] = lambda: None
+
+    def step(self) -> None:
+        self.on_step()
+
+    def admit(self, keys: Sequence[bytes]) -> Awaited[Lease]:
+        self.noted.append(("begins", keys[0], None))
+        self.on_admit()
+        return super().admit(keys)
+
+    def end(self, keys: Sequence[bytes], stop: str | None) -> None:
+        self.noted.append(("ends", keys[0], stop))
+        super().end(keys, stop)
+
+
+def watched(parts: Bench) -> Watched:
+    offload = parts.offload
+    assert isinstance(offload, Watched)
+    return offload
+
+
+LONG = TraceRequest(0, 1, 1, (1, 2), end=100, stop="end_turn")
+SHORT = TraceRequest(10, 1, 1, (3,), end=20, stop="tool_use")
+LATER = TraceRequest(50, 1, 1, (4,), end=60, stop="")
+
+
+def test_a_request_runs_until_it_has_ended_in_the_trace_and_keeps_its_blocks_so_long() -> None:
+    free: list[int] = []
+
+    def read_first(worker: MemoryWorker, op: Op) -> list[Step]:
+        done = worker.copy(op)
+        return [lambda: replace(done, mark="source_free"), lambda: done]
+
+    with bench([LONG, SHORT, LATER], offload_type=Watched, fault=read_first) as parts:
+        offload = watched(parts)
+        offload.on_admit = lambda: free.append(parts.driver.free_blocks)
+        result = parts.driver.run(Event())
+        parts.assert_all_given_back()
+    first, second, third = (request.keys()[0] for request in (LONG, SHORT, LATER))
+    assert offload.noted[:4] == [
+        ("begins", first, None),
+        ("begins", second, None),
+        ("ends", second, "tool_use"),
+        ("begins", third, None),
+    ]
+    assert sorted(offload.noted[4:]) == sorted([("ends", first, "end_turn"), ("ends", third, "")])
+    assert free == [1, 0, 0], "KV blocks of requests that run"
+    assert (result.requests, result.mismatches, result.abandoned) == (3, 0, 0)
+
+
+def test_without_room_for_the_next_request_the_one_that_ends_first_ends_early() -> None:
+    with bench([LONG, SHORT, LATER], offload_type=Watched, kv_blocks=2) as parts:
+        assert parts.driver.run(Event()).requests == 3
+        parts.assert_all_given_back()
+    assert [what for what, *_ in watched(parts).noted] == ["begins", "ends", "begins", "ends", "begins", "ends"]
+
+
+def test_a_replay_needs_blocks_for_all_that_run_at_once() -> None:
+    assert blocks_needed([LONG, SHORT, LATER], 1) == 3
+    assert blocks_needed([LONG, SHORT, LATER], 3) == 3 + 2 * 2
+    assert blocks_needed([one._replace(end=None) for one in (LONG, SHORT, LATER)], 3) == 3 * 2
+
+
+def test_a_stop_ends_what_only_generates() -> None:
+    """At the trace's own pace it would generate for days."""
+    stop = Event()
+    with bench([LONG._replace(end=1e9)], ReplayOptions(time_scale=1.0), offload_type=Watched) as parts:
+
+        def stop_when_stored() -> None:
+            if parts.driver.result().stored_blocks and parts.driver.position.in_flight:
+                stop.set()
+
+        watched(parts).on_step = stop_when_stored
+        result = parts.driver.run(stop)
+        parts.assert_all_given_back()
+    assert (result.requests, result.abandoned) == (1, 0)

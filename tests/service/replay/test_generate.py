@@ -16,7 +16,8 @@ def test_an_id_always_follows_the_same_ids() -> None:
     prefixes: dict[int, tuple[int, ...]] = {}
     for request in generate_trace(TraceShape(sessions=50, seed=3)):
         for end, hash_id in enumerate(request.hash_ids):
-            assert prefixes.setdefault(hash_id, request.hash_ids[:end]) == request.hash_ids[:end]
+            before = tuple(request.hash_ids[:end])
+            assert prefixes.setdefault(hash_id, before) == before
 
 
 def test_there_is_one_id_per_block_the_last_may_be_partial() -> None:

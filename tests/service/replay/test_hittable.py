@@ -6,6 +6,7 @@ from math import inf
 
 import pytest
 
+from kvstow_service.replay import hittable
 from kvstow_service.replay.hittable import FORESIGHT, TimedPool, foresight_hits, hit_table
 from kvstow_service.replay.trace import TraceRequest, TraceShape, generate_trace, parse_trace
 
@@ -60,3 +61,42 @@ def test_requests_that_looked_nothing_up_are_no_hits() -> None:
     request = TraceRequest(0, 0, 2, (1, 2), (0, 0))
     table = hit_table([request, request], [8], ["lru"], SLOT_BYTES)
     assert (table.blocks, table.ratios, table.everything) == (0, {"lru": [0.0]}, 0.0)
+
+
+def leading_runs_of_lru(requests: list[TraceRequest], slots: int) -> int:
+    """Each request counts the leading run that is there, then becomes the most recent, its first block last."""
+    cache: dict[int, None] = {}
+    hits = 0
+    for request in requests:
+        hits += next((at for at, block in enumerate(request.hash_ids) if block not in cache), len(request.hash_ids))
+        for block in reversed(request.hash_ids):
+            cache.pop(block, None)
+            cache[block] = None
+        while len(cache) > slots:
+            del cache[next(iter(cache))]
+    return hits
+
+
+@pytest.mark.parametrize("slots", [60, 240])
+def test_requests_that_do_not_overlap_hit_what_lru_hits(slots: int) -> None:
+    one_by_one = [request._replace(end=None) for request in REQUESTS]
+    found = hit_table(one_by_one, [slots], ["lru"], SLOT_BYTES)
+    assert found.hits["lru"] == [leading_runs_of_lru(REQUESTS, slots)]
+
+
+def test_a_request_counts_as_used_when_it_ends_which_may_be_after_others_have_begun() -> None:
+    """While the long one runs, the short one ends; then a third one needs two slots."""
+    long, short = TraceRequest(0, 1, 1, (1, 2), end=30), TraceRequest(10, 1, 1, (3, 4), end=20)
+    third = TraceRequest(40, 1, 1, (5, 6))
+    again = [TraceRequest(50, 1, 1, (3, 4)), TraceRequest(60, 1, 1, (1, 2))]
+    overlapping = [long, short, third, again[1]]
+    assert hit_table(overlapping, [4], ["lru"], SLOT_BYTES).hits["lru"] == [2], "the long one ended last"
+    one_by_one = [long._replace(end=5), short, third, again[1]]
+    assert hit_table(one_by_one, [4], ["lru"], SLOT_BYTES).hits["lru"] == [0]
+
+
+def test_foresight_forgets_the_uses_that_have_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    chains = [list(request.hash_ids) for request in REQUESTS]
+    expected = foresight_hits(chains, 60)
+    monkeypatch.setattr(hittable, "_STALE", 0)
+    assert foresight_hits(chains, 60) == expected
