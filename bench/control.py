@@ -51,7 +51,7 @@ _OPERATIONS = (
     Operation("use_warm_worn", "the same chain again"),
     Operation("keys_fresh", "make the keys of 1,000 blocks"),
     Operation("store", "begin + complete a store of 128, free slots"),
-    Operation("store_evicting", "begin + complete a store of 128, evicting", 1.3),
+    Operation("store_evicting", "begin + complete a store of 128, evicting", 1.0),
 )
 _OWN_FIGURES = (
     ("store_present_fresh", "begin a store of 8,192 present blocks"),

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 from math import inf
 from threading import Lock
 from typing import Literal
@@ -133,7 +134,8 @@ def purge_matching(pool: Pool, matches: Callable[[bytes], bool], dry_run: bool) 
     def work(sweep: Sweep) -> Iterator[None]:
         if not dry_run:
             with pool.lock:
-                filling = [key for namespace in index.namespaces for key in namespace.pending_stores]
+                batches = [keys for namespace in index.namespaces for keys in namespace.pending_stores.batches()]
+            filling = list(chain.from_iterable(batches))
             for start in range(0, len(filling), pool.slice_slots):  # the scan finds keys that become visible meanwhile
                 matching = [key for key in filling[start : start + pool.slice_slots] if matches(key)]
                 with pool.lock:
@@ -399,7 +401,7 @@ class Administrator(BaseSwitches):
     def _vacate(self, sweep: Sweep, top: int) -> Iterator[None]:
         pool = self._pool
         low = pool.ceiling
-        yield from pool.index.uses.make_room_in_slices(low)
+        yield from pool.make_tables_in_slices(low)
         while low < top:
             with pool.lock:
                 before = pool.index.num_visible

@@ -774,6 +774,7 @@ class Claims:
 
     def set_num_slots(self, num_slots: int) -> None:
         self._num_slots = num_slots
+        self.claimed.grow(num_slots)
         self._lost_at.frombytes(bytes(self._lost_at.itemsize * max(0, num_slots - len(self._lost_at))))
         self.credit = min(self.credit, (LARGEST_SHARE - UNPROVED_SHARE) * num_slots)
 

@@ -19,11 +19,12 @@ from typing import Literal
 from kvstow.control.claims import Claims, Context
 from kvstow.control.namespaces import Namespace, Namespaces
 from kvstow.control.policy import EvictionOrder, Links
-from kvstow.control.slots import RefCounts, SlotKeys, SlotTimes
+from kvstow.control.slots import RefCounts, SlotKeys, SlotSet, SlotTimes
 from kvstow.control.uses import Uses
 
-_VISITS_PER_SLOT, _SLICE = 4, 1024
-"""Claimed blocks that are visited, at most, for those that are evicted; more only if nothing else is left to evict."""
+_VISITS_PER_SLOT, _SLICE = 4, 256
+"""The most claimed blocks that are visited for each block that is to be evicted, and how many more. Where only claimed
+blocks are left, a store may find fewer than it wants; what was visited is found sooner by the next one."""
 _SHARE = 16
 """Blocks that are evicted from one namespace before the next one is chosen."""
 
@@ -56,9 +57,10 @@ class Index:
         self.namespaces = Namespaces(self.slot_keys, lambda: EvictionOrder(links, uses))
         self.held = RefCounts()
         """Who keeps which slot from eviction; see `hold`."""
-        self._orphans: set[int] = set()
+        self._num_orphans = 0
+        """Held slots whose key was removed."""
         self._num_slots = 0
-        self.quarantined: set[int] = set()
+        self.quarantined = SlotSet()
         """Used slots that some process may still write, although no store is to become visible there."""
         self.claims: Claims | None = None
         """None until a request comes with hints."""
@@ -92,10 +94,11 @@ class Index:
         """End a hold. Returns the slots that this frees, because their keys were removed meanwhile."""
         slots = self.held.decrement(slots)
         freed: list[int] = []
-        if self._orphans:
-            freed = [slot for slot in slots if slot in self._orphans]
-            self._orphans.difference_update(freed)
-            slots = [slot for slot in slots if self.slot_keys.key_of[slot] is not None]
+        if self._num_orphans:
+            key_of = self.slot_keys.key_of
+            freed = [slot for slot in slots if key_of[slot] is None]
+            self._num_orphans -= len(freed)
+            slots = [slot for slot in slots if key_of[slot] is not None]
         if slots:
             self._attach(self.namespaces.of_slot(slots[0]), slots)
         return freed
@@ -175,8 +178,8 @@ class Index:
 
     def quarantine(self, namespace: Namespace, slots: Sequence[int]) -> None:
         """A store was abandoned, but some rank may still write its slots."""
-        namespace.pending_stores.finish(slots)
-        self.quarantined.update(slots)
+        namespace.pending_stores.abandon(slots)
+        self.quarantined.add(slots)
 
     # -- removal --------------------------------------------------------------------------------------------
 
@@ -213,14 +216,16 @@ class Index:
             namespace, idle = self._next_to_evict(), None
             if namespace is not None:
                 idle = claims.now - self.times.used_at(namespace.order.next_slot()) if namespace.num_sessions else inf
-            if (namespace is None or most > 0) and claims.go_first(idle):
+            if namespace is None and most <= 0:
+                break
+            if most > 0 and claims.go_first(idle):
+                most -= missing
                 namespace, slots = claims.take(missing)
                 if namespace is None:
                     if not claims.is_leaving:
                         break
-                    claims.settle(_SLICE)
+                    claims.settle(missing)
                     continue
-                most -= missing
                 slots = self.unused(slots)
                 claims.num_evictable -= len(slots)
                 some = namespace.keys.take(slots)
@@ -266,10 +271,8 @@ class Index:
         """Remove visible blocks, also held ones. A held slot stays in use until its last `unhold`."""
         key_of = self.slot_keys.key_of
         visible = [slot for slot in dict.fromkeys(slots) if key_of[slot] is not None]
-        freed: list[int] = []
-        orphans: list[int] = []
-        for slot in visible:
-            (orphans if slot in self.held else freed).append(slot)
+        freed = self.unused(visible)
+        orphans = [slot for slot in visible if slot in self.held] if len(freed) < len(visible) else []
         for namespace, some in self.namespaces.grouped(freed):
             self._detach(namespace, some)
         if self.claims is not None:
@@ -279,7 +282,7 @@ class Index:
         for namespace, some in self.namespaces.grouped(visible):
             keys += namespace.keys.take(some)
             counts.append((namespace, len(some)))
-        self._orphans.update(orphans)
+        self._num_orphans += len(orphans)
         return Removal(tuple(keys), freed, orphans, counts)
 
     # -- slices of the pool ---------------------------------------------------------------------------------
@@ -328,9 +331,17 @@ class Index:
         self.slot_keys.grow(num_slots)
         self.times.grow(num_slots)
         self.uses.set_num_slots(num_slots)
+        self.held.grow(num_slots)
+        self.quarantined.grow(num_slots)
         self._num_slots = num_slots
         if self.claims is not None:
             self.claims.set_num_slots(num_slots)
+
+    def make_tables(self, num_slots: int) -> None:
+        """Have the tables whose size follows from that of the pool, for one that nobody else uses yet."""
+        self.uses.make_room(num_slots)
+        for _ in self.slot_keys.table.fit(num_slots):
+            pass
 
     # -- integrity ------------------------------------------------------------------------------------------
 
@@ -348,7 +359,7 @@ class Index:
             "filling": set().union(*(namespace.pending_stores.slots() for namespace in self.namespaces)),
             "cached": set(self._cached()),
             "leased": self.held.slots(),
-            "quarantined": set(self.quarantined),
+            "quarantined": self.quarantined.slots(),
         }
 
     def defects(self) -> list[str]:
@@ -363,12 +374,15 @@ class Index:
             found.append("the eviction order repeats or loses slots")
         if set(cached) != visible - held:
             found.append("the evictable slots are not those that are visible and unused")
-        if self._orphans != held - visible:
-            found.append("orphans are not the held slots without a key")
+        if self._num_orphans != len(held - visible):
+            found.append("the count of orphans is not that of held slots without a key")
         if self.claims is not None:
             found += self.claims.defects(visible)
+        num_pending = sum([namespace.pending_stores.num_linked for namespace in self.namespaces])
+        if self.slot_keys.table.num_linked != len(visible) + num_pending:
+            found.append("the table of keys has other slots than the namespaces")
         if not all(namespace.pending_stores.is_consistent() for namespace in self.namespaces):
             found.append("the keys and slots that are being stored do not match")
         if not self.held.is_consistent():
-            found.append("a slot has further holders, but no first one")
+            found.append("the count of held slots is wrong")
         return found

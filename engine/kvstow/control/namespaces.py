@@ -11,6 +11,7 @@ from itertools import compress, count, takewhile
 from operator import ne
 from typing import Any, NamedTuple, cast
 
+from kvstow.control.keytable import hashes_of, mix_of
 from kvstow.control.policy import EvictionOrder
 from kvstow.control.slots import SlotKeys, values_at
 from kvstow.errors import ConflictError
@@ -29,20 +30,24 @@ _SHORT = 8
 
 
 class KeyMap:
-    """The visible keys of one namespace, and their slots. Not locked; each call is O(keys or slots given)."""
+    """The visible keys of one namespace, and their slots. Not locked; each call is O(keys or slots given).
 
-    __slots__ = ("_own_tags", "_slot_keys", "_slot_of", "_tag")
+    The pool's table of keys also has the slots that are being written. They have no key in `SlotKeys` yet: see
+    `PendingStores`.
+    """
+
+    __slots__ = ("_mix", "_num_visible", "_own_tags", "_slot_keys", "_table", "_tag")
 
     def __init__(self, slot_keys: SlotKeys, tag: int) -> None:
-        self._slot_keys = slot_keys
-        self._tag = tag
-        self._slot_of: dict[bytes, int] = {}
+        self._slot_keys, self._table = slot_keys, slot_keys.table
+        self._tag, self._mix = tag, mix_of(tag)
+        self._num_visible = 0
         self._own_tags = b""
         """The bytes of `tag_of` for a run of slots of this namespace, as long as the longest run that was compared."""
 
     def __len__(self) -> int:
         """Visible keys."""
-        return len(self._slot_of)
+        return self._num_visible
 
     def leading_runs(self, keys: Sequence[bytes]) -> list[Sequence[int]]:
         """Slots of the keys up to the first that is not visible, as runs of neighbours; for a few keys, as one list.
@@ -51,20 +56,20 @@ class KeyMap:
         reads memory in order and computes no hash: a lookup among a million slots is three times as fast as with the
         dictionary alone.
         """
-        key_of, slot_of = self._slot_keys.key_of, self._slot_of
+        key_of, get = self._slot_keys.key_of, self.get
         if len(keys) < _SHORT:
             few: list[int] = []
             for key in keys:
-                slot = slot_of.get(key)
-                if slot is None:
+                slot = get(key)
+                if slot is None or slot < 0:
                     break
                 few.append(slot)
             return [few] if few else []
         runs: list[Sequence[int]] = []
         at, last, last_slot = 0, len(keys) - 1, len(key_of) - 1
         while at <= last:
-            slot = slot_of.get(keys[at])
-            if slot is None:
+            slot = get(keys[at])
+            if slot is None or slot < 0:
                 break
             run = 1
             if at < last and slot < last_slot and key_of[slot + 1] == keys[at + 1]:
@@ -129,16 +134,60 @@ class KeyMap:
 
     def slots_of(self, keys: Iterable[bytes], below: int | None = None) -> list[int | None]:
         """Where each key is; None for those that are absent, or not in a slot below `below`."""
-        slots = list(map(self._slot_of.get, keys))
-        if below is None:
-            return slots
-        return [slot if slot is not None and slot < below else None for slot in slots]
+        numbers = self.find_all(list(keys))
+        end = self._slot_keys.num_slots if below is None else below
+        return [slot if slot is not None and 0 <= slot < end else None for slot in numbers]
+
+    def get(self, key: bytes) -> int | None:
+        """The slot of a visible key, or the complement of the slot that it is being stored to, which is negative; None
+        if it is neither."""
+        key_of = self._slot_keys.key_of
+        for slot in self._table.slots(hash(key) ^ self._mix):
+            found = key_of[slot]
+            if found is None:  # the hash alone says that it is this key: else one more store is left out
+                return ~slot
+            if found == key:
+                return slot
+        return None
+
+    def find_all(self, keys: Sequence[bytes]) -> list[int | None]:
+        """See `get`."""
+        if len(keys) < _SHORT:
+            return [self.get(key) for key in keys]
+        numbers: list[int | None] = [None] * len(keys)
+        key_of = self._slot_keys.key_of
+        indices, slots = self._table.find(hashes_of(keys, self._mix))
+        for index, slot in zip(indices, slots, strict=True):
+            found, key = key_of[slot], keys[index]
+            numbers[index] = slot if found == key else ~slot if found is None else self.get(key)
+        return numbers
+
+    def link(self, keys: Sequence[bytes], slots: Sequence[int]) -> None:
+        """These slots are to hold the keys, which are neither visible nor being stored."""
+        if slots:
+            self._table.link(hashes_of(keys, self._mix), slots)
+
+    def unlink(self, slots: Sequence[int]) -> None:
+        """These slots will not hold the keys that they were to hold."""
+        if slots:
+            self._table.unlink(slots)
+
+    def linked(self, keys: Sequence[bytes], slots: Sequence[int]) -> tuple[Sequence[bytes], Sequence[int]]:
+        """Those of the slots that are still to hold the keys beside them."""
+        is_linked = list(map(self._table.is_linked, slots))
+        return list(compress(keys, is_linked)), list(compress(slots, is_linked))
 
     def put(self, keys: Sequence[bytes], slots: Sequence[int]) -> None:
-        """Make keys visible, each in its slot, which has no key. Slots are in ascending order."""
+        """Make keys visible that are neither that nor being stored, each in its slot, which has no key. Slots are in
+        ascending order."""
+        self.link(keys, slots)
+        self.show(keys, slots)
+
+    def show(self, keys: Sequence[bytes], slots: Sequence[int]) -> None:
+        """Make keys visible that were being stored to these slots, in ascending order."""
         if not slots:
             return
-        self._slot_of.update(zip(keys, slots, strict=True))
+        self._num_visible += len(keys)
         key_of, tag_of, tag = self._slot_keys.key_of, self._slot_keys.tag_of, self._tag
         has_namespaces = self._slot_keys.has_namespaces
         if slots[-1] - slots[0] == len(slots) - 1:
@@ -154,96 +203,128 @@ class KeyMap:
 
     def take(self, slots: Sequence[int]) -> tuple[bytes, ...]:
         """Remove the keys in these slots, each of which has one."""
-        key_of, slot_of = self._slot_keys.key_of, self._slot_of
+        key_of = self._slot_keys.key_of
         keys = cast(tuple[bytes, ...], values_at(key_of, slots))
-        for key, slot in zip(keys, slots, strict=True):
+        for slot in slots:
             key_of[slot] = None
-            del slot_of[key]
+        self.unlink(slots)
+        self._num_visible -= len(keys)
         return keys
 
     def slots(self) -> set[int]:
         """The slots with a visible key. O(pool): for integrity checks."""
-        return set(self._slot_of.values())
+        tag_of = self._slot_keys.tag_of
+        pairs = enumerate(self._slot_keys.key_of)
+        return {slot for slot, key in pairs if key is not None and tag_of[slot] == self._tag}
 
     def defects(self) -> list[str]:
         """Inconsistencies. O(pool): for integrity checks."""
-        tag_of = self._slot_keys.tag_of
-        pairs = enumerate(self._slot_keys.key_of)
-        visible = {slot for slot, key in pairs if key is not None and tag_of[slot] == self._tag}
-        if visible != self.slots() or len(visible) != len(self._slot_of):
+        key_of = self._slot_keys.key_of
+        visible = self.slots()
+        if len(visible) != self._num_visible:
+            return ["the count of keys is wrong"]
+        if any(self.get(cast(bytes, key_of[slot])) != slot for slot in visible):
             return ["keys by slot and slots by key differ"]
-        if any(self._slot_keys.key_of[slot] != key for key, slot in self._slot_of.items()):
-            return ["a key's slot names another key"]
         return []
+
+
+class _Batch(NamedTuple):
+    """Keys that are stored together, and the slots beside them."""
+
+    keys: Sequence[bytes]
+    slots: Sequence[int]
 
 
 class PendingStores:
     """Keys being stored, each with its slot. Not locked; each call is O(keys given).
 
     A key can be disowned while its slot is written: then it does not become visible, and may be stored in another slot
-    at the same time.
+    at the same time. The table of keys does not have the slot of a disowned key any more.
     """
 
-    __slots__ = ("_key_of", "_slot_of")
+    __slots__ = ("_batches", "_key_map", "_num_disowned", "_num_slots")
 
-    def __init__(self) -> None:
-        self._slot_of: dict[bytes, int] = {}
-        self._key_of: dict[int, bytes | None] = {}
-        """Of each slot that is written; None if its key was disowned."""
+    def __init__(self, key_map: KeyMap) -> None:
+        self._key_map = key_map
+        self._batches: dict[int, _Batch] = {}
+        """By the first slot."""
+        self._num_slots = self._num_disowned = 0
 
     def __len__(self) -> int:
         """Slots being written, including those of disowned keys."""
-        return len(self._key_of)
+        return self._num_slots
 
     def __contains__(self, key: bytes) -> bool:
-        return key in self._slot_of
+        number = self._key_map.get(key)
+        return number is not None and number < 0
 
-    def isdisjoint(self, keys: Iterable[bytes]) -> bool:
-        return self._slot_of.keys().isdisjoint(keys)
-
-    def __iter__(self) -> Iterator[bytes]:
-        """The keys that are not disowned."""
-        return iter(self._slot_of)
+    def batches(self) -> list[Sequence[bytes]]:
+        """The keys of each store, also disowned ones. O(stores)."""
+        return [batch.keys for batch in self._batches.values()]
 
     def slots(self) -> set[int]:
-        return set(self._key_of)
+        return {slot for batch in self._batches.values() for slot in batch.slots}
+
+    def keys_of(self, slots: Sequence[int]) -> Sequence[bytes]:
+        """The keys, also disowned ones, of the slots that were given to `start` together."""
+        return self._batches[slots[0]].keys
 
     def start(self, keys: Sequence[bytes], slots: Sequence[int]) -> None:
-        """A store of these keys, none of which is being stored, begins to write the slots."""
-        self._slot_of.update(zip(keys, slots, strict=True))
-        self._key_of.update(zip(slots, keys, strict=True))
+        """A store of these keys, which are neither visible nor being stored, begins to write the slots."""
+        if slots:
+            self._key_map.link(keys, slots)
+            self._batches[slots[0]] = _Batch(keys, slots)
+            self._num_slots += len(slots)
 
-    def finish(self, slots: Sequence[int]) -> tuple[tuple[bytes, ...], Sequence[int]]:
-        """These slots are written no more. Returns their keys and slots, without those that were disowned."""
-        if len(self._slot_of) < len(self._key_of):  # some keys were disowned
-            key_of = self._key_of
-            lost = [slot for slot in slots if key_of[slot] is None]
-            for slot in lost:
-                del key_of[slot]
-            slots = [slot for slot in slots if slot in key_of] if lost else slots
-        keys = cast(tuple[bytes, ...], tuple(map(self._key_of.pop, slots)))
-        for key in keys:
-            del self._slot_of[key]
-        return keys, slots
+    def finish(self, slots: Sequence[int]) -> tuple[Sequence[bytes], Sequence[int]]:
+        """These slots, the first of those that were given to `start` together, are written no more. Returns their keys
+        and slots, without those that were disowned; the caller makes them visible, or gives them up."""
+        if not slots:
+            return (), ()
+        batch, count = self._batches.pop(slots[0]), len(slots)
+        if count < len(batch.slots):
+            self._batches[batch.slots[count]] = _Batch(batch.keys[count:], batch.slots[count:])
+            batch = _Batch(batch.keys[:count], batch.slots[:count])
+        self._num_slots -= count
+        owned = self._owned(batch)
+        self._num_disowned -= count - len(owned.slots)
+        return owned
+
+    def abandon(self, slots: Sequence[int]) -> None:
+        """`finish`, and none of the keys becomes visible."""
+        self._key_map.unlink(self.finish(slots)[1])
+
+    def _owned(self, batch: _Batch) -> _Batch:
+        """Without the disowned keys."""
+        return _Batch(*self._key_map.linked(*batch)) if self._num_disowned else batch
 
     def disown(self, keys: Iterable[bytes]) -> None:
         """Keep those of the keys that are being stored from becoming visible."""
-        for key in keys:
-            slot = self._slot_of.pop(key, None)
-            if slot is not None:
-                self._key_of[slot] = None
+        numbers = self._key_map.find_all(list(dict.fromkeys(keys)))
+        pending = [~number for number in numbers if number is not None and number < 0]
+        self._key_map.unlink(pending)
+        self._num_disowned += len(pending)
 
     def disown_from(self, slot: int) -> None:
         """Disown all keys that are being stored in the slots from `slot` on. O(slots being written)."""
-        if slot == 0:
-            self._key_of = dict.fromkeys(self._key_of)
-            self._slot_of.clear()
-        else:
-            self.disown([key for key, its_slot in self._slot_of.items() if its_slot >= slot])
+        for batch in self._batches.values():
+            slots = [one for one in self._owned(batch).slots if one >= slot]
+            self._key_map.unlink(slots)
+            self._num_disowned += len(slots)
 
     def is_consistent(self) -> bool:
         """Whether keys by slot and slots by key agree. For integrity checks."""
-        return self._slot_of == {key: slot for slot, key in self._key_of.items() if key is not None}
+        owned = list(map(self._owned, self._batches.values()))
+        pairs = ((key, slot) for batch in owned for key, slot in zip(*batch, strict=True))
+        num_owned = sum(len(batch.slots) for batch in owned)
+        num_slots = sum(len(batch.slots) for batch in self._batches.values())
+        counts = num_slots == self._num_slots == num_owned + self._num_disowned
+        return counts and all(self._key_map.get(key) == ~slot for key, slot in pairs)
+
+    @property
+    def num_linked(self) -> int:
+        """Slots whose keys are to become visible."""
+        return self._num_slots - self._num_disowned
 
 
 _MAX_NAMESPACES = 1 << 16
@@ -261,7 +342,7 @@ class Namespace:
     def __init__(self, name: str, tag: int, slot_keys: SlotKeys, order: EvictionOrder) -> None:
         self.name, self.tag = name, tag
         self.keys = KeyMap(slot_keys, tag)
-        self.pending_stores = PendingStores()
+        self.pending_stores = PendingStores(self.keys)
         self.order = order
         self.num_sessions = 0
         self.is_dropped = False
@@ -278,17 +359,17 @@ class Namespace:
         if present:
             known = outcomes["skipped_already_cached"] = sum(map(len, present))
             rest = keys[known:]
-        slots = self.keys.slots_of(rest)
-        if self.needs_all(rest, slots):
+        numbers = self.keys.find_all(rest)
+        if numbers.count(None) == len(rest) and len(set(rest)) == len(rest):
             return list(range(known, len(keys))), present
         fresh: list[int] = []
         scattered: list[int] = []
         taken: set[bytes] = set()
-        for i, (key, slot) in enumerate(zip(rest, slots, strict=True), known):
-            if slot is not None:
-                scattered.append(slot)
+        for i, (key, number) in enumerate(zip(rest, numbers, strict=True), known):
+            if number is not None and number >= 0:
+                scattered.append(number)
                 reason = "skipped_already_cached"
-            elif key in self.pending_stores:
+            elif number is not None:
                 reason = "skipped_in_flight"
             elif key in taken:
                 reason = "skipped_duplicate"
@@ -309,13 +390,8 @@ class Namespace:
         """Make the keys of filled slots, in ascending order, visible. Returns them and their slots, without those that
         were disowned meanwhile."""
         keys, slots = self.pending_stores.finish(slots)
-        self.keys.put(keys, slots)
-        return keys, slots
-
-    def needs_all(self, keys: Sequence[bytes], slots: Sequence[int | None]) -> bool:
-        """Whether none of these keys is visible or being stored, and none repeats. `slots`: where they are visible."""
-        absent = slots.count(None) == len(keys) and self.pending_stores.isdisjoint(keys)
-        return absent and len(set(keys)) == len(keys)
+        self.keys.show(keys, slots)
+        return tuple(keys), slots
 
 
 class Namespaces:

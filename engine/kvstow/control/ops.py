@@ -270,7 +270,7 @@ class OpsInFlight:
         if entry.abandoned:
             pool.end_quarantine(op.slots)
         elif entry.error:
-            entry.namespace.pending_stores.finish(op.slots)
+            entry.namespace.pending_stores.abandon(op.slots)
             pool.deallocate(op.slots)
             outcomes["failed"] += len(op.slots)
         else:
@@ -298,7 +298,7 @@ class OpsInFlight:
             if moved:
                 pool.publish(entry.namespace, slots[:moved])
             if moved < len(slots):
-                entry.namespace.pending_stores.finish(slots[moved:])
+                entry.namespace.pending_stores.abandon(slots[moved:])
                 pool.deallocate(slots[moved:])
         if not entry.abandoned:
             self._settle_tier(entry, moved)

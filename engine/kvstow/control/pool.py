@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -231,7 +232,6 @@ class Pool:
         self.switches = History[Switch]()
         """When hints were switched off or on."""
         self.index = Index()
-        self.index.uses.make_room(config.capacity_slots)
         self.set_policy(parse_policy(config.policy))
         self.sessions: list[PoolSession] = []
         self.acceptance = PoolAcceptance()
@@ -264,6 +264,23 @@ class Pool:
         self.owed_slots = 0
         """How many slots `owed` has."""
         self._messages: deque[tuple[int, str, tuple[object, ...]]] = deque()
+        self.make_tables(config.capacity_slots)
+
+    def make_tables(self, num_slots: int) -> None:
+        """The pool is to have so many slots: see `make_tables_in_slices`. Other threads run between the slices."""
+        for _ in self.make_tables_in_slices(num_slots):
+            time.sleep(0)
+
+    def make_tables_in_slices(self, num_slots: int) -> Iterator[None]:
+        """Have the tables whose size follows from that of the pool. Each step holds the lock for 1 ms at most. Call it
+        without the lock. Not for two threads."""
+        yield from self.index.uses.make_room_in_slices(num_slots)
+        steps = self.index.slot_keys.table.fit(num_slots)
+        while True:
+            with self.lock:
+                if next(steps, self) is self:
+                    return
+            yield
 
     def set_policy(self, policy: str) -> None:
         """Change how what is evicted is chosen; see `parse_policy`, whose result is given. O(1)."""
@@ -391,7 +408,7 @@ class Pool:
 
     def end_quarantine(self, slots: Sequence[int]) -> None:
         """Nobody can write these slots any more."""
-        self.index.quarantined.difference_update(slots)
+        self.index.quarantined.discard(slots)
         self.deallocate(slots)
 
     def unhold(self, slots: Iterable[int]) -> None:
@@ -460,8 +477,9 @@ class Pool:
         budget = _EVICTIONS_PER_SLOT * count
         while len(slots) < count and budget > 0:
             if below is None:
-                removal = self.index.evict(min(count - len(slots), budget))
-                budget -= len(removal.keys)
+                wanted = min(count - len(slots), budget)
+                removal = self.index.evict(wanted)
+                budget = budget - wanted if len(removal.keys) == wanted else 0  # it has looked far enough
             else:
                 removal = self.index.evict_below(below, count - len(slots), budget)
                 budget = 0
@@ -601,7 +619,7 @@ class EarlierUses:
             (kept if self._was_used.is_used(slot) else others).append(slot)
         if kept:
             self.session.quarantined_slots += kept
-            self._pool.index.quarantined.update(kept)
+            self._pool.index.quarantined.add(kept)
             if self._pool.journal is not None:
                 self._pool.journal.begin(kept, ANY_SESSION)
         return others

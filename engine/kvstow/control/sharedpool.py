@@ -168,7 +168,7 @@ class SharedPool(Pool):
             self.ceiling = ceiling = sum(self._extents)
             self.want(replace(self.desired, capacity_slots=self.ceiling))
             self.apply_limit()
-        self.index.uses.make_room(ceiling)
+        self.make_tables(ceiling)
 
     @property
     def populated_slots(self) -> int:
@@ -319,6 +319,6 @@ def _restore_session(pool: SharedPool, earlier: EarlierSession, filling: Sequenc
     session = AttachedSession(pool, earlier.number, earlier.engine, "")
     session.processes.update(earlier.processes)
     session.quarantined_slots += slots
-    pool.index.quarantined.update(slots)
+    pool.index.quarantined.add(slots)
     session.end("the service has restarted")
     return session

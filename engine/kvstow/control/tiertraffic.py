@@ -9,6 +9,7 @@ from typing import NamedTuple
 from kvstow.control.indexjournal import fit
 from kvstow.control.ops import LAST_RANK
 from kvstow.control.session import Session
+from kvstow.control.slots import values_at
 from kvstow.messages import TierDirection, TierOp
 from kvstow.results import TierSettled
 
@@ -122,12 +123,8 @@ class TierTraffic:
     def absent(self, keys: Sequence[bytes]) -> list[bytes]:
         """Those of the keys that are neither visible nor being filled."""
         with self._pool.lock:
-            namespace = self._session.namespace
-            pending = namespace.pending_stores
-            slots = namespace.keys.slots_of(keys)
-            if namespace.needs_all(keys, slots):
-                return list(keys)
-            return [key for key, slot in zip(keys, slots, strict=True) if slot is None and key not in pending]
+            numbers = self._session.namespace.keys.find_all(keys)
+            return [key for key, number in zip(keys, numbers, strict=True) if number is None]
 
     def begin_put(self, fingerprint: str, keys: Sequence[bytes]) -> list[TierOp]:
         """Put those of the keys that are visible. Keeps them from eviction until then, and makes them the last ones in
@@ -177,10 +174,15 @@ class TierTraffic:
             if whole and len(slots) < len(fresh):
                 pool.deallocate(slots)
                 return []
-            wanted = session.namespace.begin(keys, fresh[: len(slots)], slots)
+            for part in self._parts(slots):
+                session.namespace.begin(keys, fresh[part], slots[part])
             if pool.journal is not None:
                 pool.journal.begin(slots, session.session_id)
-            return self._start("fetch", fingerprint, wanted, slots)
+            return self._start("fetch", fingerprint, values_at(keys, fresh[: len(slots)]), slots)
+
+    def _parts(self, slots: Sequence[int]) -> list[slice]:
+        """What each transfer has of them."""
+        return [slice(first, min(first + self.most, len(slots))) for first in range(0, len(slots), self.most)]
 
     def _start(
         self, direction: TierDirection, fingerprint: str, keys: Sequence[bytes], slots: Sequence[int]
@@ -191,8 +193,8 @@ class TierTraffic:
             ranks = {LAST_RANK}
         now = pool.clock()
         start = self._session.ops.start_tier
-        parts = [slice(first, first + self.most) for first in range(0, len(keys), self.most)]
-        return [start(direction, fingerprint, tuple(keys[part]), tuple(slots[part]), ranks, now) for part in parts]
+        parts = ((tuple(keys[part]), tuple(slots[part])) for part in self._parts(slots))
+        return [start(direction, fingerprint, some, of_those, ranks, now) for some, of_those in parts]
 
     def take_plans(self) -> list[tuple[int, TierOp]]:
         """Ranks, each with an op to give to it now, in order. The ops are for the boots that the ranks have now."""

@@ -39,7 +39,7 @@ class _SmallPool:
 
     def __init__(self, num_slots: int, k: float, *, has_claims: bool) -> None:
         self.index = Index(k)
-        self.index.uses.make_room(num_slots)
+        self.index.make_tables(num_slots)
         self.index.set_num_slots(num_slots)
         self._namespace = self.index.namespaces.join("")
         self._free = list(range(num_slots))

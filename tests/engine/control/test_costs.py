@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 from tests.engine.conftest import Eventually
 
+from kvstow.control.claims import Claims
 from kvstow.control.engine import OffloadEngine
 from kvstow.control.fleettier import FleetTier, TierSettings
 from kvstow.control.index import Index
 from kvstow.control.namespaces import KeyMap, PendingStores
 from kvstow.control.pool import SLICE_SLOTS
+from kvstow.hints import Hints, context_id
 from kvstow.testing.fakes import FakeClock
 from kvstow.testing.rank import FakeRank, make_ranks, store_keys
 from kvstow.testing.tier import ControlledStore
@@ -327,3 +329,28 @@ def test_a_request_that_waits_for_fetches_costs_a_step_nothing(
         assert not fleet.is_over(wait)
     assert keys.take_reads() == 0
     assert holding.counts == [], "the pool's lock was taken"
+
+
+@pytest.mark.parametrize("slots", [2048, 4096])
+def test_a_store_visits_few_claimed_blocks_when_nothing_else_is_left(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, slots: int
+) -> None:
+    """Each block is claimed by many contexts, so most visits free nothing."""
+    engine, keys = make_engine(slots=slots), make_keys(slots)
+    ranks = fill(engine, keys)
+    for number in range(3):
+        engine.use(keys, hints=Hints(context_id(str(number)), resume_in=60.0 + number))
+    visited: list[int] = []
+    count_calls(monkeypatch, Claims, "take", visited.append)
+    count_calls(monkeypatch, Claims, "settle", visited.append)
+    for turn in range(4 * slots // 256):
+        visited.clear()
+        grant = engine.begin_store(make_keys(16, f"new{turn}"), range(16))
+        assert sum(visited) <= 4 * 16 + 256 + 16 + 16
+        for rank in ranks:
+            rank.submit(grant.op)
+            rank.run_all()
+        if len(grant.accepted) == 16:
+            break
+    assert len(grant.accepted) == 16, "what a store has visited is found sooner by the next one"
+    engine.check_integrity()

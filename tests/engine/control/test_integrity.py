@@ -16,7 +16,7 @@ Disorder = Callable[[Pool], object]
 
 
 def lose_a_key(pool: Pool) -> None:
-    del pool.sessions[0].namespace.keys._slot_of[b"A"]
+    pool.index.slot_keys.table.unlink([0])
 
 
 def swap_two_keys(pool: Pool) -> None:
@@ -33,15 +33,15 @@ def miscount_the_order(pool: Pool) -> None:
 
 
 def forget_an_orphan(pool: Pool) -> None:
-    pool.index._orphans.clear()
+    pool.index._num_orphans = 0
 
 
 def add_a_key_to_a_store(pool: Pool) -> None:
-    pool.sessions[0].namespace.pending_stores._slot_of[b"other"] = 4
+    pool.sessions[0].namespace.pending_stores._num_slots += 1
 
 
 def add_a_holder_to_a_free_slot(pool: Pool) -> None:
-    pool.index.held._extra[7] = 1
+    pool.index.held._num_held += 1
 
 
 def take_a_slot_from_its_namespace(pool: Pool) -> None:
@@ -61,7 +61,7 @@ def forget_a_lease(pool: Pool) -> None:
 
 
 def put_a_slot_into_two_states(pool: Pool) -> None:
-    pool.index.quarantined.add(0)
+    pool.index.quarantined.add([0])
 
 
 def free_a_used_slot(pool: Pool) -> None:
@@ -96,13 +96,13 @@ def keep_blocks_above_the_usable_slots(pool: Pool) -> None:
     ("disorder", "complaint"),
     [
         (lose_a_key, "keys by slot and slots by key differ"),
-        (swap_two_keys, "a key's slot names another key"),
+        (swap_two_keys, "keys by slot and slots by key differ"),
         (lose_an_evictable_slot, "the evictable slots are not those"),
         (miscount_the_order, "the eviction order repeats or loses slots"),
-        (forget_an_orphan, "orphans are not the held slots without a key"),
+        (forget_an_orphan, "the count of orphans is not that of held slots without a key"),
         (add_a_key_to_a_store, "the keys and slots that are being stored do not match"),
-        (add_a_holder_to_a_free_slot, "a slot has further holders, but no first one"),
-        (take_a_slot_from_its_namespace, "keys by slot and slots by key differ"),
+        (add_a_holder_to_a_free_slot, "the count of held slots is wrong"),
+        (take_a_slot_from_its_namespace, "the count of keys is wrong"),
         (miscount_leased_slots, "the count of leased slots is wrong"),
         (miscount_sessions, "the count of a namespace's sessions is wrong"),
         (forget_a_lease, "the held slots are not those of leases and loads"),

@@ -422,7 +422,7 @@ def a_clock_ends_quarantine(patch: pytest.MonkeyPatch) -> None:
         tick(self)
         with self.lock:
             for session in self.sessions:
-                self.index.quarantined.difference_update(session.quarantined_slots)
+                self.index.quarantined.discard(session.quarantined_slots)
                 self.slots.deallocate(session.quarantined_slots)
                 session.quarantined_slots = []
 

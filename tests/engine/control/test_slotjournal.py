@@ -113,8 +113,9 @@ class JournaledEngines(Engines):
         found, names_now = recovered(self.journal), names(self.journal)
         visible = {names_now[tag]: blocks for tag, blocks in found.blocks.items() if tag in names_now}
         index = self.pool.index
+        key_of = index.slot_keys.key_of
         wanted = {
-            one.name: {key: index.namespaces.find_all([key]) for key in one.keys._slot_of}
+            one.name: {key: index.namespaces.find_all([key]) for slot in one.keys.slots() if (key := key_of[slot])}
             for one in index.namespaces
             if one.keys and not one.is_dropped
         }
@@ -322,7 +323,7 @@ def the_journal_publishes_before_the_bytes_are_whole(patch: pytest.MonkeyPatch) 
 
 
 def keys_of(entry: OpenOp) -> list[bytes]:
-    return [entry.namespace.pending_stores._key_of[slot] or b"" for slot in entry.op.slots]
+    return list(entry.namespace.pending_stores.keys_of(entry.op.slots))
 
 
 def the_journal_begins_nothing(patch: pytest.MonkeyPatch) -> None:

@@ -161,7 +161,7 @@ def test_no_block_outlives_one_that_it_depends_on(make_engine: MakeEngine, clock
         clock.advance(1.0)
         chain = chains[min(int(choose.expovariate(0.12)), 39)]
         serve(engine, ranks, chain)
-        visible = set(engine.namespace.keys._slot_of)
+        visible = set(engine.pool.index.slot_keys.key_of) - {None}
         assert [key for key in visible if key in parent and parent[key] not in visible] == []
     assert engine.stats().evictions["capacity"] > 1000
     engine.check_integrity()

@@ -1,0 +1,200 @@
+"""Which slot a key is in: a hash table with chains of slots, which never has to be rebuilt.
+
+A `dict` of a million keys takes 85 to 250 ms to grow, or to clean up after deletions, in one C call that keeps every
+other thread waiting, and no call makes room in advance. Here a key's hash names a bucket, a bucket the first slot of a
+chain, and each slot the next one. A removed slot leaves its chain, and nothing else changes. The number of buckets
+follows that of the slots, by linear hashing (Litwin, "Linear Hashing: A New Tool for File and Table Addressing", VLDB
+1980): buckets are split one by one, in steps of bounded length.
+
+The hashes are those of `hash(key)`, whose seed is random in each process, so clients cannot choose keys that meet in
+one bucket.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+_END, _UNLINKED = -1, -2
+_BUCKETS_PER_SLOT = 2
+_LEAST_BUCKETS = 64
+_SPLIT_AT_ONCE, _MADE_AT_ONCE = 512, 1 << 16
+_MIX_TAG = 0x9E3779B97F4A7C15
+
+Hashes = npt.NDArray[np.int64]
+Slots = npt.NDArray[np.intp]
+
+
+def mix_of(tag: int) -> int:
+    """What the hashes of the keys of the namespace with this number are combined with: equal keys of two namespaces
+    have different hashes."""
+    mixed = tag * _MIX_TAG & (1 << 64) - 1
+    return mixed - (mixed >> 63 << 64)  # as a signed number
+
+
+class KeyTable:
+    """Slots by the hashes of the keys that they hold, or are to hold. Not locked; each call is O(slots or keys given).
+
+    Two keys have the same hash once in 2^64 times; the caller compares keys where that matters. 20 to 28 bytes a slot.
+    """
+
+    __slots__ = ("_first", "_firsts", "_hash_of", "_hashes", "_mask", "_next", "_nexts", "_num_split", "num_linked")
+
+    def __init__(self) -> None:
+        self._first = array("i", (_END,)) * _LEAST_BUCKETS
+        """By bucket, the first slot. One with at least the index `_mask + 1` exists once the one before was split."""
+        self._mask = _LEAST_BUCKETS - 1
+        self._num_split = 0
+        """So many buckets of the lower half have given a part of their slots to one of the upper half."""
+        self._next, self._hash_of = array("i"), array("q")
+        """By slot: the next one of its chain, and the hash of its key."""
+        self.num_linked = 0
+        self._view()
+
+    def _view(self) -> None:
+        self._firsts = np.frombuffer(self._first, np.int32)
+        self._nexts = np.frombuffer(self._next, np.int32)
+        self._hashes = np.frombuffer(self._hash_of, np.int64)
+
+    def grow(self, num_slots: int) -> None:
+        """Make room for slots below `num_slots`."""
+        missing = num_slots - len(self._next)
+        if missing > 0:
+            del self._firsts, self._nexts, self._hashes  # an array that is looked at cannot grow
+            self._next.extend(array("i", (_UNLINKED,)) * missing)
+            self._hash_of.frombytes(bytes(8 * missing))
+            self._view()
+
+    def fit(self, num_slots: int) -> Iterator[None]:
+        """Have as many buckets as a pool of so many slots needs, and split those that there are, in steps of 1 ms
+        between the yields. Every other call can be made meanwhile. Not for two threads."""
+        yield from self._make(num_slots)
+        while self._mask + 1 < _BUCKETS_PER_SLOT * num_slots:
+            if not self._num_split:
+                del self._firsts, self._nexts, self._hashes
+                self._first.extend(array("i", (_END,)) * (self._mask + 1))
+                self._view()
+                yield
+            end = min(self._num_split + _SPLIT_AT_ONCE, self._mask + 1)
+            used = np.flatnonzero(self._firsts[self._num_split : end] >= 0) + self._num_split
+            for bucket in used.tolist():
+                self._split(bucket)
+            self._num_split = end
+            if end == self._mask + 1:
+                self._mask, self._num_split = 2 * self._mask + 1, 0
+            yield
+
+    def _make(self, num_slots: int) -> Iterator[None]:
+        """A table without slots gets all its buckets, so that nothing has to be split."""
+        size = 1 << max(1, _BUCKETS_PER_SLOT * num_slots - 1).bit_length()
+        if self.num_linked or self._num_split or size <= self._mask + 1:
+            return
+        first = array("i")
+        while len(first) < size:
+            first.extend(array("i", (_END,)) * min(_MADE_AT_ONCE, size))
+            yield
+        if not self.num_linked:
+            self._first, self._mask = first, size - 1
+            self._view()
+
+    def _split(self, bucket: int) -> None:
+        first, following, half = self._first, self._next, self._mask + 1
+        slot = first[bucket]
+        first[bucket] = _END
+        while slot >= 0:
+            after = following[slot]
+            home = bucket + (self._hash_of[slot] & half)
+            following[slot] = first[home]
+            first[home] = slot
+            slot = after
+
+    def _bucket(self, hashed: int) -> int:
+        bucket = hashed & self._mask
+        return hashed & (2 * self._mask + 1) if bucket < self._num_split else bucket
+
+    def _buckets(self, hashes: Hashes) -> Hashes:
+        buckets: Hashes = hashes & self._mask
+        if self._num_split:
+            np.copyto(buckets, hashes & (2 * self._mask + 1), where=buckets < self._num_split)
+        return buckets
+
+    def get(self, hashed: int) -> int | None:
+        """A slot of the key with this hash; None if there is none."""
+        slot = self._first[self._bucket(hashed)]
+        while slot >= 0:
+            if self._hash_of[slot] == hashed:
+                return slot
+            slot = self._next[slot]
+        return None
+
+    def slots(self, hashed: int) -> Iterator[int]:
+        """All slots of keys with this hash."""
+        slot = self._first[self._bucket(hashed)]
+        while slot >= 0:
+            if self._hash_of[slot] == hashed:
+                yield slot
+            slot = self._next[slot]
+
+    def find(self, hashes: Hashes) -> tuple[list[int], list[int]]:
+        """Which of the hashes there are, as indices, and a slot for each of them."""
+        found = self._firsts[self._buckets(hashes)]
+        left = np.flatnonzero(found >= 0)
+        indices: list[int] = []
+        slots: list[int] = []
+        while len(left):
+            at = found[left]
+            same = self._hashes[at] == hashes[left]
+            if same.any():
+                indices += left[same].tolist()
+                slots += at[same].tolist()
+                left, at = left[~same], at[~same]
+            at = self._nexts[at]
+            found[left] = at
+            left = left[at >= 0]
+        return indices, slots
+
+    def link(self, hashes: Hashes, slots: Sequence[int]) -> None:
+        """These slots, which are in no chain, are to hold the keys with these hashes."""
+        rows = np.array(slots, np.intp)
+        buckets = self._buckets(hashes)
+        self._hashes[rows] = hashes
+        self._nexts[rows] = self._firsts[buckets]
+        self._firsts[buckets] = rows
+        last = self._firsts[buckets] == rows
+        if not last.all():  # of several slots in one bucket, one is its first now
+            for bucket, slot in zip(buckets[~last].tolist(), rows[~last].tolist(), strict=True):
+                self._next[slot] = self._first[bucket]
+                self._first[bucket] = slot
+        self.num_linked += len(slots)
+
+    def unlink(self, slots: Sequence[int]) -> None:
+        """These slots, which are in chains, hold nothing any more."""
+        rows = np.array(slots, np.intp)
+        buckets = self._buckets(self._hashes[rows])
+        is_first = self._firsts[buckets] == rows
+        first_rows = rows[is_first]
+        self._firsts[buckets[is_first]] = self._nexts[first_rows]
+        self._nexts[first_rows] = _UNLINKED
+        if len(first_rows) < len(rows):
+            first, following = self._first, self._next
+            for bucket, slot in zip(buckets[~is_first].tolist(), rows[~is_first].tolist(), strict=True):
+                at = first[bucket]
+                if at == slot:
+                    first[bucket] = following[slot]
+                else:
+                    while following[at] != slot:
+                        at = following[at]
+                    following[at] = following[slot]
+                following[slot] = _UNLINKED
+        self.num_linked -= len(slots)
+
+    def is_linked(self, slot: int) -> bool:
+        return self._next[slot] != _UNLINKED
+
+
+def hashes_of(keys: Sequence[bytes], mix: int) -> Hashes:
+    hashes = np.fromiter(map(hash, keys), np.int64, len(keys))
+    return hashes ^ mix if mix else hashes
