@@ -522,6 +522,35 @@ MUTANTS = [
         f"{CONTROL}/test_shadows.py::test_requests_are_followed_together_and_none_is_left_out",
     ),
     Mutant(
+        "a_call_is_worked_off_in_one_turn",
+        "service/kvstow_service/node/attach/attachserver.py",
+        "            if client.steps is not None:  # it has had its turn\n                break\n",
+        "",
+        "tests/service/node/attach/test_attachserver.py"
+        "::test_a_call_with_many_items_is_worked_off_between_the_turns_of_others",
+    ),
+    Mutant(
+        "a_list_has_a_million_items",
+        "engine/kvstow/attach/wire.py",
+        "MOST_ITEMS = 1 << 16",
+        "MOST_ITEMS = 1 << 20",
+        "tests/engine/attach/test_messages.py::test_a_list_has_65_536_items_at_most",
+    ),
+    Mutant(
+        "a_lookup_is_one_slice",
+        "service/kvstow_service/node/pools/nodesession.py",
+        "    return [items[start : start + CALL_SLICE] for start in range(0, len(items), CALL_SLICE)]",
+        "    return [items]",
+        "tests/service/node/test_nodehost.py::test_a_lookup_in_slices_finds_and_holds_the_same",
+    ),
+    Mutant(
+        "a_joined_lease_holds_repeated_slots_twice",
+        f"{CONTROL_CODE}/session.py",
+        "            if len(set(joined)) < len(joined):",
+        "            if False:",
+        "tests/service/node/test_nodehost.py::test_a_lookup_in_slices_finds_and_holds_the_same",
+    ),
+    Mutant(
         "a_slot_behind_another_one_stays_in_its_chain",
         "engine/kvstow/control/keytable.py",
         "                    following[at] = following[slot]\n",

@@ -540,6 +540,16 @@ def first_of_runs(runs: Sequence[KeyRun], count: int) -> list[KeyRun]:
     return kept
 
 
+def joined_runs(runs: Sequence[KeyRun]) -> list[KeyRun]:
+    """The same keys, given in ascending order, in as few runs as possible."""
+    joined: list[KeyRun] = []
+    for first, length in runs:
+        if joined and sum(joined[-1]) == first:
+            first, length = joined[-1].first, joined.pop().length + length
+        joined.append(KeyRun(first, length))
+    return joined
+
+
 def runs_without(runs: Sequence[tuple[int, int]], others: Sequence[tuple[int, int]]) -> list[KeyRun]:
     """The keys of the runs that are in none of the others."""
     left = bytearray(sum(runs[-1]) if runs else 0)

@@ -235,6 +235,25 @@ class Session:
         self.pool.index.hold(slots)
         return self.leases.grant(tuple(slots))
 
+    def join_leases(self, leases: Sequence[Lease]) -> Lease:
+        """One lease in place of these, with all their slots in order. It is empty, and nothing is held any more, if one
+        of them has ended or is broken."""
+        pool, book = self.pool, self.leases
+        with pool.lock:
+            is_whole = all(book.is_open(lease) and not book.is_broken(lease) for lease in leases)
+            parts = [lease.slots for lease in leases if book.end(lease)]
+            if not is_whole:
+                for slots in parts:
+                    pool.unhold(slots)
+                return NO_LEASE
+            joined = tuple(chain.from_iterable(parts))
+            if len(set(joined)) < len(joined):  # a lease holds a slot once
+                held = set[int]()
+                for slots in parts:
+                    pool.unhold(held.intersection(slots))
+                    held.update(slots)
+            return book.grant(joined)
+
     def find_lease(self, lease_id: int) -> Lease:
         """The lease of this session with this id. Raises `LeaseError` if it has ended."""
         with self.pool.lock:

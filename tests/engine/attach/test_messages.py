@@ -213,6 +213,15 @@ def test_a_key_has_between_1_and_256_bytes() -> None:
             Lookup.unpack(Lookup([key]).pack())
 
 
+def test_a_list_has_65_536_items_at_most() -> None:
+    most = [b"key"] * (1 << 16)
+    assert len(calls.Lookup.unpack(calls.Lookup(most).pack()).keys) == 1 << 16
+    longer = {calls.Lookup: [*most, b"key"], calls.LookupPrompt: [*most, b"key"], calls.Release: (1,) * len([*most, 1])}
+    for kind, items in longer.items():
+        with pytest.raises(ProtocolError, match="length <= 65536"):
+            kind.unpack(kind(items).pack())
+
+
 def test_a_slot_beyond_four_billion_is_refused() -> None:
     for slot in (2**32, -1):
         with pytest.raises(ProtocolError, match=r"load_begun: Expected `int` .* - at `\$.slots\[0\]`"):

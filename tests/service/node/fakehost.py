@@ -34,7 +34,7 @@ from kvstow.attach.peer import Peer
 from kvstow.errors import AttachRefusedError, LeaseError, NotFoundError
 from kvstow.messages import DesiredState, RankReport
 from kvstow_service.node.pools.memoryholder import SessionLink
-from kvstow_service.node.pools.nodesession import Later
+from kvstow_service.node.pools.nodesession import Later, Steps
 
 
 @dataclass
@@ -94,6 +94,15 @@ class FakeSession:
         for lease_id in lease_ids:
             self.leases.pop(lease_id, None)
 
+    def lookup_in_steps(self, call: Lookup | LookupPrompt, later: Later | None = None) -> Steps[Found | Pending]:
+        yield
+        return self.lookup(call, later)
+
+    def release_in_steps(self, lease_ids: Sequence[int]) -> Steps[None]:
+        for lease_id in lease_ids:
+            self.release_leases((lease_id,))
+            yield
+
     def begin_load(self, call: BeginLoad) -> LoadBegun:
         self._called()
         held = self.leases.pop(call.lease_id, None)
@@ -132,6 +141,10 @@ class FakeSession:
                 settled.append(SettledOp(done.op_id, "store" if op.direction == "store" else "load", done.mark))
         if settled:
             self.link.push(SettledOps(tuple(settled), room=7))
+
+    def use_in_steps(self, call: Use) -> Steps[None]:
+        yield
+        self.use(call)
 
     def use(self, call: Use) -> None:
         self.host.events.append(("used", len(call.keys), call.start))

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import pytest
 from msgspec.structs import replace
 from tests.service.node.conftest import MakeBench
 from tests.service.node.hostbench import EXTENT, ONE_RANK, ONE_RANK_OTHER, ROW_SLOTS, Engine, HostBench, grown
-from tests.service.node.rawengine import HELLO
+from tests.service.node.rawengine import HELLO, key_of
 
 from kvstow.attach.calls import Completions, ExtentSlots, Hold
 from kvstow.attach.hello import TRANSIENT_REFUSALS, Hello
 from kvstow.control import pool
+from kvstow.control.namespaces import KeyMap
 from kvstow.errors import AttachRefusedError, ConflictError, InvalidRequestError, LeaseError, NotFoundError, PinError
 from kvstow.memory.extents import Extent
 from kvstow.messages import Completion
+from kvstow.results import NO_LEASE
 from kvstow_service.node import nodehost
 from kvstow_service.node.nodehost import NodeHost
+from kvstow_service.node.pools import nodesession
 from kvstow_service.node.pools.nodepool import PoolSettings
 
 
@@ -413,3 +416,48 @@ def test_at_the_end_workers_are_asked_to_let_go_of_all_memory_and_get_none(bench
         rank: set(grants) for rank, grants in first.grants.items()
     }
     assert late.grants == {}
+
+
+@pytest.mark.parametrize("hold", Hold)
+@pytest.mark.parametrize("numbers", [range(1, 13), range(1, 9), [1, 2, 1, 3, 30, 4, 2, 5, 9], [20, 1, 2, 3, 4, 5]])
+def test_a_lookup_in_slices_finds_and_holds_the_same(
+    bench: HostBench, monkeypatch: pytest.MonkeyPatch, hold: Hold, numbers: Sequence[int]
+) -> None:
+    engine = grown(bench)
+    engine.store(*range(1, 9), 11, 12)
+    session, index = engine.session, engine.pool.index
+    asked: list[int] = []
+    for name in ("slots_of", "leading_runs"):
+        real = getattr(KeyMap, name)
+
+        def counted(self: KeyMap, keys: Sequence[bytes], *rest: object, real: Callable[..., object] = real) -> object:
+            asked.append(len(keys))
+            return real(self, keys, *rest)
+
+        monkeypatch.setattr(KeyMap, name, counted)
+
+    def found_and_held() -> tuple[object, ...]:
+        found = engine.find(*numbers, hold=hold)
+        slots = session.control.find_lease(found.lease_id).slots if found.lease_id else ()
+        held = index.held.slots()
+        session.release_leases([found.lease_id])
+        bench.run()
+        assert not index.held
+        return found.runs, slots, held
+
+    whole = found_and_held()
+    asked.clear()
+    monkeypatch.setattr(nodesession, "CALL_SLICE", 4)
+    assert found_and_held() == whole
+    assert max(asked) <= 4
+
+
+def test_leases_that_were_broken_meanwhile_are_not_joined(bench: HostBench) -> None:
+    engine = grown(bench)
+    engine.store(1, 2)
+    control = engine.session.control
+    keys = [key_of(1), key_of(2)]
+    leases = [control.acquire([key]) for key in keys]
+    control.leases.break_all()
+    assert control.join_leases(leases) == NO_LEASE
+    assert not engine.pool.index.held

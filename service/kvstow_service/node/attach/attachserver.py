@@ -9,11 +9,11 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 from kvstow.attach.calls import (
     BeginLoad,
@@ -41,7 +41,7 @@ from kvstow_service.admin.sockets import bind_unix, file_id, require_folder
 from kvstow_service.node.attach.clients import AttachTally, ClientConnection, Clients, client_limit
 from kvstow_service.node.attach.sessionlife import Member, SessionLife, WireSession, described
 from kvstow_service.node.nodehost import NodeHost
-from kvstow_service.node.pools.nodesession import Later
+from kvstow_service.node.pools.nodesession import CALL_SLICE, Later, Steps
 from kvstow_service.process.switchinterval import short_switch_interval
 
 FOLDER_MODE = 0o750
@@ -78,13 +78,22 @@ _CALLS: Final[dict[int, type[Message]]] = {
 }
 
 
-def answer_to(host: NodeHost, member: Member, frame: Frame, later: Later | None = None) -> Message | None:
-    """Make the call and return its answer, if its kind has one. `later`: see `NodeSession.lookup`.
+def answer_to(
+    host: NodeHost, member: Member, frame: Frame, later: Later | None = None
+) -> Message | Steps[Message | None] | None:
+    """Make the call and return its answer, if its kind has one. A call with many items comes back in steps instead, for
+    other clients to have their turns between them. `later`: see `NodeSession.lookup`.
 
     Raises what the call raises. Raises `ProtocolError` for a payload that is not a message of its kind.
     """
     session = member.session.hosted
     match call := _CALLS[frame.kind].unpack(frame.payload):
+        case Lookup(keys) | LookupPrompt(keys) if len(keys) > CALL_SLICE:
+            return session.lookup_in_steps(call, later)
+        case Release(lease_ids) if len(lease_ids) > CALL_SLICE:
+            return session.release_in_steps(lease_ids)
+        case Use(keys) if len(keys) > CALL_SLICE:
+            return session.use_in_steps(call)
         case Lookup() | LookupPrompt():
             return session.lookup(call, later)
         case BeginLoad():
@@ -118,12 +127,23 @@ def answer_to(host: NodeHost, member: Member, frame: Frame, later: Later | None 
     return None
 
 
+def _step_of(steps: Steps[Message | None]) -> Message | Steps[Message | None] | None:
+    """Make one step; returns the steps again while there are more, then the answer."""
+    try:
+        next(steps)
+    except StopIteration as ended:
+        answer: Message | None = ended.value
+        return answer
+    return steps
+
+
 def _rank_of(member: Member) -> int:
     assert member.rank is not None, "the kinds of workers come from workers"
     return member.rank
 
 
 logger = logging.getLogger("kvstow.attach")
+_A = TypeVar("_A")
 
 SWITCH_SECONDS = 0.0001
 """Next to a thread that is always busy, a lookup took 0.5 ms at the median and 1 ms at p99, instead of 10 ms."""
@@ -391,10 +411,15 @@ class AttachServer:
     def _work(self, client: ClientConnection) -> None:
         """Handle some of the client's frames. The rest waits until the other clients have had their turn."""
         self._busy.pop(client, None)
-        for _ in range(min(len(client.backlog), _FRAMES_PER_TURN)):
-            if client.channel.unsent_bytes > _PAUSED_ABOVE_BYTES or not client.backlog:
+        for _ in range(_FRAMES_PER_TURN):
+            if client.steps is not None:
+                self._go_on(client, *client.steps)
+            elif client.channel.unsent_bytes > _PAUSED_ABOVE_BYTES or not client.backlog:
                 break
-            self._handle(client, client.backlog.popleft())
+            else:
+                self._handle(client, client.backlog.popleft())
+            if client.steps is not None:  # it has had its turn
+                break
         self._rewatch(client)
 
     def _rewatch(self, client: ClientConnection) -> None:
@@ -404,7 +429,7 @@ class AttachServer:
         unsent = client.channel.unsent_bytes
         interest = select.EPOLLOUT if unsent else 0
         if unsent <= _PAUSED_ABOVE_BYTES:
-            if client.backlog:
+            if client.backlog or client.steps is not None:
                 self._busy[client] = None
             else:
                 interest |= select.EPOLLIN
@@ -428,10 +453,25 @@ class AttachServer:
             return
         later = partial(self._answer_later, client, frame.request_id) if frame.request_id else None
         answer = self._answer_or_error(partial(answer_to, self._host, member, frame, later), frame.request_id)
-        if answer is not None and frame.request_id and not client.has_detached:
-            client.channel.send(answer.KIND, answer.pack(), frame.request_id)
+        if isinstance(answer, Generator):
+            self._go_on(client, frame.request_id, answer)
+        else:
+            self._give_answer(client, answer, frame.request_id)
 
-    def _answer_or_error(self, call: Callable[[], Message | None], request_id: int) -> Message | None:
+    def _go_on(self, client: ClientConnection, request_id: int, steps: Steps[Message | None]) -> None:
+        """Make one more step of a call. The client's next frames wait until the call is over."""
+        client.steps = None
+        answer = self._answer_or_error(partial(_step_of, steps), request_id)
+        if isinstance(answer, Generator):
+            client.steps = (request_id, answer)
+        else:
+            self._give_answer(client, answer, request_id)
+
+    def _give_answer(self, client: ClientConnection, answer: Message | None, request_id: int) -> None:
+        if answer is not None and request_id and not client.has_detached:
+            client.channel.send(answer.KIND, answer.pack(), request_id)
+
+    def _answer_or_error(self, call: Callable[[], _A], request_id: int) -> _A | CallError:
         """Make a call to the host. What it raises becomes its answer, unless the client must be dropped for it."""
         try:
             return call()

@@ -10,9 +10,10 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 
 from kvstow.attach.channel import MAX_HELLO_BYTES, Channel, Frame
-from kvstow.attach.wire import Kind
+from kvstow.attach.wire import Kind, Message
 from kvstow_api.journal import LimitedLog
 from kvstow_service.node.attach.sessionlife import Member
+from kvstow_service.node.pools.nodesession import Steps
 
 logger = logging.getLogger("kvstow.attach")
 
@@ -63,7 +64,7 @@ _SHARE_OF_DESCRIPTORS = 8  # each client has a socket and a pidfd; extents and t
 class ClientConnection:
     """One accepted connection. It is a stranger until its hello is accepted. Then it is a member of a session."""
 
-    __slots__ = ("backlog", "channel", "interest", "member", "opened", "partial_bytes", "socket")
+    __slots__ = ("backlog", "channel", "interest", "member", "opened", "partial_bytes", "socket", "steps")
 
     def __init__(self, accepted: socket.socket, scratch: bytearray, opened: float) -> None:
         self.socket = accepted
@@ -72,6 +73,8 @@ class ClientConnection:
         self.member: Member | None = None
         self.backlog: deque[Frame] = deque()
         """Frames that were received and not yet answered."""
+        self.steps: tuple[int, Steps[Message | None]] | None = None
+        """The request id of a call that is worked off in steps, and those that are left."""
         self.partial_bytes = 0
         self.interest = 0
         """The events that epoll watches."""

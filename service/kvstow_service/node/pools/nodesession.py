@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from kvstow.attach.calls import (
     BeginLoad,
@@ -31,10 +31,11 @@ from kvstow.attach.calls import (
 from kvstow.attach.hello import Hello
 from kvstow.attach.peer import Peer
 from kvstow.control.attachedsession import AttachedSession
-from kvstow.control.namespaces import runs_without
+from kvstow.control.namespaces import joined_runs, runs_without
 from kvstow.errors import AttachRefusedError, LeaseError
 from kvstow.hints import Hints
 from kvstow.messages import DesiredState, RankReport
+from kvstow.results import NO_LEASE, KeyRun, Lease
 from kvstow.source import Source
 from kvstow.status import SessionStatus
 from kvstow_service.node.pools.memoryholder import MemoryHolder, SessionLink
@@ -109,6 +110,28 @@ class MemoryWaits:
         for wait in waiting:
             if wait.end <= self._slots or wait.until <= now:
                 wait.answer()
+
+
+CALL_SLICE = 256
+"""Items of a call that are worked off before other clients have their turn."""
+_R = TypeVar("_R")
+_Item = TypeVar("_Item")
+Steps = Generator[None, None, _R]
+"""A call in steps that are over soon, and what it returns."""
+
+
+def result_of(steps: Steps[_R]) -> _R:
+    """Make all steps at once."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as ended:
+            result: _R = ended.value
+            return result
+
+
+def _parts(items: Sequence[_Item]) -> list[Sequence[_Item]]:
+    return [items[start : start + CALL_SLICE] for start in range(0, len(items), CALL_SLICE)]
 
 
 _OPS_PER_FRAME = 10_000
@@ -196,29 +219,37 @@ class NodeSession(MemoryHolder):
     def lookup(self, call: Lookup | LookupPrompt, later: Later | None = None) -> Found | Pending:
         """If this call returns `Pending`, the session calls `later` with the answer. It is None for a client that needs
         the answer at once."""
+        return result_of(self.lookup_in_steps(call, later))
+
+    def lookup_in_steps(self, call: Lookup | LookupPrompt, later: Later | None = None) -> Steps[Found | Pending]:
         is_prompt = isinstance(call, LookupPrompt)
         lookup = Lookup(call.keys, Hold.NOTHING, counted=False) if isinstance(call, LookupPrompt) else call
-        answer = self._look_up(lookup, later, is_prompt=is_prompt)
+        answer = yield from self._look_up(lookup, later, is_prompt=is_prompt)
         if isinstance(answer, Pending):
             self._waiting.add(self)
         return answer
 
     def _look_up(
         self, call: Lookup, later: Later | None, *, is_prompt: bool, has_waited: bool = False
-    ) -> Found | Pending:
+    ) -> Steps[Found | Pending]:
         """Waits for blocks in memory that the ranks are about to register. Then holds what the pool has while the tier
         may have more."""
         if later is None or call.hold == Hold.ALL:
-            return self._find(call)
-        if not has_waited and (slots := self.control.out_of_reach(call.keys)):
+            return (yield from self._find(call))
+        slots: list[int] = []
+        for part in _parts(call.keys if not has_waited else ()):
+            slots += self.control.out_of_reach(part)
+            yield
+        if slots:
             tokens = len(slots) * max((group.block_tokens for group in self.pool.identity.groups), default=0)
-            again = partial(self._look_up, call, later, is_prompt=is_prompt, has_waited=True)
+            steps = self._look_up(call, later, is_prompt=is_prompt, has_waited=True)
+            again = partial(result_of, steps)
             if self.waits.put(max(slots) + 1, tokens, partial(self._answer, later, again)):
                 return Pending()
         tier = self.tier
         if tier is None or not tier.may_have_more or (call.hold == Hold.NOTHING and not is_prompt):
-            return self._find(call)
-        held = self._find(Lookup(call.keys, call.hold, counted=False))
+            return (yield from self._find(call))
+        held = yield from self._find(Lookup(call.keys, call.hold, counted=False))
         num_found = sum(length for _, length in held.runs)
         if num_found == len(call.keys):
             if call.counted:
@@ -235,30 +266,52 @@ class NodeSession(MemoryHolder):
 
     def _find_anew(self, call: Lookup, before: Found) -> Found:
         """`before`: what was found, and held, when the tier was asked."""
-        found = self._find(call)
+        found = result_of(self._find(call))
         if before.lease_id:
             self.control.release_leases((before.lease_id,))
         return Found(found.lease_id, found.runs, tuple(runs_without(found.runs, before.runs)))
 
-    def _find(self, call: Lookup) -> Found:
+    def _find(self, call: Lookup) -> Steps[Found]:
         control, keys = self.control, call.keys
-        if call.hold == Hold.LEADING:
-            lease = control.acquire(keys, count=call.counted)
-            return Found(lease.lease_id, ((0, lease.num_keys),) if lease.num_keys else ())
-        if call.hold == Hold.PRESENT:
-            lease, runs = control.acquire_runs(keys, count=call.counted)
-            return Found(lease.lease_id, tuple(runs))
-        if call.hold == Hold.ALL:
-            held = control.lease(keys) if keys else None
-            found = Found(0, ()) if held is None else Found(held.lease_id, ((0, len(keys)),))
-        else:
-            found = Found(0, tuple(control.find_runs(keys)))
+        leases: list[Lease] = []
+        runs: list[KeyRun] = []
+        num_found = 0
+        for start, part in zip(range(0, len(keys), CALL_SLICE), _parts(keys), strict=True):
+            if start:
+                yield
+            part = part[: max(0, int(control.leases.max_slots) - num_found)] if call.hold else part
+            lease, found = self._find_part(part, call.hold)
+            runs += [KeyRun(start + first, length) for first, length in found]
+            num_found += sum(length for _, length in found)
+            leases += [lease] if lease.slots else []
+            if call.hold in (Hold.LEADING, Hold.ALL) and num_found < start + len(part):
+                break
+        if call.hold == Hold.ALL and num_found < len(keys):
+            control.release_leases([lease.lease_id for lease in leases])
+            leases, runs, num_found = [], [], 0
+        lease = leases[0] if len(leases) == 1 else control.join_leases(leases) if leases else NO_LEASE
+        if leases and not lease.slots:  # the session has lost its leases meanwhile
+            runs, num_found = [], 0
         if call.counted:
-            control.count_lookup(len(keys), sum(length for _, length in found.runs))
-        return found
+            control.count_lookup(len(keys), num_found)
+        return Found(lease.lease_id, tuple(joined_runs(runs)))
+
+    def _find_part(self, keys: Sequence[bytes], hold: Hold) -> tuple[Lease, list[KeyRun]]:
+        control = self.control
+        if hold == Hold.NOTHING:
+            return NO_LEASE, control.find_runs(keys)
+        if hold == Hold.PRESENT:
+            return control.acquire_runs(keys, count=False)
+        lease = control.acquire(keys, count=False) if hold == Hold.LEADING else control.lease(keys) or NO_LEASE
+        return lease, [KeyRun(0, len(lease.slots))] if lease.slots else []
 
     def release_leases(self, lease_ids: Sequence[int]) -> None:
-        self.control.release_leases(lease_ids)
+        result_of(self.release_in_steps(lease_ids))
+
+    def release_in_steps(self, lease_ids: Sequence[int]) -> Steps[None]:
+        for part in _parts(lease_ids):
+            self.control.release_leases(part)
+            yield
         if self.pool.owed:
             self._memory.free_owed(self.pool)
 
@@ -282,11 +335,19 @@ class NodeSession(MemoryHolder):
         return StoreBegun(op_id, accepted, slots, tuple(grant.unplaced), grant.outcomes, self.control.store_room())
 
     def use(self, call: Use) -> None:
+        result_of(self.use_in_steps(call))
+
+    def use_in_steps(self, call: Use) -> Steps[None]:
         hints = call.hints
         if hints is not None and not self._hint_rate.admits(self.pool.clock()):
             hints = Hints(ignored=("rate",))
         source = Source(*call.source)
-        chain = self.control.use(call.keys, start=call.start, looked_up=call.looked_up, hints=hints, source=source)
+        chain = None
+        for first in reversed(range(0, max(1, len(call.keys)), CALL_SLICE)):  # the end of a chain comes first
+            part, start = call.keys[first : first + CALL_SLICE], call.start + first
+            chain = self.control.use(part, start=start, looked_up=call.looked_up, hints=hints, source=source)
+            if first:
+                yield
         if self.tier is not None and chain is not None and hints is not None and hints.context is not None:
             self.tier.note_use(hints.context, chain, release=hints.release)
 

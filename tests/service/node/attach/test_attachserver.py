@@ -314,7 +314,8 @@ def test_a_client_that_does_not_read_is_not_read_from_and_hurts_nobody(node: Nod
         slow.send(Kind.LOOKUP, payload, number)
 
     def paused() -> bool:
-        return any(not client.interest & select.EPOLLIN for client in node.server._clients)
+        most = attachserver._PAUSED_ABOVE_BYTES
+        return any(client.channel.unsent_bytes > most for client in node.server._clients)
 
     wait_until(paused, slow.flush)
     assert ask(other, Reset(), ResetDone) == ResetDone("model-99")
@@ -364,6 +365,23 @@ def test_a_client_with_many_frames_waits_for_the_others(node: Node, monkeypatch:
     wait_until(lambda: len(order) == many + 1)
     other_id = other.welcome.session_id if other.welcome else ""
     assert order.index(other_id) <= 2 * attachserver._FRAMES_PER_TURN
+    greedy.close()
+
+
+def test_a_call_with_many_items_is_worked_off_between_the_turns_of_others(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    greedy, other = raw_session(node), node.attach()
+    order: list[tuple[str, int]] = []
+    monkeypatch.setattr(FakeSession, "release_leases", lambda session, ids: order.append((session.session_id, ids[0])))
+    other_id = other.welcome.session_id if other.welcome else ""
+    with node.standing_still():
+        greedy.send(Kind.RELEASE, Release(tuple(range(1, 1001))).pack())
+        greedy.send(Kind.RELEASE, Release((2000,)).pack())
+        other.send(Release((7,)))
+    wait_until(lambda: len(order) == 1002)
+    assert order.index((other_id, 7)) <= 3
+    assert [number for session, number in order if session != other_id] == [*range(1, 1001), 2000]
     greedy.close()
 
 
