@@ -227,15 +227,15 @@ MUTANTS = [
     Mutant(
         "claimed_blocks_are_never_evicted",
         "engine/kvstow/control/index.py",
-        "if (namespace is None or most > 0) and claims.go_first(idle):",
+        "if most > 0 and claims.go_first(idle):",
         "if namespace is not None and most > 0 and claims.go_first(idle):",
         f"{CLAIM_TESTS}::test_nothing_is_unevictable",
     ),
     Mutant(
         "a_store_finds_no_slot_while_ended_claims_are_settled",
         "engine/kvstow/control/index.py",
-        "                    claims.settle(_SLICE)\n                    continue\n",
-        "                    claims.settle(_SLICE)\n                    break\n",
+        "                    claims.settle(missing)\n                    continue\n",
+        "                    claims.settle(missing)\n                    break\n",
         f"{CLAIM_TESTS}::test_a_store_finds_the_slots_of_claims_that_have_all_ended",
     ),
     Mutant(

@@ -83,8 +83,8 @@ FORBIDDEN = {
     },
 }
 ORDER = {
-    "engine/kvstow/control": "blockevents launchorder ranktable sources slots uses policy shadows comparison recording "
-    "namespaces claims index trial indexjournal pool ops session administration attachedsession engine "
+    "engine/kvstow/control": "blockevents launchorder ranktable sources keytable slots uses policy shadows comparison "
+    "recording namespaces claims index trial indexjournal pool ops session administration attachedsession engine "
     "sharedpool tiertraffic fleettier",
     "engine/kvstow/memory": "region limits hoststeps pinning chunks slotpool hostpool mappedpool extents "
     "rows budget nodememory",

@@ -35,7 +35,7 @@ def mix_of(tag: int) -> int:
     return mixed - (mixed >> 63 << 64)  # as a signed number
 
 
-class KeyTable:
+class SlotTable:
     """Slots by the hashes of the keys that they hold, or are to hold. Not locked; each call is O(slots or keys given).
 
     Two keys have the same hash once in 2^64 times; the caller compares keys where that matters. 20 to 28 bytes a slot.

@@ -11,7 +11,7 @@ from typing import Literal, TypeVar
 
 import numpy as np
 
-from kvstow.control.keytable import KeyTable
+from kvstow.control.keytable import SlotTable
 from kvstow.errors import InvalidRequestError
 from kvstow.stats import AgeStats
 
@@ -276,7 +276,7 @@ class SlotKeys:
     __slots__ = ("has_namespaces", "key_of", "table", "tag_of")
 
     def __init__(self) -> None:
-        self.table = KeyTable()
+        self.table = SlotTable()
         self.key_of: list[bytes | None] = []
         self.tag_of = array("H")
         self.has_namespaces = False

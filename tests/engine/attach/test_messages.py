@@ -216,7 +216,8 @@ def test_a_key_has_between_1_and_256_bytes() -> None:
 def test_a_list_has_65_536_items_at_most() -> None:
     most = [b"key"] * (1 << 16)
     assert len(calls.Lookup.unpack(calls.Lookup(most).pack()).keys) == 1 << 16
-    longer = {calls.Lookup: [*most, b"key"], calls.LookupPrompt: [*most, b"key"], calls.Release: (1,) * len([*most, 1])}
+    long = [*most, b"key"]
+    longer: dict[Any, Any] = {calls.Lookup: long, calls.LookupPrompt: long, calls.Release: (1,) * len(long)}
     for kind, items in longer.items():
         with pytest.raises(ProtocolError, match="length <= 65536"):
             kind.unpack(kind(items).pack())

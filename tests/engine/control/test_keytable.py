@@ -12,7 +12,7 @@ import pytest
 
 from kvstow.control import keytable
 from kvstow.control.engine import OffloadEngine
-from kvstow.control.keytable import KeyTable, hashes_of, mix_of
+from kvstow.control.keytable import SlotTable, hashes_of, mix_of
 from kvstow.control.pool import Pool
 from kvstow.hints import Hints, context_id
 from kvstow.testing.rank import make_ranks, store_keys
@@ -20,7 +20,7 @@ from kvstow.testing.rank import make_ranks, store_keys
 MakeEngine = Callable[..., OffloadEngine]
 
 
-def linked(table: KeyTable, hashes: Sequence[int]) -> dict[int, int]:
+def linked(table: SlotTable, hashes: Sequence[int]) -> dict[int, int]:
     """What the table has of these hashes, asked all at once and one by one."""
     indices, slots = table.find(np.array(hashes, np.int64))
     found = {hashes[index]: slot for index, slot in zip(indices, slots, strict=True)}
@@ -36,7 +36,7 @@ def make_hashes(count: int, seed: int) -> list[int]:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_the_table_is_a_dictionary_while_its_buckets_are_split(seed: int) -> None:
-    choose, table, model = random.Random(seed), KeyTable(), dict[int, int]()
+    choose, table, model = random.Random(seed), SlotTable(), dict[int, int]()
     hashes = list(dict.fromkeys(make_hashes(200, seed)))
     table.grow(200)
     steps: Iterator[None] = iter(())
@@ -55,7 +55,7 @@ def test_the_table_is_a_dictionary_while_its_buckets_are_split(seed: int) -> Non
 
 
 def test_keys_that_meet_in_one_bucket_are_all_there() -> None:
-    table = KeyTable()
+    table = SlotTable()
     table.grow(300)
     hashes = [number << 40 for number in range(300)]
     table.link(np.array(hashes, np.int64), range(300))
@@ -66,16 +66,16 @@ def test_keys_that_meet_in_one_bucket_are_all_there() -> None:
 
 
 def test_a_bucket_is_split_in_steps_of_bounded_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    table, split = KeyTable(), list[int]()
+    table, split = SlotTable(), list[int]()
     table.grow(4096)
     table.link(np.arange(4096) * 7919, range(4096))
-    real = KeyTable._split
+    real = SlotTable._split
 
-    def counted(self: KeyTable, bucket: int) -> None:
+    def counted(self: SlotTable, bucket: int) -> None:
         split[-1] += 1
         real(self, bucket)
 
-    monkeypatch.setattr(KeyTable, "_split", counted)
+    monkeypatch.setattr(SlotTable, "_split", counted)
     steps, more = table.fit(4096), True
     while more:
         split.append(0)
@@ -86,7 +86,7 @@ def test_a_bucket_is_split_in_steps_of_bounded_length(monkeypatch: pytest.Monkey
 
 
 def test_the_buckets_of_an_empty_table_are_made_in_steps_of_bounded_length() -> None:
-    table = KeyTable()
+    table = SlotTable()
     steps = sum(1 for _ in table.fit(1 << 20))
     assert steps >= (1 << 21) / keytable._MADE_AT_ONCE
     assert len(table._first) == 1 << 21
