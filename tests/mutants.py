@@ -60,6 +60,8 @@ ADMISSION = "api/kvstow_api/middleware.py"
 HEADER = "service/kvstow_service/tiers/objectheader.py"
 ENGINE_CORE = "service/kvstow_service/connectors/engine_core"
 ADAPTERS = "tests/service/connectors/engine_core/test_adapters.py"
+VLLM = "service/kvstow_service/connectors/vllm"
+WATCH = "tests/vllm/test_weightwatch.py"
 
 LAYERS = "engine/kvstow/devices/cuda/layerloader.py"
 LAYER_TESTS = "tests/engine/devices/test_cuda_layers.py"
@@ -1888,6 +1890,119 @@ MUTANTS = [
         "tests/service/connectors/engine_core/test_adapterevents.py",
     ),
     Mutant(
+        "executors_do_not_notice_what_changes_weights",
+        f"{VLLM}/weightwatch.py",
+        "                watch_of(executor.vllm_config).asks(",
+        "                0 and watch_of(executor.vllm_config).asks(",
+        f"{WATCH}::test_an_executor_notices_before_it_sends",
+    ),
+    Mutant(
+        "functions_change_no_weights",
+        f"{VLLM}/weightwatch.py",
+        '            self._change(f"the function',
+        '            str(f"the function',
+        f"{WATCH}::test_an_executor_notices_before_it_sends",
+    ),
+    Mutant(
+        "a_deep_sleep_loses_no_weights",
+        f"{VLLM}/weightwatch.py",
+        "            if level > 1:",
+        "            if level > 2:",
+        f"{WATCH}::test_sleep_and_discard_count_if_weights_are_lost",
+    ),
+    Mutant(
+        "ranks_do_not_notice_what_changes_weights",
+        f"{VLLM}/weightwatch.py",
+        "        if self.noticed > self.asked:",
+        "        if self.noticed > self.asked + 1:",
+        f"{WATCH}::test_a_rank_notices_what_nobody_here_has_asked_for",
+    ),
+    Mutant(
+        "a_call_is_heard_twice",
+        f"{VLLM}/weightwatch.py",
+        "        if self.noticed > self.asked:",
+        "        if self.noticed:",
+        f"{WATCH}::test_a_call_that_was_noticed_when_it_was_sent_is_heard_once",
+    ),
+    Mutant(
+        "weights_that_are_loaded_again_are_the_same",
+        f"{VLLM}/weightwatch.py",
+        'if name == "load_model" and watch.loaded is None:',
+        'if name == "load_model":',
+        f"{WATCH}::test_loading_is_compared_before_and_after",
+    ),
+    Mutant(
+        "a_rank_stores_what_changed_weights_have_computed",
+        f"{ENGINE_CORE}/workerside.py",
+        "        if step.stores.ops and self.stores_fail_because is not None:",
+        "        if step.stores.ops and not self.rank + 1:",
+        "tests/service/connectors/engine_core/test_workerside.py"
+        "::test_stores_fail_while_the_rank_knows_more_of_its_weights_than_the_scheduler",
+    ),
+    Mutant(
+        "loads_hold_a_change_of_weights_up",
+        f"{ENGINE_CORE}/schedulerside.py",
+        "        if self._loads.are_under_way and not reason:",
+        "        if self._loads.are_under_way:",
+        "tests/service/connectors/engine_core/test_schedulerside.py::test_a_change_of_weights_waits_for_no_loads",
+    ),
+    Mutant(
+        "resets_of_the_gpu_are_not_followed_after_a_change_of_weights",
+        f"{ENGINE_CORE}/schedulerhost.py",
+        "            if is_reset:\n                self._forget()\n",
+        "",
+        "tests/vllm/test_schedulerhost.py::test_a_reset_of_the_gpu_counts_once_weights_may_have_changed",
+    ),
+    Mutant(
+        "what_ranks_notice_is_not_followed",
+        f"{ENGINE_CORE}/schedulerhost.py",
+        "            if own > self._weight_changes.get(rank, 0):",
+        "            if own < self._weight_changes.get(rank, 0):",
+        "tests/vllm/test_schedulerhost.py::test_a_change_that_only_a_rank_has_noticed_counts_once",
+    ),
+    Mutant(
+        "a_change_before_the_ranks_are_known_is_forgotten",
+        f"{ENGINE_CORE}/schedulerhost.py",
+        "        if self._weights_changed:\n            self._forget()\n",
+        "",
+        "tests/vllm/test_schedulerhost.py::test_a_change_before_the_ranks_are_known_is_remembered",
+    ),
+    Mutant(
+        "worker_extensions_change_no_weights",
+        f"{VLLM}/engineidentity.py",
+        "    if config.parallel_config.worker_extension_cls and",
+        "    if not config and",
+        "tests/vllm/test_sharing.py::test_code_of_workers_may_change_weights",
+    ),
+    Mutant(
+        "a_drafter_without_a_model_has_settings",
+        f"{VLLM}/valuesettings.py",
+        '        if part == "speculative_config" and drafts_from_prompt(config):\n            continue\n',
+        "",
+        "tests/vllm/test_sharing.py::test_a_drafter_without_a_model_changes_nothing",
+    ),
+    Mutant(
+        "one_part_of_a_file_is_all_of_it",
+        f"{VLLM}/modelweights.py",
+        "        return sorted({path, *parts, *beside})",
+        "        return [path]",
+        "tests/service/connectors/vllm/test_weightsid.py::test_parts_of_a_file_and_a_projector_beside_it_count",
+    ),
+    Mutant(
+        "a_renamed_folder_of_the_processor_is_not_seen",
+        f"{VLLM}/valuesettings.py",
+        "newer = (*trail.newer_than(loaded_by), *trail.moved_after(loaded_by))",
+        "newer = tuple(trail.newer_than(loaded_by))",
+        "tests/vllm/test_sharing.py::test_files_behind_a_link_that_is_newer_than_vllm_are_shared_with_nobody",
+    ),
+    Mutant(
+        "what_the_hub_downloads_is_never_changed_by_hand",
+        f"{ENGINE_CORE}/vllmprocess.py",
+        "    if blob_of(path) is not None:",
+        "    if in_snapshot(path) is not None:",
+        f"{ADAPTERS}::test_a_repository_is_its_commit_until_its_branch_moves",
+    ),
+    Mutant(
         "weights_are_told_by_times_that_can_be_set",
         "service/kvstow_service/connectors/vllm/modelweights.py",
         "{stat.st_mtime_ns} {stat.st_ctime_ns}",
@@ -2108,9 +2223,12 @@ PATCHED = [
         "tests/service/connectors/engine_core/test_adapterversions.py",
         (
             "a_changed_adapter_is_read_again",
+            "a_new_entry_hides_a_rename",
             "files_are_compared_only_when_a_request_comes",
             "files_are_not_compared",
             "files_may_be_newer_than_the_engine",
+            "folders_may_be_newer_than_the_engine",
+            "links_are_not_compared",
             "keys_do_not_name_the_adapter",
             "numbers_are_not_compared",
         ),
@@ -2120,11 +2238,17 @@ PATCHED = [
     Patched(
         "tests/vllm/test_sharing.py",
         (
+            "a_commit_names_weights",
+            "changes_while_loading_are_not_seen",
             "files_do_not_count",
+            "folders_do_not_count",
+            "links_do_not_count",
+            "links_in_snapshots_are_believed",
             "newer_files_are_believed",
-            "newer_weights_are_believed",
+            "paths_are_names",
             "revisions_are_believed",
             "the_usual_cache_is_believed",
+            "what_ranks_have_loaded_is_believed",
         ),
         "tests/vllm/test_sharing.py::test_an_identity_without_one_of_its_protections_is_found_out",
     ),

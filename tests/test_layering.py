@@ -95,11 +95,11 @@ ORDER = {
     "service/kvstow_service/tiers": "objectheader redisstore mooncake.childmessages mooncake.childchannel "
     "mooncake.mooncakestore mooncake.storechild stores",
     "service/kvstow_service/replay": "trace kv processes remoteranks offload ranks hittable result driver launcher",
-    "service/kvstow_service/connectors/engine_core": "kvgroups vllmprocess adapters trackedrequests loadpolicy "
-    "options hints controlplane stepplan offloadmetrics kvevents loads gpublocks stores "
+    "service/kvstow_service/connectors/engine_core": "kvgroups vllmprocess pathtrail adapters trackedrequests "
+    "loadpolicy options hints controlplane stepplan offloadmetrics kvevents loads gpublocks stores "
     "schedulerside workerside metadata metricsexport schedulerhost embeddedschedulerhost workerhost connector",
-    "service/kvstow_service/connectors/vllm": "rankdataplane tensorhost modelweights valuesettings engineidentity "
-    "attachedschedulerhost connector plugin",
+    "service/kvstow_service/connectors/vllm": "rankdataplane tensorhost modelweights valuesettings modelpaths "
+    "engineidentity attachedschedulerhost weightwatch connector plugin",
     "service/kvstow_service/connectors/tpu": "support runnerhost connector",
     "service/kvstow_service/node": "survival.keeper survival.keeperclient survival.orphanedmemory survival.roster "
     "pools.nodepool pools.memoryholder pools.poolmemory pools.noderecords pools.memorythread "

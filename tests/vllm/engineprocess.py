@@ -184,7 +184,7 @@ def fingerprint_of(engine: Engine) -> str | None:
     pool = pool_identity(
         host._vllm_config, host._kv_cache_config, host._groups, hellos, replicated=host._process.replicated
     )
-    return fingerprint(pool, host._find_namespace(), host._fleet_weights, "").value
+    return fingerprint(pool, host._find_namespace(), host._model.fleet_weights, "").value
 
 
 def _be_patient(engine: Engine, seconds: float) -> None:

@@ -18,12 +18,12 @@ IMAGE_TOKEN, IMAGE_SIZE = 2, 56
 _CONFIG = {"max_position_embeddings": 4096, "rope_theta": 10000.0, "torch_dtype": "float32"}
 
 
-def write_model(folder: Path, *, hybrid: bool = False) -> Path:
+def write_model(folder: Path, *, hybrid: bool = False, seed: int = 20) -> Path:
     """Write a Llama of 4 layers in fp32 as a local model folder; `hybrid` gives every other layer a sliding window
-    of 96 tokens, hence two KV cache groups."""
+    of 96 tokens, hence two KV cache groups. `seed`: of the weights."""
     layers = {"layer_types": ["sliding_attention", "full_attention"] * (TINY.layers // 2), "sliding_window": WINDOW}
     config = _CONFIG | (layers if hybrid else {})
-    model.write_model(folder, TINY, weights=True, dtype=torch.float32, seed=20, config=config)
+    model.write_model(folder, TINY, weights=True, dtype=torch.float32, seed=seed, config=config)
     write_tokenizer(folder)
     return folder
 

@@ -15,6 +15,7 @@ from kvstow.attach.identity import FleetWeights, NamespaceIdentity, PoolIdentity
 from kvstow_service.connectors.engine_core.kvgroups import kv_groups
 from kvstow_service.connectors.engine_core.metadata import RankHello
 from kvstow_service.connectors.vllm import engineidentity, modelweights
+from kvstow_service.connectors.vllm.modelpaths import ModelTrails
 
 pytestmark = pytest.mark.vllm
 
@@ -34,7 +35,18 @@ def config() -> Any:
 
 
 def namespace(config: Any) -> NamespaceIdentity:
-    return engineidentity.namespace_identity(config, 16, "v1")
+    return namespace_of(config, "v1")
+
+
+def namespace_of(config: Any, weights_id: str | None) -> NamespaceIdentity:
+    """Of an engine with one rank, which has loaded what is there now."""
+    trails = ModelTrails.of(config)
+    model = engineidentity.read_model(config, weights_id)
+    return engineidentity.namespace_identity(config, 16, model, [trails.compare(trails)])
+
+
+def fleet_weights(config: Any, weights_id: str | None) -> FleetWeights:
+    return engineidentity.read_model(config, weights_id).fleet_weights
 
 
 def test_the_same_engine_has_the_same_identity(config: Any) -> None:
@@ -127,7 +139,7 @@ def test_lora_is_shared_only_where_hashes_cover_the_path(config: Any, monkeypatc
 
 def test_unknown_weights_are_shared_with_nobody(config: Any) -> None:
     config.model_config.model = "s3://bucket/model"
-    assert engineidentity.namespace_identity(config, 16, None).unshared.startswith("weights_unknown: ")
+    assert namespace_of(config, None).unshared.startswith("weights_unknown: ")
 
 
 def test_scales_of_the_first_requests_are_shared_with_nobody(config: Any) -> None:
@@ -151,40 +163,40 @@ def test_weights_have_one_name_in_the_fleet_wherever_they_lie(config: Any, tmp_p
     names = set()
     for place, content in (("a", "weights"), ("b", "weights"), ("c", "other weights")):
         config.model_config.model = write_weights(tmp_path / place / "model", content)
-        names.add(engineidentity.fleet_weights(config, None))
+        names.add(fleet_weights(config, None))
     assert len(names) == 2
-    assert engineidentity.fleet_weights(config, "v1") == FleetWeights("configured v1 of model")
+    assert fleet_weights(config, "v1") == FleetWeights("configured v1 of model")
 
 
 def test_a_drafter_is_named_as_well(config: Any, tmp_path: Path) -> None:
     config.model_config.model = write_weights(tmp_path / "model", "weights")
-    alone = engineidentity.fleet_weights(config, "v1").weights_id
+    alone = fleet_weights(config, "v1").weights_id
     found = {alone}
     for place, content in (("a", "draft"), ("b", "draft"), ("c", "other draft")):
         config.speculative_config = drafter(write_weights(tmp_path / place, content))
-        named = engineidentity.fleet_weights(config, "v1").weights_id
+        named = fleet_weights(config, "v1").weights_id
         assert named.startswith(f"{alone} and files ")
         found.add(named)
     assert len(found) == 3
     config.speculative_config = drafter(config.model_config.model)  # the model drafts with its own weights
-    assert engineidentity.fleet_weights(config, "v1").weights_id == alone
+    assert fleet_weights(config, "v1").weights_id == alone
     assert dict(namespace(config).value_settings)["drafter_weights"] == "v1"
     config.speculative_config = drafter("s3://bucket/drafter")
-    for reason in (engineidentity.fleet_weights(config, "v1").reason, namespace(config).unshared):
+    for reason in (fleet_weights(config, "v1").reason, namespace(config).unshared):
         assert reason.startswith("weights_unknown: nothing identifies the weights of s3://bucket/drafter; take")
 
 
 def test_weights_without_a_name_in_the_fleet_have_a_reason(config: Any, tmp_path: Path) -> None:
     config.model_config.model = "s3://bucket/model"
-    assert engineidentity.fleet_weights(config, None).reason.startswith("weights_unknown: ")
+    assert fleet_weights(config, None).reason.startswith("weights_unknown: ")
     config.model_config.model = write_weights(tmp_path / "model", "weights")
     config.load_config = SimpleNamespace(load_format="dummy")
-    assert "dummy" in engineidentity.fleet_weights(config, None).reason
-    assert engineidentity.fleet_weights(config, "v1").weights_id
+    assert "dummy" in fleet_weights(config, None).reason
+    assert fleet_weights(config, "v1").weights_id
     config.load_config = SimpleNamespace(load_format="auto")
-    assert engineidentity.fleet_weights(config, None).weights_id
+    assert fleet_weights(config, None).weights_id
     config.lora_config = SimpleNamespace()
-    assert engineidentity.fleet_weights(config, "v1").weights_id, "keys name adapters"
+    assert fleet_weights(config, "v1").weights_id, "keys name adapters"
 
 
 def test_weights_that_cannot_be_read_have_a_reason(config: Any, tmp_path: Path) -> None:
@@ -195,7 +207,7 @@ def test_weights_that_cannot_be_read_have_a_reason(config: Any, tmp_path: Path) 
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(modelweights, "digest_of_weights", fail)
-        assert "input/output error" in engineidentity.fleet_weights(config, None).reason
+        assert "input/output error" in fleet_weights(config, None).reason
 
 
 def test_dummy_weights_are_others_than_those_of_the_files(config: Any) -> None:

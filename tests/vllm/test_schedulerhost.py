@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +24,7 @@ from kvstow_service.connectors.engine_core.embeddedschedulerhost import Embedded
 from kvstow_service.connectors.engine_core.kvgroups import KVGroup, KVGroups
 from kvstow_service.connectors.engine_core.metadata import KVStowMetadata, RankHello, RankUpdate
 from kvstow_service.connectors.engine_core.options import ConnectorOptions
+from kvstow_service.connectors.engine_core.schedulerside import SchedulerSide
 from kvstow_service.connectors.engine_core.stepplan import BootCompletions
 from kvstow_service.connectors.engine_core.vllmprocess import this_node
 from kvstow_service.connectors.engine_core.workerside import NoDataPlane, wait_until_pinned
@@ -308,3 +310,103 @@ def test_a_rank_whose_agent_finds_no_server_is_resized_with_the_steps(
     worker.close()
     assert (said.target_slots, said.pinned_slots, said.applied) == (3, 3, 2)
     assert nothing == {}, "what was handed over belongs to its step"
+
+
+# -- weights that change ----------------------------------------------------------------------------------------------
+
+REASON = "weights_changed: a test"
+
+
+class Resets:
+    """Counts how often the scheduler side forgets its blocks."""
+
+    def __init__(self, host: EmbeddedSchedulerHost, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.reasons: list[str] = []
+        monkeypatch.setattr(host.side, "reset", self.reset)
+
+    def reset(self, reason: str = "") -> bool:
+        self.reasons.append(reason)
+        return True
+
+
+class ResettingPool(FakeBlockPool):
+    is_used = False
+
+    def reset_prefix_cache(self) -> bool:
+        return not self.is_used
+
+
+def make_watched_host(monkeypatch: pytest.MonkeyPatch) -> tuple[EmbeddedSchedulerHost, ResettingPool, Resets]:
+    host, pool = make_host(binds=False), ResettingPool(8)
+    host.bind(pool)
+    host.add_rank(make_hello())
+    return host, pool, Resets(host, monkeypatch)
+
+
+def test_a_reset_of_the_gpu_counts_once_weights_may_have_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    host, pool, resets = make_watched_host(monkeypatch)
+    assert pool.reset_prefix_cache()
+    assert not resets.reasons, "this engine has seen no change"
+    host.weights_may_change(REASON)
+    assert resets.reasons == [REASON]
+    pool.is_used = True
+    assert not pool.reset_prefix_cache()
+    assert len(resets.reasons) == 1, "vLLM has reset nothing"
+    pool.is_used = False
+    assert pool.reset_prefix_cache()
+    assert len(resets.reasons) == 2
+    host.weights_may_change(REASON)
+    assert pool.reset_prefix_cache()
+    assert len(resets.reasons) == 4, "once each"
+
+
+def test_a_change_before_the_ranks_are_known_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = make_host(binds=False)
+    host.bind(ResettingPool(8))
+    host.weights_may_change(REASON)
+    forgotten: list[str] = []
+
+    def reset(side: SchedulerSide, reason: str = "") -> bool:
+        forgotten.append(reason)
+        return True
+
+    monkeypatch.setattr(SchedulerSide, "reset", reset)
+    host.add_rank(make_hello())
+    assert forgotten == [REASON]
+
+
+def test_a_change_that_only_a_rank_has_noticed_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    host, _, resets = make_watched_host(monkeypatch)
+    assert host.expected_weight_changes() == {}
+    for _ in range(2):
+        host.receive(0, RankUpdate(weight_changes=(1, REASON)))
+    assert resets.reasons == [REASON]
+    assert host.expected_weight_changes() == {0: 1}
+    host.calls_asked = lambda: 2
+    assert host.expected_weight_changes() == {0: 3}
+    host.receive(0, RankUpdate(weight_changes=(3, REASON)))
+    assert resets.reasons == [REASON], "this process has sent the others"
+    host.receive(0, RankUpdate(weight_changes=(4, REASON)))
+    assert len(resets.reasons) == 2
+
+
+def test_an_error_while_blocks_are_forgotten_does_not_reach_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    host, pool, _ = make_watched_host(monkeypatch)
+
+    def fail(reason: str = "") -> bool:
+        raise RuntimeError("a defect")
+
+    monkeypatch.setattr(host.side, "reset", fail)
+    host.weights_may_change(REASON)
+    assert pool.reset_prefix_cache()
+    assert host.ask("a test", lambda side: True, False), "the side is asked, and has no engine any more"
+
+
+def test_a_change_on_another_thread_counts_at_the_next_hook(monkeypatch: pytest.MonkeyPatch) -> None:
+    host, _, resets = make_watched_host(monkeypatch)
+    thread = threading.Thread(target=host.weights_may_change, args=(REASON,))
+    thread.start()
+    thread.join()
+    assert not resets.reasons, "the scheduler's thread may be using the side"
+    nothing: list[str] = []
+    assert host.ask("a test", lambda side: list(resets.reasons), nothing) == [REASON]

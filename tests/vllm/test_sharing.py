@@ -3,19 +3,24 @@ what is uncertain is shared with nobody."""
 
 from __future__ import annotations
 
+import hashlib
 import os
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.vllm.engines import eventually
 from tests.vllm.harness.setup import Setup, make_vllm_config
 
 from kvstow.attach.identity import FleetWeights, NamespaceIdentity, PoolIdentity, RegionIdentity
 from kvstow.tier.fingerprint import fingerprint
-from kvstow_service.connectors.engine_core import vllmprocess
-from kvstow_service.connectors.vllm import engineidentity, modelweights, valuesettings
+from kvstow_service.connectors.engine_core import pathtrail, vllmprocess
+from kvstow_service.connectors.engine_core.pathtrail import Trail
+from kvstow_service.connectors.vllm import engineidentity, modelpaths, modelweights, valuesettings
+from kvstow_service.connectors.vllm.modelpaths import ModelTrails
 
 pytestmark = pytest.mark.vllm
 
@@ -39,6 +44,65 @@ def start_at(patch: pytest.MonkeyPatch, moment: float) -> None:
     patch.setattr(vllmprocess, "_start_of", lambda process: moment)
 
 
+def released(config: Any, folder: Path) -> Path:
+    """Have the model lie where a release tool keeps it: `current` is a link to the folder `v2`, and `v1` is older. Each
+    has other weights, of the same sizes and times."""
+    for name in ("v1", "v2"):
+        file = Path(write_model(folder / name)) / "model.safetensors"
+        file.write_text(f"weights {name}")
+        os.utime(file, ns=(10**18, 10**18))
+    (folder / "current").symlink_to("v2")
+    config.model_config.model = config.model_config.tokenizer = str(folder / "current")
+    return folder
+
+
+def switch(folder: Path) -> None:
+    """As git-sync and Kubernetes do: the new link takes the place of the old one at once."""
+    (folder / "next").symlink_to("v1")
+    (folder / "next").rename(folder / "current")
+
+
+def rename(folder: Path) -> None:
+    (folder / "current").unlink()
+    (folder / "v1").rename(folder / "current")
+
+
+def rename_above(folder: Path) -> None:
+    """The folder above is another one, with the same names in it."""
+    folder.rename(folder.with_name("old"))
+    (folder.with_name("old") / "other").rename(folder)
+
+
+def replace_file(folder: Path) -> None:
+    """A hard link to the old file takes the place of the new one."""
+    (folder / "hard").hardlink_to(folder / "v1" / "model.safetensors")
+    (folder / "hard").rename(folder / "v2" / "model.safetensors")
+
+
+def overwrite(folder: Path) -> None:
+    """Through another hard link, with the same size and the old times."""
+    (folder / "hard").hardlink_to(folder / "v2" / "model.safetensors")
+    (folder / "hard").write_text("weights v1")
+    os.utime(folder / "hard", ns=(10**18, 10**18))
+
+
+def add_file(folder: Path) -> None:
+    (folder / "v2" / "more.safetensors").write_text("weights")
+
+
+def in_hub(cache: Path, commit: str, files: dict[str, str]) -> Path:
+    """A snapshot as the library of the Hub makes it: links to blobs, which are named by their content."""
+    snapshot = cache / "models--org--name" / "snapshots" / commit
+    blobs = cache / "models--org--name" / "blobs"
+    blobs.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        blob = blobs / hashlib.sha256(content.encode()).hexdigest()
+        blob.write_text(content)
+        (snapshot / name).parent.mkdir(parents=True, exist_ok=True)
+        (snapshot / name).symlink_to(os.path.relpath(blob, (snapshot / name).parent))
+    return snapshot
+
+
 @pytest.fixture
 def config(tmp_path: Path) -> Any:
     from vllm.utils.hashing import sha256
@@ -49,27 +113,41 @@ def config(tmp_path: Path) -> Any:
     made.model_config = SimpleNamespace(**vars(made.model_config))  # it is shared by all tests
     made.load_config = SimpleNamespace(load_format="auto")
     made.model_config.model = made.model_config.tokenizer = write_model(tmp_path / "model")
-    made.model_config.hf_config_path = made.model_config.multimodal_config = None
+    made.model_config.hf_config_path = made.model_config.multimodal_config = made.model_config.revision = None
     made.model_config.trust_remote_code = False
     return made
 
 
+FILES = {
+    "model.safetensors": "weights",
+    "preprocessor_config.json": "{}",
+    "modeling_model.py": "pass",
+    "tokenizer.json": "{}",
+    "quantize_config.json": "{}",
+}
+
+
 def write_model(folder: Path) -> str:
-    files = {
-        "model.safetensors": "weights",
-        "preprocessor_config.json": "{}",
-        "modeling_model.py": "pass",
-        "tokenizer.json": "{}",
-        "quantize_config.json": "{}",
-    }
     folder.mkdir(parents=True, exist_ok=True)
-    for name, content in files.items():
+    for name, content in FILES.items():
         (folder / name).write_text(content)
     return str(folder)
 
 
-def namespace(config: Any, weights_id: str | None = None) -> NamespaceIdentity:
-    return engineidentity.namespace_identity(config, 16, weights_id)
+def namespace(
+    config: Any,
+    weights_id: str | None = None,
+    *,
+    while_loading: Callable[[], object] = lambda: None,
+    afterwards: Callable[[], object] = lambda: None,
+) -> NamespaceIdentity:
+    """Of an engine with one rank. Something may happen while vLLM loads the weights, or when it has."""
+    before = ModelTrails.of(config)
+    while_loading()
+    loaded = before.compare(ModelTrails.of(config))
+    afterwards()
+    model = engineidentity.read_model(config, weights_id)
+    return engineidentity.namespace_identity(config, 16, model, [loaded])
 
 
 def fleet(config: Any) -> str | None:
@@ -192,6 +270,23 @@ def test_files_that_are_newer_than_vllm_are_shared_with_nobody(config: Any, monk
     assert namespace(config, "v1").unshared == ""
 
 
+@pytest.mark.parametrize("change", [switch, rename])
+def test_files_behind_a_link_that_is_newer_than_vllm_are_shared_with_nobody(
+    config: Any, tmp_path: Path, change: Callable[[Path], None]
+) -> None:
+    """The processes that answer requests may have read the processor's files before ranks load weights."""
+    of_images(config)
+    folder = released(config, tmp_path / "models")
+    assert namespace(config, "v1").unshared == ""
+    started = max(os.lstat(place).st_ctime for place in (folder, folder / "v1", folder / "current")) + 0.02
+    with pytest.MonkeyPatch.context() as patch:
+        start_at(patch, started)
+        assert namespace(config, "v1").unshared == ""
+        eventually(lambda: time.time() > started + 0.02, "a later time of the file system")
+        change(folder)
+        assert namespace(config, "v1").unshared.startswith("files_changed: ")
+
+
 def test_files_that_cannot_be_read_are_shared_with_nobody(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     of_images(config)
     config.model_config.tokenizer = "org/absent"
@@ -220,16 +315,173 @@ def test_code_of_another_repository_must_be_a_commit(config: Any) -> None:
 # -- weights --------------------------------------------------------------------------------------------------------
 
 
-def test_weights_that_are_newer_than_the_process_are_shared_with_nobody(
-    config: Any, monkeypatch: pytest.MonkeyPatch
+def switch_and_back(folder: Path) -> None:
+    switch(folder)
+    (folder / "next").symlink_to("v2")
+    (folder / "next").rename(folder / "current")
+
+
+def rename_and_back(folder: Path) -> None:
+    (folder / "v2").rename(folder / "next")
+    (folder / "v1").rename(folder / "v2")
+    (folder / "v2").rename(folder / "v1")
+    (folder / "next").rename(folder / "v2")
+
+
+@pytest.mark.parametrize("change", [switch_and_back, rename_and_back])
+def test_what_was_there_while_vllm_loaded_is_shared_with_nobody(
+    config: Any, tmp_path: Path, change: Callable[[Path], None]
 ) -> None:
-    (Path(config.model_config.model) / "quantize_config.json").unlink()  # it counts with any name of the weights
-    written = (Path(config.model_config.model) / "model.safetensors").stat().st_ctime
-    start_at(monkeypatch, written - 1)
-    assert namespace(config).unshared.startswith("files_changed: files of the weights")
-    assert namespace(config, "v1").unshared == ""
-    start_at(monkeypatch, written + 1)
+    folder = released(config, tmp_path / "models")
+    assert namespace(config, while_loading=lambda: change(folder)).unshared.startswith("files_changed: ")
+
+
+CHANGES = [switch, rename, rename_above, replace_file, overwrite, add_file]
+
+
+def check_that_a_change_is_shared_with_nobody(
+    config: Any, tmp_path: Path, change: Callable[[Path], None], moment: str
+) -> None:
+    """The engine may have loaded either. Nothing of it is newer than its start."""
+    folder = released(config, tmp_path / "models")
+    released(config, folder / "other")
+    config.model_config.model = config.model_config.tokenizer = str(folder / "current")
     assert namespace(config).unshared == ""
+    happens: Any = {moment: lambda: change(folder)}
+    changed = namespace(config, **happens)
+    assert changed.unshared.startswith("files_changed: ")
+    assert changed != namespace(config), "which has loaded what is there now"
+    assert namespace(config).unshared == ""
+
+
+@pytest.mark.parametrize("moment", ["while_loading", "afterwards"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_is_put_behind_the_path_of_the_weights_is_shared_with_nobody(
+    config: Any, tmp_path: Path, change: Callable[[Path], None], moment: str
+) -> None:
+    check_that_a_change_is_shared_with_nobody(config, tmp_path, change, moment)
+
+
+def test_a_name_that_a_user_gives_does_not_depend_on_links(config: Any, tmp_path: Path) -> None:
+    folder = released(config, tmp_path / "models")
+    (folder / "v1" / "quantize_config.json").unlink()  # these files count beside any name
+    (folder / "v2" / "quantize_config.json").unlink()
+    assert namespace(config, "v1", afterwards=lambda: switch(folder)).unshared == ""
+
+
+def test_what_no_rank_has_seen_is_shared_with_nobody(config: Any) -> None:
+    model = engineidentity.read_model(config, None)
+    unseen = engineidentity.namespace_identity(config, 16, model, [None])
+    assert unseen.unshared.startswith("loading_unseen: it is unknown which files rank 0 has loaded (KVStow's plugin")
+    trails = ModelTrails.of(config)
+    failed = trails.compare(trails)._replace(problem="OSError: input/output error")
+    assert "input/output error" in engineidentity.namespace_identity(config, 16, model, [failed]).unshared
+
+
+def test_each_rank_must_have_loaded_the_same(config: Any, tmp_path: Path) -> None:
+    folder = released(config, tmp_path / "models")
+    first = ModelTrails.of(config)
+    switch(folder)
+    second = ModelTrails.of(config)
+    loaded = [first.compare(first), second.compare(second)]
+    identity = engineidentity.namespace_identity(config, 16, engineidentity.read_model(config, None), loaded)
+    assert "rank 0" in identity.unshared
+
+
+def test_one_folder_is_one_model_however_its_path_is_spelled(
+    config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = released(config, tmp_path / "models")
+    monkeypatch.chdir(folder)
+    found = set()
+    for path in (folder / "current", folder / "v2", f"{folder}/v1/../v2/", "current"):
+        config.model_config.model = config.model_config.tokenizer = str(path)
+        found.add((namespace(config), engineidentity.read_model(config, None).fleet_weights))
+    assert len(found) == 1
+    config.model_config.model = str(folder / "v1")
+    assert namespace(config) not in {each for each, _ in found}
+
+
+def names_of(config: Any, path: Path) -> tuple[str, str, str]:
+    """What the weights at a path are called: on the node, by people, and in the fleet."""
+    config.model_config.model = str(path)
+    found = engineidentity.read_model(config, None)
+    assert found.weights.source == "snapshot"
+    return found.weights.weights_id, found.weights.model, found.fleet_weights.weights_id
+
+
+@pytest.mark.parametrize("names", [("checkpoint-1000", "checkpoint-2000"), ("m-Q4_K_M.gguf", "m-Q8_0.gguf")])
+@pytest.mark.parametrize("real", [False, True], ids=["blobs", "real files"])
+def test_a_commit_names_no_model(config: Any, tmp_path: Path, names: tuple[str, str], real: bool) -> None:
+    """A repository has several: in folders, or in files."""
+    weights = [name if name.endswith(".gguf") else f"{name}/model.safetensors" for name in names]
+    snapshot = in_hub(tmp_path, "1" * 40, {weights[0]: "some weights", weights[1]: "more weights"})
+    if real:
+        for name in weights:
+            content = (snapshot / name).read_text()
+            (snapshot / name).unlink()
+            (snapshot / name).write_text(content)
+    first, second = (names_of(config, snapshot / name) for name in names)
+    assert not set(first) & set(second)
+    assert first[1] == f"org/name/{names[0]}"
+
+
+def test_files_of_the_hub_are_known_without_their_times(config: Any, tmp_path: Path) -> None:
+    files = {"model.safetensors": "weights", "config.json": "{}"}
+    here, there = (in_hub(tmp_path / place, "1" * 40, files) for place in ("here", "there"))
+    assert names_of(config, here) == names_of(config, there)
+    other = in_hub(tmp_path / "other", "1" * 40, {**files, "config.json": "{ }"})
+    assert names_of(config, other)[0] != names_of(config, here)[0]
+
+
+@pytest.mark.parametrize("leads", ["out of the blobs", "to a real file"])
+def test_a_real_file_in_a_snapshot_is_known_by_its_content(config: Any, tmp_path: Path, leads: str) -> None:
+    snapshot = in_hub(tmp_path, "1" * 40, {"model.safetensors": "weights"})
+    file, seen = snapshot / "model.safetensors", {names_of(config, snapshot)}
+    for content in ("weights", "WEIGHTS"):
+        file.unlink()
+        if leads == "to a real file":
+            file.write_text(content)
+        else:
+            (tmp_path / content).write_text(content)
+            file.symlink_to(tmp_path / content)
+        os.utime(file, ns=(10**18, 10**18))
+        seen.add(names_of(config, snapshot))
+    assert len(seen) == 3
+
+
+def test_what_vllm_downloads_while_it_loads_is_shared(config: Any, cache: Path) -> None:
+    """It finds the configuration before that."""
+    config.model_config.trust_remote_code = True
+    snapshot = in_hub(cache, "2" * 40, {"config.json": "{}"})
+    (cache / "models--org--name" / "refs" / "main").write_text("2" * 40)
+    more = {"model.safetensors": "weights", "more/model.py": "pass"}
+    downloaded = namespace(config, while_loading=lambda: in_hub(cache, "2" * 40, more))
+    assert (downloaded.unshared, downloaded.weights_source) == ("", "snapshot")
+    real = snapshot / "second.safetensors"
+    assert namespace(config, while_loading=lambda: real.write_text("weights")).unshared.startswith("files_changed: ")
+
+
+def test_code_of_workers_may_change_weights(config: Any) -> None:
+    config.parallel_config = SimpleNamespace(**vars(config.parallel_config))
+    config.parallel_config.worker_extension_cls = "package.Extension"
+    assert namespace(config).unshared.startswith("weights_not_fixed: worker_extension_cls")
+    assert namespace(config, "v1").unshared == ""
+
+
+def test_development_mode_changes_nothing(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`vllm bench` sets it."""
+    here = namespace(config)
+    monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
+    assert namespace(config) == here
+
+
+@pytest.mark.parametrize("method", ["ngram", "ngram_gpu", "suffix"])
+def test_a_drafter_without_a_model_changes_nothing(config: Any, method: str) -> None:
+    here = namespace(config)
+    model = config.model_config  # vLLM names the model itself
+    config.speculative_config = SimpleNamespace(method=method, draft_model_config=model, parallel_drafting=True)
+    assert namespace(config) == here
 
 
 def test_weights_that_were_replaced_with_their_old_times_are_others(config: Any) -> None:
@@ -256,18 +508,20 @@ def make_cache(cache: Path, config: Any, patch: pytest.MonkeyPatch) -> Path:
     return cache
 
 
-def move(cache: Path, commit: str) -> None:
+def move(cache: Path, commit: str, weights: str = "weights") -> None:
     repository = cache / "models--org--name"
-    write_model(repository / "snapshots" / commit)
+    in_hub(cache, commit, {**FILES, "model.safetensors": weights})
     (repository / "refs").mkdir(exist_ok=True)
     (repository / "refs" / "main").write_text(commit)
 
 
-def test_a_snapshot_is_its_commit(config: Any, cache: Path) -> None:
+def test_a_snapshot_is_what_is_in_it(config: Any, cache: Path) -> None:
     here = namespace(config)
-    assert (here.model, here.weights_id, here.weights_source, here.unshared) == ("org/name", "1" * 40, "snapshot", "")
+    assert (here.model, here.weights_source, here.unshared) == ("org/name", "snapshot", "")
     move(cache, "2" * 40)
-    assert namespace(config).weights_id == "2" * 40
+    assert namespace(config) == here, "a commit with the same weights"
+    move(cache, "3" * 40, "other weights")
+    assert namespace(config).weights_id != here.weights_id
     config.model_config.revision = "1" * 40
     assert namespace(config) == here
 
@@ -278,7 +532,7 @@ def test_a_revision_that_has_moved_is_shared_with_nobody(
     described = config.model_config.hf_config.to_dict()
     config.model_config.hf_config = SimpleNamespace(to_dict=lambda: described, _commit_hash="1" * 40)
     assert namespace(config).unshared == ""
-    move(cache, "2" * 40)
+    move(cache, "2" * 40, "other weights")
     assert namespace(config).unshared.startswith("revision_moved: revision main of org/name")
     config.model_config.hf_config._commit_hash = None
     assert namespace(config).unshared == "", "the reference is older than vLLM"
@@ -292,7 +546,7 @@ def test_weights_come_from_the_folder_that_vllm_downloads_to(config: Any, cache:
     config.load_config = SimpleNamespace(load_format="auto", download_dir=str(tmp_path / "other"))
     assert namespace(config).unshared.startswith("weights_unknown: ")
     move(tmp_path / "other", "3" * 40)
-    assert namespace(config).weights_id == "3" * 40
+    assert namespace(config).weights_source == "snapshot"
 
 
 def test_modelscope_means_other_repositories(config: Any, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -333,8 +587,62 @@ def newer_files_are_believed(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(valuesettings.ModelFiles, "why_unshared", lambda files, model: "")
 
 
-def newer_weights_are_believed(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(modelweights.Weights, "changed_after", lambda weights, moment: False)
+def what_ranks_have_loaded_is_believed(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(engineidentity, "_why_not_loaded", lambda config, model, loaded: "")
+
+
+def changes_while_loading_are_not_seen(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(modelpaths, "_changed", lambda before, after: "")
+
+
+def links_do_not_count(patch: pytest.MonkeyPatch) -> None:
+    """Only what they lead to."""
+    original = Trail.of
+
+    def of(paths: Iterable[Path]) -> Trail:
+        return Trail({place: stamp for place, stamp in original(paths).stamps.items() if not os.path.islink(place)})
+
+    patch.setattr(Trail, "of", of)
+
+
+def folders_do_not_count(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(pathtrail.Stamp, "may_differ_from", lambda stamp, earlier: not stamp.is_folder and stamp != earlier)
+
+
+def a_commit_names_weights(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(modelweights, "_digest_in_snapshot", lambda files, snapshot: snapshot.commit)
+
+
+def links_in_snapshots_are_believed(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(modelweights, "blob_of", lambda file: file.name)
+
+
+def paths_are_names(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Path, "resolve", lambda path, strict=False: path)
+
+
+def check_a_switch_afterwards(config: Any, tmp_path: Path) -> None:
+    check_that_a_change_is_shared_with_nobody(config, tmp_path, switch, "afterwards")
+
+
+def check_a_switch_while_loading(config: Any, tmp_path: Path) -> None:
+    check_that_a_change_is_shared_with_nobody(config, tmp_path, switch, "while_loading")
+
+
+def check_a_switch_and_back(config: Any, tmp_path: Path) -> None:
+    test_what_was_there_while_vllm_loaded_is_shared_with_nobody(config, tmp_path, switch_and_back)
+
+
+def check_a_rename_and_back(config: Any, tmp_path: Path) -> None:
+    test_what_was_there_while_vllm_loaded_is_shared_with_nobody(config, tmp_path, rename_and_back)
+
+
+def check_checkpoints(config: Any, tmp_path: Path) -> None:
+    test_a_commit_names_no_model(config, tmp_path, ("checkpoint-1000", "checkpoint-2000"), False)
+
+
+def check_real_files(config: Any, tmp_path: Path) -> None:
+    test_a_real_file_in_a_snapshot_is_known_by_its_content(config, tmp_path, "to a real file")
 
 
 def revisions_are_believed(patch: pytest.MonkeyPatch) -> None:
@@ -352,7 +660,15 @@ def the_usual_cache_is_believed(patch: pytest.MonkeyPatch) -> None:
         (files_do_not_count, test_the_processors_files_count_where_there_is_one),
         (files_do_not_count, test_remote_code_counts_where_it_is_trusted),
         (newer_files_are_believed, test_files_that_are_newer_than_vllm_are_shared_with_nobody),
-        (newer_weights_are_believed, test_weights_that_are_newer_than_the_process_are_shared_with_nobody),
+        (what_ranks_have_loaded_is_believed, check_a_switch_afterwards),
+        (what_ranks_have_loaded_is_believed, test_what_no_rank_has_seen_is_shared_with_nobody),
+        (what_ranks_have_loaded_is_believed, test_each_rank_must_have_loaded_the_same),
+        (changes_while_loading_are_not_seen, check_a_switch_while_loading),
+        (links_do_not_count, check_a_switch_and_back),
+        (folders_do_not_count, check_a_rename_and_back),
+        (a_commit_names_weights, check_checkpoints),
+        (links_in_snapshots_are_believed, check_real_files),
+        (paths_are_names, test_one_folder_is_one_model_however_its_path_is_spelled),
         (revisions_are_believed, test_a_revision_that_has_moved_is_shared_with_nobody),
         (the_usual_cache_is_believed, test_weights_come_from_the_folder_that_vllm_downloads_to),
     ],

@@ -300,12 +300,14 @@ class AttachedEngine:
         if keys or hints is not None:
             self._send(Use(keys, start, looked_up or (0, len(keys)), hints, source))
 
-    def reset(self) -> Answer[str]:
+    def reset(self, reason: str = "") -> Answer[str]:
         """Switch to a fresh namespace. This engine finds no block stored so far again, in this session or a later one.
-        Nothing that others use is removed. The value is the namespace's name, or "" without a session."""
+        Nothing that others use is removed. The value is the namespace's name, or "" without a session. `reason`: why
+        the engine shares nothing from now on, as a sentence."""
         namespace = self._make_hello().namespace
         assert namespace is not None
-        self._hello = replace(self._hello, namespace=replace(namespace, epoch=1 + randbits(_EPOCH_BITS)))
+        fresh = replace(namespace, epoch=1 + randbits(_EPOCH_BITS), unshared=namespace.unshared or reason)
+        self._hello = replace(self._hello, namespace=fresh)
         return self._ask(Reset(), lambda call: call.answer(ResetDone).namespace, "")
 
     def note_prefill(self, news: PrefillNews) -> None:

@@ -1,9 +1,10 @@
 """LoRA adapters: what their files say, so that a key names the adapter that has computed a block.
 
 vLLM's block hash covers the name and the path of an adapter, and what lies at the path may change. The key of a block
-therefore covers a digest of the adapter's files. A rank may have loaded an adapter long before its first request, so
-the digest counts only if the files are older than the engine, and as long as they do not change. Otherwise nobody
-knows which version computes, and the requests of the adapter use no host cache until the engine ends.
+therefore covers a digest of the adapter's files. A rank may have loaded an adapter long before its first request. So
+the digest counts only if no link, folder or file on the adapter's path has changed since the engine started, and as
+long as none does. Otherwise it is unknown which version computes, and the requests of the adapter use no host cache
+until the engine ends.
 """
 
 from __future__ import annotations
@@ -11,14 +12,16 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvstow_service.connectors.engine_core import vllmprocess
+from kvstow_service.connectors.engine_core.pathtrail import Trail, mount_points
 
 logger = logging.getLogger("kvstow.vllm")
 
@@ -34,17 +37,13 @@ MOST_BYTES = 4 << 30
 READ_SECONDS = 5.0
 """How long a request waits for the digest of its adapter. After that it is computed."""
 
-Stat = tuple[int, ...] | None
-"""What changes if a file does; None if there is no such file."""
-
 
 class AdapterFiles(NamedTuple):
     """What names an adapter: `files`, which are read, and `reference`, which says which revision of a repository of the
-    Hub they are. `is_commit`: the files are the snapshot of a commit, which never changes."""
+    Hub they are."""
 
     files: tuple[Path, ...]
     reference: Path | None = None
-    is_commit: bool = False
 
     @classmethod
     def of(cls, path: str) -> AdapterFiles | None:
@@ -57,18 +56,22 @@ class AdapterFiles(NamedTuple):
             folder, reference = found, vllmprocess.reference_of(path, None)
         if not folder.is_dir():
             return None
-        is_commit = vllmprocess.commit_of(folder) is not None
-        return cls(tuple([folder.absolute() / name for name in FILES]), reference, is_commit)
+        return cls(tuple([folder / name for name in FILES]), reference)
 
-    def stats(self) -> tuple[Stat, ...]:
-        """Those of the files, and then that of the reference, if there is one: 4 calls of `stat`, or 5."""
-        watched = self.files if self.reference is None else (*self.files, self.reference)
-        return tuple([_stat(file) for file in watched])
+    def trail(self) -> Trail:
+        """Raises `OSError`."""
+        return Trail.of(self.files if self.reference is None else (*self.files, self.reference))
 
-    def changed_after(self, moment: float, stats: tuple[Stat, ...]) -> bool:
-        """Whether what lies here may be another version than at that moment, in seconds since the epoch."""
-        mutable = stats[len(self.files) :] if self.is_commit else stats
-        return any(stat is not None and stat[-1] > moment * 1e9 for stat in mutable)
+    def newer_than(self, start: EngineStart, trail: Trail) -> str | None:
+        """A place on the `trail` that may have led elsewhere when the engine started, or since.
+
+        The cache of the Hub names what it downloads by its content, and never replaces it.
+        """
+        newer = (*trail.newer_than(start.moment), *trail.folders_newer_than(start.moment, start.known, start.mounts))
+        return next((place for place in newer if not vllmprocess.is_in_hub(place)), None)
+
+    def num_bytes(self) -> int:
+        return sum(file.stat().st_size for file in self.files if file.exists())
 
     def digest(self) -> bytes:
         """Covers every byte of the files. Raises `OSError`."""
@@ -84,18 +87,32 @@ class AdapterFiles(NamedTuple):
         return digest.digest()
 
 
+class EngineStart(NamedTuple):
+    """What is known about paths from before this engine has loaded any adapter. `moment`: in seconds since the epoch.
+    `known`: folders that stood there, besides those whose own time says so. `mounts`: see `mount_points`."""
+
+    moment: float
+    known: Trail
+    mounts: frozenset[str]
+
+    @classmethod
+    def now(cls, moment: float, folders: Iterable[Path] = ()) -> EngineStart:
+        """`moment`: the start of the process. `folders`: places near which adapters may be."""
+        return cls(moment, Trail.of([Path.cwd(), Path(tempfile.gettempdir()), *folders]), mount_points())
+
+
 class Adapter:
     """One adapter of an engine, at one path. Everything but `read` is for the scheduler's thread.
 
-    `salt` is empty until the digest is known. `reason`: why its requests use no host cache, as a sentence. `stats`:
-    those of its files when the engine used it first.
+    `salt` is empty until the digest is known. `reason`: why its requests use no host cache, as a sentence. `trail`:
+    what lay behind its path when the engine used it first; None if it could not be followed.
     """
 
     def __init__(self, path: str, files: AdapterFiles | None, settings: str, moment: list[int], began: float) -> None:
         """`settings`: what decides, besides the files, how the adapter is applied. `moment`: see `Adapters`. `began`:
         when the engine has used it first."""
         self.path, self.salt, self.reason, self.began = path, b"", "", began
-        self.stats = files.stats() if files is not None else ()
+        self.trail: Trail | None = None
         self._files, self._settings = files, settings
         self._moment, self._checked = moment, -1
         self._digest: bytes | OSError | None = None  # the thread's result
@@ -115,8 +132,8 @@ class Adapter:
         if self.reason or self._files is None or (self._checked == self._moment[0] and not now and self.salt):
             return self.is_named
         self._checked = self._moment[0]
-        if self._files.stats() != self.stats:
-            self.refuse("its files have changed since this engine has used it first")
+        if self.trail is not None and (place := self.trail.changed_place()) is not None:
+            self.refuse(f"{place} has changed since this engine has used it first")
         elif isinstance(self._digest, OSError):
             self.refuse(f"its files cannot be read ({self._digest})")
         elif self._digest is not None and not self.salt:
@@ -144,14 +161,13 @@ class Adapters:
     def __init__(
         self,
         settings: str,
-        started: float,
+        start: EngineStart,
         *,
         clock: Callable[[], float] = time.monotonic,
         start_thread: Callable[[Callable[[], None]], None] | None = None,
     ) -> None:
-        """`settings`: those of LoRA that decide how an adapter is applied. `started`: a moment before this engine has
-        loaded any adapter, in seconds since the epoch."""
-        self._settings, self._started, self._clock = settings, started, clock
+        """`settings`: those of LoRA that decide how an adapter is applied."""
+        self._settings, self._start, self._clock = settings, start, clock
         self._start_thread = start_thread or _start_thread
         self._moment = [0]  # shared with the adapters: see `move_on`
         self._adapters: dict[str, Adapter] = {}
@@ -188,12 +204,19 @@ class Adapters:
         adapter = Adapter(lora.lora_path, files, settings, self._moment, self._clock())
         if files is None or getattr(lora, "tensorizer_config_dict", None):
             adapter.refuse("its files are in no folder of this node and in no snapshot of the Hugging Face Hub")
-        elif files.changed_after(self._started, adapter.stats):
+            return adapter
+        try:
+            adapter.trail = files.trail()
+            newer = files.newer_than(self._start, adapter.trail)
+        except OSError as error:
+            adapter.refuse(f"its files cannot be read ({error})")
+            return adapter
+        if newer is not None:
             adapter.refuse(
-                "its files have changed since this engine started, which may have loaded them before; write an adapter "
-                "before the engine starts, or take a snapshot of the Hugging Face Hub"
+                f"{newer} has changed since this engine started, which may have loaded another version before; put an "
+                "adapter into place before the engine starts, or take it from the Hugging Face Hub"
             )
-        elif (size := sum(stat[0] for stat in adapter.stats if stat is not None)) > MOST_BYTES:
+        elif (size := files.num_bytes()) > MOST_BYTES:
             adapter.refuse(f"its files have {size >> 20} MiB; at most {MOST_BYTES >> 20} are read")
         else:
             self._read_later(adapter)
@@ -226,12 +249,3 @@ class Adapters:
 
 def _start_thread(target: Callable[[], None]) -> None:
     threading.Thread(target=target, name="kvstow-adapters", daemon=True).start()
-
-
-def _stat(file: Path) -> Stat:
-    """Ends with the time of the last change. No program can set that time, unlike the time of the last write."""
-    try:
-        found = os.stat(file)
-    except OSError:
-        return None
-    return found.st_size, found.st_dev, found.st_ino, found.st_mtime_ns, found.st_ctime_ns

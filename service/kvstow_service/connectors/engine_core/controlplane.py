@@ -110,7 +110,7 @@ class EmbeddedControl:
     def awaited_transfers(self) -> int:
         return self._engine.awaited_transfers
 
-    def reset(self) -> None:
+    def reset(self, reason: str = "") -> None:
         self._engine.admin.purge(everything=True).run()
 
     def bypass_loads(self) -> str:
@@ -144,7 +144,7 @@ def sharing_word(sharing_off: Sequence[str], *, was_reset: bool) -> str:
             return found[0]
     if was_reset:
         return "cache_was_reset"
-    return "differs" if sharing_off else "yes"
+    return "differs" if any(sharing_off) else "yes"
 
 
 MOST_AHEAD = 64
@@ -311,6 +311,7 @@ class AttachedControl(AttachedEngine):
         self.slot_bytes = slot_bytes
         self._asked: deque[_Asked] = deque()
         self._step = self._resets = 0
+        self._reset_reason = ""
         self._layer_wait_left = LAYER_WAIT_SECONDS  # of this step
         self._bypasses_loads = self._is_slow = False
         self._failure: str | None = None
@@ -323,7 +324,7 @@ class AttachedControl(AttachedEngine):
         if self._failure is not None:
             return AttachState("failed")
         if self.is_attached:
-            sharing = sharing_word(self.sharing_off, was_reset=self._resets > 0)
+            sharing = sharing_word((self._reset_reason, *self.sharing_off), was_reset=self._resets > 0)
             return AttachState("no_answer" if self._is_slow else "attached", sharing=sharing)
         if super().problem is None:
             return AttachState("starting")
@@ -431,9 +432,10 @@ class AttachedControl(AttachedEngine):
 
     # -- all blocks -----------------------------------------------------------------------------------------
 
-    def reset(self) -> Answer[str]:
+    def reset(self, reason: str = "") -> Answer[str]:
         self._resets += 1
-        return super().reset() if self._failure is None else Answer.given("")
+        self._reset_reason = reason
+        return super().reset(reason) if self._failure is None else Answer.given("")
 
     def bypass_loads(self) -> str:
         self._bypasses_loads = True

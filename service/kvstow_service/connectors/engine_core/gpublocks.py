@@ -27,6 +27,8 @@ class BlockPool(Protocol):
 
     def free_blocks(self, ordered_blocks: Iterable[Any]) -> None: ...
 
+    def reset_prefix_cache(self) -> bool: ...
+
 
 class Offer(NamedTuple):
     """Blocks that could be stored: `blocks[i]` holds the content that `keys[i]` names."""

@@ -19,12 +19,24 @@ from kvstow_service.admin.agent import AdminAddress
 from kvstow_service.connectors.engine_core.stepplan import BootCompletions, LoadId, PlannedStep
 
 
+class LoadedFiles(NamedTuple):
+    """What a rank has loaded. `weights` and `files` are digests of what lay behind the paths of the weights, and of the
+    model's other files, after vLLM had loaded them (`Trail`). `changed_weights` and `changed_files`: a place on these
+    paths that changed meanwhile; empty if none did. `problem`: why that is unknown, as a phrase."""
+
+    weights: str
+    files: str
+    changed_weights: str = ""
+    changed_files: str = ""
+    problem: str = ""
+
+
 @dataclass(frozen=True)
 class RankHello(KVConnectorHandshakeMetadata):
     """A rank introduces itself. `max_slots`: how many slots fit in its address space. `node`: where it runs
     (`this_node`). `node_bytes`: memory available to the pools of all ranks on that node together. `num_ranks`: how many
     ranks the engine has; 0 if vLLM's configuration says so instead. `regions`: what its slots consist of, if the KV
-    cache is torch tensors."""
+    cache is torch tensors. `loaded`: None if the rank has not seen what it loaded."""
 
     rank: int
     slot_bytes: int
@@ -33,6 +45,7 @@ class RankHello(KVConnectorHandshakeMetadata):
     node_bytes: int
     regions: tuple[RegionIdentity, ...] = ()
     num_ranks: int = 0
+    loaded: LoadedFiles | None = None
 
 
 @dataclass(frozen=True)
@@ -40,7 +53,7 @@ class KVStowMetadata(KVConnectorMetadata):
     """Sent by the scheduler side with every step. `plan` is None until the scheduler side knows all ranks. `desired`
     answers ranks that have reported with a step. `ticket` is that of the session with the node service. `launches` are
     for ranks on JAX: they come before the plan. `lost`: why the step cannot load what it computes with; None if it
-    can."""
+    can. `weight_changes`: how many calls that may change weights the scheduler side knows of, by rank."""
 
     plan: PlannedStep | None = None
     admin: AdminAddress | None = None
@@ -48,13 +61,16 @@ class KVStowMetadata(KVConnectorMetadata):
     ticket: SessionTicket | None = None
     launches: tuple[LoadLaunch, ...] = ()
     lost: str | None = None
+    weight_changes: Mapping[int, int] = field(default_factory=dict)
 
 
 class RankUpdate(NamedTuple):
     """What a rank sends after a step. `hello` comes with the first update. `report` is sent while the rank's agent does
     not reach the admin server, and `session` when it has changed. `ended_loads` is sent if vLLM does not count the
     ranks itself, and `staged` by ranks on JAX. `timed_step` is the number of a step that is timed; rank 0 sends it when
-    the step has ended. `layers_off`: why this rank loads nothing by layer any more, sent once."""
+    the step has ended. `layers_off`: why this rank loads nothing by layer any more, sent once.
+    `weight_changes`: how many calls this rank has noticed that may change its weights, and the last one as a sentence;
+    sent if the scheduler side does not know of all."""
 
     completions: tuple[BootCompletions, ...] = ()
     hello: RankHello | None = None
@@ -64,6 +80,7 @@ class RankUpdate(NamedTuple):
     timed_step: int = 0
     staged: tuple[StagedLoad, ...] = ()
     layers_off: str | None = None
+    weight_changes: tuple[int, str] | None = None
 
 
 @dataclass

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 from kvstow.attach.hello import SessionTicket
 from kvstow.messages import DesiredState, RankReport
 from kvstow_service.admin.agent import AdminAddress
-from kvstow_service.connectors.engine_core.adapters import Adapters
+from kvstow_service.connectors.engine_core.adapters import Adapters, EngineStart
 from kvstow_service.connectors.engine_core.controlplane import ControlPlane
 from kvstow_service.connectors.engine_core.gpublocks import BlockPool
 from kvstow_service.connectors.engine_core.kvevents import BlockSource, EventFeed, event_feed
@@ -20,11 +22,12 @@ from kvstow_service.connectors.engine_core.metadata import RankHello, RankUpdate
 from kvstow_service.connectors.engine_core.metricsexport import StatsFeed
 from kvstow_service.connectors.engine_core.options import ConnectorOptions
 from kvstow_service.connectors.engine_core.schedulerside import STEP_BLOCKS, SchedulerSide
-from kvstow_service.connectors.engine_core.vllmprocess import VLLMProcess, process_start
+from kvstow_service.connectors.engine_core.vllmprocess import VLLMProcess, adapter_folders, process_start
 
 logger = logging.getLogger("kvstow.vllm")
 
 T = TypeVar("T")
+_NO_CHANGES: Mapping[int, int] = {}
 
 
 class SchedulerHost(ABC):
@@ -57,6 +60,11 @@ class SchedulerHost(ABC):
         self._hellos: dict[int, RankHello] = {}
         self._desired: dict[int, DesiredState] = {}  # answers to what ranks have reported with their steps
         self._has_failed = False
+        self.calls_asked: Callable[[], int] = lambda: 0
+        """How many calls by name that may change weights this process has sent to the ranks."""
+        self._weights_changed = self._unheard = ""
+        self._thread = threading.get_ident()
+        self._weight_changes: dict[int, int] = {}  # calls that ranks have noticed by themselves, by rank
         self._by_layer = by_layer
         self.num_ranks = process.num_ranks
         """How many ranks there are, if vLLM's configuration does not have it. 0 until a rank has reported it."""
@@ -97,6 +105,45 @@ class SchedulerHost(ABC):
         self._pool = pool
         self._make_when_known()
 
+    def weights_may_change(self, reason: str) -> None:
+        """Called before a call that may change the weights of the running engine. From now on the engine shares nothing
+        with others, and forgets its own blocks too, now and whenever vLLM empties the GPU's cache. `reason` is a
+        sentence. Never raises. A call of another thread than the scheduler's counts at the scheduler's next hook."""
+        if threading.get_ident() != self._thread:
+            self._unheard = reason
+            return
+        try:
+            if not self._weights_changed:
+                logger.warning("this engine shares no blocks with others from now on: %s", reason)
+                self._follow_resets()
+            self._weights_changed = reason
+        except Exception as error:  # noqa: BLE001 - vLLM must go on
+            self._fail("change of weights", error)
+        self._forget()
+
+    def expected_weight_changes(self) -> Mapping[int, int]:
+        """How many such calls each rank has noticed, as far as this half knows."""
+        if not ((asked := self.calls_asked()) or self._weight_changes):
+            return _NO_CHANGES
+        return {rank: asked + self._weight_changes.get(rank, 0) for rank in range(self.num_ranks)}
+
+    def _forget(self) -> None:
+        self.ask("change of weights", lambda side: side.reset(self._weights_changed), False)
+
+    def _follow_resets(self) -> None:
+        """vLLM does not tell the connector when it empties only the GPU's cache."""
+        if self._pool is None:
+            return
+        reset = self._pool.reset_prefix_cache
+
+        def reset_and_forget() -> bool:
+            is_reset = reset()
+            if is_reset:
+                self._forget()
+            return is_reset
+
+        self._pool.reset_prefix_cache = reset_and_forget  # type: ignore[method-assign]
+
     def add_rank(self, hello: RankHello) -> None:
         self._hellos.setdefault(hello.rank, hello)
         self.num_ranks = hello.num_ranks or self.num_ranks
@@ -108,6 +155,9 @@ class SchedulerHost(ABC):
         `what`."""
         if self.side is None:
             return otherwise
+        if self._unheard:
+            reason, self._unheard, self._thread = self._unheard, "", threading.get_ident()
+            self.weights_may_change(reason)
         try:
             return call(self.side)
         except Exception as error:  # noqa: BLE001 - vLLM must go on
@@ -140,6 +190,12 @@ class SchedulerHost(ABC):
         for boot_id, completions in update.completions:
             self.side.measure(completions)
             self.side.control.complete(rank, boot_id, completions)
+        if update.weight_changes is not None:
+            noticed, reason = update.weight_changes
+            own = noticed - self.calls_asked()
+            if own > self._weight_changes.get(rank, 0):
+                self._weight_changes[rank] = own
+                self.weights_may_change(reason)
         if update.timed_step:
             self.side.step_ended(update.timed_step)
 
@@ -161,6 +217,8 @@ class SchedulerHost(ABC):
         if self._has_failed:  # the same error would come at every step
             return
         self.side = self._make_side(self._pool, [self._hellos[rank] for rank in range(self.num_ranks)])
+        if self._weights_changed:
+            self._forget()
 
     def _event_feed(self, source: BlockSource) -> EventFeed | None:
         specs = [group.kv_cache_spec for group in self._kv_cache_config.kv_cache_groups]
@@ -191,9 +249,14 @@ class SchedulerHost(ABC):
             observe=self.stats.observe,
             step_blocks=self._step_blocks,
             drafts=process.drafts,
-            adapters=None if process.lora_settings is None else Adapters(process.lora_settings, process_start()),
+            adapters=None if process.lora_settings is None else self._make_adapters(process.lora_settings),
             policy=policy,
         )
+
+    def _make_adapters(self, settings: str) -> Adapters:
+        """Called before vLLM loads any."""
+        folders = [Path(str(self._vllm_config.model_config.model)), *adapter_folders()]
+        return Adapters(settings, EngineStart.now(process_start(), folders))
 
     @property
     def _slot_tokens(self) -> int | None:

@@ -267,11 +267,15 @@ class SchedulerSide:
         self._stores.free_all_sources()
         self._states.forget_states()
 
-    def reset(self) -> bool:
+    def reset(self, reason: str = "") -> bool:
         """Forget every block for good: what is in flight never becomes visible. Returns False while loads are under
-        way, because they would bring old blocks into new requests."""
+        way, because they would bring old blocks into new requests.
+
+        `reason`: why this engine has nothing in common with others any more, as a sentence. Then blocks are forgotten
+        even while loads are under way: their requests are computed with old and new weights in any case.
+        """
         self.settle()
-        if self._loads.are_under_way:
+        if self._loads.are_under_way and not reason:
             return False
         for tracked in self._requests.values():
             self._loads.release_hit(tracked)
@@ -280,5 +284,5 @@ class SchedulerSide:
         self._states.forget_states()
         self._stores.forget_stores()
         self._ended.forget_ended()
-        self.control.reset()
+        self.control.reset(reason)
         return True

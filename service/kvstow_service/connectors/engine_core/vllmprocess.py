@@ -14,7 +14,7 @@ import socket
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvstow.errors import ConfigError
 from kvstow_service.connectors.engine_core.kvgroups import layer_spec
@@ -169,7 +169,9 @@ def _start_of(process: str) -> float:
 
 
 COMMIT = re.compile("[0-9a-f]{40}")
-_SNAPSHOT = re.compile(r"models--(?P<repository>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})(?:/|$)")
+_BLOB = re.compile("[0-9a-f]{40}|[0-9a-f]{64}")
+"""The names of blobs: the SHA-1 that Git knows a file by, or the SHA-256 of a large file."""
+_SNAPSHOT = re.compile(r"/models--(?P<repository>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})/(?P<path>.*)$")
 
 
 def find_snapshot(repository: str, revision: str | None, cache: str | None = None) -> Path | None:
@@ -189,10 +191,56 @@ def reference_of(repository: str, revision: str | None, cache: str | None = None
     return reference if reference is not None and reference.is_file() else None
 
 
-def commit_of(place: Path) -> tuple[str, str] | None:
-    """The repository and the commit whose snapshot this place is in; None for any other place."""
+class InSnapshot(NamedTuple):
+    """A place in the cache of the Hub. `path`: relative to the `snapshot` of a commit."""
+
+    repository: str
+    commit: str
+    snapshot: Path
+    path: str
+
+
+def in_snapshot(place: Path) -> InSnapshot | None:
+    """Where in the cache of the Hub this place is; None for any other place."""
     found = _SNAPSHOT.search(f"{place.absolute()}/")
-    return None if found is None else (found["repository"].replace("--", "/"), found["commit"])
+    if found is None:
+        return None
+    path = found["path"].strip("/")
+    snapshot = Path(str(place.absolute())[: len(str(place.absolute())) - len(path)])
+    return InSnapshot(found["repository"].replace("--", "/"), found["commit"], snapshot, path)
+
+
+def blob_of(file: Path) -> str | None:
+    """The name of the blob that is a file of a snapshot: a digest of its content. None for a real file, and for a link
+    that leads elsewhere."""
+    place = in_snapshot(file)
+    if place is None or not file.is_symlink():
+        return None
+    blob = Path(os.path.normpath(file.parent / os.readlink(file)))
+    is_one = blob.parent == place.snapshot.parents[1] / "blobs" and _BLOB.fullmatch(blob.name)
+    return blob.name if is_one and not blob.is_symlink() else None
+
+
+def is_in_hub(place: str) -> bool:
+    """Whether the library of the Hub has made this folder, this blob, or this link to one, and named it for good."""
+    path = Path(place)
+    if blob_of(path) is not None:
+        return True
+    parts = path.parts
+    repository = next((number for number, part in enumerate(parts) if part.startswith("models--")), None)
+    if repository is None:
+        return False
+    if path.parent.name == "blobs" and len(parts) == repository + 3:
+        return _BLOB.fullmatch(path.name) is not None and not path.is_symlink()
+    return path.is_dir() and not path.is_symlink()
+
+
+def adapter_folders() -> list[Path]:
+    """Where vLLM finds adapters that are not named by a path."""
+    from huggingface_hub import constants  # type: ignore[import-not-found, unused-ignore]
+
+    resolver = os.environ.get("VLLM_LORA_RESOLVER_CACHE_DIR")
+    return [Path(constants.HF_HUB_CACHE), *([Path(resolver)] if resolver else [])]
 
 
 def _folder(repository: str, cache: str | None) -> Path | None:

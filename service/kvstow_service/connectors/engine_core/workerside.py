@@ -176,6 +176,8 @@ class WorkerSide:
         self.rank, self.plane = rank, plane
         self.fence: Callable[[], Fence | None] = lambda: None
         """Makes a fence for all work given to the compute stream so far. None if that work is always done."""
+        self.stores_fail_because: str | None = None
+        """Why no store may begin now; None if they may."""
         self.ended_loads: tuple[LoadId, ...] = ()
         """The last result of `take_finished_loads`, load by load."""
         self._loads_wait = loads_wait
@@ -202,6 +204,10 @@ class WorkerSide:
         self._layered = step.layered
         if any(op.boots and op.boots[self.rank] != self.plane.boot_id for op in step.layered.ops):
             raise CopyError("this step computes with blocks of host memory that this rank has lost")
+        if step.stores.ops and self.stores_fail_because is not None:
+            failed = tuple([Completion(op.op_id, "failed", self.stores_fail_because) for op in step.stores.ops])
+            self._completed += (BootCompletions(self.plane.boot_id, failed),)
+            step = step._replace(stores=StepPlan())
         if not (step.stores.ops or step.loads.ops or step.layered.ops):
             return
         fence = self.fence() if step.stores.ops or self._loads_wait else None

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import vllm
+from msgspec.structs import replace
 
 import kvstow
 from kvstow.attach.hello import RankSession, SessionTicket
@@ -61,7 +62,7 @@ class AttachedSchedulerHost(SchedulerHost):
     ) -> None:
         super().__init__(options, process, groups, vllm_config, kv_cache_config)
         self._clock = clock
-        self._fleet_weights = engineidentity.fleet_weights(vllm_config, options.weights_id)
+        self._model = engineidentity.read_model(vllm_config, options.weights_id)
         self._control: AttachedControl | None = None
         self._blocks: AttachedBlocks | None = None
         """Set if vLLM publishes KV events."""
@@ -117,7 +118,7 @@ class AttachedSchedulerHost(SchedulerHost):
             engine_version=f"vllm {vllm.__version__}",
             pool=identity,
             namespace=self._find_namespace,
-            fleet_weights=self._fleet_weights,
+            fleet_weights=self._model.fleet_weights,
             wanted_bytes=self._options.cpu_bytes_to_use,
             require_sharing=self._options.attach_require_sharing,
         )
@@ -161,7 +162,10 @@ class AttachedSchedulerHost(SchedulerHost):
     def _find_namespace(self) -> NamespaceIdentity:
         """Called when vLLM has its block hashes."""
         hash_tokens = hash_block_tokens(self._vllm_config, self._kv_cache_config)
-        namespace = engineidentity.namespace_identity(self._vllm_config, hash_tokens, self._options.weights_id)
+        loaded = [self._hellos[rank].loaded for rank in range(self.num_ranks)]
+        namespace = engineidentity.namespace_identity(self._vllm_config, hash_tokens, self._model, loaded)
+        if self._weights_changed and not namespace.unshared:
+            namespace = replace(namespace, unshared=self._weights_changed)
         if namespace.unshared:
             logger.warning("this engine shares no blocks with others: %s", namespace.unshared)
         return namespace

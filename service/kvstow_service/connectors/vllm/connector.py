@@ -14,10 +14,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
 from kvstow_service.connectors.engine_core.connector import OffloadConnector
 from kvstow_service.connectors.engine_core.kvgroups import KVGroups
-from kvstow_service.connectors.engine_core.metadata import RankHello
+from kvstow_service.connectors.engine_core.metadata import KVStowMetadata, RankHello, RankUpdate
 from kvstow_service.connectors.engine_core.schedulerhost import SchedulerHost
 from kvstow_service.connectors.engine_core.stepplan import FinishedLoads
 from kvstow_service.connectors.engine_core.vllmprocess import VLLMProcess
+from kvstow_service.connectors.vllm import weightwatch
 
 if TYPE_CHECKING:
     import torch
@@ -33,8 +34,10 @@ class KVStowConnector(OffloadConnector):
     """The worker's half starts with `register_kv_caches`, the scheduler's half with the ranks' handshake."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        self._watch = weightwatch.watch_of(vllm_config)
         super().__init__(vllm_config, role, kv_cache_config)
         self._finished = FinishedLoads(set(), set(), set())
+        self._expected_changes = 0  # of weights, as far as the scheduler side knows
 
     def _make_host(
         self, options: Any, process: VLLMProcess, groups: KVGroups, vllm_config: Any, kv_cache_config: Any
@@ -49,16 +52,28 @@ class KVStowConnector(OffloadConnector):
         if options.attach is None:
             from kvstow_service.connectors.engine_core.embeddedschedulerhost import EmbeddedSchedulerHost
 
-            return EmbeddedSchedulerHost(options, process, groups, vllm_config, kv_cache_config)
-        from kvstow_service.connectors.vllm.attachedschedulerhost import AttachedSchedulerHost
+            kind: type[SchedulerHost] = EmbeddedSchedulerHost
+        else:
+            from kvstow_service.connectors.vllm.attachedschedulerhost import AttachedSchedulerHost
 
-        return AttachedSchedulerHost(options, process, groups, vllm_config, kv_cache_config)
+            kind = AttachedSchedulerHost
+        host = kind(options, process, groups, vllm_config, kv_cache_config)
+        weightwatch.watch_executors()
+        self._watch.listener, host.calls_asked = host.weights_may_change, lambda: self._watch.asked
+        return host
 
     def _make_rank(self, options: Any, process: VLLMProcess, vllm_config: Any, kv_cache_config: Any) -> WorkerHost:
         from kvstow_service.connectors.vllm import tensorhost
 
-        host = tensorhost.EmbeddedWorkerHost if options.attach is None else tensorhost.AttachedWorkerHost
-        return host(options, process, kv_cache_config.num_blocks)
+        weightwatch.watch_ranks()
+        self._watch.begin_serving()
+        if options.attach is None:
+            return tensorhost.EmbeddedWorkerHost(options, process, kv_cache_config.num_blocks)
+        return tensorhost.AttachedWorkerHost(options, process, kv_cache_config.num_blocks, self._watch.loaded)
+
+    def shutdown(self) -> None:
+        self._watch.listener = weightwatch.ignore
+        super().shutdown()
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
@@ -77,6 +92,18 @@ class KVStowConnector(OffloadConnector):
 
     def get_handshake_metadata(self) -> RankHello | None:
         return self._rank.hello
+
+    def _begin_step(self, metadata: KVStowMetadata) -> None:
+        self._expected_changes = metadata.weight_changes.get(self._rank.side.rank, 0)
+        is_unknown = self._watch.noticed > self._expected_changes
+        self._rank.side.stores_fail_because = self._watch.last if is_unknown else None
+        super()._begin_step(metadata)
+
+    def _make_update(self) -> RankUpdate:
+        update, noticed = super()._make_update(), self._watch.noticed
+        if noticed <= self._expected_changes:  # a call of a method that no rank has is noticed by none
+            return update
+        return update._replace(weight_changes=(noticed, self._watch.last))
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         self._begin_step(kv_connector_metadata)

@@ -6,26 +6,26 @@ from __future__ import annotations
 import hashlib
 import os
 import secrets
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core import kv_cache_utils
 
 from kvstow.attach.identity import DRAFTER_WEIGHTS, FleetWeights, GroupIdentity, NamespaceIdentity, PoolIdentity
 from kvstow_service.connectors.engine_core.kvgroups import KVGroup, KVGroups
-from kvstow_service.connectors.engine_core.metadata import RankHello
-from kvstow_service.connectors.engine_core.vllmprocess import (
-    COMMIT,
-    find_snapshot,
-    process_start,
-    program_start,
-    reference_of,
-)
+from kvstow_service.connectors.engine_core.metadata import LoadedFiles, RankHello
+from kvstow_service.connectors.engine_core.vllmprocess import COMMIT, program_start, reference_of
+from kvstow_service.connectors.vllm.modelpaths import ModelTrails, snapshot_finder
 from kvstow_service.connectors.vllm.modelweights import Weights, identify_weights
-from kvstow_service.connectors.vllm.valuesettings import are_dummies, digest_of, model_files, value_settings
+from kvstow_service.connectors.vllm.valuesettings import (
+    are_dummies,
+    digest_of,
+    drafter_of,
+    model_files,
+    value_settings,
+)
 
 _PROBE_BLOCKS = 3
 
@@ -51,12 +51,30 @@ def pool_identity(
     )
 
 
-def namespace_identity(config: Any, hash_tokens: int, weights_id: str | None) -> NamespaceIdentity:
-    """Call it once vLLM has initialized its block hashes. `weights_id`: as configured."""
-    weights = _weights(config, config.model_config, weights_id)
-    drafter = _drafter_weights(config, weights_id)
-    probe = hash_probe(config.cache_config.prefix_caching_hash_algo, hash_tokens)
-    unreadable, settings = "", dict[str, str]()
+class EngineModel(NamedTuple):
+    """What the engine computes from, read when its ranks have loaded it. `settings`: see `value_settings`.
+    `unreadable`: why no other engine may share because files cannot be read, as a sentence; empty if they can.
+    `trails`: what lies behind the paths of the model."""
+
+    weights: Weights
+    drafter: Weights | None
+    fleet_weights: FleetWeights
+    settings: Mapping[str, str]
+    unreadable: str
+    trails: ModelTrails
+
+
+def read_model(config: Any, weights_id: str | None) -> EngineModel:
+    """`weights_id`: as configured. Reads samples of weights that no blobs of the Hub's cache name
+    (`digest_of_weights`)."""
+    trails = ModelTrails.of(config)
+    unknown_weights, unreadable, settings = "", "", dict[str, str]()
+    try:
+        weights = _weights(config, config.model_config, weights_id)
+        drafter = _drafter_weights(config, weights_id)
+    except OSError as error:
+        weights, drafter = Weights(config.model_config.model, "", "unknown"), None
+        unknown_weights = f"weights_unknown: the files of the weights cannot be read ({error}); set weights_id"
     try:
         settings = value_settings(config)
         files = model_files(config, program_start())
@@ -66,26 +84,36 @@ def namespace_identity(config: Any, hash_tokens: int, weights_id: str | None) ->
         unreadable = f"files_unknown: what the model needs besides its weights cannot be read ({error})"
     if drafter is not None:
         settings[DRAFTER_WEIGHTS] = drafter.weights_id or "unknown"
-    unshared = unreadable or why_unshared(config, weights, drafter)
+    fleet = FleetWeights(reason=unknown_weights) if unknown_weights else _fleet_weights(config, weights, drafter)
+    return EngineModel(weights, drafter, fleet, settings, unreadable or unknown_weights, trails)
+
+
+def namespace_identity(
+    config: Any, hash_tokens: int, model: EngineModel, loaded: Sequence[LoadedFiles | None]
+) -> NamespaceIdentity:
+    """Call it once vLLM has initialized its block hashes. `loaded`: by each rank."""
+    probe = hash_probe(config.cache_config.prefix_caching_hash_algo, hash_tokens)
+    unshared = (
+        model.unreadable or why_unshared(config, model.weights, model.drafter) or _why_not_loaded(config, model, loaded)
+    )
     if unshared:
         probe = f"{probe}-{secrets.token_hex(8)}"
     return NamespaceIdentity(
-        model=weights.model,
-        weights_id=weights.weights_id or "unknown",
-        weights_source=weights.source,
+        model=model.weights.model,
+        weights_id=model.weights.weights_id or "unknown",
+        weights_source=model.weights.source,
         hash_probe=probe,
-        value_settings=tuple(settings.items()),
+        value_settings=tuple(model.settings.items()),
         unshared=unshared,
     )
 
 
-def fleet_weights(config: Any, weights_id: str | None) -> FleetWeights:
-    """The name of this engine's weights on every node. `weights_id`: as configured. Reads samples of a model that is a
-    folder (`digest_of_weights`), and of a drafter that is one. If the files cannot be read, there is no name, and the
-    error is the reason."""
+def _fleet_weights(config: Any, *both: Weights | None) -> FleetWeights:
+    """The name of this engine's weights on every node. If the files cannot be read, there is no name, and the error is
+    the reason."""
     names: dict[str, None] = {}
     try:
-        for weights in (_weights(config, config.model_config, weights_id), _drafter_weights(config, weights_id)):
+        for weights in both:
             if weights is None:
                 continue
             if weights.source != "configured" and are_dummies(config):
@@ -97,6 +125,33 @@ def fleet_weights(config: Any, weights_id: str | None) -> FleetWeights:
         reason = f"weights_unknown: the files of the weights cannot be read ({error}); set weights_id"
         return FleetWeights(reason=reason)
     return FleetWeights(" and ".join(names))
+
+
+_UNSEEN = "KVStow's plugin was not loaded: name kvstow in VLLM_PLUGINS, or do not set it"
+
+
+def _why_not_loaded(config: Any, model: EngineModel, loaded: Sequence[LoadedFiles | None]) -> str:
+    """Why it is not certain that every rank has loaded what `model` says."""
+    kinds = {model.weights.source, model.drafter.source if model.drafter else ""}
+    are_files = not are_dummies(config) and not kinds.isdisjoint({"snapshot", "files"})
+    if not (are_files or model.trails.files.stamps):
+        return ""
+    for rank, one in enumerate(loaded):
+        why = _UNSEEN if one is None else one.problem
+        if why := why or model.trails.problem:
+            return f"loading_unseen: it is unknown which files rank {rank} has loaded ({why})"
+        assert one is not None
+        for kind, matters, changed, here, there in (
+            ("weights", are_files, one.changed_weights, model.trails.weights.digest, one.weights),
+            ("files", True, one.changed_files, model.trails.files.digest, one.files),
+        ):
+            if matters and (changed or here != there):
+                place = f"{changed} has changed" if changed else "links, folders or files on their paths have changed"
+                return (
+                    f"files_changed: {place} while rank {rank} loaded the model's {kind}, or since, so it may have "
+                    "loaded another version; restart the engine"
+                )
+    return ""
 
 
 def hash_probe(algorithm: str, hash_tokens: int) -> str:
@@ -113,14 +168,13 @@ def hash_probe(algorithm: str, hash_tokens: int) -> str:
 
 
 def _weights(config: Any, model: Any, configured: str | None) -> Weights:
-    find = partial(find_snapshot, cache=getattr(config.load_config, "download_dir", None))
-    return identify_weights(model.model, getattr(model, "revision", None), configured, find)
+    return identify_weights(model.model, getattr(model, "revision", None), configured, snapshot_finder(config))
 
 
 def _drafter_weights(config: Any, configured: str | None) -> Weights | None:
     """The drafter's weights. vLLM names the model itself as the drafter if the drafter has no weights of its own.
     `configured`: the model's `weights_id`."""
-    drafter = getattr(config.speculative_config, "draft_model_config", None)
+    drafter = drafter_of(config)
     if drafter is None:
         return None
     return _weights(config, drafter, configured if drafter.model == config.model_config.model else None)
@@ -166,8 +220,12 @@ def why_unshared(config: Any, weights: Weights, drafter: Weights | None) -> str:
         return "lora_names_not_unique: this vLLM hashes the name of a LoRA adapter alone; vLLM 0.31 hashes its path too"
     if getattr(config, "weight_transfer_config", None) is not None:
         return "weights_not_fixed: weight_transfer_config lets the weights change while the engine runs"
-    draft_model = getattr(config.speculative_config, "draft_model_config", None)
-    for model, one in ((config.model_config, weights), (draft_model, drafter)):
+    if config.parallel_config.worker_extension_cls and weights.source != "configured":
+        return (
+            "weights_not_fixed: worker_extension_cls adds code to the workers that may change the weights; set "
+            "weights_id if it does not"
+        )
+    for model, one in ((config.model_config, weights), (drafter_of(config), drafter)):
         if one is not None and (reason := _why_not_known(config, model, one)):
             return reason
     if _scales_change(config):
@@ -198,15 +256,7 @@ def _why_not_known(config: Any, model: Any, weights: Weights) -> str:
     load = config.load_config
     if str(getattr(load, "load_format", "auto")) not in _FROM_THE_MODEL:
         return f"weights_unknown: load_format {load.load_format} may take them from elsewhere; set weights_id"
-    try:
-        if weights.changed_after(process_start()):
-            return (
-                "files_changed: files of the weights have changed since vLLM started, which may have read them before; "
-                "restart, or set weights_id"
-            )
-    except OSError as error:
-        return f"weights_unknown: their files cannot be read ({error}); set weights_id"
-    if weights.source == "snapshot" and _has_moved(load, model, weights):
+    if weights.commit and _has_moved(load, model, weights):
         return (
             f"revision_moved: revision {model.revision or 'main'} of {weights.model} has become another commit since "
             "vLLM started, which may have read the one before; restart, or set revision to a commit"
@@ -220,7 +270,7 @@ def _has_moved(load: Any, model: Any, weights: Weights) -> bool:
         return False
     read = getattr(model.hf_config, "_commit_hash", None)
     if read is not None:
-        return bool(read != weights.weights_id)
+        return bool(read != weights.commit)
     reference = reference_of(model.model, model.revision, getattr(load, "download_dir", None))
     return reference is None or reference.stat().st_ctime > program_start()
 

@@ -1,18 +1,22 @@
 """What identifies a model's weights. Engines share KV only if they have the same weights.
 
-A digest that is the same on every node covers the configuration and samples of the files."""
+Files in the cache of the Hugging Face Hub are known by their path below the snapshot and by the names of their blobs,
+which are digests of their content. A commit alone names no weights: a repository may hold several models. Other files
+are known on their node by what changes with them, and in the fleet by a digest of their settings and of samples."""
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from kvstow.tier.fingerprint import named_weights
-from kvstow_service.connectors.engine_core.vllmprocess import commit_of
+from kvstow_service.connectors.engine_core.vllmprocess import InSnapshot, blob_of, in_snapshot
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz", ".index.json")
 """The suffixes of weight files."""
@@ -36,24 +40,42 @@ def digest_of_weights(path: Path) -> str | None:
     end. As many tensors are sampled: the first at its start, the last at its end, and the others in between. At most 4
     MiB of a file are read, and at most 64 MiB of 128 files together; with more files, 512 KiB of each.
     """
-    files = [path] if path.is_file() else sorted(path.iterdir())
-    weights = [file for file in files if file.name.endswith(WEIGHTS) and file.is_file()]
-    if not weights:
+    files = weight_files(path)
+    if files is None:
         return None
-    digest = hashlib.sha256()
-    most = min(_MOST, max(_FEWEST, _OF_ALL_FILES // len(weights)))
+    digest, most = hashlib.sha256(), _samples_of(files)
     for file in files:
-        if file in weights:
-            name = "" if file == path else file.name
-            digest.update(_digest_of_file(file, name, most))
-        elif file.name in _SETTINGS:
-            settings = file.read_bytes()
-            digest.update(f"{file.name} {len(settings)}\n".encode() + hashlib.sha256(settings).digest())
+        digest.update(_digest_of_content(file, "" if file == path else file.name, most))
     return digest.hexdigest()[:40]
 
 
-def digested_files(path: Path) -> list[Path]:
-    return [path] if path.is_file() else [file for file in path.iterdir() if file.name.endswith((*WEIGHTS, *_SETTINGS))]
+def weight_files(path: Path) -> list[Path] | None:
+    """What vLLM reads weights from, and the settings beside them, in order. `path`: the model's folder, or its file,
+    which may be one of several parts, or have a projector beside it. None without weights. Raises `OSError`."""
+    if path.is_file():
+        part = _PART.fullmatch(path.name)
+        parts = [] if part is None else path.parent.glob(f"{glob.escape(part[1])}-*-of-{part[2]}{part[3]}")
+        beside = path.parent.glob("*mmproj*.gguf") if path.suffix == ".gguf" else ()
+        return sorted({path, *parts, *beside})
+    files = [file for file in sorted(path.iterdir()) if file.name.endswith((*WEIGHTS, *_SETTINGS)) and file.is_file()]
+    return files if any(file.name.endswith(WEIGHTS) for file in files) else None
+
+
+_PART = re.compile(r"(.*)-[0-9]+-of-([0-9]+)(\.[a-z]+)")
+"""One file of several."""
+
+
+def _samples_of(files: Sequence[Path]) -> int:
+    """How many samples are read of each file."""
+    return min(_MOST, max(_FEWEST, _OF_ALL_FILES // sum(file.name.endswith(WEIGHTS) for file in files)))
+
+
+def _digest_of_content(file: Path, name: str, most: int) -> bytes:
+    """Settings are read in full."""
+    if file.name.endswith(WEIGHTS):
+        return _digest_of_file(file, name, most)
+    settings = file.read_bytes()
+    return f"{name} {len(settings)}\n".encode() + hashlib.sha256(settings).digest()
 
 
 def _digest_of_file(path: Path, name: str, most: int) -> bytes:
@@ -118,59 +140,75 @@ FindSnapshot = Callable[[str, str | None], Path | None]
 
 class Weights(NamedTuple):
     """`weights_id` is empty if nothing identifies them. `source`: `configured`, `snapshot`, `files` or `unknown`.
-    `path`: where the `files` are."""
+    `path`: where `files` are. `commit`: that of the snapshot in which they are, if they are in one. `spelled`: the last
+    part of the name of the model that a user has given, without links followed."""
 
     model: str
     weights_id: str
     source: str
     path: Path | None = None
+    commit: str = ""
+    spelled: str = ""
 
     def fleet_id(self) -> str:
         """The name of the weights on every node; empty if there is none. Reads samples of `files`
         (`digest_of_weights`), and raises `OSError`."""
         match self.source:
             case "configured":
-                return named_weights(self.weights_id, self.model).weights_id
+                return named_weights(self.weights_id, self.spelled or self.model).weights_id
             case "snapshot":
-                return f"commit {self.weights_id}"
+                return f"snapshot {self.weights_id}"
             case "files":
                 assert self.path is not None
                 digest = digest_of_weights(self.path)
                 return f"files {digest}" if digest else ""
         return ""
 
-    def changed_after(self, moment: float) -> bool:
-        """Whether one of the `files` has changed after `moment`, in seconds since the epoch. Raises `OSError`."""
-        return self.path is not None and any(file.stat().st_ctime > moment for file in digested_files(self.path))
+
+def place_of_weights(model: str, revision: str | None, find_snapshot: FindSnapshot) -> Path | None:
+    """Where the weights of a model are: its folder, with all links followed, or its file. `model`: a path, or a
+    repository of the Hugging Face Hub. None if they are not on this node."""
+    path = Path(model)
+    place = path if path.exists() else find_snapshot(model, revision)
+    if place is None:
+        return None
+    return place.parent.resolve() / place.name if place.is_file() else place.resolve()
 
 
 def identify_weights(model: str, revision: str | None, configured: str | None, find_snapshot: FindSnapshot) -> Weights:
-    """`model`: a path, or a repository of the Hugging Face Hub. Reads no weights: files are identified by name, size,
-    times and inode."""
-    path = Path(model)
-    place = path if path.exists() else find_snapshot(model, revision)
-    snapshot = None if place is None else commit_of(place)
-    name = model if snapshot is None else snapshot[0]
-    if configured:
-        return Weights(name, configured, "configured")
+    """`model`: a path, or a repository of the Hugging Face Hub. Files in no snapshot are identified without reading
+    them, by name, size, times and inode. Raises `OSError`."""
+    place = place_of_weights(model, revision, find_snapshot)
+    snapshot = None if place is None else in_snapshot(place)
     if snapshot is not None:
-        return Weights(name, snapshot[1], "snapshot")
-    if path.exists() and (digest := _digest_of_files(path)) is not None:
-        return Weights(name, digest, "files", path)
-    return Weights(name, "", "unknown")
+        name = spelled = "/".join(filter(None, (snapshot.repository, snapshot.path)))
+    else:
+        name, spelled = str(place or model), model
+    commit = "" if snapshot is None else snapshot.commit
+    if configured:
+        return Weights(name, configured, "configured", commit=commit, spelled=spelled)
+    files = None if place is None else weight_files(place)
+    if place is None or not files:
+        return Weights(name, "", "unknown", commit=commit)
+    if snapshot is not None:
+        return Weights(name, _digest_in_snapshot(files, snapshot), "snapshot", commit=commit)
+    return Weights(name, _digest_of_times(files), "files", place)
 
 
-def _digest_of_files(path: Path) -> str | None:
-    """Returns None without weight files."""
-    files = [path] if path.is_file() else sorted(path.iterdir())
-    weights = [file for file in files if file.name.endswith(WEIGHTS)]
-    if not weights:
-        return None
+def _digest_in_snapshot(files: Sequence[Path], snapshot: InSnapshot) -> str:
+    """Real files, which were copied or written there, have no blob that names their content."""
+    digest, most = hashlib.sha256(), _samples_of(files)
+    for file in files:
+        name, blob = file.relative_to(snapshot.snapshot).as_posix(), blob_of(file)
+        digest.update(f"{name} blob {blob}\n".encode() if blob else _digest_of_content(file, name, most))
+    return digest.hexdigest()[:40]
+
+
+def _digest_of_times(files: Sequence[Path]) -> str:
     digest = hashlib.sha256()
     for file in files:
-        if file in weights or file.name == "config.json":
-            stat = file.stat()
-            # Any program can set the first time; some network file systems do not keep the second.
-            times = f"{stat.st_mtime_ns} {stat.st_ctime_ns}"
-            digest.update(f"{file.name} {stat.st_size} {times} {stat.st_ino}\n".encode())
+        stat = file.stat()
+        # Any program can set the first time; some network file systems do not keep the second.
+        times = f"{stat.st_mtime_ns} {stat.st_ctime_ns}"
+        digest.update(f"{file.name} {stat.st_size} {times} {stat.st_ino}\n".encode())
     return digest.hexdigest()[:40]

@@ -1,4 +1,5 @@
-"""vLLM plugin that registers KVStowConnector by name: MultiConnector looks its children up by name."""
+"""vLLM plugin that registers KVStowConnector by name, because MultiConnector looks its children up by name, and that
+watches which files ranks load, which is possible only before they do."""
 
 from __future__ import annotations
 
@@ -7,5 +8,8 @@ def register() -> None:
     """Called by vLLM in each of its processes (entry point `vllm.general_plugins`); idempotent."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
+    from kvstow_service.connectors.vllm import weightwatch
+
     if "KVStowConnector" not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector("KVStowConnector", "kvstow_service.connectors.vllm", "KVStowConnector")
+    weightwatch.watch_ranks()

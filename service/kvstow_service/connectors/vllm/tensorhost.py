@@ -15,7 +15,7 @@ from kvstow.attach.worker import AttachedWorker
 from kvstow.devices.base import Fence
 from kvstow.memory.mappedpool import MappedPool
 from kvstow.memory.pinning import PopulateOnly, Registrar, pace_of
-from kvstow_service.connectors.engine_core.metadata import KVStowMetadata, RankHello, RankUpdate
+from kvstow_service.connectors.engine_core.metadata import KVStowMetadata, LoadedFiles, RankHello, RankUpdate
 from kvstow_service.connectors.engine_core.options import ConnectorOptions
 from kvstow_service.connectors.engine_core.vllmprocess import VLLMProcess, this_node
 from kvstow_service.connectors.engine_core.workerhost import PoolWorkerHost, WorkerHost
@@ -58,8 +58,12 @@ class EmbeddedWorkerHost(_TensorHost, PoolWorkerHost):
 
 
 class AttachedWorkerHost(_TensorHost):
-    def __init__(self, options: ConnectorOptions, process: VLLMProcess, num_blocks: int) -> None:
+    def __init__(
+        self, options: ConnectorOptions, process: VLLMProcess, num_blocks: int, loaded: LoadedFiles | None = None
+    ) -> None:
+        """`loaded`: see `RankHello`."""
         super().__init__(options, process, num_blocks)
+        self._loaded = loaded
         self._reported = RankSession()
         self._report_at = 0.0
 
@@ -103,4 +107,4 @@ class AttachedWorkerHost(_TensorHost):
         )
 
     def _make_hello(self, slot_bytes: int) -> RankHello:
-        return RankHello(self._process.rank, slot_bytes, 0, this_node(), 0, self._regions)
+        return RankHello(self._process.rank, slot_bytes, 0, this_node(), 0, self._regions, loaded=self._loaded)

@@ -16,7 +16,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from kvstow_service.connectors.engine_core.vllmprocess import COMMIT, commit_of, find_snapshot
+from kvstow_service.connectors.engine_core.pathtrail import Trail
+from kvstow_service.connectors.engine_core.vllmprocess import COMMIT, find_snapshot, is_in_hub
 
 FIELDS: Final[Mapping[str, tuple[str, ...]]] = {
     "additional_config": (),
@@ -85,6 +86,7 @@ VARIABLES: Final = (
     "NVIDIA_TF32_OVERRIDE",
     "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
     "VLLM_B12X_MOE_FP4_FORCE_A16",
+    "VLLM_BATCH_INVARIANT",
     "VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER",
     "VLLM_CPU_INT4_W4A8",
     "VLLM_DEEPEPLL_NVFP4_DISPATCH",
@@ -139,6 +141,8 @@ def value_settings(config: Any) -> dict[str, str]:
     Raises `OSError` for a file of scales that cannot be read."""
     settings = {"hf_config": described_digest(config.model_config)}
     for part, names in FIELDS.items():
+        if part == "speculative_config" and drafts_from_prompt(config):
+            continue
         section = getattr(config.model_config if part == "multimodal_config" else config, part, None)
         values = {name: getattr(section, name, None) for name in names} if names else {"": section}
         for name, value in values.items():
@@ -150,11 +154,24 @@ def value_settings(config: Any) -> dict[str, str]:
     ropes = _ropes(config.model_config.hf_config.to_dict())
     if _LONG_ROPES & {kind for rope in ropes for kind in (rope.get("rope_type"), rope.get("type"))}:
         settings["model_config.max_model_len"] = str(config.model_config.max_model_len)
-    drafter = getattr(config.speculative_config, "draft_model_config", None)
+    drafter = drafter_of(config)
     if drafter is not None:
         settings["drafter.hf_config"] = described_digest(drafter)
         settings["drafter.dtype"] = str(drafter.dtype)
     return settings
+
+
+_WITHOUT_MODEL = {"ngram", "ngram_gpu", "suffix"}
+"""Kinds of drafters that guess from tokens alone, and have no KV. vLLM gives them the configuration of the model."""
+
+
+def drafts_from_prompt(config: Any) -> bool:
+    return getattr(config.speculative_config, "method", None) in _WITHOUT_MODEL
+
+
+def drafter_of(config: Any) -> Any:
+    """The configuration of the drafter's model; None if it has none."""
+    return None if drafts_from_prompt(config) else getattr(config.speculative_config, "draft_model_config", None)
 
 
 def described_digest(model: Any) -> str:
@@ -211,17 +228,18 @@ _OTHER_REPOSITORY = re.compile(rb'"[\w.-]+/[\w.-]+--[\w.]+"')
 
 class ModelFiles(NamedTuple):
     """`digest` covers names and contents, wherever the files lie; empty without files. `names_others`: whether code of
-    another repository is named. `changed`: a file that has changed since vLLM started."""
+    another repository is named. `changed`: a place on their paths that has changed since vLLM started; empty if none
+    has."""
 
     digest: str
     names_others: bool
-    changed: Path | None
+    changed: str
 
     def why_unshared(self, model: Any) -> str:
         """Why it is not certain which files vLLM has read, as a sentence; empty if it is."""
         if self.names_others and not COMMIT.fullmatch(str(model.code_revision)):
             return "files_unknown: the model's code comes from another repository; set code_revision to a commit"
-        if self.changed is not None:
+        if self.changed:
             return f"files_changed: {self.changed} has changed since vLLM started, which may have read it before"
         return ""
 
@@ -229,6 +247,35 @@ class ModelFiles(NamedTuple):
 def model_files(config: Any, started: float) -> ModelFiles | None:
     """Those of a `VllmConfig`; None if they are nowhere on this node, and only those of quantization would count.
     `started`: a moment before vLLM has read any, in seconds since the epoch. Raises `OSError`."""
+    wanted = _wanted_files(config)
+    if not wanted.places:
+        return None
+    found = read_model_files(wanted.places, processor=wanted.processor, code=wanted.code, loaded_by=started)
+    model = config.model_config
+    codes = dict(getattr(model.hf_config, "auto_map", None) or {}).values()  # of a repository, each names one
+    others = wanted.code and any("--" in str(code) and str(code).partition("--")[0] != model.model for code in codes)
+    return found._replace(names_others=found.names_others or others)
+
+
+def counted_files(config: Any) -> list[Path]:
+    """The files that `model_files` reads. Raises `OSError`."""
+    wanted = _wanted_files(config)
+    found = []
+    for place in wanted.places:
+        files = [file for _, file in _files(place, place, _DEPTH)]
+        found += [file for file in files if _counts(file, processor=wanted.processor, code=wanted.code)]
+    return found
+
+
+class _WantedFiles(NamedTuple):
+    """`places`: folders. `processor` and `code`: whether those of the processor, and remote code, count."""
+
+    places: Sequence[Path]
+    processor: bool
+    code: bool
+
+
+def _wanted_files(config: Any) -> _WantedFiles:
     model = config.model_config
     has_processor, has_code = getattr(model, "multimodal_config", None) is not None, bool(model.trust_remote_code)
     names = [(model.model, model.revision), (model.hf_config_path, None)]
@@ -242,35 +289,30 @@ def model_files(config: Any, started: float) -> ModelFiles | None:
             places.append(place)
         elif has_processor or has_code:
             raise OSError(f"{name} is neither a folder nor in the cache of the Hugging Face Hub")
-    if not places:
-        return None
-    found = read_model_files(places, processor=has_processor, code=has_code, loaded_by=started)
-    own = model.model
-    codes = dict(getattr(model.hf_config, "auto_map", None) or {}).values()  # of a repository, each names one
-    others = has_code and any("--" in str(code) and str(code).partition("--")[0] != own for code in codes)
-    return found._replace(names_others=found.names_others or others)
+    return _WantedFiles(places, has_processor, has_code)
 
 
 def read_model_files(places: Sequence[Path], *, processor: bool, code: bool, loaded_by: float) -> ModelFiles:
     """`places`: folders. `processor` and `code`: whether those of the processor, and remote code, count. Raises
-    `OSError`, also for files that are too many or too large to be read. The snapshot of a commit never changes, so
-    `loaded_by`, in seconds since the epoch, does not count there."""
-    digest, others, changed, size, count = hashlib.sha256(), False, None, 0, 0
+    `OSError`, also for files that are too many or too large to be read. `loaded_by`, in seconds since the epoch, does
+    not count for what the cache of the Hub names by its content."""
+    digest, others, size = hashlib.sha256(), False, 0
+    found: list[Path] = []
     for place in places:
-        is_commit = commit_of(place) is not None
         for name, file in _files(place, place, _DEPTH):
             if not _counts(file, processor=processor, code=code):
                 continue
-            stat = file.stat()
-            size, count = size + stat.st_size, count + 1
-            if size > _MOST_BYTES or count > _MOST_FILES:
+            found.append(file)
+            size += file.stat().st_size
+            if size > _MOST_BYTES or len(found) > _MOST_FILES:
                 raise OSError(f"{place} has more than {_MOST_FILES} files or {_MOST_BYTES >> 20} MiB of them")
             content = file.read_bytes()
             digest.update(f"{name} {len(content)}\n".encode() + hashlib.sha256(content).digest())
             others |= code and _OTHER_REPOSITORY.search(content) is not None
-            if stat.st_ctime > loaded_by and not is_commit:
-                changed = file
-    return ModelFiles(digest.hexdigest()[:16] if count else "", others, changed)
+    trail = Trail.of(found)
+    newer = (*trail.newer_than(loaded_by), *trail.moved_after(loaded_by))
+    changed = next((place for place in newer if not is_in_hub(place)), "")
+    return ModelFiles(digest.hexdigest()[:16] if found else "", others, changed)
 
 
 def _counts(file: Path, *, processor: bool, code: bool) -> bool:

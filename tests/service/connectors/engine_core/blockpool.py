@@ -80,6 +80,14 @@ class FakeBlockPool:
     def cached(self, block_hash: bytes) -> Block | None:
         return next((block for block in self.blocks if block.block_hash == block_hash), None)
 
+    def reset_prefix_cache(self) -> bool:
+        """Nothing is cached any more, unless a block is in use."""
+        if any(block.ref_cnt for block in self.blocks if not block.is_null):
+            return False
+        for block in self.blocks:
+            block.block_hash = None
+        return True
+
     def touch(self, blocks: Sequence[Block]) -> None:
         for block in blocks:
             if block.ref_cnt == 0 and not block.is_null:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import time
 from collections.abc import Callable
@@ -22,7 +23,8 @@ from tests.service.connectors.engine_core.vllmhost import (
 from kvstow.testing.fakes import FakeClock
 from kvstow_service.connectors.engine_core import adapters as module
 from kvstow_service.connectors.engine_core import vllmprocess
-from kvstow_service.connectors.engine_core.adapters import READ_SECONDS, Adapter, AdapterFiles, Adapters
+from kvstow_service.connectors.engine_core.adapters import READ_SECONDS, Adapter, Adapters, EngineStart
+from kvstow_service.connectors.engine_core.pathtrail import Trail
 
 PROMPT = "abcdefghijkl"
 SETTINGS = "{}"
@@ -60,7 +62,7 @@ def make_adapters(
     started: float | None = None, *, settings: str = SETTINGS, reader: Reader | None = None, clock: Any = None
 ) -> Adapters:
     """Those of an engine that starts now. Files are read at once, unless there is a `reader`."""
-    moment = time.time() + 60 if started is None else started
+    moment = EngineStart.now(time.time() + 60 if started is None else started)
     start = (lambda target: target()) if reader is None else reader.start
     return Adapters(settings, moment, clock=clock or FakeClock(), start_thread=start)
 
@@ -147,7 +149,7 @@ def test_an_adapter_that_has_changed_has_no_keys_for_the_engines_life(
     assert before.is_named
     change(path)
     assert not ask(adapters, path).is_named
-    assert "have changed" in before.reason
+    assert "has changed" in before.reason
     write(tmp_path / "a")
     assert not ask(adapters, path).is_named
     assert [bool(each.reason) for each in adapters._adapters.values()] == [True]
@@ -173,8 +175,13 @@ def test_files_that_are_newer_than_the_engine_have_no_keys(tmp_path: Path) -> No
 def write_snapshot(cache: Path, commit: str, weights: str = "weights") -> Path:
     """Of org/name, whose branch main is now this commit."""
     repository = cache / "models--org--name"
-    write(repository / "snapshots" / commit, weights)
-    (repository / "refs").mkdir(exist_ok=True)
+    snapshot, blobs = Path(write(repository / "snapshots" / commit, weights)), repository / "blobs"
+    for folder in (blobs, repository / "refs"):
+        folder.mkdir(exist_ok=True)
+    for file in snapshot.iterdir():
+        blob = blobs / hashlib.sha256(file.read_bytes()).hexdigest()
+        file.rename(blob)
+        file.symlink_to(os.path.relpath(blob, snapshot))
     (repository / "refs" / "main").write_text(commit)
     return repository / "snapshots" / commit
 
@@ -189,7 +196,106 @@ def test_a_repository_is_its_commit_until_its_branch_moves(tmp_path: Path, monke
     assert not ask(adapters, "org/name").is_named
     assert ask(make_adapters(), "org/name").salt not in (b"", adapter.salt)
     assert "since this engine started" in ask(make_adapters(1.0), "org/name").reason
-    assert ask(make_adapters(1.0), str(first)).salt == adapter.salt, "the snapshot of a commit never changes"
+    start = EngineStart.now(1.0, [tmp_path])
+    late = Adapters(SETTINGS, start, clock=FakeClock(), start_thread=lambda target: target())
+    assert ask(late, str(first)).salt == adapter.salt, "the Hub names what it downloads by its content"
+    real = first / "adapter_config.json"
+    content = real.read_text()
+    real.unlink()
+    real.write_text(content)
+    late = Adapters(SETTINGS, start, clock=FakeClock(), start_thread=lambda target: target())
+    assert str(real) in ask(late, str(first)).reason
+
+
+def let_time_pass(folder: Path) -> None:
+    """Until the file system has a later time than this moment: its clock is coarse."""
+    now, file = time.time(), folder / "time"
+    while not file.exists() or file.stat().st_ctime <= now:
+        file.write_text("")
+
+
+def released(folder: Path) -> Path:
+    """`current` leads to the newer of two adapters, which are both older than the engine."""
+    write(folder / "v1")
+    write(folder / "v2", "other weights")
+    (folder / "current").symlink_to("v2")
+    return folder
+
+
+def switch(folder: Path) -> None:
+    (folder / "next").symlink_to("v1")
+    (folder / "next").rename(folder / "current")
+
+
+def rename(folder: Path) -> None:
+    (folder / "current").unlink()
+    (folder / "v1").rename(folder / "current")
+
+
+def rename_and_mark(folder: Path) -> None:
+    """The new entry hides that the folder was renamed."""
+    rename(folder)
+    (folder / "current" / "ready").write_text("")
+
+
+def rename_above(folder: Path) -> None:
+    other = released(folder.with_name("other"))
+    folder.rename(folder.with_name("old"))
+    other.rename(folder)
+
+
+def switch_and_back(folder: Path) -> None:
+    switch(folder)
+    (folder / "next").symlink_to("v2")
+    (folder / "next").rename(folder / "current")
+
+
+def rename_and_back(folder: Path) -> None:
+    (folder / "v2").rename(folder / "next")
+    (folder / "v1").rename(folder / "v2")
+    (folder / "v2").rename(folder / "v1")
+    (folder / "next").rename(folder / "v2")
+
+
+CHANGES = [switch, rename, rename_and_mark, rename_above, switch_and_back, rename_and_back]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_another_adapter_that_is_put_behind_the_path_has_no_keys(
+    tmp_path: Path, change: Callable[[Path], None]
+) -> None:
+    """The files are older than the engine. A rank may have loaded the adapter before it is first asked for."""
+    folder = released(tmp_path / "adapters")
+    let_time_pass(tmp_path)
+    adapters, path = make_adapters(time.time()), str(folder / "current")
+    let_time_pass(tmp_path)
+    assert ask(make_adapters(), path).is_named
+    change(folder)
+    assert "since this engine started" in ask(adapters, path).reason
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_an_adapter_that_is_replaced_by_another_path_has_no_keys_any_more(
+    tmp_path: Path, change: Callable[[Path], None]
+) -> None:
+    folder = released(tmp_path / "adapters")
+    adapters, path = make_adapters(), str(folder / "current")
+    adapter = ask(adapters, path)
+    assert adapter.is_named
+    change(folder)
+    assert not adapter.check(now=True)
+    assert "has changed since this engine has used it first" in adapter.reason
+
+
+def test_adapters_may_be_added_beside_others(tmp_path: Path) -> None:
+    """A folder that was there when the engine started may get entries, as the folder of all adapters does."""
+    path = write(tmp_path / "adapters" / "old")
+    start = EngineStart.now(time.time(), [tmp_path / "adapters"])
+    let_time_pass(tmp_path)
+    new = write(tmp_path / "adapters" / "new")
+    adapters = Adapters(SETTINGS, start, clock=FakeClock(), start_thread=lambda target: target())
+    assert ask(adapters, path, 1).is_named
+    assert "since this engine started" in ask(adapters, new, 2).reason
 
 
 def test_adapters_that_have_one_number_have_no_keys(tmp_path: Path) -> None:
@@ -224,7 +330,7 @@ def test_a_file_that_changes_while_it_is_read_has_no_keys(tmp_path: Path) -> Non
     assert not ask(adapters, path).is_named
     reader.run()
     rewrite(path)
-    assert "have changed" in ask(adapters, path).reason
+    assert "has changed" in ask(adapters, path).reason
 
 
 def test_each_adapter_is_named_once_it_was_read(tmp_path: Path) -> None:
@@ -240,7 +346,7 @@ def test_each_adapter_is_named_once_it_was_read(tmp_path: Path) -> None:
 def test_the_real_thread_ends_when_all_is_read(tmp_path: Path) -> None:
     import threading
 
-    adapters, path = Adapters(SETTINGS, time.time() + 60), write(tmp_path / "a")
+    adapters, path = Adapters(SETTINGS, EngineStart.now(time.time() + 60)), write(tmp_path / "a")
     ask(adapters, path)
     for thread in threading.enumerate():
         if thread.name == "kvstow-adapters":
@@ -399,12 +505,12 @@ def test_the_files_are_compared_once_in_a_step(tmp_path: Path, monkeypatch: pyte
     host.ask(request)
     count = 0
 
-    def stats(files: AdapterFiles, original: Callable[[AdapterFiles], Any] = AdapterFiles.stats) -> Any:
+    def changed_place(trail: Trail, original: Callable[[Trail], Any] = Trail.changed_place) -> Any:
         nonlocal count
         count += 1
-        return original(files)
+        return original(trail)
 
-    monkeypatch.setattr(AdapterFiles, "stats", stats)
+    monkeypatch.setattr(Trail, "changed_place", changed_place)
     for _ in range(3):
         host.side.find_hit(request, 0)
     assert count <= 1

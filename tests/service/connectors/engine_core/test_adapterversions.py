@@ -3,7 +3,10 @@ another version has computed, and each mutant, which takes one protection out, i
 
 from __future__ import annotations
 
+import os
 import random
+import shutil
+import stat
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,33 +16,65 @@ from typing import Any, NamedTuple
 import pytest
 
 from kvstow.testing.fakes import FakeClock
-from kvstow_service.connectors.engine_core import adapters as module
-from kvstow_service.connectors.engine_core.adapters import Adapter, AdapterFiles, Adapters
+from kvstow_service.connectors.engine_core import pathtrail
+from kvstow_service.connectors.engine_core.adapters import Adapter, Adapters, EngineStart
+from kvstow_service.connectors.engine_core.pathtrail import Trail
 
 PATHS, NUMBERS, BLOCKS = 2, 2, 3
 
 
 class Disk:
-    """The files of all adapters. `now` is the time of the last change, and the only clock."""
+    """The files of all adapters. `now` is the time of the last change, and the only clock. The first path is a folder,
+    which may be exchanged for another one; the second one is a link, which may be switched."""
 
     def __init__(self, folder: Path) -> None:
         self.now = 1
-        self._changed: dict[str, int] = {}
+        self._folder = folder
+        self._times: dict[int, tuple[int, int]] = {}  # of the last write and of the last change, by inode
         self.paths = [str(folder / str(number)) for number in range(PATHS)]
-        for path in self.paths:
-            Path(path).mkdir(parents=True, exist_ok=True)
-            self.write(path)
+        for name in ("0", "0-other", "1-a", "1-b"):
+            (folder / name).mkdir(parents=True)
+            self.write(str(folder / name))
+        (folder / "1").symlink_to("1-a")
 
     def write(self, path: str) -> None:
-        self.now += 1
-        self._changed[path] = self.now
-        (Path(path) / "adapter_model.safetensors").write_text(f"{self.now}")
+        self._touch(Path(path) / "adapter_model.safetensors", f"{self.now + 1}")
+
+    def switch(self) -> None:
+        link, other = self._folder / "1", {"1-a": "1-b", "1-b": "1-a"}
+        target = other[os.readlink(link)]
+        link.unlink()
+        link.symlink_to(target)
+        self._note(link)
+
+    def exchange(self, *, marks: bool) -> None:
+        """`marks`: a new entry hides that the folder was renamed."""
+        place, other, between = self._folder / "0", self._folder / "0-other", self._folder / "between"
+        for old, new in ((place, between), (other, place), (between, other)):
+            old.rename(new)
+            self._note(new, written=False)
+        if marks:
+            self._touch(place / f"mark {self.now}", "")
+            self._note(place)
 
     def version(self, path: str) -> str:
         return (Path(path) / "adapter_model.safetensors").read_text()
 
-    def stat(self, file: Path) -> tuple[int, ...] | None:
-        return (1, 0, 0, 0, self._changed[str(file.parent)] * 10**9) if file.exists() else None
+    def lstat(self, place: str | Path) -> Any:
+        found = os.lstat(place)
+        written, changed = self._times.get(found.st_ino, (0, 0))
+        kept = {name: getattr(found, name) for name in ("st_mode", "st_dev", "st_ino", "st_size")}
+        return SimpleNamespace(**kept, st_mtime_ns=written * 10**9, st_ctime_ns=changed * 10**9)
+
+    def _touch(self, file: Path, content: str) -> None:
+        file.write_text(content)
+        self._note(file)
+
+    def _note(self, place: Path, *, written: bool = True) -> None:
+        self.now += 1
+        inode = os.lstat(place).st_ino
+        before, _ = self._times.get(inode, (0, 0))
+        self._times[inode] = (self.now if written else before, self.now)
 
 
 class Running(NamedTuple):
@@ -63,7 +98,7 @@ class Engine:
 
 class World:
     def __init__(self, folder: Path, seed: int) -> None:
-        self._random, self._disk = random.Random(seed), Disk(folder)
+        self._random, self._disk, self._folder = random.Random(seed), Disk(folder), folder
         self._pool: dict[bytes, str] = {}  # the version that has computed a block, by its key
         self._engines = [self._start()]
         self.hits = 0
@@ -74,17 +109,29 @@ class World:
 
     def step(self) -> None:
         move = self._random.choices(
-            [self._write, self._restart, self._load, self._ask, self._store, self._evict, self._reload],
-            [2, 2, 3, 12, 8, 1, 1],
+            [
+                *(self._write, self._switch, self._exchange, self._restart),
+                *(self._load, self._ask, self._store, self._evict, self._reload),
+            ],
+            [1, 1, 1, 2, 3, 12, 8, 1, 1],
         )[0]
         move(self._random.choice(self._engines))
 
     def _start(self) -> Engine:
         self._disk.now += 1
-        return Engine(Adapters("{}", self._disk.now, clock=FakeClock(), start_thread=lambda target: target()))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(pathtrail, "_lstat", self._disk.lstat)
+            start = EngineStart.now(self._disk.now, [self._folder])
+        return Engine(Adapters("{}", start, clock=FakeClock(), start_thread=lambda target: target()))
 
     def _write(self, engine: Engine) -> None:
         self._disk.write(self._random.choice(self._disk.paths))
+
+    def _switch(self, engine: Engine) -> None:
+        self._disk.switch()
+
+    def _exchange(self, engine: Engine) -> None:
+        self._disk.exchange(marks=self._random.random() < 0.5)
 
     def _restart(self, engine: Engine) -> None:
         if len(self._engines) > 1:
@@ -144,8 +191,9 @@ def _hashes(path: str) -> list[bytes]:
 
 
 def run(folder: Path, seed: int, patch: pytest.MonkeyPatch, steps: int = 60) -> int:
+    shutil.rmtree(folder / str(seed), ignore_errors=True)
     world = World(folder / str(seed), seed)
-    patch.setattr(module, "_stat", world.disk.stat)
+    patch.setattr(pathtrail, "_lstat", world.disk.lstat)
     for _ in range(steps):
         world.step()
     return world.hits
@@ -163,7 +211,7 @@ def keys_do_not_name_the_adapter(patch: pytest.MonkeyPatch) -> None:
 
 
 def files_are_not_compared(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(AdapterFiles, "stats", lambda files: ())
+    patch.setattr(Trail, "changed_place", lambda trail: None)
 
 
 def files_are_compared_only_when_a_request_comes(patch: pytest.MonkeyPatch) -> None:
@@ -174,7 +222,29 @@ def files_are_compared_only_when_a_request_comes(patch: pytest.MonkeyPatch) -> N
 
 
 def files_may_be_newer_than_the_engine(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(AdapterFiles, "changed_after", lambda files, moment, stats: False)
+    patch.setattr(Trail, "newer_than", lambda trail, moment: ())
+
+
+def folders_may_be_newer_than_the_engine(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Trail, "folders_newer_than", lambda trail, moment, known, mounts: ())
+
+
+def a_new_entry_hides_a_rename(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Trail, "folders_newer_than", lambda trail, moment, known, mounts: tuple(trail.moved_after(moment)))
+
+
+def links_are_not_compared(patch: pytest.MonkeyPatch) -> None:
+    original = pathtrail._stamp
+
+    def stamp(found: Any) -> Any:
+        return original(found)._replace(inode=0, changed=0) if stat.S_ISLNK(found.st_mode) else original(found)
+
+    patch.setattr(pathtrail, "_stamp", stamp)
+    patch.setattr(pathtrail.Stamp, "may_differ_from", _files_alone)
+
+
+def _files_alone(stamp: Any, earlier: Any) -> bool:
+    return stamp != earlier and not stamp.is_folder
 
 
 def numbers_are_not_compared(patch: pytest.MonkeyPatch) -> None:
@@ -186,9 +256,9 @@ def a_changed_adapter_is_read_again(patch: pytest.MonkeyPatch) -> None:
 
     def again(adapters: Adapters, request: Any) -> Adapter | None:
         found = of(adapters, request)
-        if found is not None and "have changed since this engine has used it" in found.reason:
+        if found is not None and "has changed since this engine has used it" in found.reason:
             del adapters._adapters[found.path]
-            adapters._started = float("inf")
+            adapters._start = EngineStart.now(float("inf"))
             return of(adapters, request)
         return found
 
@@ -200,7 +270,10 @@ def a_changed_adapter_is_read_again(patch: pytest.MonkeyPatch) -> None:
     [
         a_changed_adapter_is_read_again,
         files_are_compared_only_when_a_request_comes,
+        a_new_entry_hides_a_rename,
         files_are_not_compared,
+        folders_may_be_newer_than_the_engine,
+        links_are_not_compared,
         files_may_be_newer_than_the_engine,
         keys_do_not_name_the_adapter,
         numbers_are_not_compared,

@@ -274,3 +274,17 @@ def test_events_get_what_is_offered_and_what_is_being_stored() -> None:
     host.run(request)
     host.finish(request)
     assert events.given == [("r 0 0", keys), ("granted", [keys[0], *keys[2:]])]
+
+
+def test_a_change_of_weights_waits_for_no_loads() -> None:
+    """What they bring belongs to requests that are computed with old and new weights in any case."""
+    host, request = holding_host()
+    host.admit(request, load=8)
+    host.step(copy=False)
+    assert host.side.reset("weights_changed: a test")
+    host.copy()
+    host.resume(request, 1)
+    host.step({request: 1})
+    host.finish(request)
+    host.step()
+    assert host.ask(FakeRequest("other", request.tokens)) == 0, "nothing of before is found or stored"

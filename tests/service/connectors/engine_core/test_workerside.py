@@ -273,3 +273,15 @@ def test_pinning_is_given_the_work_of_a_step() -> None:
     rank.side.begin_step(step(1))
     rank.side.launched()
     assert rank.plane.works == [fence]
+
+
+def test_stores_fail_while_the_rank_knows_more_of_its_weights_than_the_scheduler() -> None:
+    rank = Rank()
+    rank.side.stores_fail_because = "weights_changed: a test"
+    rank.side.begin_step(step(1, stores=(STORE,), loads={"r": LOAD}))
+    assert rank.plane.submitted == [((2,), rank.fence)]
+    ((boot, completions),) = rank.side.take_boot_completions()
+    assert (boot, completions) == ("boot", (Completion(1, "failed", "weights_changed: a test"),))
+    rank.side.stores_fail_because = None
+    rank.side.begin_step(step(2, stores=(op(3, "store", 4),)))
+    assert rank.plane.submitted[1:] == [((3,), rank.fence)]

@@ -561,3 +561,13 @@ def test_a_broken_lease_holds_nothing_after_it_was_refused(path: Literal["async"
         host.step()
     host.step()
     assert host.leases == 0
+
+
+def test_an_engine_whose_weights_may_have_changed_says_so() -> None:
+    host = with_prompt(delay=0)
+    assert host.side.reset("weights_changed: a test")
+    host.step()
+    assert host.control.state.sharing == "weights_changed"
+    assert host.answer(FakeRequest("r", PROMPT)) == 0
+    host.step()
+    assert host.service.facade.blocks(limit=1000).blocks, "other engines keep what they share"

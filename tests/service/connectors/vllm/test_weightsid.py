@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstow_service.connectors.vllm.modelweights import Weights, identify_weights
+from kvstow_service.connectors.vllm.modelweights import Weights, identify_weights, weight_files
 
 COMMIT = "0e9e39f249a16976918f6564b8830bc894c89659"
 
@@ -53,42 +53,36 @@ def test_files_count_by_name_size_time_and_inode(folder: Path) -> None:
     assert len(seen) == 5
 
 
-def test_files_that_have_changed_since_a_moment_are_noticed(folder: Path) -> None:
-    weights = identify(folder)
-    changed = max((folder / name).stat().st_ctime for name in ("config.json", "model.safetensors"))
-    assert not weights.changed_after(changed)
-    assert weights.changed_after(changed - 1)
-    eventually_later(folder / "README.md", changed)
-    assert not weights.changed_after(changed), "that is no weight"
-    eventually_later(folder / "copy", changed)
-    (folder / "copy").rename(folder / "model.safetensors")
-    assert weights.changed_after(changed)
-    assert not identify_weights("a", None, "v1", not_cached).changed_after(0), "its name says what they are"
-
-
-def eventually_later(file: Path, moment: float) -> None:
-    """Write it until the file system's clock has gone on."""
-    while not file.exists() or file.stat().st_ctime <= moment:
-        file.write_text("new")
-
-
 def test_a_single_file_is_a_model_too(folder: Path) -> None:
     file = folder / "model.gguf"
     file.write_text("weights")
     assert identify(file).source == "files"
 
 
-def test_a_snapshot_is_its_commit_however_it_is_named(tmp_path: Path) -> None:
+def test_parts_of_a_file_and_a_projector_beside_it_count(folder: Path) -> None:
+    names = ("m-00001-of-00002.gguf", "m-00002-of-00002.gguf", "mmproj-m.gguf")
+    for name in (*names, "other.gguf"):
+        (folder / name).write_text(name)
+    assert [file.name for file in weight_files(folder / names[0]) or ()] == [*names]
+    seen = {identify(folder / names[0]).weights_id}
+    for name in names:
+        (folder / name).write_text("changed")
+        seen.add(identify(folder / names[0]).weights_id)
+    assert len(seen) == 4
+
+
+def test_a_snapshot_has_one_name_however_it_is_given(tmp_path: Path) -> None:
     place = tmp_path / "hub" / "models--meta-llama--Llama-3.1-8B" / "snapshots" / COMMIT
     place.mkdir(parents=True)
-    expected = Weights("meta-llama/Llama-3.1-8B", COMMIT, "snapshot")
-    assert identify(place) == expected
-    by_name = identify_weights("meta-llama/Llama-3.1-8B", "main", None, lambda *_: place / "config.json")
-    assert by_name == expected
+    (place / "model.safetensors").write_text("weights")
+    found = identify(place)
+    assert found == identify_weights("meta-llama/Llama-3.1-8B", "main", None, lambda *_: place)
+    assert (found.model, found.source, found.commit) == ("meta-llama/Llama-3.1-8B", "snapshot", COMMIT)
 
 
 def test_what_is_configured_comes_first(folder: Path) -> None:
-    assert identify_weights(str(folder), None, "v7", not_cached) == Weights(str(folder), "v7", "configured")
+    found = identify_weights(str(folder), None, "v7", not_cached)
+    assert (found.weights_id, found.source) == ("v7", "configured")
 
 
 def test_in_the_fleet_the_same_weights_have_the_same_id_where_files_differ(folder: Path, tmp_path: Path) -> None:
@@ -105,7 +99,9 @@ def test_in_the_fleet_names_of_different_kinds_never_meet(folder: Path, tmp_path
     digest = identify(folder).fleet_id().removeprefix("files ")
     place = tmp_path / "models--org--model" / "snapshots" / COMMIT
     place.mkdir(parents=True)
-    assert identify(place).fleet_id() == f"commit {COMMIT}"
+    shutil.copy(folder / "model.safetensors", place)
+    shutil.copy(folder / "config.json", place)
+    assert identify(place).fleet_id().startswith("snapshot ")
     named = [identify_weights(str(folder), None, name, not_cached).fleet_id() for name in (digest, COMMIT)]
     assert named == [f"configured {digest} of model", f"configured {COMMIT} of model"]
     assert Weights("m", "", "unknown").fleet_id() == ""
