@@ -169,11 +169,7 @@ class AuthMiddleware:
         scope[ACTOR] = actor or "-"
         if actor is None:
             return self._refusal(scope, reading, token is not None, shows_keys)
-        if actor == "agent" and not _REPORT_PATH.fullmatch(scope["path"]):
-            return problem(scope, 403, "an agent's token allows only the report of a rank")
-        if actor == "viewer" and not reading:
-            return problem(scope, 403, "a viewer's token allows only reading")
-        return None
+        return _beyond_rights(scope, reading, actor)
 
     def _actor(self, scope: Scope, token: bytes | None) -> str | None:
         """The actor of the request; None if it has no valid credential. Raises `ConfigError` if a token file is not
@@ -241,6 +237,15 @@ class _Renewal:
     def _renew_all(self) -> None:
         for file in self._files:
             file.renew()
+
+
+def _beyond_rights(scope: Scope, reading: bool, actor: str) -> Response | None:
+    """The refusal of a request that this known actor may not make; None if it may."""
+    if actor == "agent" and not _REPORT_PATH.fullmatch(scope["path"]):
+        return problem(scope, 403, "an agent's token allows only the report of a rank")
+    if actor == "viewer" and not reading:
+        return problem(scope, 403, "a viewer's token allows only reading")
+    return None
 
 
 def is_polled(path: str) -> bool:
