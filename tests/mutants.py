@@ -1050,9 +1050,10 @@ MUTANTS = [
     Mutant(
         "a_step_goes_on_without_its_load",
         "service/kvstow_service/connectors/engine_core/workerside.py",
-        "        if any(op.boots and op.boots[self.rank] != self.plane.boot_id for op in step.layered.ops):\n",
-        "        if False:\n",
-        "tests/service/connectors/engine_core/test_layerwaits.py::test_a_rank_that_has_lost_the_blocks_does_not_compute",
+        "layered is None or any(op.boots and op.boots[self.rank] != self.plane.boot_id for op in plan.ops)",
+        "layered is None",
+        "tests/service/connectors/engine_core/test_layerwaits.py"
+        "::test_a_refused_load_is_reported_as_invalid_blocks_in_its_own_step",
     ),
     Mutant(
         "what_one_stream_has_waited_for_counts_for_all",
@@ -1129,9 +1130,115 @@ MUTANTS = [
     Mutant(
         "a_session_is_settled_while_a_step_needs_it",
         "engine/kvstow/attach/worker.py",
-        "        left = max(self._settle_at, grace) - now\n",
-        "        left = self._settle_at - now\n",
+        "            if not self.hold:\n                self._number = 0\n",
+        "            self._number = 0\n",
         "tests/service/node/test_attachedworker.py::test_what_a_step_computes_with_is_let_through_until_the_host_rests",
+    ),
+    Mutant(
+        "a_rank_says_that_it_keeps_a_hold_of_another_session",
+        "engine/kvstow/attach/worker.py",
+        "self.hold = hold.number if hold.session == self._number else 0",
+        "self.hold = hold.number",
+        "tests/service/node/test_attachedworker.py::test_a_hold_that_comes_too_late_or_for_another_session_is_not_kept",
+    ),
+    Mutant(
+        "a_rank_waits_for_ever_for_a_host_that_hangs",
+        "engine/kvstow/attach/worker.py",
+        "        if grace <= 0:\n",
+        "        if False:\n",
+        "tests/service/node/test_attachedworker.py::test_a_host_that_never_rests_is_waited_for_so_long_and_no_longer",
+    ),
+    Mutant(
+        "a_rank_refuses_what_its_host_cannot_take_back",
+        "engine/kvstow/attach/worker.py",
+        "LONGEST_GRACE_SECONDS if may_refuse else inf",
+        "LONGEST_GRACE_SECONDS",
+        "tests/service/node/test_attachedworker.py"
+        "::test_a_host_that_can_take_nothing_back_is_waited_for_however_long_it_takes",
+    ),
+    Mutant(
+        "a_service_that_ends_revokes_what_a_step_needs",
+        "engine/kvstow/attach/worker.py",
+        "            if revoked.at_end and self._gate.hold:\n",
+        "            if False:\n",
+        "tests/service/node/test_attachedworker.py"
+        "::test_what_a_service_revokes_at_its_end_is_kept_for_the_loads_that_may_still_come",
+    ),
+    Mutant(
+        "an_answer_is_believed_although_the_connection_ends_behind_it",
+        f"{ENGINE_CORE}/controlplane.py",
+        "        if answer.done:\n            self._connection.drain()\n",
+        "",
+        "tests/service/connectors/vllm/test_attached.py"
+        "::test_slots_are_not_used_if_the_end_of_the_session_stands_behind_them",
+    ),
+    Mutant(
+        "the_end_of_a_connection_is_not_read_with_what_stands_before_it",
+        "engine/kvstow/attach/connection.py",
+        "        while channel is not None and self._channel is channel and received != channel.bytes_received:\n",
+        "        if channel is not None:\n",
+        "tests/engine/attach/test_connection.py::test_all_that_has_arrived_is_read_up_to_the_end_of_the_connection",
+    ),
+    Mutant(
+        "a_load_by_layer_is_promised_although_a_rank_may_refuse_it",
+        f"{ENGINE_CORE}/loads.py",
+        "        if not self._control.gates_are_held:  # the ranks say so after a step\n",
+        "        if False:\n",
+        "tests/service/connectors/vllm/test_attached.py"
+        "::test_no_load_by_layer_is_promised_before_every_rank_holds_its_gate",
+    ),
+    Mutant(
+        "a_hold_ends_while_ops_of_its_session_come",
+        f"{ENGINE_CORE}/controlplane.py",
+        "or any(number_of(op.op_id) == self._current.session for op in ops)",
+        "or False",
+        "tests/service/connectors/vllm/test_attached.py::test_a_hold_lasts_until_no_op_of_its_session_comes",
+    ),
+    Mutant(
+        "an_idle_engine_holds_its_gates",
+        f"{ENGINE_CORE}/controlplane.py",
+        "session = 0 if ticket is None or not has_requests else ticket.number",
+        "session = 0 if ticket is None else ticket.number",
+        "tests/service/connectors/vllm/test_attached.py::test_an_engine_without_requests_holds_no_gate",
+    ),
+    Mutant(
+        "late_words_of_an_earlier_hold_count",
+        f"{ENGINE_CORE}/controlplane.py",
+        "if number and number == self._current.number:",
+        "if number:",
+        "tests/service/connectors/vllm/test_attached.py::test_a_late_word_of_an_earlier_hold_does_not_count",
+    ),
+    Mutant(
+        "a_refused_load_counts_as_loaded",
+        f"{ENGINE_CORE}/workerside.py",
+        "            self._refused.update(block for op in plan.ops for block in op.blocks)\n",
+        "",
+        "tests/service/connectors/engine_core/test_layerwaits.py"
+        "::test_a_refused_load_is_reported_as_invalid_blocks_in_its_own_step",
+    ),
+    Mutant(
+        "a_step_that_vllm_cannot_take_back_goes_on",
+        f"{ENGINE_CORE}/workerside.py",
+        "            if not self._takes_back:\n                raise\n",
+        "",
+        "tests/service/connectors/engine_core/test_layerwaits.py"
+        "::test_where_vllm_cannot_take_a_step_back_a_refused_load_ends_the_step",
+    ),
+    Mutant(
+        "blocks_that_were_not_loaded_are_found_on_the_gpu",
+        f"{ENGINE_CORE}/schedulerside.py",
+        "        self._gpu.forget(blocks)\n",
+        "",
+        "tests/service/connectors/engine_core/test_failedloads.py::test_what_was_computed_with_blocks_that_were_not_"
+        "loaded_leaves_the_cache_and_each_request_computes_it",
+    ),
+    Mutant(
+        "requests_go_on_with_blocks_that_another_one_computes_again",
+        f"{ENGINE_CORE}/schedulerside.py",
+        "                request.num_computed_tokens = min(request.num_computed_tokens, start)\n",
+        "",
+        "tests/service/connectors/engine_core/test_failedloads.py::test_what_was_computed_with_blocks_that_were_not_"
+        "loaded_leaves_the_cache_and_each_request_computes_it",
     ),
     Mutant(
         "a_burst_goes_by_layer_after_long_steps",

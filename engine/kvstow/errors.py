@@ -99,6 +99,10 @@ class CopyError(KvstowError, code="copy_failed"):
     """A copy between the device and the pool failed."""
 
 
+class LoadRefusedError(CopyError, code="load_refused"):
+    """A load that a computation waits for was not started, because its slots are not this rank's any more."""
+
+
 class QueueFullError(KvstowError, code="queue_full"):
     """The data plane's queue is full; the op was not taken."""
 

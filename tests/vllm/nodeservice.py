@@ -68,6 +68,11 @@ class NodeService:
     def sessions(self) -> list[dict[str, Any]]:
         return list(self.get("/v1/sessions")["items"])
 
+    def detach(self, session: str) -> None:
+        """As an operator does."""
+        with self._client() as client:
+            client.delete(f"/v1/sessions/{session}").raise_for_status()
+
     def pools(self) -> list[dict[str, Any]]:
         return list(self.get("/v1/pools")["items"])
 

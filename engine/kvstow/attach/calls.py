@@ -362,10 +362,12 @@ class PopulatedExtents(Packed, frozen=True):
 
 
 class RevokedExtents(Packed, frozen=True):
-    """Extents to unregister and unmap as soon as no copy uses them. Answered with `ReleasedExtents`."""
+    """Extents to unregister and unmap as soon as no copy uses them. Answered with `ReleasedExtents`. `at_end`: the
+    service ends, and the extents may have slots of loads that it has agreed to. Otherwise they have none."""
 
     KIND: ClassVar = Kind.REVOKED
     extent_ids: U64s
+    at_end: bool = False
 
 
 class ReleasedExtents(Packed, frozen=True):

@@ -198,6 +198,14 @@ class AttachConnection:
                 break
         return call.done
 
+    def drain(self) -> None:
+        """Receive all that has arrived, up to the end of the connection if the service has closed it: what was sent
+        before arrives first. Unasked messages are kept for `poll`. Never waits."""
+        channel, received = self._channel, -1
+        while channel is not None and self._channel is channel and received != channel.bytes_received:
+            received = channel.bytes_received
+            self._exchange(0.0)
+
     def poll(self, seconds: float = 0.0) -> list[Frame]:
         """Receive what has arrived, waiting up to `seconds` for it, and connect if it is time. Returns the unasked
         messages of the service, in order. All of them are from one session, which may have ended: no received message

@@ -28,11 +28,24 @@ class SessionTicket(NamedTuple):
 
 class RankSession(NamedTuple):
     """How far a rank is in a session. `number` is that of the session's ticket; 0 while it is in no session. `slots`:
-    how many slots it can copy to and from. `is_whole`: no more slots will come."""
+    how many slots it can copy to and from. `is_whole`: no more slots will come. `hold`: the number of the `GateHold`
+    that the rank keeps; 0 while it keeps none."""
 
     number: int = 0
     slots: int = 0
     is_whole: bool = False
+    hold: int = 0
+
+
+class GateHold(NamedTuple):
+    """The host's request to a rank to let ops of a session through after the session has ended, until the host
+    withdraws it. `session` is the number of the session's ticket. `number` is different for each request."""
+
+    session: int
+    number: int
+
+
+NO_HOLD = GateHold(0, 0)
 
 
 def digest_of(token: str) -> str:

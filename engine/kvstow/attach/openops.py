@@ -40,6 +40,7 @@ class OpenOps:
 
     def __init__(self, num_ranks: int, *, replicated: bool = False) -> None:
         """`replicated`: rank 0 alone stores."""
+        self.num_ranks = num_ranks
         self._ranks = frozenset(range(num_ranks))
         self._storing = frozenset((0,)) if replicated else self._ranks
         self._number = 0

@@ -27,7 +27,7 @@ Role = Literal["scheduler", "worker"]
 Sender = Literal["scheduler", "worker", "service"]
 
 
-VERSION: Final = 3
+VERSION: Final = 4
 
 
 class Kind(IntEnum):

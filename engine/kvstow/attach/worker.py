@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,9 +31,9 @@ from kvstow.attach.calls import (
 )
 from kvstow.attach.channel import Channel, Frame, close_fds
 from kvstow.attach.connection import AttachConnection, Call
-from kvstow.attach.hello import Hello, RankSession, SessionTicket, Welcome, number_of
+from kvstow.attach.hello import GateHold, Hello, RankSession, SessionTicket, Welcome, number_of
 from kvstow.attach.wire import Kind
-from kvstow.errors import AttachError, CopyError, KvstowError, PinError
+from kvstow.errors import AttachError, KvstowError, LoadRefusedError, PinError
 from kvstow.messageorder import is_news
 from kvstow.messages import Completion, DesiredState, Op, RankReport, StepPlan
 
@@ -49,7 +50,9 @@ class OpGate:
     """Fails ops of other sessions: their slots may lie in other memory by now, or hold other bytes. Thread-safe, and
     its lock is never held for long. Its `load` is that of the rank's `LayeredLoads`.
 
-    Once the gate is shut and `is_quiet`, no op of the session is under way on this rank, and none will be.
+    Once the gate is shut and `is_quiet`, no op of the session is under way on this rank, and none will be. A `GateHold`
+    for the session whose ops are let through keeps the gate open after the session's end. It has no effect on a gate
+    that is shut already, or open for another session, and `hold` says so.
     """
 
     def __init__(self, plane: DataPlane, *, stores: bool) -> None:
@@ -58,15 +61,29 @@ class OpGate:
         self._lock = threading.Lock()
         self._number = self._starting = 0
         """The session whose ops are let through, and how many calls of `load` have been let through and go on."""
+        self.hold = 0
+        """The number of the `GateHold` that keeps the gate open; 0: none does."""
         self._refused: list[Completion] = []
 
     def open(self, number: int) -> None:
         """Let ops of the session with this number through."""
         with self._lock:
-            self._number = number
+            self._number, self.hold = number, 0
 
     def shut(self) -> None:
         self.open(0)
+
+    def keep_open(self, hold: GateHold) -> None:
+        """Keep this hold instead of the one before. `NO_HOLD` withdraws it."""
+        with self._lock:
+            self.hold = hold.number if hold.session == self._number else 0
+
+    def shut_unless_held(self) -> bool:
+        """Returns whether the gate is shut."""
+        with self._lock:
+            if not self.hold:
+                self._number = 0
+            return not self._number
 
     def is_quiet(self) -> bool:
         with self._lock:
@@ -82,13 +99,14 @@ class OpGate:
                 self._plane.submit(StepPlan(ops), after)
 
     def load(self, ops: Sequence[Op], after: Fence | None) -> LayeredLoad | None:
-        """Start loads that cannot be refused any more: a computation waits for them. Raises `CopyError` if they are of
-        another session all the same. Takes long if they go another way than by layer, so the lock is not held: until
-        they have started, the gate is not quiet."""
+        """Start loads that a computation waits for. If the gate does not let all of them through, it starts none of
+        them: they have failed, and it raises `LoadRefusedError`. Takes long if they go another way than by layer, so
+        the lock is not held: until they have started, the gate is not quiet."""
         assert self._plane.layered is not None
         with self._lock:
             if any(number_of(op.op_id) != self._number for op in ops):
-                raise CopyError(_REFUSED)
+                self._refused += [Completion(op.op_id, "failed", _REFUSED) for op in ops]
+                raise LoadRefusedError(_REFUSED)
             self._starting += 1
         try:
             return self._plane.layered.load(ops, after)
@@ -124,11 +142,9 @@ LEAVING_SECONDS = 0.005
 """The pause between two checks whether the copies of a lost session have ended."""
 IDLE_SECONDS = 60.0
 """How long to rest without a session to join; a ticket ends it early."""
-GRACE_SECONDS = 1.0
-"""How long after the end of a session, and after the last step of the host, ops of the session are let through: the
-host may have some that it has not submitted yet. A step that computes with what it loads cannot go on without it."""
 LONGEST_GRACE_SECONDS = 60.0
-"""The limit of that for a host that is always busy. It gets the ticket of the next session long before."""
+"""How long after the end of a session a rank keeps a `GateHold`, if its host can take back a load that was refused.
+A host that takes so long for a step hangs."""
 FAREWELL_SECONDS = 5.0
 """The pause between two messages that all copies of a lost session have ended."""
 FAULT_SECONDS = 1.0
@@ -142,11 +158,11 @@ class AttachedWorker:
 
     The host uses the worker like the data plane, and gives it each ticket of its `AttachedEngine` (`join`).
 
-    A session ends with its connection. Ops submitted before that end as usual, and the memory stays mapped. A second
-    after that and after the host's last step, or with the next ticket, the worker refuses ops of the old session, waits
-    for its copies to end, and reports that to the service. For that it needs no ticket: an engine that has no requests
-    takes no step, and would keep the service from reusing what it may still use. The memory that it has mapped stays if
-    the service grants the same again, as after a restart with a keeper. It releases the rest.
+    A session ends with its connection. Ops submitted before that end as usual, and the memory stays mapped. From then
+    on, or from when the host withdraws its `GateHold`, the worker refuses ops of the old session, waits for its copies
+    to end, and reports that to the service. For that it needs no ticket: an engine that has no requests takes no step,
+    and would keep the service from reusing what it may still use. The memory that it has mapped stays if the service
+    grants the same again, as after a restart with a keeper. It releases the rest.
 
     Only `close` waits. No call raises because the service is absent. Thread-safe. No error ends the thread: each one is
     logged, counted in `faults`, and ends the session.
@@ -161,10 +177,14 @@ class AttachedWorker:
         engine: str,
         replicated: bool = False,
         numa_node: int | None = None,
+        may_refuse: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`pool` is the pool of `plane`. `engine` and `numa_node`: see `Hello`. `replicated`: see `PoolIdentity`."""
+        """`pool` is the pool of `plane`. `engine` and `numa_node`: see `Hello`. `replicated`: see `PoolIdentity`.
+        `may_refuse`: whether the host can take back a load by layer that was refused. If it cannot, the worker keeps
+        each `GateHold` until the host withdraws it, however long that takes."""
         self.faults = 0
+        self._longest_grace = LONGEST_GRACE_SECONDS if may_refuse else inf
         self._path = path
         self._plane, self._pool = plane, pool
         self._engine, self._numa_node = engine, numa_node
@@ -172,6 +192,7 @@ class AttachedWorker:
         self.layered = None if plane.layered is None else self._gate
         self.boot_id = plane.boot_id
         self.launched, self.drive, self.report = plane.launched, plane.drive, plane.report
+        self.begin_step, self.end_step = plane.begin_step, plane.end_step
         self.add_listener = plane.add_listener
         self._connection = AttachConnection(
             path,
@@ -192,8 +213,9 @@ class AttachedWorker:
         self._ticket = self._newest = _NO_TICKET
         self._was_attached = self._is_over = False
         """Whether it has joined the session of `_ticket`, and whether that session has ended."""
+        self._revoked_at_end: tuple[int, ...] = ()
+        """What the service has revoked at its end, while the host may still have loads from there."""
         self._clock = clock
-        self._in_step, self._stepped_at = False, float("-inf")
         self._ended_at = 0.0
         self._settle_at = 0.0
         """When to report next that all copies of the session that is over have ended."""
@@ -223,13 +245,14 @@ class AttachedWorker:
             self._newest = ticket
             self._wake_up()
 
-    def begin_step(self) -> None:
-        self._in_step = True
-        self._plane.begin_step()
-
-    def end_step(self) -> None:
-        self._plane.end_step()
-        self._in_step, self._stepped_at = False, self._clock()
+    def keep_open(self, hold: GateHold) -> None:
+        """The host may give ops of the hold's session even after the session has ended, until it passes another hold.
+        `NO_HOLD` withdraws the present one. `session` says whether the rank keeps it. Cheap enough to repeat in every
+        step, before the ops of the step."""
+        had = self._gate.hold
+        self._gate.keep_open(hold)
+        if had and not self._gate.hold and self._is_over:
+            self._wake_up()
 
     def submit(self, plan: StepPlan, after: Fence | None = None) -> None:
         """Like `DataPlane.submit`. Ops of a session that this rank is not in fail. Stores that rank 0 makes for all
@@ -257,9 +280,10 @@ class AttachedWorker:
 
     @property
     def session(self) -> RankSession:
+        hold = self._gate.hold
         if not self.is_attached:
-            return RankSession()
-        return RankSession(self._ticket.number, self._pool.pinned_slots, not self._plane.is_pinning)
+            return RankSession(hold=hold)
+        return RankSession(self._ticket.number, self._pool.pinned_slots, not self._plane.is_pinning, hold)
 
     @property
     def problem(self) -> str | None:
@@ -374,7 +398,11 @@ class AttachedWorker:
             return
         self._is_changed = True
         if frame.kind == Kind.REVOKED:  # also after the end: there may be no session in which it is asked for again
-            self._pool.revoke(RevokedExtents.unpack(frame.payload).extent_ids)
+            revoked = RevokedExtents.unpack(frame.payload)
+            if revoked.at_end and self._gate.hold:
+                self._revoked_at_end = revoked.extent_ids
+            else:
+                self._pool.revoke(revoked.extent_ids)
         elif frame.kind == Kind.EXTENTS and not self._is_over:
             self._take_grants(frame)
         elif frame.kind == Kind.POPULATED and not self._is_over:
@@ -441,6 +469,7 @@ class AttachedWorker:
             self._connection.disconnect("the engine has another session")
         if not self._gate.is_quiet():
             return False
+        self._release_rest()
         if self._was_attached:
             self._settled = (*self._settled, self._ticket.token)[-_MAX_SETTLED:]
             self._pool.begin_session()
@@ -453,17 +482,25 @@ class AttachedWorker:
         """The session is over, and there is no ticket yet: report that its copies have ended. Again and again, because
         nobody answers, and the service that has to know may come later. Returns the seconds until the next time."""
         now = self._clock()
-        last_step = now if self._in_step else self._stepped_at
-        grace = min(last_step + GRACE_SECONDS, self._ended_at + LONGEST_GRACE_SECONDS)
-        left = max(self._settle_at, grace) - now
-        if left > 0:
-            return left
-        self._gate.shut()
+        if now < self._settle_at:
+            return self._settle_at - now
+        grace = self._ended_at + self._longest_grace - now
+        if grace <= 0:
+            self._gate.shut()
+        elif not self._gate.shut_unless_held():
+            return min(grace, IDLE_SECONDS)
         if not self._gate.is_quiet():
             return DETACHED_SECONDS
+        self._release_rest()
         self._report_settled()
         self._settle_at = self._clock() + FAREWELL_SECONDS
         return FAREWELL_SECONDS
+
+    def _release_rest(self) -> None:
+        """The session is over, and no copy is under way: release what the service has revoked at its end."""
+        revoked, self._revoked_at_end = self._revoked_at_end, ()
+        if revoked:
+            self._pool.revoke(revoked)
 
     def _make_hello(self) -> Hello:
         return Hello(
@@ -487,5 +524,4 @@ class AttachedWorker:
 
     def _end_session(self) -> None:
         self._is_over = True
-        self._ended_at = self._clock()
-        self._settle_at = self._ended_at + GRACE_SECONDS
+        self._ended_at = self._settle_at = self._clock()

@@ -157,6 +157,21 @@ def test_a_call_that_is_not_answered_in_time_is_answered_later(client: Client, s
     assert [first.answer(ResetDone).namespace, second.answer(ResetDone).namespace] == ["a", "b"]
 
 
+def test_all_that_has_arrived_is_read_up_to_the_end_of_the_connection(client: Client, service: FakeService) -> None:
+    """An answer, a message nobody asked for, and the end. The first alone would say that the session lives."""
+    client.attach(service)
+    asked = client.connection.call(Reset())
+    service.send(ResetDone("a"), service.receive().request_id)
+    service.send(SettledOps(()))
+    service.hang_up()
+    client.connection.drain()
+    assert asked.answer(ResetDone).namespace == "a"
+    assert (client.connection.state, client.heard[-1]) == ("detached", "lost")
+    assert [frame.kind for frame in client.connection.take_pushed()] == [Kind.SETTLED]
+    client.connection.drain()
+    assert client.connection.state == "detached"
+
+
 def test_without_a_service_nothing_raises_and_the_pauses_grow(client: Client, path: Path) -> None:
     connection = client.connection
     pauses = []

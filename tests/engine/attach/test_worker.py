@@ -56,7 +56,7 @@ class Rank:
 
     rank = 0
     boot_id = "boot"
-    layered = launched = drive = None
+    layered = launched = drive = begin_step = end_step = None
 
     def __init__(self) -> None:
         self.registered: dict[int, int] = {}

@@ -25,18 +25,18 @@ from kvstow.attach.calls import (
     RevokedExtents,
 )
 from kvstow.attach.engine import AttachedEngine
-from kvstow.attach.hello import SessionTicket, unique_id
+from kvstow.attach.hello import NO_HOLD, GateHold, RankSession, SessionTicket, unique_id
 from kvstow.attach.peer import Peer
-from kvstow.attach.worker import AttachedWorker
+from kvstow.attach.worker import LONGEST_GRACE_SECONDS, AttachedWorker
 from kvstow.dataplane import DataPlane
 from kvstow.devices.base import LayeredLoad
-from kvstow.errors import CopyError
+from kvstow.errors import LoadRefusedError
 from kvstow.memfd import create_memfd
 from kvstow.memory.extents import EXTENT_NAME
 from kvstow.memory.mappedpool import MappedPool
 from kvstow.memory.pinning import FixedPace
 from kvstow.messages import Completion, DesiredState, Direction, Op, RankReport, StepPlan
-from kvstow.testing.fakes import FakeDevice, FakeRegistrar, FakeTicket
+from kvstow.testing.fakes import FakeClock, FakeDevice, FakeRegistrar, FakeTicket
 from kvstow_service.node.pools.memoryholder import SessionLink
 
 MIB = 1 << 20
@@ -286,10 +286,12 @@ def test_a_worker_joins_the_next_session_when_its_copies_have_ended_and_says_tha
 ) -> None:
     assert engine.ticket is not None
     first = engine.ticket
+    rank.worker.keep_open(GateHold(first.number, 1))
     under_way = rank.submit(unique_id(first.number, 5))
     ticket = rank.device.ticket(under_way)
     new = next_session(engine, node)
     wait_until(lambda: not rank.worker.is_attached)
+    assert rank.worker.session.hold == 1
     before_the_ticket = rank.submit(unique_id(first.number, 6), slot=EXTENT_SLOTS)
     last = rank.device.ticket(before_the_ticket)
     rank.worker.join(new)
@@ -394,13 +396,12 @@ def test_a_worker_that_closes_gives_everything_back_and_says_so(rank: Rank, node
 
 
 @pytest.fixture
-def no_grace(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstow.attach.worker.GRACE_SECONDS", 0.0)
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvstow.attach.worker.FAREWELL_SECONDS", 0.01)
 
 
 def test_a_worker_says_by_itself_that_its_copies_have_ended_when_its_engine_takes_no_step(
-    no_grace: None, engine: AttachedEngine, rank: Rank, node: Node, monkeypatch: pytest.MonkeyPatch
+    often: None, engine: AttachedEngine, rank: Rank, node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     load = rank.submit(unique_id(1, 1))
     asked, said = list[bool](), list[str]()
@@ -429,38 +430,103 @@ def test_what_a_step_computes_with_is_let_through_until_the_host_rests(
     engine: AttachedEngine, rank: Rank, node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The step was planned in a session that has ended meanwhile, and cannot go on without its loads."""
-    monkeypatch.setattr("kvstow.attach.worker.GRACE_SECONDS", 0.001)
+    turns = turns_of(rank, monkeypatch)
+    rank.worker.keep_open(GateHold(1, 7))
+    wait_until(lambda: rank.worker.session == RankSession(1, 2 * EXTENT_SLOTS, True, 7))
+    engine.close()
+    wait_until(lambda: turns)
+    assert turns[0] > LONGEST_GRACE_SECONDS / 2, "no clock but that of a host that hangs ends it"
+    assert rank.worker.session == RankSession(hold=7)
+    assert rank.load_by_layer(unique_id(1, 1)) is not None
+    rank.worker.keep_open(NO_HOLD)
+    wait_until(lambda: not rank.worker._gate._number)
+    assert not node.events("over"), "the copy is under way"
+    rank.layers.ticket.finish()
+    wait_until(lambda: node.events("over"))
+    with pytest.raises(LoadRefusedError, match="the session of this op has ended"):
+        rank.load_by_layer(unique_id(1, 2))
+    assert rank.ended(unique_id(1, 2)) == "failed the session of this op has ended"
+
+
+def turns_of(rank: Rank, patch: pytest.MonkeyPatch) -> list[float]:
+    """After how many seconds the worker wants to look again at a session that is over, each time that it looks."""
     turns, settle = list[float](), rank.worker._settle
 
     def turn() -> float:
         turns.append(settle())
         return turns[-1]
 
-    monkeypatch.setattr(rank.worker, "_settle", turn)
-    rank.worker.begin_step()
+    patch.setattr(rank.worker, "_settle", turn)
+    return turns
+
+
+def test_a_hold_that_comes_too_late_or_for_another_session_is_not_kept(
+    engine: AttachedEngine, rank: Rank, node: Node
+) -> None:
+    rank.worker.keep_open(GateHold(2, 5))
+    assert rank.worker.session.hold == 0
+    rank.worker.keep_open(GateHold(1, 6))
+    assert rank.worker.session.hold == 6
+    rank.worker.keep_open(NO_HOLD)
     engine.close()
-    wait_until(lambda: len(turns) > 3)
-    assert rank.load_by_layer(unique_id(1, 1)) is not None
-    rank.layers.ticket.finish()
-    rank.worker.end_step()
     wait_until(lambda: node.events("over"))
-    with pytest.raises(CopyError, match="the session of this op has ended"):
-        rank.load_by_layer(unique_id(1, 2))
+    rank.worker.keep_open(GateHold(1, 7))
+    assert rank.worker.session == RankSession()
+
+
+def test_what_a_service_revokes_at_its_end_is_kept_for_the_loads_that_may_still_come(
+    engine: AttachedEngine, rank: Rank, service: Service, node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns = turns_of(rank, monkeypatch)
+    rank.worker.keep_open(GateHold(1, 7))
+    service.links[-1].push(RevokedExtents((1, 2), at_end=True), rank=0)
+    wait_until(lambda: rank.worker._revoked_at_end)
+    engine.close()
+    wait_until(lambda: turns)
+    load = unique_id(1, 1)
+    assert rank.load_by_layer(load, EXTENT_SLOTS + 3) is not None
+    rank.worker.keep_open(NO_HOLD)
+    rank.layers.ticket.finish()
+    wait_until(lambda: rank.registrar.locked_bytes == 0)
+    assert rank.ended(load) == "done"
+
+
+def test_what_a_service_revokes_at_its_end_is_released_by_an_idle_rank_at_once(rank: Rank, service: Service) -> None:
+    service.links[-1].push(RevokedExtents((1, 2), at_end=True), rank=0)
+    wait_until(lambda: rank.registrar.locked_bytes == 0)
+    assert rank.worker.is_attached
 
 
 def test_a_host_that_never_rests_is_waited_for_so_long_and_no_longer(
     engine: AttachedEngine, rank: Rank, node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("GRACE_SECONDS", "LONGEST_GRACE_SECONDS"):
-        monkeypatch.setattr(f"kvstow.attach.worker.{name}", 0.01)
-    rank.worker.begin_step()
+    rank.worker.keep_open(GateHold(1, 7))
+    monkeypatch.setattr(rank.worker, "_longest_grace", 0.01)
     engine.close()
     wait_until(lambda: node.events("over"))
+    assert rank.worker.session == RankSession()
 
 
-def test_a_service_that_comes_later_hears_it_too(
-    no_grace: None, engine: AttachedEngine, rank: Rank, node: Node
+def test_a_host_that_can_take_nothing_back_is_waited_for_however_long_it_takes(
+    engine: AttachedEngine, rank: Rank, node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    worker = AttachedWorker(node.path, rank.plane, rank.pool, engine="test", may_refuse=False)
+    monkeypatch.setattr(rank.worker, "_longest_grace", worker._longest_grace)
+    os.close(worker._wake)
+    clock = FakeClock(1e6)
+    turns = turns_of(rank, monkeypatch)
+    rank.worker.keep_open(GateHold(1, 7))
+    engine.close()
+    wait_until(lambda: turns)
+    monkeypatch.setattr(rank.worker, "_clock", lambda: rank.worker._ended_at + clock())
+    del turns[:]
+    rank.worker._wake_up()
+    wait_until(lambda: turns)
+    assert rank.load_by_layer(unique_id(1, 1)) is not None
+    rank.layers.ticket.finish()
+
+
+def test_a_service_that_comes_later_hears_it_too(often: None, engine: AttachedEngine, rank: Rank, node: Node) -> None:
     engine.close()
     wait_until(lambda: node.events("over"))
     before = figures_of(node.server).frames["hello"]
@@ -468,9 +534,9 @@ def test_a_service_that_comes_later_hears_it_too(
 
 
 def test_a_worker_closed_after_its_session_has_ended_says_so_too(
-    engine: AttachedEngine, rank: Rank, node: Node, monkeypatch: pytest.MonkeyPatch
+    engine: AttachedEngine, rank: Rank, node: Node
 ) -> None:
-    monkeypatch.setattr("kvstow.attach.worker.GRACE_SECONDS", 600.0)
+    rank.worker.keep_open(GateHold(1, 7))
     engine.close()
     wait_until(lambda: node.events("lost"))
     wait_until(lambda: not rank.worker.is_attached)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,10 @@ class SteppedAttachment(AttachedWorker):
     """It has no connection and no thread: its gate is real, and `turn` does what the thread does. The rank's memory
     outlives all sessions."""
 
-    def __init__(self, plane: Any, service: SlowService) -> None:
+    def __init__(self, plane: Any, service: SlowService, is_impatient: Callable[[], bool]) -> None:
+        """`is_impatient`: whether it waits no longer for a host that may have ops of a session that has ended."""
         super().__init__(Path("/none"), plane, plane.pool, engine="harness")
-        self.plane, self._service = plane, service
+        self.plane, self._service, self._is_impatient = plane, service, is_impatient
         self._session: AttachedSession | None = None
 
     def start(self, *, at_ease: bool = False) -> None:
@@ -39,6 +41,12 @@ class SteppedAttachment(AttachedWorker):
                 service.let_go(self._session, rank)
             self._ticket, self._session = self._newest, service.session
             self._gate.open(self._ticket.number)
+        if self._session is not None and not self.is_attached:
+            if self._is_impatient():
+                self._gate.shut()
+            if self._gate.shut_unless_held() and self._gate.is_quiet():
+                service.let_go(self._session, rank)
+                self._session = None
         if self._session is not None and self.is_attached:
             desired = service.pool.desired
             report = replace(self.plane.report(), engine_id=desired.engine_id, applied=desired.number)

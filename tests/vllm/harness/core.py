@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from tests.vllm.harness.rank import Rank
@@ -49,6 +49,8 @@ class EngineCore:
         self.ranks, self.report = ranks, report
         self.sequences: dict[str, TokenSequence] = {}
         self.outputs: dict[str, list[int]] = {}
+        self.on_moment: Callable[[Any], None] = lambda output: None
+        """Called when a step has been planned, and when it has been launched on all ranks."""
         scheduler_class = AsyncScheduler if setup.asynchronous else Scheduler
         self.scheduler: Any = scheduler_class(
             vllm_config=config,
@@ -119,6 +121,7 @@ class EngineCore:
             return
         self.report.steps += 1
         output = self.scheduler.schedule()
+        self.on_moment(output)
         self.report.preemptions += len(output.preempted_req_ids)
         for rank in self.ranks:
             rank.before(output)
@@ -126,6 +129,8 @@ class EngineCore:
         has_forward = output.total_num_scheduled_tokens > 0
         launch = self._stream.launch(lambda: self._runner.run(forward)) if has_forward else 0
         reports = [rank.after(output, has_forward) for rank in self.ranks]
+        forward.invalid.update(*(report.invalid_block_ids for report in reports))
+        self.on_moment(output)
         self._in_flight.append(InFlight(output, forward, launch, reports))
 
     def run_forward(self) -> None:

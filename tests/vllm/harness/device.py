@@ -9,6 +9,7 @@ from random import Random
 
 import numpy as np
 import torch
+from tests.vllm.harness.stream import ComputeStream
 
 from kvstow.devices.base import Fence, TicketState
 from kvstow.devices.cpu import CpuDevice, Rows, rows_at
@@ -18,6 +19,22 @@ from kvstow.memory.hostpool import HostPool
 from kvstow.messages import Direction, Mark
 
 _SPOILED = 0xEE
+
+
+class StreamedLoad:
+    """A load by layer, and its ticket. The compute stream brings all of it before the step."""
+
+    state, error, seconds = TicketState.PENDING, None, 0.0
+
+    @property
+    def ticket(self) -> StreamedLoad:
+        return self
+
+    def poll(self) -> TicketState:
+        return self.state
+
+    def wait(self, part: int) -> None:
+        """What is launched from now on runs after the copy."""
 
 
 @dataclass(eq=False)
@@ -67,8 +84,9 @@ class SimulatedDevice:
         gap: int,
         failure_rate: float,
         bad_slots: int,
+        stream: ComputeStream,
     ) -> None:
-        """`parts` are ignored: nothing loads by layer. A copy reads `delay` ticks after it began; a store writes up to
+        """`parts`: None if nothing loads by layer. A copy reads `delay` ticks after it began; a store writes up to
         `gap` ticks later. `failure_rate` of the ops fail, and all loads from slots below `bad_slots`."""
         self.is_broken = False
         """Every poll raises from now on."""
@@ -77,6 +95,10 @@ class SimulatedDevice:
         self._random, self._delay, self._gap, self._failure_rate = random, delay, gap, failure_rate
         self._bad_slots = bad_slots
         self._tick = 0
+        self.num_parts = 1
+        self._stream, self._layered = stream, list[tuple[int, Mark]]()
+        self.next_layered: Sequence[int] = ()
+        """The ops of the load by layer that begins next."""
         self._tickets: list[SimulatedTicket] = []
         self._begun: set[int] = set()
         self._changed = threading.Condition()
@@ -90,6 +112,25 @@ class SimulatedDevice:
         self, op_id: int, blocks: Sequence[int], slots: Sequence[int], after: Fence | None
     ) -> SimulatedTicket:
         return self._begin(op_id, "load", blocks, slots, after)
+
+    def load_layers(self, blocks: Sequence[int], slots: Sequence[int], after: Fence | None) -> StreamedLoad:
+        """The copy runs when the compute stream gets there: after what was launched before, and before the step that
+        needs it."""
+        load, op_ids = StreamedLoad(), self.next_layered
+
+        def copy() -> None:
+            kv, host = self._arrays()
+            with self._pool.hold(max(slots) + 1):
+                for pages, source in zip(kv, host, strict=True):
+                    pages[list(blocks)] = source[list(slots)]
+            load.state = TicketState.DONE
+            self._layered += [(op_id, "done") for op_id in op_ids]
+
+        self._stream.launch(copy)
+        return load
+
+    def load_now(self, *_: object) -> None:
+        raise CopyError("it went another way")
 
     def advance(self) -> None:
         """Copies are done in `tick`."""
@@ -122,7 +163,7 @@ class SimulatedDevice:
         ready = [ticket for ticket in self._tickets if ticket.is_ready(self._tick)]
         ready.sort(key=lambda ticket: ticket.op_id)
         self._random.shuffle(ready)
-        moved: list[tuple[int, Mark]] = []
+        moved, self._layered = self._layered, []
         for ticket in ready:
             mark = self._run_first(ticket) if not ticket.staged else self._run_second(ticket)
             if mark is not None:

@@ -21,6 +21,7 @@ from kvstow.devices.base import Device
 from kvstow.memory.hostpool import HostPool
 from kvstow.testing.fakes import FakeClock
 from kvstow_service.connectors.engine_core.controlplane import AttachedControl
+from kvstow_service.connectors.engine_core.loadpolicy import LoadPolicy
 from kvstow_service.connectors.engine_core.schedulerside import SchedulerSide
 from kvstow_service.connectors.vllm import rankdataplane
 
@@ -35,7 +36,7 @@ class Host:
 
     def __init__(self, setup: Setup, random: Random, stream: ComputeStream, patch: pytest.MonkeyPatch) -> None:
         self.extra_config: dict[str, Any] = {
-            "load_path": "async",
+            "load_path": "layer" if setup.by_layer else "async",
             "cpu_bytes_to_use": setup.slots * _SLOT_BYTES * setup.ranks,
             "lazy_offload": setup.lazy,
             "lock": False,
@@ -55,6 +56,7 @@ class Host:
             gap=setup.gap,
             failure_rate=setup.failure_rate,
             bad_slots=setup.bad_slots,
+            stream=stream,
         )
         patch.setattr(f"{CONNECTOR}.rankdataplane.CpuDevice", device)
         patch.setattr(f"{CONNECTOR}.tensorhost.fence_of", lambda kv_caches: stream.fence)
@@ -65,6 +67,10 @@ class Host:
         patch.setattr(f"{SHARED}.schedulerhost.SchedulerHost._step_blocks", setup.step_blocks)
         patch.setattr(f"{SHARED}.workerhost.RankAgent", BusyAgent)
         patch.setattr(f"{SHARED}.embeddedschedulerhost.EmbeddedAdmin", NoThread)
+        if setup.by_layer:  # with so few blocks, most requests would go the other way after their first try
+            choose = LoadPolicy.choose
+            always = lambda policy, *args, had_no_room, **rest: choose(policy, *args, **rest)  # noqa: E731
+            patch.setattr(LoadPolicy, "choose", always)
         self.service: SlowService
         self._attached: list[SteppedAttachment] = []
         if setup.attached:
@@ -82,7 +88,7 @@ class Host:
         def build(host: Any, kv: Any) -> SteppedAttachment:
             num_bytes = setup.slots * kv.layout.slot_bytes
             plane = rankdataplane.build_plane(host._process.rank, num_bytes, num_bytes, host._options, kv)
-            self._attached.append(SteppedAttachment(plane, self.service))
+            self._attached.append(SteppedAttachment(plane, self.service, lambda: random.random() < setup.refusal_rate))
             return self._attached[-1]
 
         patch.setattr(f"{CONNECTOR}.attachedschedulerhost.AttachedControl", connected)
@@ -100,6 +106,11 @@ class Host:
         for worker in self.workers.values():
             worker.wait_pinned()  # or what it reports, new or grown, would be a matter of threads
             worker.apply(self.engine.report(worker.report()))
+
+    def look_at_sessions(self) -> None:
+        """Let the threads of the ranks' workers have a turn."""
+        for attachment in self._attached:
+            attachment.turn()
 
     def advance(self) -> None:
         """Let a tick of all devices pass."""

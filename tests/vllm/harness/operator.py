@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from random import Random
+from typing import Any
 
 from tests.vllm.harness.core import EngineCore
 from tests.vllm.harness.host import Host
@@ -21,6 +22,8 @@ class Operator:
         self._broken: int | None = None
         self._resize: Sweep | None = None
         self._reopen_in = self._restart_in = 0
+        self._dies_in, self._dies_under_a_load = -1, False
+        core.on_moment = self.pass_moment
         self.is_changing_weights = False
         """No request may come until it is done."""
         gentle: list[Callable[[], None]] = [self.evict, self.purge, self.resize, self.set_policy]
@@ -35,7 +38,7 @@ class Operator:
         ]
         if setup.attached:
             gentle, drastic = [self.evict, self.purge], [self.reset_prefix_cache, self.change_weights]
-            drastic += [self.lose_session] * 8
+            drastic += [self.lose_session] * 8 + [self.lose_service] * 16
         wanted = setup.operations
         self._actions = [
             action for action in (*gentle * 8, *closing, *drastic) if not wanted or action.__name__ in wanted
@@ -119,6 +122,22 @@ class Operator:
     def lose_session(self) -> None:
         """The service has gone, and is back with its memory. The ranks join when their copies have ended."""
         self._host.service.lose()
+
+    def lose_service(self) -> None:
+        """The service ends at some moment of the step. The ranks notice that at once, the scheduler when it reads what
+        has arrived."""
+        self._dies_in, self._dies_under_a_load = self._random.randrange(3), self._random.random() < 0.7
+
+    def pass_moment(self, output: Any) -> None:
+        """A moment of the step `output` has passed, in which ranks may have looked at their sessions."""
+        is_due = output.has_sync_kv_loads if self._dies_under_a_load else self._dies_in == 0
+        self._dies_in -= 1
+        if is_due:
+            self._dies_under_a_load, self._dies_in = False, -1
+            self._host.service.die()
+            self._core.report.deaths += 1
+        if is_due or self._random.random() < 0.5:
+            self._host.look_at_sessions()
 
     def restart_rank(self) -> None:
         """Its pool is another one, with nothing in it, as after a sleep. First the one whose copy thread is dead."""

@@ -35,7 +35,7 @@ class Rank:
         metadata = pickle.loads(pickle.dumps(output.kv_connector_metadata))
         self.connector.handle_preemptions(metadata)
         self.connector.bind_connector_metadata(metadata)
-        if self._hooks == "0.26":
+        if self._hooks == "0.26" or output.has_sync_kv_loads:
             self.connector.start_load_kv(_CONTEXT)
 
     def after(self, output: Any, has_forward: bool) -> KVConnectorOutput:
@@ -46,7 +46,8 @@ class Rank:
                 connector.wait_for_save()
             report.finished_sending, report.finished_recving = connector.get_finished(output.finished_req_ids)
         else:
-            connector.start_load_kv(_CONTEXT)
+            if not output.has_sync_kv_loads:
+                connector.start_load_kv(_CONTEXT)
             connector.wait_for_save()
             results = connector.get_transfer_results(output.finished_req_ids)
             report.finished_sending, report.finished_recving = results.finished_sending, results.finished_recving

@@ -12,7 +12,8 @@ _MOST_LINES = 20
 class Report:
     """Counters of a run, and its findings by kind. A clean run has no `problems`. `whole_hits`: requests that were
     computed from their last token on, all of them being loaded. `replays`: requests with a hit of which vLLM computed
-    the last window anew. `waits`: how often a request waited for another one's load."""
+    the last window anew. `waits`: how often a request waited for another one's load. `layered`: loads by layer.
+    `deaths` of the service. `taken_back`: requests that had computed with blocks that were not loaded."""
 
     steps: int = 0
     finished: int = 0
@@ -28,6 +29,9 @@ class Report:
     whole_hits: int = 0
     replays: int = 0
     waits: int = 0
+    layered: int = 0
+    deaths: int = 0
+    taken_back: int = 0
     stored_blocks: int = 0
     problems: list[str] = field(default_factory=list)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from tests.vllm.harness.core import EngineCore
+from tests.vllm.harness.device import SimulatedDevice
 from tests.vllm.harness.host import CONNECTOR, Host
 from tests.vllm.harness.operator import Operator
 from tests.vllm.harness.rank import Rank
@@ -40,6 +41,7 @@ class Run:
         self._core = EngineCore(setup, config, geometry, ranks, stream, self.report)
         self._traffic = Traffic(setup, random, self._core)
         self._operator = Operator(setup, random, self._core, self._host)
+        self._count_layered(patch)
 
     def drive(self) -> None:
         before, since = -1, 0
@@ -91,6 +93,15 @@ class Run:
             return wait
 
         patch.setattr(SharedLoads, "_find", note)
+
+    def _count_layered(self, patch: pytest.MonkeyPatch) -> None:
+        load = SimulatedDevice.load_layers
+
+        def note(*arguments: Any) -> Any:
+            self.report.layered += 1
+            return load(*arguments)
+
+        patch.setattr(SimulatedDevice, "load_layers", note)
 
     def close(self) -> None:
         for connector in (self._core.connector, *(rank.connector for rank in self._core.ranks)):

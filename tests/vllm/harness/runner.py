@@ -27,9 +27,11 @@ class Row:
 
 @dataclass
 class Forward:
-    """One launched step: what is computed of which rows, with their block tables at launch; then the tokens sampled."""
+    """One launched step: what is computed of which rows, with their block tables at launch; then the tokens sampled.
+    `invalid`: blocks that the ranks have reported as not loaded; what is computed with them is garbage."""
 
     step: int
+    invalid: set[int] = field(default_factory=set)
     parts: list[tuple[str, Row, list[list[int]], int, int]] = field(default_factory=list)
     sampled: dict[str, list[int]] = field(default_factory=dict)
 
@@ -62,6 +64,8 @@ class Runner:
             elif blocks is not None:
                 for table, more in zip(self._rows[request_id].tables, blocks, strict=True):
                     table.extend(more)
+            row = self._rows[request_id]
+            row.computed = min(row.computed, cached.num_computed_tokens[i])  # less, if a step was taken back
         forward = Forward(self._report.steps)
         for request_id, count in output.num_scheduled_tokens.items():
             row = self._rows[request_id]
@@ -71,6 +75,13 @@ class Runner:
 
     def run(self, forward: Forward) -> None:
         for request_id, row, tables, count, drafts in forward.parts:
+            if not forward.invalid.isdisjoint(tables[0][: -(-row.computed // BLOCK_TOKENS)]):
+                garbage = rejected(row.sequence.digests[row.computed : row.computed + count])
+                for cache in self._caches:
+                    cache.write(tables, garbage, row.computed, row.replay_start)
+                forward.sampled[request_id] = [0]
+                self._report.taken_back += 1
+                continue
             self._check(forward, request_id, row, tables)
             accepted = mix(row.known ^ mix(row.sequence.num_prompt_tokens)) % (drafts + 1)
             right = count - drafts + accepted

@@ -59,7 +59,9 @@ class Setup:
     in whole blocks) or arrival (`fan_rate`: several requests at once that begin like an earlier one). `operations`
     names the operator's actions, by default all.
 
-    `attached`: to a node service whose answers come `answers` steps later, one of these at random. `layers`: two
+    `attached`: to a node service whose answers come `answers` steps later, one of these at random. `by_layer`: whether
+    loads go within their step. `refusal_rate`: how often a rank whose session has ended waits no longer for its host,
+    each time that it looks. `layers`: two
     of full attention; two with a window; two of each, in two groups; one of each with blocks of 16 and 32 tokens; two
     of each with blocks of 32 tokens and a window of 96; one of each with blocks of 256 and 32 tokens, and a window of
     512; one of full attention, and scratch; one of full attention, and one whose window vLLM computes anew where a hit
@@ -73,6 +75,8 @@ class Setup:
     asynchronous: bool = False
     attached: bool = False
     answers: tuple[int, ...] = (0, 1, 1, 1, 3)
+    by_layer: bool = False
+    refusal_rate: float = 0.0
     lazy: bool = False
     ranks: int = 1
     stages: bool = False

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from tests.vllm.harness.device import SimulatedDevice
 
 from kvstow.dataplane import DataPlane
-from kvstow.devices.base import Device, Fence
+from kvstow.devices.base import Device, Fence, LayeredLoad
 from kvstow.memory.hostpool import HostPool
-from kvstow.messages import Completion, Mark, StepPlan
+from kvstow.messages import Completion, Mark, Op, StepPlan
 
 _TIMEOUT = 10.0
 
@@ -25,15 +25,22 @@ class SteppedWorker(DataPlane):
         self.device = device
         self._arrived: dict[tuple[int, Mark], Completion] = {}
         self._ready: list[Completion] = []
+        if self.layered is not None:
+            self._load, self.layered.load = self.layered.load, self._load_by_layer  # type: ignore[method-assign]
+
+    def _load_by_layer(self, ops: Sequence[Op], after: Fence | None) -> LayeredLoad | None:
+        self.device.next_layered = [op.op_id for op in ops]
+        return self._load(ops, after)
 
     def submit(self, plan: StepPlan, after: Fence | None = None) -> None:
         super().submit(plan, after)
         if self.report().state == "failed":
             self._take_the_rest()
         elif plan.ops:
-            op_ids = [op.op_id for op in plan.ops]
+            op_ids = [op.op_id for op in plan.ops if op.slots]
             self.device.wait_begun(set(op_ids))
             self.device.schedule(op_ids)
+            self._await([(op.op_id, "done") for op in plan.ops if not op.slots])  # given up before they began
 
     def take_completions(self) -> list[Completion]:
         ready, self._ready = self._ready, []
@@ -58,7 +65,10 @@ class SteppedWorker(DataPlane):
 
     def advance(self) -> None:
         """Let a tick of the device pass, and see its completions through the copy thread."""
-        for what in self.device.tick():
+        self._await(self.device.tick())
+
+    def _await(self, moved: Sequence[tuple[int, Mark]]) -> None:
+        for what in moved:
             while what not in self._arrived:
                 if not self.wait_completions(_TIMEOUT):
                     raise TimeoutError(f"op {what[0]} did not become {what[1]}")

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from vllm.config.vllm import get_current_vllm_config_or_none
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
 from vllm.v1.core.sched import output
 
+from kvstow.attach.hello import NO_HOLD
 from kvstow.errors import CopyError
 from kvstow_service.connectors.engine_core.kvgroups import KVGroups, kv_groups
 from kvstow_service.connectors.engine_core.metadata import KVStowMetadata, KVStowWorkerMetadata, RankHello, RankUpdate
@@ -56,6 +58,8 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
         if groups.has_states and options.lazy_offload:
             raise misuse("lazy_offload", None, "does not work with recurrent layers")
         self._fails_requests = not groups.is_plain  # vLLM understands bad blocks only of plain models
+        process = replace(process, takes_steps_back=process.takes_steps_back and groups.is_plain)
+        self._takes_back = process.takes_steps_back
         self._has_sent_hello = False
         self._promised_by_layer: str | None = None  # the request whose load by layer was promised to vLLM
         self._num_layered = 0  # loads by layer that the step being planned has to have
@@ -214,13 +218,14 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
         plan = host.ask("plan of a step", lambda side: side.plan_step(scheduler_output), None)
         if plan is None:  # vLLM waits for the loads of the requests that it has admitted
             plan = host.ask("loads of a step", lambda side: side.take_planned(), None)
+        hold = host.ask("gates of the ranks", lambda _: host.hold_of(plan), NO_HOLD)
         lost, wanted = self._lost, self._num_layered
         self._lost, self._num_layered = None, 0
         if lost is None and wanted > (0 if plan is None else len(plan.layered.ops)):
             lost = "the plan of the step is incomplete"
         changes = host.expected_weight_changes()
         return KVStowMetadata(
-            plan, host.address_for_remote_ranks, host.take_desired(), ticket, lost=lost, weight_changes=changes
+            plan, host.address_for_remote_ranks, host.take_desired(), ticket, hold, lost=lost, weight_changes=changes
         )
 
     def update_connector_output(self, connector_output: Any) -> None:
@@ -230,6 +235,8 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
                 for update in updates:
                     self._host.receive(rank, update)
             self._host.ask("transfers that have ended", lambda side: side.settle(), None)
+        if self._takes_back and (bad := connector_output.invalid_block_ids):
+            self._host.ask("blocks that were not loaded", lambda side: side.take_back(bad), None)
 
     def has_pending_push_work(self) -> bool:
         is_pending = self._host.ask("stores under way", lambda side: side.has_pending_stores, False)

@@ -11,7 +11,7 @@ import logging
 import re
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 from kvstow.attach.calls import Hold, Lookup
 from kvstow.attach.connection import Answer, Call
 from kvstow.attach.engine import AttachedEngine, Hits
+from kvstow.attach.hello import NO_HOLD, GateHold, SessionTicket, number_of
 from kvstow.attach.wire import Message
 from kvstow.errors import LeaseError
 from kvstow.messages import Op
@@ -74,6 +75,8 @@ class EmbeddedControl:
     """The engine in this process, which is thread-safe. The admin server's thread ticks it."""
 
     begins_loads_at_once = True
+    gates_are_held = True
+    """There are no sessions, so no rank refuses an op."""
 
     def __init__(self, engine: OffloadEngine) -> None:
         self._engine = engine
@@ -297,6 +300,51 @@ class _Asked(NamedTuple):
     step: int
 
 
+class GateHolds:
+    """Has the ranks let ops of the session through until no more come, whatever becomes of the session. vLLM computes
+    with a load by layer in the step that it was promised in, and most of its configurations cannot take that back. So a
+    load by layer is promised only while every rank has said that it keeps the hold. Used by the scheduler's thread.
+
+    A hold begins when the engine has a session and requests. It ends with the first step after either of them has gone
+    that has no op of the session. An engine without requests promises nothing, so its ranks need no hold.
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks, self._last_number = num_ranks, 0
+        self._current = NO_HOLD
+        self._kept_by: set[int] = set()
+
+    @property
+    def is_held(self) -> bool:
+        """Whether every rank keeps the present hold."""
+        return self._current != NO_HOLD and len(self._kept_by) == self._num_ranks
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether the ranks have been asked for a hold, and not been told of its end."""
+        return self._current != NO_HOLD
+
+    def note(self, rank: int, number: int) -> None:
+        """The rank keeps the hold with this number, or none. A late word of an earlier hold says nothing of this
+        one."""
+        if number and number == self._current.number:
+            self._kept_by.add(rank)
+        else:
+            self._kept_by.discard(rank)
+
+    def next(self, ticket: SessionTicket | None, ops: Iterable[Op], *, has_requests: bool) -> GateHold:
+        """What the ranks are told with a step that has these `ops`, which was planned in the session of `ticket`."""
+        session = 0 if ticket is None or not has_requests else ticket.number
+        if session == self._current.session or any(number_of(op.op_id) == self._current.session for op in ops):
+            return self._current
+        self._kept_by.clear()
+        self._current = NO_HOLD
+        if session:
+            self._last_number += 1
+            self._current = GateHold(session, self._last_number)
+        return self._current
+
+
 class AttachedControl(AttachedEngine):
     """An `AttachedEngine` that notices a service that takes calls and does not answer."""
 
@@ -315,6 +363,7 @@ class AttachedControl(AttachedEngine):
         self._layer_wait_left = LAYER_WAIT_SECONDS  # of this step
         self._bypasses_loads = self._is_slow = False
         self._failure: str | None = None
+        self.holds = GateHolds(self._ops.num_ranks)
         self.refused_stores: Counter[str] = Counter()
         """Blocks that were offered and not stored, by outcome."""
 
@@ -376,11 +425,20 @@ class AttachedControl(AttachedEngine):
         return super().wait(*[each for each in answers if isinstance(each, Answer)], seconds=seconds)
 
     def wait_for_slots(self, answer: Awaited[object]) -> bool:
+        """Wait for the slots of a load by layer. Behind the answer the service may have closed the connection. So all
+        that has arrived is read: the caller asks `is_held` whether the session still lives."""
         if not answer.done:
             begun = self._clock()
             self.wait(answer, seconds=0.0 if self._is_slow else self._layer_wait_left)
             self._layer_wait_left = max(0.0, self._layer_wait_left - (self._clock() - begun))
+        if answer.done:
+            self._connection.drain()
         return answer.done
+
+    @property
+    def gates_are_held(self) -> bool:
+        """Whether no rank refuses a load by layer that is promised now."""
+        return self.holds.is_held
 
     # -- lookups --------------------------------------------------------------------------------------------
 

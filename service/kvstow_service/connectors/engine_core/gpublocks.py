@@ -29,6 +29,8 @@ class BlockPool(Protocol):
 
     def reset_prefix_cache(self) -> bool: ...
 
+    def evict_blocks(self, block_ids: Set[int]) -> None: ...
+
 
 class Offer(NamedTuple):
     """Blocks that could be stored: `blocks[i]` holds the content that `keys[i]` names."""
@@ -53,6 +55,11 @@ class GPUBlocks:
         self.unstored: UnstoredHashes | None = None
         """Set while requests come that are not to be stored."""
         self._sources: dict[int, list[Any]] = {}  # by op
+
+    def forget(self, blocks: Set[int]) -> None:
+        """Take the blocks out of vLLM's prefix cache: they do not contain what their hashes name. Requests keep
+        them."""
+        self.pool.evict_blocks(blocks)
 
     def offer_of(self, block_hashes: Sequence[bytes], blocks: Sequence[int]) -> Offer:
         """Offers the contents that vLLM caches under these hashes in these blocks. Each hash ends with the hash of the

@@ -161,7 +161,7 @@ class Loads:
         self._finder = control.hit_finder(groups)
         self._asked: deque[_Load] = deque()  # those that the pool has not agreed to yet
         self._under_way: dict[int, _Load] = {}  # by op
-        self._policy = policy
+        self._policy, self._clock = policy, clock
         self._layered: dict[int, PromptPart] = {}  # tokens of the loads by layer under way, by op
         self._begun: dict[TrackedRequest, bool] = {}
         """Requests with a load that has begun, and whether vLLM has asked for the request in this step."""
@@ -229,18 +229,24 @@ class Loads:
         answer = self._begin_load(tracked, hit, hit.end, places, [-1] * len(places))
         if answer is None:
             return 0
-        tracked.begun = begun = BegunLoad(tracked.start, hit, answer, choice, len(places))
+        tracked.begun = begun = BegunLoad(tracked.start, hit, answer, choice, len(places), self._clock())
         self._policy.waits(begun.num_blocks)
         self._shared.begun(tracked, hit.end - tracked.start)
         return self._begun_hit(tracked, begun)
 
     def _begun_hit(self, tracked: TrackedRequest, begun: BegunLoad) -> int | None:
-        """How much the load brings; None while its slots are not known. A session begins only between two passes of
-        vLLM's scheduler, so the ranks do not refuse a load of the session that is the current one now."""
+        """How much the load brings; None while its slots are not known, or a rank might refuse it. A session begins
+        only between two passes of vLLM's scheduler. So no rank that holds its gate refuses a load of the session that
+        is the current one now."""
         self._begun[tracked] = True
         if not self._control.wait_for_slots(begun.answer):
             return None
         if begun.answer.value is None or not self._finder.is_valid(begun.hit):  # the session has ended
+            self._drop_begun(tracked)
+            return 0
+        if not self._control.gates_are_held:  # the ranks say so after a step
+            if self._clock() < begun.at + WAIT_SECONDS:
+                return None
             self._drop_begun(tracked)
             return 0
         tracked.choice = begun.choice

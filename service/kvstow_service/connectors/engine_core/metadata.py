@@ -12,7 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from kvstow.attach.hello import RankSession, SessionTicket
+from kvstow.attach.hello import NO_HOLD, GateHold, RankSession, SessionTicket
 from kvstow.attach.identity import RegionIdentity
 from kvstow.messages import DesiredState, LoadLaunch, RankReport, StagedLoad
 from kvstow_service.admin.agent import AdminAddress
@@ -51,14 +51,16 @@ class RankHello(KVConnectorHandshakeMetadata):
 @dataclass(frozen=True)
 class KVStowMetadata(KVConnectorMetadata):
     """Sent by the scheduler side with every step. `plan` is None until the scheduler side knows all ranks. `desired`
-    answers ranks that have reported with a step. `ticket` is that of the session with the node service. `launches` are
-    for ranks on JAX: they come before the plan. `lost`: why the step cannot load what it computes with; None if it
-    can. `weight_changes`: how many calls that may change weights the scheduler side knows of, by rank."""
+    answers ranks that have reported with a step. `ticket` is that of the session with the node service, and `hold` has
+    the ranks let its ops through. `launches` are for ranks on JAX: they come before the plan. `lost`: why the step
+    cannot load what it computes with; None if it can. `weight_changes`: how many calls that may change weights the
+    scheduler side knows of, by rank."""
 
     plan: PlannedStep | None = None
     admin: AdminAddress | None = None
     desired: Mapping[int, DesiredState] = field(default_factory=dict)
     ticket: SessionTicket | None = None
+    hold: GateHold = NO_HOLD
     launches: tuple[LoadLaunch, ...] = ()
     lost: str | None = None
     weight_changes: Mapping[int, int] = field(default_factory=dict)

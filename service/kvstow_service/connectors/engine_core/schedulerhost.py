@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kvstow.attach.hello import SessionTicket
+from kvstow.attach.hello import NO_HOLD, GateHold, SessionTicket
 from kvstow.messages import DesiredState, RankReport
 from kvstow_service.admin.agent import AdminAddress
 from kvstow_service.connectors.engine_core.adapters import Adapters, EngineStart
@@ -22,6 +22,7 @@ from kvstow_service.connectors.engine_core.metadata import RankHello, RankUpdate
 from kvstow_service.connectors.engine_core.metricsexport import StatsFeed
 from kvstow_service.connectors.engine_core.options import ConnectorOptions
 from kvstow_service.connectors.engine_core.schedulerside import STEP_BLOCKS, SchedulerSide
+from kvstow_service.connectors.engine_core.stepplan import PlannedStep
 from kvstow_service.connectors.engine_core.vllmprocess import VLLMProcess, adapter_folders, process_start
 
 logger = logging.getLogger("kvstow.vllm")
@@ -93,6 +94,10 @@ class SchedulerHost(ABC):
     def ticket(self) -> SessionTicket | None:
         """The ticket of the session with the node service, for the workers."""
         return None
+
+    def hold_of(self, plan: PlannedStep | None) -> GateHold:
+        """What the ranks are told with this step of the session's ops; call it once for each step."""
+        return NO_HOLD
 
     @property
     def wants_steps(self) -> bool:

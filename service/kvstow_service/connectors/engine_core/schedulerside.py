@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Literal
 
 from kvstow.messages import Completion
@@ -257,6 +257,11 @@ class SchedulerSide:
         )
 
     @property
+    def has_requests(self) -> bool:
+        """Whether vLLM has requests, so that it goes on making steps."""
+        return bool(self._requests)
+
+    @property
     def holds_gpu_blocks(self) -> bool:
         """Whether any referenced GPU blocks will be released without a request's end."""
         return self._gpu.has_sources or self._states.are_waiting
@@ -266,6 +271,21 @@ class SchedulerSide:
         of what is stored, so it does not matter if a block is reused meanwhile."""
         self._stores.free_all_sources()
         self._states.forget_states()
+
+    def take_back(self, bad_blocks: Collection[int]) -> None:
+        """The last step has computed with these GPU blocks, which were not loaded. vLLM computes their first request
+        again from the first of them on, which may take several steps. Meanwhile all blocks that it has, and those that
+        were computed with them, are in the GPU's prefix cache, and other requests of the step count them as computed.
+        So they leave the cache, and each of these requests computes them by itself."""
+        bad, blocks = {*bad_blocks}, set[int]()
+        for tracked in self._requests.values():
+            (table,) = tracked.tables
+            first = next((number for number, block in enumerate(table) if block in bad), len(table))
+            if first < len(table):
+                request, start = tracked.request, first * self._groups.alignment
+                request.num_computed_tokens = min(request.num_computed_tokens, start)
+                blocks.update(table[first:])
+        self._gpu.forget(blocks)
 
     def reset(self, reason: str = "") -> bool:
         """Forget every block for good: what is in flight never becomes visible. Returns False while loads are under

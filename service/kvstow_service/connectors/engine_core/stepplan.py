@@ -21,6 +21,10 @@ class PlannedStep(NamedTuple):
     layered: StepPlan = StepPlan()
     is_timed: bool = False
 
+    @property
+    def ops(self) -> tuple[Op, ...]:
+        return (*self.layered.ops, *self.loads.ops, *self.stores.ops)
+
 
 class StepDraft:
     """What was planned for the next step so far. Used by the scheduler's thread."""
@@ -64,7 +68,7 @@ class LoadId(NamedTuple):
 
 class FinishedLoads(NamedTuple):
     """Requests whose loads have ended on this rank. `failed` is a subset of `done`; `bad_blocks` are the blocks of
-    failed loads."""
+    failed loads, and of loads by layer that were refused."""
 
     done: set[str]
     failed: set[str]

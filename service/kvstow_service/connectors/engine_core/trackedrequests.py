@@ -71,13 +71,14 @@ class Hit(NamedTuple):
 
 class BegunLoad(NamedTuple):
     """A load by layer of the tokens from `start` to the end of `hit`, in `num_blocks` blocks, whose slots were asked
-    for. That has used up the hit's lease."""
+    for at the time `at`. That has used up the hit's lease."""
 
     start: int
     hit: Hit
     answer: Awaited[Op | None]
     choice: Choice
     num_blocks: int
+    at: float
 
 
 @dataclass(slots=True, eq=False)

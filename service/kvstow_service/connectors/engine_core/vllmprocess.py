@@ -30,7 +30,8 @@ class VLLMProcess:
     still writes. `replicated`: all ranks have the same KV (MLA). `drafts`: it has a drafter. With EAGLE or MTP, vLLM
     computes the last block of a prefix that it finds on the GPU again. `lora_settings`: those that decide how an
     adapter is applied; None if requests have no adapters. `may_load_by_layer`: a step may compute with what it loads
-    itself.
+    itself. `takes_steps_back`: vLLM discards what a step has computed for a request with blocks that it reports as
+    invalid, and computes them again.
     """
 
     engine_id: str
@@ -48,6 +49,7 @@ class VLLMProcess:
     drafts: bool = False
     lora_settings: str | None = None
     may_load_by_layer: bool = False
+    takes_steps_back: bool = False
 
     @classmethod
     def of(cls, config: Any, kv_cache_config: Any, engine_transfer: Any) -> VLLMProcess:
@@ -87,6 +89,7 @@ class VLLMProcess:
             if (lora := config.lora_config) is None
             else json.dumps({name: str(getattr(lora, name, None)) for name in _LORA_SETTINGS}),
             may_load_by_layer=not drafts and _has_simple_steps(config, transfer, engine_transfer),
+            takes_steps_back=not overlaps and _rewinds_requests(config, kv_cache_config),
         )
 
 
@@ -110,6 +113,14 @@ def _has_simple_steps(config: Any, transfer: Any, engine_transfer: Any) -> bool:
         and not getattr(config.model_config, "enable_sleep_mode", False)
         and transfer.kv_connector == engine_transfer.kv_connector
     )
+
+
+def _rewinds_requests(config: Any, kv_cache_config: Any) -> bool:
+    """vLLM knows an invalid block's requests only with one KV group. Model runner V2 ignores that a running request has
+    fewer computed tokens than before (vLLM 0.33), so its answers would be wrong. With asynchronous scheduling, the next
+    step of the request is under way, and its output would be used."""
+    is_v2 = getattr(config, "use_v2_model_runner", True)  # vLLM 0.30 has it
+    return not is_v2 and len(kv_cache_config.kv_cache_groups) == 1
 
 
 def _is_replicated(parallel: Any, kv_cache_config: Any) -> bool:

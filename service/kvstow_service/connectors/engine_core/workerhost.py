@@ -46,7 +46,12 @@ class WorkerHost(ABC):
         self._options, self._process = options, process
         self._sender = ReportSequence()
         self._kv_cache: Any = None
-        self.side = WorkerSide(process.rank, NoDataPlane(process.rank, 1), loads_wait=not process.frees_late)
+        self.side = WorkerSide(
+            process.rank,
+            NoDataPlane(process.rank, 1),
+            loads_wait=not process.frees_late,
+            takes_back=process.takes_steps_back,
+        )
         self.hello: RankHello | None = None
         """None until the KV cache is registered."""
 

@@ -3,6 +3,7 @@ there is none, and the memory of the rank's pool."""
 
 from __future__ import annotations
 
+import logging
 import secrets
 import threading
 from collections.abc import Callable, Mapping
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from kvstow.bytesize import format_size
 from kvstow.config import PoolConfig
 from kvstow.devices.base import Fence, LayeredLoad
-from kvstow.errors import CopyError, InsufficientMemoryError
+from kvstow.errors import InsufficientMemoryError, LoadRefusedError
 from kvstow.memory.limits import limits_of
 from kvstow.memory.region import round_up
 from kvstow.memory.slotpool import SlotPool
@@ -156,6 +157,8 @@ class LayerWaits:
             load.wait(num_parts - 1)
 
 
+logger = logging.getLogger("kvstow.vllm")
+
 _Load = tuple[LoadId, tuple[int, ...]]
 """A load and its GPU blocks."""
 
@@ -172,8 +175,11 @@ class WorkerSide:
     computes.
     """
 
-    def __init__(self, rank: int, plane: RankDataPlane, *, loads_wait: bool) -> None:
-        self.rank, self.plane = rank, plane
+    def __init__(self, rank: int, plane: RankDataPlane, *, loads_wait: bool, takes_back: bool = False) -> None:
+        """`takes_back`: whether vLLM can take back a step whose load by layer was refused (`VLLMProcess`)."""
+        self.rank, self.plane, self._takes_back = rank, plane, takes_back
+        self._refused: set[int] = set()
+        """GPU blocks that this step computes with, and that were not loaded."""
         self.fence: Callable[[], Fence | None] = lambda: None
         """Makes a fence for all work given to the compute stream so far. None if that work is always done."""
         self.stores_fail_because: str | None = None
@@ -202,8 +208,6 @@ class WorkerSide:
         for op, request_id in zip(step.loads.ops, step.load_requests, strict=True):
             self._loading[op.op_id] = LoadId(request_id, step.number), op.blocks
         self._layered = step.layered
-        if any(op.boots and op.boots[self.rank] != self.plane.boot_id for op in step.layered.ops):
-            raise CopyError("this step computes with blocks of host memory that this rank has lost")
         if step.stores.ops and self.stores_fail_because is not None:
             failed = tuple([Completion(op.op_id, "failed", self.stores_fail_because) for op in step.stores.ops])
             self._completed += (BootCompletions(self.plane.boot_id, failed),)
@@ -218,14 +222,23 @@ class WorkerSide:
             self.plane.submit(step.stores, fence)
 
     def load_layers(self, *, hooks_run: bool) -> None:
-        """Begin the step's loads by layer, before it computes. Raises if there is no way to load."""
+        """Begin the step's loads by layer, before it computes. If a load is refused, the step reports its blocks as
+        invalid. Raises if vLLM cannot take that back, or if there is no way to load."""
         plan, self._layered = self._layered, StepPlan()
         if not plan.ops:
             return
         layered = self.plane.layered
-        if layered is None:
-            raise CopyError("this step computes with blocks of host memory, and this rank has no data plane")
-        load = layered.load(plan.ops, self.fence())
+        try:
+            if layered is None or any(op.boots and op.boots[self.rank] != self.plane.boot_id for op in plan.ops):
+                self.plane.submit(StepPlan(tuple([replace(op, blocks=(), slots=()) for op in plan.ops])))
+                raise LoadRefusedError("this step computes with blocks of host memory that this rank has lost")
+            load = layered.load(plan.ops, self.fence())
+        except LoadRefusedError as error:
+            if not self._takes_back:
+                raise
+            logger.warning("rank %d: a step computes again what it could not load: %s", self.rank, error)
+            self._refused.update(block for op in plan.ops for block in op.blocks)
+            return
         if load is not None:
             self.waits.begin(load, layered.num_parts, hooks_run=hooks_run)
 
@@ -255,12 +268,13 @@ class WorkerSide:
         self.plane.drive()
         self._collect()
         done, failed = self._done, self._failed
+        refused, self._refused = self._refused, set()
         self._done, self._failed = [], []
         self.ended_loads = tuple([load for load, _ in (*done, *failed)])
         return FinishedLoads(
             {load.request_id for load in self.ended_loads},
             {load.request_id for load, _ in failed},
-            {block for _, blocks in failed for block in blocks},
+            refused.union(*[blocks for _, blocks in failed]),
         )
 
     def take_boot_completions(self) -> tuple[BootCompletions, ...]:

@@ -12,7 +12,7 @@ import vllm
 from msgspec.structs import replace
 
 import kvstow
-from kvstow.attach.hello import RankSession, SessionTicket
+from kvstow.attach.hello import NO_HOLD, GateHold, RankSession, SessionTicket
 from kvstow.attach.identity import NamespaceIdentity, PoolIdentity
 from kvstow.bytesize import format_size
 from kvstow.errors import ConfigError
@@ -34,6 +34,7 @@ from kvstow_service.connectors.engine_core.offloadmetrics import (
 from kvstow_service.connectors.engine_core.options import ConnectorOptions
 from kvstow_service.connectors.engine_core.schedulerhost import SchedulerHost
 from kvstow_service.connectors.engine_core.schedulerside import SchedulerSide
+from kvstow_service.connectors.engine_core.stepplan import PlannedStep
 from kvstow_service.connectors.engine_core.vllmprocess import VLLMProcess, hash_block_tokens
 from kvstow_service.connectors.vllm import engineidentity
 
@@ -74,10 +75,21 @@ class AttachedSchedulerHost(SchedulerHost):
     def ticket(self) -> SessionTicket | None:
         return None if self._control is None else self._control.ticket
 
+    def hold_of(self, plan: PlannedStep | None) -> GateHold:
+        if self._control is None or self.side is None:
+            return NO_HOLD
+        ops = () if plan is None else plan.ops
+        return self._control.holds.next(self.ticket, ops, has_requests=self.side.has_requests)
+
     @property
     def wants_steps(self) -> bool:
-        """The ranks learn of a session only in steps, so an engine that has just started or attached makes some."""
-        if self._control is None or self._has_failed:
+        """The ranks learn of a session only in steps, so an engine that has just started or attached makes some. They
+        also learn so that no more ops come: an idle rank that waited for some would keep the service's memory."""
+        if self._control is None:
+            return False
+        if self._control.holds.is_begun and self.side is not None and not self.side.has_requests:
+            return True
+        if self._has_failed:
             return False
         if self._looking_until is None:  # vLLM's start has ended
             self._looking_until = self._clock() + LOOKING_SECONDS
@@ -96,6 +108,8 @@ class AttachedSchedulerHost(SchedulerHost):
         super()._process_update(rank, update)
         if update.session is not None:
             self._sessions[rank] = update.session
+            if self._control is not None:
+                self._control.holds.note(rank, update.session.hold)
             self._follow_session()
 
     def _make_side(self, pool: BlockPool, hellos: list[RankHello]) -> SchedulerSide | None:

@@ -57,6 +57,10 @@ class EmbeddedWorkerHost(_TensorHost, PoolWorkerHost):
         return replace(super()._make_hello(slot_bytes), regions=self._regions)
 
 
+def _urgent_part(session: RankSession) -> tuple[int, bool, int]:
+    return session.number, session.slots > 0, session.hold
+
+
 class AttachedWorkerHost(_TensorHost):
     def __init__(
         self, options: ConnectorOptions, process: VLLMProcess, num_blocks: int, loaded: LoadedFiles | None = None
@@ -69,17 +73,18 @@ class AttachedWorkerHost(_TensorHost):
 
     def follow(self, metadata: KVStowMetadata) -> None:
         plane = self.side.plane
-        if metadata.ticket is not None and isinstance(plane, AttachedWorker):
+        if isinstance(plane, AttachedWorker):
             plane.join(metadata.ticket)
+            plane.keep_open(metadata.hold)
 
     def news(self) -> RankUpdate:
-        """Reports a new session at once, and more memory twice a second."""
+        """Reports a new session, and what it holds, at once, and more memory twice a second."""
         plane = self.side.plane
         session = plane.session if isinstance(plane, AttachedWorker) else RankSession()
         if session == self._reported:
             return RankUpdate()
         now = time.monotonic()
-        is_new = (session.number, session.slots > 0) != (self._reported.number, self._reported.slots > 0)
+        is_new = _urgent_part(session) != _urgent_part(self._reported)
         if not is_new and now < self._report_at:
             return RankUpdate()
         self._reported, self._report_at = session, now + _REPORT_SECONDS
@@ -104,6 +109,7 @@ class AttachedWorkerHost(_TensorHost):
             engine=process.engine_id,
             replicated=process.replicated,
             numa_node=numa[0],
+            may_refuse=process.takes_steps_back,
         )
 
     def _make_hello(self, slot_bytes: int) -> RankHello:

@@ -288,7 +288,7 @@ class PoolMemory:
         """Ask the workers to release all rows, because the service ends."""
         for worker in self.workers.values():
             if worker.rows:
-                worker.session.link.push(RevokedExtents(tuple(worker.rows.values())), rank=worker.rank)
+                worker.session.link.push(RevokedExtents(tuple(worker.rows.values()), at_end=True), rank=worker.rank)
 
     def _drop_claim(self, number: int) -> None:
         """Drop the pool's own claim to a row, whose slots no longer hold anything of the pool."""

@@ -88,6 +88,10 @@ class FakeBlockPool:
             block.block_hash = None
         return True
 
+    def evict_blocks(self, block_ids: Iterable[int]) -> None:
+        for number in block_ids:
+            self.blocks[number].block_hash = None
+
     def touch(self, blocks: Sequence[Block]) -> None:
         for block in blocks:
             if block.ref_cnt == 0 and not block.is_null:

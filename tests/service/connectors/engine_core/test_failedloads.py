@@ -81,3 +81,18 @@ def test_after_a_request_was_held_back_nothing_is_loaded_until_an_operator_says_
     assert (bypass.load, bypass.store) == (True, True)
     host.engine.admin.set_bypass(load=False, store=False, ttl_seconds=None)
     assert host.ask(other) == 8
+
+
+def test_what_was_computed_with_blocks_that_were_not_loaded_leaves_the_cache_and_each_request_computes_it() -> None:
+    """A request that found them on the GPU would go on with them while the first one computes them again."""
+    host = VllmHost()
+    first, second, other = FakeRequest("a", PROMPT), FakeRequest("b", PROMPT[:6] + "xyz"), FakeRequest("c", "123456789")
+    host.run(other)
+    host.run(first)
+    host.run(second, local=6)
+    bad = first.block_ids[0][1]
+    assert second.block_ids[0][1] == bad
+    host.side.take_back({bad})
+    assert [each.num_computed_tokens for each in (first, second, other)] == [2, 2, 9]
+    hashes = [[block.block_hash is None for block in each.tables[0][:4]] for each in (first, second, other)]
+    assert hashes == [[False, True, True, True], [False, True, True, True], [False] * 4]

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from kvstow.errors import CopyError
+from kvstow.errors import LoadRefusedError
 from kvstow.messages import Op, StepPlan
-from kvstow_service.connectors.engine_core.stepplan import PlannedStep
+from kvstow_service.connectors.engine_core.stepplan import FinishedLoads, PlannedStep
 from kvstow_service.connectors.engine_core.workerside import LayerWaits, NoDataPlane, WorkerSide
 
 PARTS = {"layer.0": 0, "layer.1": 1, "layer.2": 2, "shares.1": 1}
@@ -81,32 +81,51 @@ def _step(boot: str) -> PlannedStep:
     return PlannedStep(1, StepPlan(), StepPlan(), (), {}, layered)
 
 
-def test_a_rank_that_has_lost_the_blocks_does_not_compute() -> None:
-    side = WorkerSide(0, NoDataPlane(0, 64), loads_wait=True)
-    with pytest.raises(CopyError, match="has lost"):
-        side.begin_step(_step("an older boot"))
-
-
-def test_a_rank_without_a_data_plane_does_not_compute() -> None:
-    plane = NoDataPlane(0, 64)
-    side = WorkerSide(0, plane, loads_wait=True)
-    side.begin_step(_step(plane.boot_id))
-    with pytest.raises(CopyError, match="no data plane"):
-        side.load_layers(hooks_run=True)
-    side.load_layers(hooks_run=True)  # nothing is left to load
-
-
 class FakeLoads:
     """Notes after what a load was to begin."""
 
     num_parts, failure = 3, None
 
-    def __init__(self) -> None:
+    def __init__(self, *, refuses: bool = False) -> None:
         self.after: list[Any] = []
+        self._refuses = refuses
 
     def load(self, ops: Any, after: Any) -> FakeLoad:
+        if self._refuses:
+            raise LoadRefusedError("the session of this op has ended")
         self.after.append(after)
         return FakeLoad()
+
+
+def _refusing(why: str, *, takes_back: bool) -> WorkerSide:
+    """A rank in a step whose load by layer it refuses."""
+    plane: Any = NoDataPlane(0, 64)
+    if why != "no data plane":
+        plane.layered = FakeLoads(refuses=why == "ended session")
+    side = WorkerSide(0, plane, loads_wait=True, takes_back=takes_back)
+    side.begin_step(_step("an older boot" if why == "older boot" else plane.boot_id))
+    return side
+
+
+REFUSALS = pytest.mark.parametrize("why", ["ended session", "older boot", "no data plane"])
+
+
+@REFUSALS
+def test_a_refused_load_is_reported_as_invalid_blocks_in_its_own_step(why: str) -> None:
+    side = _refusing(why, takes_back=True)
+    side.load_layers(hooks_run=True)
+    assert side.take_finished_loads() == FinishedLoads(set(), set(), {5}), "vLLM waits for no load of the request"
+    assert side.take_finished_loads().bad_blocks == set()
+    failed = [one.mark for done in side.take_boot_completions() for one in done.completions]
+    assert failed == ([] if why == "ended session" else ["failed"]), "the gate reports what it refuses"
+
+
+@REFUSALS
+def test_where_vllm_cannot_take_a_step_back_a_refused_load_ends_the_step(why: str) -> None:
+    side = _refusing(why, takes_back=False)
+    with pytest.raises(LoadRefusedError):
+        side.load_layers(hooks_run=True)
+    side.load_layers(hooks_run=True)  # nothing is left to load
 
 
 def test_blocks_are_written_after_the_work_that_the_compute_stream_has_by_then() -> None:

@@ -43,6 +43,8 @@ class AttachedVllmHost(VllmHost):
         self.service.is_up = is_up
         self.memory: dict[int, bytes | None] = {}
         self._joined: tuple[int, AttachedSession] | None = None
+        self.ranks_hold = True
+        """Whether the rank keeps the holds that it is asked for."""
         self._make_side(self.service.control(), groups, gpu_blocks, lazy_blocks=lazy_blocks)
         link: Any = SimpleNamespace(
             pool=self.service.pool, desired=self._desired, report=self._report, complete=self.control.complete
@@ -53,7 +55,11 @@ class AttachedVllmHost(VllmHost):
 
     def step(self, scheduled: dict[FakeRequest, int] | None = None, *, copy: bool = True) -> PlannedStep:
         self._ticket = self.control.ticket  # before the step is planned, as `build_connector_meta` does
-        return super().step(scheduled, copy=copy)
+        plan = super().step(scheduled, copy=copy)
+        hold = self.control.holds.next(self.control.ticket, plan.ops, has_requests=self.side.has_requests)
+        is_kept = self.ranks_hold and self._joined is not None and self._joined[0] == hold.session
+        self.control.holds.note(0, hold.number if is_kept else 0)
+        return plan
 
     def expect(self, request: FakeRequest) -> None:
         self.side.expect(request)

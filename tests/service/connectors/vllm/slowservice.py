@@ -92,6 +92,10 @@ class SlowService:
         """End the session, as when the service has gone and come back with its memory."""
         self.connection.disconnect("the service has gone")
 
+    def die(self) -> None:
+        """It ends, and is back at once with its memory. The engine sees that when it has read what has arrived."""
+        self.connection.die()
+
     def answer_held(self) -> None:
         """The lookups that take time are answered now: their clients see it in the next step."""
         self.connection.answer_held()
@@ -109,6 +113,7 @@ class SlowConnection:
     ) -> None:
         self._service, self._on_attached, self._on_lost = service, on_attached, on_lost
         self._step = 0
+        self._is_over = False
         self._answers: deque[tuple[int, Call, Frame]] = deque()
         self._held: list[tuple[Lookup | LookupPrompt, Call]] = []
         self._pushed: list[Frame] = []
@@ -124,6 +129,9 @@ class SlowConnection:
             call.fail(DisconnectedError(str(self.problem)))
             return call
         message = type(message).unpack(message.pack())
+        if self._is_over:  # sent, and nobody reads it
+            self._answers.append((1 << 60, call, Frame(0, 0, b"")))
+            return call
         try:
             answer: Any = self._answer(message, call)
         except KvstowError as error:
@@ -138,6 +146,8 @@ class SlowConnection:
         if self.state != "attached":
             return False
         message = type(message).unpack(message.pack())
+        if self._is_over:
+            return True
         match message:
             case Completions():
                 self._session.complete(message)
@@ -159,7 +169,9 @@ class SlowConnection:
 
     def poll(self, seconds: float = 0.0) -> list[Frame]:
         self._step += 1
-        if self.state == "detached" and self._service.is_up:
+        if self._is_over:
+            self.drain()
+        elif self.state == "detached" and self._service.is_up:
             self._attach()
         self._deliver()
         pushed, self._pushed = self._pushed, []
@@ -168,12 +180,26 @@ class SlowConnection:
     def wait(self, call: Call, seconds: float) -> bool:
         """The answers that are due are there; those of later steps are not, however long one waits."""
         self._deliver()
+        if self._is_over and not call.done:
+            self.drain()
         return call.done
+
+    def die(self) -> None:
+        """The service has ended the connection, behind what it has sent. The client sees that when it has read it."""
+        if self.state == "attached" and not self._is_over:
+            self._session.control.lose("the service has died")
+            self._is_over = True
+
+    def drain(self) -> None:
+        self._deliver()
+        if self._is_over:
+            self.disconnect("the service has died")
 
     def disconnect(self, problem: str) -> None:
         if self.state != "attached":
             return
         self._session.control.lose(problem)
+        self._is_over = False
         self.state, self.problem, self.welcome, self._session = "detached", problem, None, None
         self._pushed.clear()
         answers, self._answers = self._answers, deque()

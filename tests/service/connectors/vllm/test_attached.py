@@ -9,15 +9,19 @@ import pytest
 from tests.service.connectors.engine_core.vllmhost import ONE_GROUP, WITH_WINDOW, FakeRequest, keys_of
 from tests.service.connectors.vllm.attachedvllmhost import PROMPT, AttachedVllmHost, with_prompt
 
+from kvstow.attach.hello import NO_HOLD, GateHold, SessionTicket, unique_id
+from kvstow.messages import Op
 from kvstow_service.connectors.engine_core.controlplane import (
     LAYER_WAIT_SECONDS,
     MOST_AHEAD,
     SILENT_SECONDS,
     SLOW_SECONDS,
     AttachState,
+    GateHolds,
     sharing_word,
 )
 from kvstow_service.connectors.engine_core.kvgroups import KVGroups
+from kvstow_service.connectors.engine_core.loads import WAIT_SECONDS
 
 
 @pytest.mark.parametrize("groups", [ONE_GROUP, WITH_WINDOW])
@@ -451,6 +455,89 @@ def test_slots_that_a_lost_session_gave_are_not_used() -> None:
     host.step()
     host.settle()
     assert (host.leases, host.control.open_transfers, host.side.loads_by_layer(request)) == (0, 0, False)
+
+
+def test_slots_are_not_used_if_the_end_of_the_session_stands_behind_them() -> None:
+    """The service has answered, and was killed. What it has sent arrives at once."""
+    host, request = begun_by_layer()
+    host.step()
+    host.service.connection._step += 1  # the answer has arrived, and was not read
+    host.service.die()
+    assert host.control.is_attached
+    assert host.ask_now(request) == 0
+    assert not host.control.is_attached
+    host.step()
+    host.settle()
+    assert (host.leases, host.control.open_transfers, host.side.loads_by_layer(request)) == (0, 0, False)
+
+
+def test_no_load_by_layer_is_promised_before_every_rank_holds_its_gate() -> None:
+    host, request = begun_by_layer()
+    host.ranks_hold = False
+    for _ in range(4):
+        host.step()
+        assert host.ask_now(request) is None
+    host.ranks_hold = True
+    host.step()
+    assert host.ask_now(request) == 12
+    assert host.side.loads_by_layer(request)
+
+
+def test_a_request_does_not_wait_for_ever_for_a_rank_that_holds_no_gate() -> None:
+    host, request = begun_by_layer()
+    host.ranks_hold = False
+    for _ in range(3):
+        host.step()
+        assert host.ask_now(request) is None
+    host.clock.advance(WAIT_SECONDS)
+    assert host.ask_now(request) == 0
+    host.step()
+    host.settle()
+    assert (host.leases, host.control.open_transfers) == (0, 0)
+
+
+def holds_of(ranks: int = 1) -> tuple[GateHolds, GateHold]:
+    """They hold the first session."""
+    holds = GateHolds(ranks)
+    hold = holds.next(SessionTicket(1, ""), (), has_requests=True)
+    for rank in range(ranks):
+        assert not holds.is_held
+        holds.note(rank, hold.number)
+    assert holds.is_held
+    return holds, hold
+
+
+def test_a_hold_lasts_until_no_op_of_its_session_comes() -> None:
+    holds, hold = holds_of(ranks=2)
+    op = Op(unique_id(1, 7), "load", (1,), (1,))
+    assert holds.next(SessionTicket(1, ""), (), has_requests=True) == hold
+    assert holds.next(None, (op,), has_requests=True) == hold
+    assert holds.next(SessionTicket(2, ""), (op,), has_requests=True) == hold
+    assert holds.is_held
+    other = holds.next(SessionTicket(2, ""), (), has_requests=True)
+    assert (other.session, holds.is_held) == (2, False)
+    assert other.number != hold.number
+
+
+def test_an_engine_without_requests_holds_no_gate() -> None:
+    holds, _ = holds_of()
+    assert holds.next(SessionTicket(1, ""), (), has_requests=False) == NO_HOLD
+    assert not holds.is_begun
+
+
+def test_a_late_word_of_an_earlier_hold_does_not_count() -> None:
+    """With asynchronous scheduling, the word of a step comes when the next one was planned."""
+    holds, hold = holds_of()
+    holds.next(SessionTicket(1, ""), (), has_requests=False)
+    holds.next(SessionTicket(1, ""), (), has_requests=True)
+    holds.note(0, hold.number)
+    assert not holds.is_held
+
+
+def test_a_rank_that_drops_its_hold_holds_nothing() -> None:
+    holds, _ = holds_of()
+    holds.note(0, 0)
+    assert not holds.is_held
 
 
 def test_a_request_that_waits_while_the_service_restarts_loads_from_the_new_session() -> None:
