@@ -75,6 +75,8 @@ PREFILL_METER = "tests/service/connectors/engine_core/test_prefillmeter.py"
 SAVINGS = "tests/service/connectors/engine_core/test_savings.py"
 SOURCES = f"{CONTROL}/test_sources.py"
 
+FAIRNESS = "tests/engine/memory/test_fairness.py"
+
 CLAIMS = "engine/kvstow/control/claims.py"
 CLAIM_TESTS = f"{CONTROL}/test_claims.py"
 
@@ -875,16 +877,17 @@ MUTANTS = [
     Mutant(
         "nobody_holds_memory_that_a_pool_waits_for",
         "service/kvstow_service/node/pools/memorythread.py",
-        "if found.holder not in clients:",
-        "if False:",
+        "sessions = {session_of(client) for client in clients}",
+        "sessions = set[str]()",
         "tests/service/node/pools/test_recalledmemory.py::test_who_waits_for_memory_that_which_session_holds_is_shown",
     ),
     Mutant(
         "sessions_are_asked_for_what_their_pool_still_uses",
         "service/kvstow_service/node/pools/memorythread.py",
-        "if found.holder not in clients:",
-        "if True:",
-        "tests/service/node/pools/test_recalledmemory.py::test_a_session_is_not_asked_for_memory_that_its_pool_still_uses",
+        "if found.holder in clients:",
+        "if False:",
+        "tests/service/node/pools/test_recalledmemory.py"
+        "::test_who_uses_slots_of_recalled_memory_and_says_nothing_is_shown",
     ),
     Mutant(
         "one_refusal_is_told_twice",
@@ -1589,13 +1592,6 @@ MUTANTS = [
         "::test_a_worker_that_lies_about_letting_go_does_not_make_the_node_larger",
     ),
     Mutant(
-        "what_an_owner_keeps_costs_all_alike",
-        "engine/kvstow/memory/budget.py",
-        "            kept[extent.owner] += extent.num_bytes if extent.is_kept else 0\n",
-        "            kept[None] += extent.num_bytes if extent.is_kept else 0\n",
-        "tests/engine/memory/test_budget.py::test_for_memory_that_a_process_keeps_others_give_up_theirs",
-    ),
-    Mutant(
         "memory_that_an_engine_has_sealed_is_handed_out",
         "service/kvstow_service/node/pools/poolmemory.py",
         "            if extent is not None and not extent.is_sound:\n                self._give_up(extent_id)\n",
@@ -1754,6 +1750,88 @@ MUTANTS = [
         "stat.S_IWOTH",
         "tests/service/node/attach/test_attachsocket.py"
         "::test_a_folder_in_which_a_group_may_replace_the_socket_is_refused",
+    ),
+    # -- users beside each other -----------------------------------------------------------------------------
+    Mutant(
+        "many_pools_get_a_user_more_memory",
+        "engine/kvstow/memory/budget.py",
+        "demands.setdefault(pool.layout.owner, {})[name] = demand",
+        "demands.setdefault(len(demands), {})[name] = demand",
+        f"{FAIRNESS}::test_many_pools_of_one_owner_take_nothing_of_another_ones_share",
+    ),
+    Mutant(
+        "who_keeps_memory_gets_more",
+        "engine/kvstow/memory/budget.py",
+        "            wanted[owner] = min(wanted[owner], max(0, most - num_bytes))\n",
+        "",
+        f"{FAIRNESS}::test_who_keeps_what_it_has_given_back_comes_to_keep_half_at_most",
+    ),
+    Mutant(
+        "what_an_owner_keeps_costs_all_alike",
+        "engine/kvstow/memory/budget.py",
+        "fair_shares(self.total_bytes, wanted, kept)",
+        "fair_shares(self.total_bytes - kept.total(), wanted)",
+        f"{FAIRNESS}::test_what_an_owner_keeps_is_a_part_of_its_own_share",
+    ),
+    Mutant(
+        "shares_below_what_is_kept_are_not_divided_again",
+        "engine/kvstow/memory/rows.py",
+        "if most is None or kept[most] <= shares[most]:",
+        "if True:",
+        f"{FAIRNESS}::test_shares_are_max_min_fair",
+    ),
+    Mutant(
+        "lost_sessions_of_one_user_keep_all_out",
+        "service/kvstow_service/node/attach/sessionlife.py",
+        "if awaited[peer.uid] >= self._most_awaited(peer.uid, awaited):",
+        "if awaited.total() >= self._most_awaited(peer.uid, awaited):",
+        "tests/service/node/attach/test_sessionlife.py"
+        "::test_too_many_processes_of_lost_sessions_keep_new_ones_of_their_user_out",
+    ),
+    Mutant(
+        "one_user_has_all_connections",
+        "service/kvstow_service/node/attach/clients.py",
+        "return counts[uid] < self._most(uid, counts)",
+        "return counts[uid] < self.limit",
+        "tests/service/node/attach/test_attachserver.py::test_one_user_leaves_places_for_others",
+    ),
+    Mutant(
+        "leases_of_one_user_take_all",
+        "engine/kvstow/control/session.py",
+        "self.holding is None or self.holding.may_grow",
+        "True",
+        "tests/service/node/test_fairleases.py::test_a_user_s_leases_in_all_pools_hold_half_of_what_others_leave",
+    ),
+    Mutant(
+        "leases_of_lost_sessions_count_nothing",
+        "engine/kvstow/control/attachedsession.py",
+        "self.holding.note(self._held_slots + SLOTS_OF_LEASE * len(self._held))",
+        "self.holding.note(0)",
+        "tests/service/node/test_fairleases.py::test_a_user_s_leases_in_all_pools_hold_half_of_what_others_leave",
+    ),
+    Mutant(
+        "who_detaches_is_believed",
+        "service/kvstow_service/node/pools/memorythread.py",
+        "            self.budget.record_departure(client)\n",
+        "            self.budget.record_death(client)\n",
+        "tests/service/node/pools/test_recalledmemory.py"
+        "::test_memory_that_an_engine_keeps_after_it_has_detached_names_its_session",
+    ),
+    Mutant(
+        "any_number_of_detached_processes_is_watched",
+        "service/kvstow_service/node/pools/memorythread.py",
+        "or peer.has_ended() or too_many:",
+        "or peer.has_ended():",
+        "tests/service/node/pools/test_recalledmemory.py"
+        "::test_of_the_processes_that_have_detached_only_so_many_of_a_user_are_watched",
+    ),
+    Mutant(
+        "nobody_is_named_who_uses_recalled_slots",
+        "service/kvstow_service/node/pools/memorythread.py",
+        "if one.is_engine and one.uses_slots_from(low)}",
+        "if False}",
+        "tests/service/node/pools/test_recalledmemory.py"
+        "::test_who_uses_slots_of_recalled_memory_and_says_nothing_is_shown",
     ),
     # -- the fleet tier --------------------------------------------------------------------------------------
     Mutant(

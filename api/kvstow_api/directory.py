@@ -24,6 +24,7 @@ from kvstow.status import (
     RankStatus,
     SessionState,
     SessionStatus,
+    UserLimit,
 )
 from kvstow.tier.tierstatus import TierCounters, TierStatus
 from kvstow_api.answers import POOL_NAME, ReadinessView
@@ -187,6 +188,9 @@ class Directory(Protocol):
     def sessions(self) -> Sequence[SessionStatus]:
         """All sessions, the oldest first, lost ones included."""
 
+    def user_limits(self) -> Sequence[UserLimit]:
+        """The users whose engines hold as much as those of one user may."""
+
     def detach(self, session_id: str, *, kill: bool) -> bool:
         """Begin to end a session, and kill its processes if asked to; False if there is no such session. What it holds
         is freed when its processes have ended, and not before. Raises `ConflictError` if this host cannot end its
@@ -271,6 +275,9 @@ class EmbeddedDirectory:
                 ranks=readiness.ranks,
             ),
         )
+
+    def user_limits(self) -> Sequence[UserLimit]:
+        return ()
 
     def detach(self, session_id: str, *, kill: bool) -> bool:
         if session_id != self.engine_id:

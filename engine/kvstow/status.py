@@ -152,11 +152,23 @@ class MemoryWait:
 @dataclass(frozen=True, slots=True)
 class KeptMemory:
     """Memory that was given back so long ago, and that some process has still. The sessions are those that had it and
-    are not over; there may be none."""
+    of which a process lives, as far as that is known, also those that have detached; there may be none."""
 
     sessions: tuple[str, ...]
     num_bytes: int
     seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class UserLimit:
+    """A user (uid) holds as much of something as one user may, and gets no more of it. `what`: its name, for sentences.
+    `sessions`: those that hold it, the largest first."""
+
+    uid: int
+    what: str
+    held: int
+    most: int
+    sessions: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from kvstow.control.engine import PoolFacade
 from kvstow.control.sharedpool import SharedPool
 from kvstow.errors import ConflictError, NotFoundError
 from kvstow.messages import Completion, Op, RankReport
-from kvstow.status import MemoryStatus, NamespaceStatus, SessionStatus
+from kvstow.status import MemoryStatus, NamespaceStatus, SessionStatus, UserLimit
 from kvstow.testing.fakes import FakeClock
 from kvstow_api.directory import HostedPool, HostTier
 
@@ -87,6 +87,7 @@ class FakeNode:
     tier: HostTier | None = None
     trust_eof: float | None = None
     memory_status: MemoryStatus = _POPULATED
+    limits: tuple[UserLimit, ...] = ()
     sharing_off: tuple[str, ...] = ()
     errors: Counter[str] = field(default_factory=Counter)
     rejected: dict[str, int] = field(default_factory=lambda: {"identity": 0, "version": 0})
@@ -124,6 +125,9 @@ class FakeNode:
         engine.control.lose("it ended")
         engine.pool.process_died(engine.pid)
         self.engines.remove(engine)
+
+    def user_limits(self) -> tuple[UserLimit, ...]:
+        return self.limits
 
     def pools(self) -> list[HostedPool]:
         return [self._hosted(name) for name in self.shared]

@@ -16,6 +16,7 @@ from kvstow.status import (
     RankStatus,
     Readiness,
     SessionStatus,
+    UserLimit,
 )
 from kvstow.tier.tierstatus import TierStatus
 from kvstow_api.answers import NO_TIER, ConditionView, PoolCurveView, Severity, TierView
@@ -30,7 +31,8 @@ class Evidence(NamedTuple):
     if the server does not use TLS. `exposed_files` describes the access that other users have to each token file, by
     the name of its setting; None if no token file is set.
 
-    Of a server that engines attach to (`is_node`): its `memory`, `namespaces`, and `trust_eof` (see `Directory`);
+    Of a server that engines attach to (`is_node`): its `memory`, `namespaces`, `trust_eof` and `user_limits` (see
+    `Directory`);
     `rejected`: connections in the last minutes, by reason. `tier` has no store while none is attached.
 
     `pool`: the pool whose evidence this is; empty for that of the host. `granted_bytes` and `due_bytes`: see
@@ -56,6 +58,7 @@ class Evidence(NamedTuple):
     rejected: Mapping[str, int] = {}
     namespaces: Sequence[NamespaceStatus] = ()
     trust_eof: float | None = None
+    user_limits: Sequence[UserLimit] = ()
     tier: TierView = NO_TIER
     pool: str = ""
     granted_bytes: int = 0

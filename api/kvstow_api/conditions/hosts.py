@@ -173,17 +173,39 @@ def find_kept(evidence: Evidence) -> Found:
     by_id = {session.id: session for session in evidence.sessions}
     for kept in evidence.memory.kept:
         there = [by_id[session] for session in kept.sessions if session in by_id]
-        names = " or ".join(session_name(evidence, session) for session in there) or "an engine that is gone"
-        first = there[0] if there else None
+        names = [session_name(evidence, session) for session in there]
+        names += [f"session {session}, which has detached," for session in kept.sessions if session not in by_id]
+        who = " or ".join(names) or "an engine that is gone"
+        first = there[0].id if there else next(iter(kept.sessions), None)
         yield make_condition(
             "warning" if kept.seconds > _USUAL_SECONDS else "info",
-            f"some process still has {format_size(kept.num_bytes)} that {names} has given back",
+            f"some process still has {format_size(kept.num_bytes)} that {who} has given back",
             "this memory counts in --memory, and no pool gets it, until the kernel says that nobody has it",
-            f"`kvstow detach {first.id} --kill` ends what had it"
+            f"`kvstow detach {first} --kill` ends what had it"
             if first
             else "`kvstow doctor` on the machine, as root, shows processes that have memory of no service; end them",
-            first,
+            there[0] if there else None,
             num_bytes=kept.num_bytes,
+        )
+
+
+@condition("user_limit", "node")
+def find_user_limits(evidence: Evidence) -> Found:
+    by_id = {session.id: session for session in evidence.sessions}
+    for limit in evidence.user_limits:
+        holders = [session_name(evidence, by_id[one]) for one in limit.sessions[:_NAMED_RANKS] if one in by_id]
+        first = next(iter(limit.sessions), None)
+        yield make_condition(
+            "warning",
+            f"engines of uid {limit.uid} hold {limit.held:,} {limit.what}, and may hold {limit.most:,}"
+            + (f"; among them: {', '.join(holders)}" if holders else ""),
+            "they get no more until they end some, which the service cannot do; engines of other users are served",
+            f"`kvstow detach {first} --kill` ends what one of them holds"
+            if first
+            else "end processes of this user on the node",
+            by_id.get(first or ""),
+            held=limit.held,
+            most=limit.most,
         )
 
 

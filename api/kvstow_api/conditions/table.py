@@ -123,6 +123,7 @@ class Conditions:
             rejected=self._sampler.rejected_lately(),
             namespaces=directory.namespaces(),
             trust_eof=directory.trust_eof,
+            user_limits=directory.user_limits(),
             tier=tier_view(directory),
             granted_bytes=sum(pool.granted_bytes for pool in pools),
         )

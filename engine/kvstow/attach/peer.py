@@ -88,6 +88,10 @@ class Peer:
         found = _uid_of(pid)
         return found == self.uid and pid_of(pidfd) == pid  # still: so the uid is not that of a later process
 
+    def copy(self) -> Peer:
+        """The same process, with a pidfd of its own. Raises `OSError` if this process can have no more descriptors."""
+        return Peer(self.pid, self.uid, self.gid, None if self.pidfd is None else os.dup(self.pidfd))
+
     def close(self) -> None:
         """Idempotent."""
         if self.pidfd is not None:

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from logging import INFO
 
 from kvstow.control.namespaces import Namespace
-from kvstow.control.pool import LeaseBook, Pool
+from kvstow.control.pool import SLOTS_OF_LEASE, LeaseBook, Pool
 from kvstow.control.session import Session
 from kvstow.errors import ConflictError, InvalidRequestError
 from kvstow.messages import RankReport
@@ -39,6 +39,8 @@ class AttachedSession(Session):
         self.processes: set[Hashable] = set()
         self._held: list[tuple[int, ...]] = []
         """The slots of each lease and load of a lost session."""
+        self._held_slots = 0
+        """How many slots `_held` has."""
         self._first_number = pool.desired.number
         self.adapt_to_pool()
 
@@ -80,10 +82,10 @@ class AttachedSession(Session):
                 self._held.append(entry.held)
         self.leases = LeaseBook()
         self.leave_namespace()
-        held = sum(map(len, self._held))
+        self._held_slots = sum(map(len, self._held))
         self.pool.log(
             *(INFO, "%s%s; %d leased slots and %d half-written ones wait for the end of %d processes", self.label),
-            *(reason, held, len(self.quarantined_slots), len(self.processes)),
+            *(reason, self._held_slots, len(self.quarantined_slots), len(self.processes)),
         )
         self._free_after_death()
 
@@ -108,11 +110,28 @@ class AttachedSession(Session):
             pool.log(INFO, "all engines of the service before have attached again or ended: blocks are evicted again")
         pool.owe(self._held)
         pool.end_quarantine(self.quarantined_slots)
-        self._held, self.quarantined_slots = [], []
+        self._held, self._held_slots, self.quarantined_slots = [], 0, []
+        self.note_held()
+
+    def note_held(self) -> None:
+        if self.is_lost and self.holding is not None:
+            self.holding.note(self._held_slots + SLOTS_OF_LEASE * len(self._held))
+        else:
+            super().note_held()
 
     def held_slots(self) -> Iterator[tuple[int, ...]]:
         yield from super().held_slots()
         yield from self._held
+
+    def uses_slots_from(self, low: int) -> bool:
+        """Whether it, or a process of it, may still read or write a slot from `low` on. O(slots in use); the lock is
+        held for O(leases and ops), a millisecond for as many as it may have."""
+        with self.pool.lock:
+            leases, ops = list(self.leases), list(self.ops)
+            parts: list[Sequence[int]] = [*self._held, list(self.quarantined_slots)]
+        parts += [lease.slots for lease in leases]
+        parts += [slots for entry in ops for slots in (entry.held, entry.op.slots)]
+        return any(max(part, default=-1) >= low for part in parts)
 
     def reset(self, namespace: str | None = None) -> str:
         """Go to another namespace, by default a fresh one, and return its name. What is in the former one stays there,

@@ -31,6 +31,7 @@ from kvstow.control.sources import Sources
 from kvstow.control.trial import Trial
 from kvstow.errors import InvalidRequestError
 from kvstow.messages import DesiredState
+from kvstow.owners import Holding
 from kvstow.results import Lease
 from kvstow.stats import Counters
 from kvstow.status import HOST_NAME, BypassStatus, DrainMode, DrainStatus, Refusal
@@ -167,6 +168,8 @@ class LeaseBook:
         return ended
 
 
+SLOTS_OF_LEASE = 8
+"""A lease or a load takes as much of the process's memory, beside its slots, as so many slots in it."""
 ANY_SESSION = 0
 """Slots that sessions may still read, although they hold no block any more, are begun under this number."""
 
@@ -199,6 +202,8 @@ class PoolSession(Protocol):
     def refresh_acceptance(self) -> None: ...
 
     def mark_stuck(self, now: float) -> bool: ...
+
+    def note_held(self) -> None: ...
 
 
 class Pool:
@@ -263,6 +268,8 @@ class Pool:
         node's pool may have held 4 million."""
         self.owed_slots = 0
         """How many slots `owed` has."""
+        self.holding: Holding | None = None
+        """What it owes, of what the pools of all owners may hold in leases; None where there is one pool."""
         self._messages: deque[tuple[int, str, tuple[object, ...]]] = deque()
         self.make_tables(config.capacity_slots)
 
@@ -424,6 +431,17 @@ class Pool:
             if not self._free_owed():
                 return
 
+    def note_held(self) -> None:
+        """The caller holds the lock."""
+        if self.holding is not None:
+            self.holding.note(self.owed_slots + SLOTS_OF_LEASE * len(self.owed))
+
+    def close_holding(self) -> None:
+        """The pool is gone, with all that it owes. The caller holds the lock."""
+        if self.holding is not None:
+            self.holding.note(0)
+            self.holding = None
+
     def free_owed(self) -> bool:
         """Free some more slots of those that are owed. Returns False if there are none."""
         with self.lock:
@@ -564,6 +582,9 @@ class Pool:
             with self.lock:
                 marked = any(session.mark_stuck(now) for session in self.sessions)
         with self.lock:
+            self.note_held()
+            for session in self.sessions:
+                session.note_held()
             if self.index.claims is not None:
                 self._tick_claims(self.index.claims, now)
         self.write_log()

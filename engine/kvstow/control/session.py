@@ -12,7 +12,7 @@ from typing import Generic, Literal, TypeVar
 from kvstow.control.indexjournal import MAX_KEY_BYTES, fit
 from kvstow.control.namespaces import Namespace, first_of_runs
 from kvstow.control.ops import OpsInFlight
-from kvstow.control.pool import LeaseBook, Pool
+from kvstow.control.pool import SLOTS_OF_LEASE, LeaseBook, Pool
 from kvstow.control.ranktable import RankTable
 from kvstow.control.shadows import MOST_FOLLOWED, SampledPart
 from kvstow.control.slots import values_at
@@ -101,6 +101,8 @@ class Session:
         self.ranks = RankTable(pool.config, pool.desired)
         self.leases = LeaseBook()
         self.ops = OpsInFlight(pool, self)
+        self.holding = None if pool.holding is None else pool.holding.another()
+        """What its leases and loads hold, of what those of all owners may hold."""
         self.serving = False
         """Every rank can copy and no transfer is stuck."""
         self.closed = False
@@ -227,7 +229,16 @@ class Session:
             return refusal
         num_held = len(self.leases) + self.ops.num_ops["load"] + len(self.pool.owed)
         slots = self.leases.num_slots + self.ops.held_slots + self.pool.owed_slots
-        return "too_many_leases" if num_held >= MOST_HELD or slots >= MOST_HELD_SLOTS else None
+        self.note_held()
+        self.pool.note_held()
+        may_grow = self.holding is None or self.holding.may_grow
+        return "too_many_leases" if num_held >= MOST_HELD or slots >= MOST_HELD_SLOTS or not may_grow else None
+
+    def note_held(self) -> None:
+        """Count what leases and loads hold for the session's owner. The caller holds the lock. O(1)."""
+        if self.holding is not None:
+            count = len(self.leases) + self.ops.num_ops["load"]
+            self.holding.note(self.leases.num_slots + self.ops.held_slots + SLOTS_OF_LEASE * count)
 
     def _hold(self, slots: list[int], runs: Sequence[Sequence[int]], now: float) -> Lease:
         """Lease present keys; `runs` are their slots as runs of neighbours."""

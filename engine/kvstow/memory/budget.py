@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 from kvstow.bytesize import format_size
 from kvstow.errors import ConfigError, ConflictError, IntegrityError, InvalidRequestError, NotFoundError
-from kvstow.memory.rows import UNIT_BYTES, BookedExtent, BookedPool, PoolLayout, Row, fair_shares, most_of
+from kvstow.memory.rows import UNIT_BYTES, BookedExtent, BookedPool, PoolLayout, Row, fair_shares
+from kvstow.owners import most_of
 
 
 class Create(NamedTuple):
@@ -156,6 +157,15 @@ class MemoryBudget:
         for extent in (*self.extents.values(), *self.closed.values()):
             extent.maps.pop(client, None)
             extent.had.discard(client)
+
+    def record_departure(self, client: str) -> None:
+        """The client reports that it has no mappings any more. Its process lives, and may keep some all the same."""
+        for extent in (*self.extents.values(), *self.closed.values()):
+            extent.maps.pop(client, None)
+
+    def clients(self) -> set[str]:
+        """The clients that were ever handed an extent which is still there, and that live. O(extents x clients)."""
+        return {client for extent in (*self.extents.values(), *self.closed.values()) for client in extent.had}
 
     def restore_spare(self, number: int, num_bytes: int, numa_node: int | None, owner: int | None) -> None:
         """Restore an extent of an earlier service that belongs to no pool."""

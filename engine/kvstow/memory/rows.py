@@ -108,12 +108,6 @@ def fair_shares(
     return {most: 0, **fair_shares(max(0, total - kept[most]), others, kept_by_others)}
 
 
-def most_of(total: int, held_by_others: int) -> int:
-    """How much of something that cannot be reclaimed one owner may hold: half of what the others have left. So there is
-    always some left for one more owner."""
-    return max(0, total - held_by_others) // 2
-
-
 @dataclass(slots=True)
 class BookedExtent:
     """`owner`: the last one that had it; `pool` and `row`: where it is, if it is not spare; `recalled`: its pool has

@@ -23,7 +23,7 @@ from kvstow.memory.extents import Populator
 from kvstow.memory.limits import MemoryLimits, limits_of
 from kvstow.memory.nodememory import NodeMemory
 from kvstow.memory.region import memory_nodes
-from kvstow.status import MemoryStatus
+from kvstow.status import MemoryStatus, UserLimit
 from kvstow.tier.fingerprint import OWN_TENANT
 from kvstow.tier.store import TierStore
 from kvstow_api.directory import HostedPool
@@ -258,6 +258,9 @@ class Node:
     def rejected(self) -> dict[str, int]:
         return dict.fromkeys(REASONS, 0) | (dict(self.server.tally.refused) if self._has_started else {})
 
+    def user_limits(self) -> list[UserLimit]:
+        return [*(self.server.user_limits() if self._has_started else ()), *self.host.user_limits()]
+
     def detach(self, session_id: str, *, kill: bool = False) -> bool:
         """See `AttachServer.detach`. Raises `ConflictError` before engines can attach."""
         if not self._has_started:
@@ -265,7 +268,16 @@ class Node:
                 "no session can be detached yet: the service takes up what an earlier one has left; try again when "
                 "/startupz says 200"
             )
-        return self.server.detach(session_id, kill=kill)
+        if self.server.detach(session_id, kill=kill):
+            return True
+        if not any(session_id in kept.sessions for kept, _ in self.memory_thread.figures.kept):
+            return False
+        if not kill:
+            raise ConflictError(
+                f"session {session_id} has detached, and keeps memory all the same: --kill ends its processes"
+            )
+        self.memory_thread.do(self.memory_thread.kill_departed, session_id)
+        return True
 
     def pools(self) -> list[HostedPool]:
         return [self._hosted(pool) for pool in self.host.pools()]

@@ -17,8 +17,11 @@ from kvstow.attach.identity import NamespaceIdentity, PoolIdentity
 from kvstow.attach.peer import Peer
 from kvstow.bytesize import format_size
 from kvstow.control.administration import HostSwitches
+from kvstow.control.pool import SLOTS_OF_LEASE
+from kvstow.control.session import MOST_HELD, MOST_HELD_SLOTS
 from kvstow.errors import AttachRefusedError, ConflictError, NotFoundError
-from kvstow.status import NamespaceStatus, SessionStatus
+from kvstow.owners import Holding, SharedLimit
+from kvstow.status import NamespaceStatus, SessionStatus, UserLimit
 from kvstow_service.node.pools.memoryholder import SessionLink
 from kvstow_service.node.pools.memorythread import MemoryThread
 from kvstow_service.node.pools.nodepool import KnownNamespace, NodePool, PoolSettings, sharing_off, unique_name
@@ -71,6 +74,8 @@ class NodeHost:
         self._closing: dict[str, NodePool] = {}
         """Pools that cannot be found any more, and whose names are still in use."""
         self._sessions: dict[str, NodeSession] = {}
+        self.held = SharedLimit(2 * (MOST_HELD_SLOTS + SLOTS_OF_LEASE * MOST_HELD))
+        """What the leases of all pools hold: 350 MiB. One user may hold as much as one session."""
         self._waiting: set[NodeSession] = set()
         """Sessions with a lookup that waits, or has waited. Used only on the attach server's thread."""
 
@@ -118,6 +123,8 @@ class NodeHost:
         with self._lock:
             self._memory.do(self._memory.remove_pool, pool)
             del self._closing[pool.name]
+        with pool.lock:
+            pool.close_holding()
 
     def has_sessions(self, pool: NodePool) -> bool:
         """Including lost ones."""
@@ -132,6 +139,18 @@ class NodeHost:
         with self._lock:
             sessions = list(self._sessions.values())
         return [session.status() for session in sessions]
+
+    def user_limits(self) -> list[UserLimit]:
+        """The users whose leases hold as much as they may."""
+        found = list[UserLimit]()
+        for uid, held in self.held.owners().items():
+            if not self.held.has_room(uid):
+                with self._lock:
+                    mine = [one for one in self._sessions.values() if one.pool.identity.uid == uid]
+                mine.sort(key=lambda one: -one.control.leases.num_slots)
+                ids = tuple(one.session_id for one in mine)
+                found.append(UserLimit(uid, "slots in leases and loads", held, self.held.most(uid), ids))
+        return found
 
     def namespaces(self) -> list[NamespaceStatus]:
         return [namespace for pool in self.pools() for namespace in pool.hosted_namespaces()]
@@ -151,6 +170,7 @@ class NodeHost:
 
     def restore_pool(self, record: PoolRecord, namespaces: Mapping[str, NamespaceIdentity]) -> NodePool:
         pool = NodePool(record.name, record.identity, record.model, self._settings, clock=self._clock)
+        pool.holding = Holding(self.held, record.owner)
         pool.known.update((name, KnownNamespace(name, identity, ())) for name, identity in namespaces.items())
         with self._lock:
             self._pools[pool.name] = pool
@@ -250,6 +270,7 @@ class NodeHost:
         """A pool that nobody knows yet. The caller holds the lock. Raises `AttachRefusedError`."""
         name = unique_name(identity, model, {*self._pools, *self._closing})
         pool = NodePool(name, identity, model, self._settings, clock=self._clock)
+        pool.holding = Holding(self.held, owner)
         slot_bytes = pool.record(owner, self._memory.budget.extent_bytes).layout.bytes_of(1)
         total_bytes = self._memory.budget.total_bytes
         if slot_bytes > total_bytes:

@@ -10,7 +10,7 @@ import pytest
 from tests.api.fakenode import MODEL, RANKS, SLOT_BYTES, SLOTS, FakeNode
 from tests.api.node.conftest import KEYS, NAMES, get
 
-from kvstow.status import KeptMemory, MemoryStatus, MemoryWait
+from kvstow.status import KeptMemory, MemoryStatus, MemoryWait, UserLimit
 from kvstow.testing.fakes import FakeClock
 from kvstow_api.directory import OrphanedMemory
 from kvstow_api.sampler import REJECTED_SECONDS
@@ -120,9 +120,32 @@ async def test_memory_that_was_given_back_and_that_somebody_has_still_names_the_
         one, other = (await get(client, "/v1/doctor"))["conditions"]
         assert (one["name"], one["severity"], one["session"]) == ("memory_kept", severity, "s1")
         assert (other["name"], other["severity"], other["session"]) == ("memory_kept", severity, None)
+        node.memory_status = MemoryStatus(4, 4, kept=(KeptMemory(("s7",), 1 << 30, seconds),))
+        (left,) = (await get(client, "/v1/doctor"))["conditions"]
+        assert left["what"] == "some process still has 1 GiB that session s7, which has detached, has given back"
+        assert left["fix"] == "`kvstow detach s7 --kill` ends what had it"
     assert one["what"] == f"some process still has 2 GiB that session s1 (fake, pool {NAMES[0]}) has given back"
     assert one["fix"] == "`kvstow detach s1 --kill` ends what had it"
     assert other["what"] == "some process still has 1 GiB that an engine that is gone has given back"
+
+
+async def test_a_user_that_holds_as_much_as_one_may_is_named_with_the_sessions(
+    client: httpx.AsyncClient, node: FakeNode
+) -> None:
+    node.attach(NAMES[0])
+    node.limits = (
+        UserLimit(1001, "processes of lost sessions", 64, 64, ("s1", "s2")),
+        UserLimit(1002, "connections", 8, 8, ()),
+    )
+    one, other = (await get(client, "/v1/doctor"))["conditions"]
+    assert (one["name"], one["severity"], one["session"]) == ("user_limit", "warning", "s1")
+    assert one["what"] == (
+        "engines of uid 1001 hold 64 processes of lost sessions, and may hold 64; among them: "
+        f"session s1 (fake, pool {NAMES[0]})"
+    )
+    assert "`kvstow detach s1 --kill`" in one["fix"]
+    assert one["evidence"] == {"held": 64, "most": 64}
+    assert (other["session"], other["what"]) == (None, "engines of uid 1002 hold 8 connections, and may hold 8")
 
 
 async def test_a_pool_of_a_node_grows_with_its_memory(client: httpx.AsyncClient, node: FakeNode) -> None:

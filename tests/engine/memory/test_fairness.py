@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstow.memory.budget import MemoryBudget
-from kvstow.memory.rows import PoolLayout, RankLayout, fair_shares, most_of
+from kvstow.memory.rows import BookedExtent, PoolLayout, RankLayout, fair_shares
+from kvstow.owners import most_of
 
 MIB = 1 << 20
 EXTENT = 2 * MIB
@@ -111,7 +112,7 @@ def test_who_keeps_what_it_has_given_back_comes_to_keep_half_at_most() -> None:
     """Each time, an engine takes what it may have, detaches, and keeps it. There is always some for another owner."""
     budget = MemoryBudget(256 * MIB, EXTENT)
     for number in range(6):
-        add(budget, f"p{number}", 1, 32 * (number + 1))
+        add(budget, f"p{number}", 1, 32 * 16)
         keep_all(budget)
         budget.detach(f"p{number}", f"session of p{number}")
         budget.remove_pool(f"p{number}")
@@ -122,3 +123,13 @@ def test_who_keeps_what_it_has_given_back_comes_to_keep_half_at_most() -> None:
     add(budget, "tenant", 2)
     keep_all(budget)
     assert held_by(budget, 2) >= 128 * MIB
+
+
+def test_what_an_owner_keeps_is_a_part_of_its_own_share() -> None:
+    budget = MemoryBudget(12 * EXTENT, EXTENT)
+    for owner in (1, 2, 3):
+        add(budget, f"pool of {owner}", owner)
+    budget.closed[-1] = BookedExtent(2 * EXTENT, None, owner=1, is_kept=True)
+    assert list(budget.fair_shares().values()) == [2 * EXTENT, 4 * EXTENT, 4 * EXTENT]
+    budget.closed[-1] = BookedExtent(6 * EXTENT, None, owner=1, is_kept=True)
+    assert list(budget.fair_shares().values()) == [0, 3 * EXTENT, 3 * EXTENT], "what it keeps beyond costs all"

@@ -173,7 +173,9 @@ class FakeSession:
         self.leases.clear()
         self.host.events.append(("lost", self.session_id, reason))
 
-    def end_worker(self, rank: int) -> None:
+    def end_worker(self, rank: int, left_alive: Peer | None = None) -> None:
+        if left_alive is not None:
+            left_alive.close()
         self.host.events.append(("ended", self.session_id, rank))
 
 

@@ -196,6 +196,12 @@ class Engine:
     def lose(self) -> None:
         self.session.lose("gone")
 
+    def detach(self) -> None:
+        """Its only worker, which is this process, reports that it has nothing mapped any more."""
+        self.lose()
+        self.session.end_worker(0, Peer(os.getpid(), self.uid, self.uid, os.pidfd_open(os.getpid())))
+        self.over()
+
     def let_go(self, *ranks: int) -> None:
         """Of the workers that got descriptors."""
         for rank in ranks or list(self.grants):

@@ -1,9 +1,12 @@
 """An engine as another user or in another cgroup. Prints what it saw as JSON, then waits to be killed.
 
 `python isolatedengine.py SOCKET [--uid UID] [--group GID] [--cgroup FILE] [--weights NAME] [--forge] [--store N]
-[--find N] [--wait] [--map BYTES]`
+[--find N] [--wait] [--map BYTES] [--one-rank] [--leave]
+[--lose N]`
 
-`--forge`: the bytes of its blocks are not those that other engines expect. `--wait`: until all are found.
+`--forge`: the bytes of its blocks are not those that other engines expect. `--wait`: until all are found. `--leave`: it
+detaches, and keeps the memory that it has mapped. `--lose`: first, the connections of so many sessions end, and it
+keeps their memory.
 """
 
 from __future__ import annotations
@@ -16,8 +19,9 @@ from pathlib import Path
 
 from msgspec.structs import replace
 from tests.service.node import rawengine
-from tests.service.node.rawengine import HELLO, RawEngine, key_of
+from tests.service.node.rawengine import HELLO, POOL, SLOT_BYTES, RawEngine, key_of
 
+from kvstow.attach.calls import Detach
 from kvstow.attach.connection import AttachConnection
 from kvstow.attach.hello import Hello
 from kvstow.attach.identity import FleetWeights
@@ -32,9 +36,9 @@ def main() -> None:
     parser.add_argument("--group", type=int)
     parser.add_argument("--cgroup", type=Path)
     parser.add_argument("--weights", default="")
-    for switch in ("--forge", "--wait"):
+    for switch in ("--forge", "--wait", "--one-rank", "--leave"):
         parser.add_argument(switch, action="store_true")
-    for number in ("--store", "--find", "--map"):
+    for number in ("--store", "--find", "--map", "--lose"):
         parser.add_argument(number, type=int, default=0)
     options = parser.parse_args()
     if options.cgroup:
@@ -46,26 +50,54 @@ def main() -> None:
     if options.forge:
         true_content = rawengine.content_of
         rawengine.content_of = lambda key, rank: true_content(key[::-1], rank)
-    hello = replace(HELLO, pid=os.getpid(), fleet_weights=FleetWeights(options.weights))
+    pool = replace(POOL, slot_bytes=(SLOT_BYTES,), tensor_parallel=1) if options.one_rank else POOL
+    hello = replace(HELLO, pid=os.getpid(), pool=pool, fleet_weights=FleetWeights(options.weights))
+    lost = lose_sessions(options.socket, hello, options.lose)
     problem = problem_of(options.socket, hello)
     if problem is not None:
-        print(json.dumps({"problem": problem}), flush=True)
+        print(json.dumps({"problem": problem, "lost": len(lost)}), flush=True)
+        while lost:  # their memory stays mapped
+            time.sleep(60)
         return
     engine = RawEngine(options.socket, hello)
-    print(json.dumps(use(engine, options)), flush=True)
-    while True:
+    seen = use(engine, options)
+    if options.leave:
+        for worker in engine.workers:
+            worker.connection.close(Detach("it keeps its memory all the same"))
+        engine.scheduler.close()
+    print(json.dumps(seen), flush=True)
+    while not options.leave:
         engine.step()
+    while True:
+        time.sleep(60)
+
+
+def lose_sessions(path: Path, hello: Hello, number: int) -> list[RawEngine]:
+    """Engines whose connections have ended, and whose workers still have their memory; fewer if it is refused."""
+    lost: list[RawEngine] = []
+    while len(lost) < number and problem_of(path, hello) is None:
+        engine = RawEngine(path, hello)
+        engine.store_all([key_of(10**6 + len(lost))])
+        for worker in engine.workers:
+            worker.connection.close()
+        engine.scheduler.close()
+        lost.append(engine)
+    return lost
 
 
 def problem_of(path: Path, hello: Hello) -> str | None:
     """Why it cannot attach."""
     first = AttachConnection(path, lambda: hello)
     deadline = time.monotonic() + 60
-    while first.state != "attached" and "denied" not in str(first.problem) and time.monotonic() < deadline:
+    while first.state != "attached" and not is_final(str(first.problem)) and time.monotonic() < deadline:
         first.poll(0.01)  # a busy service may need more than one attempt
     problem = first.problem
     first.close()
     return problem
+
+
+def is_final(problem: str) -> bool:
+    return "denied" in problem or "lost sessions" in problem
 
 
 def use(engine: RawEngine, options: argparse.Namespace) -> dict[str, object]:
@@ -82,7 +114,7 @@ def use(engine: RawEngine, options: argparse.Namespace) -> dict[str, object]:
         for worker in engine.workers:
             for memory in worker.maps.values():
                 memory.madvise(_MADV_POPULATE_READ)
-    return {"problem": None, "pool": engine.welcome.pool, "found": found}
+    return {"problem": None, "session": engine.welcome.session_id, "pool": engine.welcome.pool, "found": found}
 
 
 if __name__ == "__main__":

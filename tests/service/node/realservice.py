@@ -50,10 +50,18 @@ class RealService:
 
     def engine(self, *options: object) -> tuple[subprocess.Popen[str], dict[str, Any]]:
         """The engine and what it has seen."""
+        process = self.engine_later(*options)
+        return process, self.seen_by(process)
+
+    def engine_later(self, *options: object) -> subprocess.Popen[str]:
+        """An engine that may have to wait: see `seen_by`."""
         command = [sys.executable, isolatedengine.__file__, str(self.socket), *map(str, options)]
-        process = self._start(command, stdout=subprocess.PIPE)
-        assert process.stdout is not None
-        return process, json.loads(process.stdout.readline())
+        return self._start(command, stdout=subprocess.PIPE)
+
+    def seen_by(self, engine: subprocess.Popen[str]) -> dict[str, Any]:
+        assert engine.stdout is not None
+        found: dict[str, Any] = json.loads(engine.stdout.readline())
+        return found
 
     def _start(self, command: list[str], *, stdout: int | None) -> subprocess.Popen[str]:
         process = subprocess.Popen(command, stdout=stdout, text=True, env=self._environment)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -115,6 +116,42 @@ def test_without_tenants_only_the_services_own_user_uses_the_fleet_tier(service:
     assert f"--tenant NAME={ALICE}" in reason
     found = admin.get("/v1/doctor").json()["conditions"]
     assert [reason in one["what"] for one in found if one["name"] == "tier_off"] == [True]
+
+
+def test_who_keeps_memory_after_it_has_detached_is_named_with_the_command_that_ends_it(
+    service: RealService, eventually: Any
+) -> None:
+    admin = service.serve("--memory", "16MiB", "--extent-size", "2MiB", "--attach-group", str(ENGINES))
+    liar, seen = service.engine("--uid", BOB, "--group", ENGINES, "--one-rank", "--store", 200, "--leave")
+    eventually(lambda: admin.get("/v1/sessions").json()["items"] == [])
+    waiting = service.engine_later("--uid", ALICE, "--group", ENGINES, "--store", 8, "--find", 8)
+
+    def command() -> str:
+        found = admin.get("/v1/doctor").json()["conditions"]
+        fixes = [one["fix"] for one in found if one["name"] == "memory_kept" and seen["session"] in one["what"]]
+        return fixes[0] if fixes else ""
+
+    eventually(lambda: f"`kvstow detach {seen['session']} --kill`" in command())
+    assert admin.delete(f"/v1/sessions/{seen['session']}").status_code == 409
+    assert admin.delete(f"/v1/sessions/{seen['session']}?kill=true").is_success
+    assert liar.wait(60) == -signal.SIGKILL
+    assert service.seen_by(waiting)["found"] == 8
+    eventually(lambda: command() == "")
+
+
+def test_lost_sessions_of_one_user_keep_out_only_that_user(service: RealService, eventually: Any) -> None:
+    """The service can have 32 connections here."""
+    few = ("prlimit", "--nofile=256:256")
+    admin = service.serve("--memory", "16MiB", "--extent-size", "2MiB", "--attach-group", str(ENGINES), prefix=few)
+    _, hog = service.engine("--uid", BOB, "--group", ENGINES, "--one-rank", "--lose", 40)
+    assert hog["lost"] == 16
+    assert "16 processes of lost sessions of uid" in hog["problem"]
+    _, alice = service.engine("--uid", ALICE, "--group", ENGINES, "--one-rank", "--store", 8, "--find", 8)
+    assert (alice["problem"], alice["found"]) == (None, 8)
+    conditions = admin.get("/v1/doctor").json()["conditions"]
+    (limit,) = [one for one in conditions if one["name"] == "user_limit"]
+    assert limit["what"].startswith(f"engines of uid {BOB} hold 16 processes of lost sessions, and may hold 16")
+    assert f"`kvstow detach {limit['session']} --kill`" in limit["fix"]
 
 
 def test_a_service_in_a_pid_namespace_of_its_own_sees_engines_die(service: RealService, eventually: Any) -> None:

@@ -466,6 +466,20 @@ def test_memory_that_nobody_knows_of_counts_until_engines_have_let_go_of_it(
     assert not engine.has_memory_besides(again.process.pid)
 
 
+def test_what_fits_beside_the_memory_of_living_processes_serves_after_a_cold_start(
+    start_node: StartNode, attach: Attach, engine_process: Callable[[int], subprocess.Popen[str]], state: Path
+) -> None:
+    node = start_node(16)
+    old = engine_process(24)  # it maps four of the sixteen extents, and never lets go
+    node.kill()
+    lose_at_the_keeper(state, "roster")
+    again = start_node(16)
+    attach().store_until_found(KEYS)
+    shown = again.show()
+    assert (shown["given_up"], shown["allocated"]) == (4 * EXTENT_BYTES, 16 * EXTENT_BYTES)
+    assert old.poll() is None
+
+
 @pytest.mark.parametrize("keep", [False, True])
 def test_a_service_that_stops_has_its_memory_back_unless_it_is_kept(
     start_node: StartNode, real_engine: Callable[[], RealEngine], state: Path, eventually: Any, keep: bool

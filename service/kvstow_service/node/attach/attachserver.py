@@ -37,6 +37,7 @@ from kvstow.attach.hello import CallError, Hello, Refused
 from kvstow.attach.peer import Peer, peer_of
 from kvstow.attach.wire import Kind, Message, refusal_of
 from kvstow.errors import AttachRefusedError, DisconnectedError, InvalidRequestError, KvstowError, ProtocolError
+from kvstow.status import UserLimit
 from kvstow_service.admin.sockets import bind_unix, file_id, require_folder
 from kvstow_service.node.attach.clients import AttachTally, ClientConnection, Clients, client_limit
 from kvstow_service.node.attach.sessionlife import Member, SessionLife, WireSession, described
@@ -246,6 +247,10 @@ class AttachServer:
             return False
         self.post(partial(self._detach, session, kill))
         return True
+
+    def user_limits(self) -> list[UserLimit]:
+        """The users who have as many processes of lost sessions, or connections, as they may."""
+        return [*self._life.user_limits(), *self._clients.user_limits()]
 
     def post(self, action: Callable[[], object], fds: Sequence[int] = ()) -> None:
         """Have the server's thread call `action` soon, and close `fds` afterwards. Actions run in the order of the
@@ -534,7 +539,7 @@ class AttachServer:
     def _take_leave(self, member: Member) -> None:
         """Handle a detach: the process has nothing of the pool mapped, and no copy under way."""
         if member.rank is not None:
-            self._life.process_ended(member, expected=True)
+            self._life.process_ended(member, is_claim=True, expected=True)
         else:
             self._life.lose(member.session, "the engine has detached", expected=True)
 

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 
 from kvstow.attach.channel import MAX_HELLO_BYTES, Channel, Frame
 from kvstow.attach.wire import Kind, Message
+from kvstow.owners import most_of
+from kvstow.status import UserLimit
 from kvstow_api.journal import LimitedLog
 from kvstow_service.node.attach.sessionlife import Member
 from kvstow_service.node.pools.nodesession import Steps
@@ -121,9 +123,30 @@ class Clients:
         return client
 
     def has_place_for(self, uid: int) -> bool:
-        """Whether one more process of this user may be in a session: a quarter of the places is for others. O(n)."""
-        there = sum(one.member is not None and one.member.peer.uid == uid for one in self._members.values())
-        return there < max(1, self.limit - self.limit // 4)
+        """Whether one more process of this user may be in a session: see `most_of`. O(n)."""
+        counts = self._by_uid()
+        return counts[uid] < self._most(uid, counts)
+
+    def user_limits(self) -> list[UserLimit]:
+        """The users who have as many connections as they may. From any thread."""
+        counts = self._by_uid()
+        return [
+            UserLimit(uid, "connections", count, most, tuple(self._sessions_of(uid)))
+            for uid, count in counts.items()
+            if count >= (most := self._most(uid, counts))
+        ]
+
+    def _by_uid(self) -> Counter[int]:
+        members = [one.member for one in list(self._members.values())]
+        return Counter(member.peer.uid for member in members if member is not None)
+
+    def _most(self, uid: int, counts: Counter[int]) -> int:
+        return max(1, most_of(self.limit, counts.total() - counts[uid]))
+
+    def _sessions_of(self, uid: int) -> list[str]:
+        members = [one.member for one in list(self._members.values())]
+        found = Counter(one.session.session_id for one in members if one is not None and one.peer.uid == uid)
+        return [session_id for session_id, _ in found.most_common()]
 
     def accept_member(self, client: ClientConnection) -> None:
         fd = client.channel.fileno()

@@ -21,6 +21,8 @@ from kvstow.attach.hello import Hello, Welcome, digest_of
 from kvstow.attach.peer import Peer
 from kvstow.attach.wire import Message
 from kvstow.errors import AttachRefusedError
+from kvstow.owners import most_of
+from kvstow.status import UserLimit
 from kvstow_service.node.nodehost import NodeHost
 from kvstow_service.node.pools.nodesession import NodeSession
 
@@ -37,10 +39,10 @@ class Member:
     """A process of a session: its scheduler half (`rank` is None) or the worker of a rank.
 
     `has_memory`: it was sent descriptors, so the service must wait until it ends or reports that it has released them.
-    `has_ended`: that has happened.
+    `has_ended`: that has happened. `left_alive`: its process, if that has only reported it, as it may not be true.
     """
 
-    __slots__ = ("has_ended", "has_memory", "hello", "is_connected", "peer", "rank", "session")
+    __slots__ = ("has_ended", "has_memory", "hello", "is_connected", "left_alive", "peer", "rank", "session")
 
     def __init__(self, session: WireSession, hello: Hello, peer: Peer) -> None:
         self.session = session
@@ -50,6 +52,7 @@ class Member:
         self.is_connected = True
         self.has_memory = False
         self.has_ended = False
+        self.left_alive: Peer | None = None
 
     @property
     def is_awaited(self) -> bool:
@@ -126,10 +129,12 @@ class SessionLife:
     def greet(self, hello: Hello, peer: Peer) -> tuple[Member, Welcome]:
         """Take a process into a session, which then owns `peer`. Raises `AttachRefusedError`."""
         self.settle(hello, peer)
-        lost = [one for one in self.sessions.values() if one.state == "lost"]
-        if sum(member.is_awaited for one in lost for member in one.members) >= self._max_awaited:
+        awaited = self.awaited()
+        if awaited[peer.uid] >= self._most_awaited(peer.uid, awaited):
             raise AttachRefusedError(
-                "too_many_lost", f"{self._max_awaited} processes of lost sessions still have memory mapped"
+                "too_many_lost",
+                f"{awaited[peer.uid]} processes of lost sessions of uid {peer.uid} still have memory mapped, and no "
+                "more are allowed beside those of others; the engine tries again, and gets in when some have ended",
             )
         if hello.role == "worker":
             return self._join(hello, peer)
@@ -140,6 +145,31 @@ class SessionLife:
         member = self._add_member(session, hello, peer)
         logger.info("session %s: %r on %r attached", session.session_id, hello.engine, hello.host)
         return member, replace(welcome, service=self._service, token=session.token)
+
+    def awaited(self) -> Counter[int]:
+        """How many processes of lost sessions each user has, which may still reach memory. O(members of sessions)."""
+        return Counter(one.uid for one in self.lost() for member in one.members if member.is_awaited)
+
+    def lost(self) -> list[WireSession]:
+        """The sessions that are lost, and not over. From any thread."""
+        return [one for one in list(self.sessions.values()) if one.state == "lost"]
+
+    def user_limits(self) -> list[UserLimit]:
+        """The users who have as many processes of lost sessions as they may. From any thread."""
+        awaited = self.awaited()
+        return [
+            UserLimit(uid, "processes of lost sessions", count, most, tuple(self._lost_sessions_of(uid)))
+            for uid, count in awaited.items()
+            if count >= (most := self._most_awaited(uid, awaited))
+        ]
+
+    def _lost_sessions_of(self, uid: int) -> list[str]:
+        mine = [one for one in self.lost() if one.uid == uid]
+        mine.sort(key=lambda one: -sum(member.is_awaited for member in one.members))
+        return [one.session_id for one in mine]
+
+    def _most_awaited(self, uid: int, awaited: Counter[int]) -> int:
+        return max(1, most_of(self._max_awaited, awaited.total() - awaited[uid]))
 
     def _join(self, hello: Hello, peer: Peer) -> tuple[Member, Welcome]:
         """Raises `AttachRefusedError` if the worker may not join the session."""
@@ -176,7 +206,7 @@ class SessionLife:
             session = self._by_token.get(digest_of(token))
             for member in session.members if session is not None and session.state == "lost" else ():
                 if member.rank == hello.rank and member.is_awaited and self._is_same(member, peer):
-                    self.process_ended(member)
+                    self.process_ended(member, is_claim=True)
 
     def _is_same(self, member: Member, peer: Peer) -> bool:
         """Whether the peer is the member's process. Without the pidfd of a worker of the previous service, the token
@@ -235,11 +265,14 @@ class SessionLife:
         if member is not None and member.peer.has_ended():  # the number may have been given to another pidfd
             self.process_ended(member)
 
-    def process_ended(self, member: Member, *, expected: bool = False) -> None:
-        """The member's process can no longer reach memory: it has ended or, if `expected`, has detached. Idempotent."""
+    def process_ended(self, member: Member, *, is_claim: bool = False, expected: bool = False) -> None:
+        """The member's process can no longer reach memory: it has ended or, if that `is_claim`, it says so. `expected`:
+        it has detached. Idempotent."""
         if member.has_ended:
             return
         member.has_ended = True
+        if is_claim and member.has_memory:
+            member.left_alive = self._copy_of(member.peer)
         self._forget(member)
         session = member.session
         if session.state == "attached":
@@ -279,7 +312,17 @@ class SessionLife:
 
     def _end_worker(self, member: Member) -> None:
         assert member.rank is not None, "a scheduler half has no memory"
-        self._guarded(partial(member.session.hosted.end_worker, member.rank))
+        left_alive, member.left_alive = member.left_alive, None
+        self._guarded(partial(member.session.hosted.end_worker, member.rank, left_alive))
+
+    @staticmethod
+    def _copy_of(peer: Peer) -> Peer | None:
+        """None if nobody could see its end, or if there are too few descriptors: then it is believed."""
+        try:
+            return None if peer.pidfd is None else peer.copy()
+        except OSError as error:
+            logger.warning("a process that detaches is not watched any more: %s", error.strerror)
+            return None
 
     def _watch(self, member: Member, pidfd: int) -> None:
         self._epoll.register(pidfd, select.EPOLLIN)

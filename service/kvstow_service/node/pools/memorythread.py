@@ -15,6 +15,7 @@ from typing import NamedTuple, ParamSpec
 from kvstow.attach.hello import Hello
 from kvstow.attach.peer import Peer
 from kvstow.memory.nodememory import NodeMemory
+from kvstow.owners import most_of
 from kvstow.status import KeptMemory, MemoryWait
 from kvstow_service.node.pools.memoryholder import MemoryHolder
 from kvstow_service.node.pools.nodepool import NodePool
@@ -27,6 +28,9 @@ _LOOK_SECONDS = 1.0  # between two checks whether processes still have memory th
 _SLICE_PAUSE = 0.0005  # otherwise the thread would take a pool's lock again before any other one
 _RETRY_SECONDS = 0.02
 _CHECK_SECONDS = 1.0  # between two checks of the keeper, and of memory that was given up
+
+MOST_DEPARTED = 512
+"""Processes that are watched although they have reported that they have no memory. Each takes a descriptor."""
 
 P = ParamSpec("P")
 
@@ -45,6 +49,11 @@ class MemoryFigures(NamedTuple):
     allocated_bytes: int = 0
     spare_bytes: int = 0
     recalled_bytes: int = 0
+
+
+def session_of(client: str) -> str:
+    """The session of a worker: see `MemoryHolder.client`."""
+    return client.rpartition("/")[0]
 
 
 class MemoryThread:
@@ -79,12 +88,17 @@ class MemoryThread:
         self._pools: dict[str, PoolMemory] = {}
         self._claims: dict[str, set[str]] = {}
         """The sessions of an earlier service that may come back for their pool's memory, by pool."""
+        self._departed: dict[str, Peer] = {}
+        """Processes that have reported that they have no memory any more, by client, as long as they might have some.
+        The first to report comes first."""
         self._must_decide = True
         """What pools want or have may have changed since the budget last decided."""
         self._has_revoked_all = False
         self._look_at = 0.0
         self._since: dict[tuple[object, ...], float] = {}
         """When what the figures show as waiting or kept began to be so."""
+        self._users: dict[str, tuple[float, set[str]]] = {}
+        """Who uses slots of a pool's recalled rows, and when that was looked up."""
         self._actions: deque[Callable[[], object]] = deque()
         self._owing: set[NodePool] = set()
         """Pools with slots that ended sessions and leases have held."""
@@ -103,12 +117,18 @@ class MemoryThread:
         self._wake.set()
         if self._thread.ident is not None:
             self._thread.join()
+        for peer in self._departed.values():
+            peer.close()
+        self._departed.clear()
 
     def close_records(self) -> None:
         """Call after the threads that use pools have ended. Idempotent. The keeper still has the records."""
         for action in self._actions:
-            if isinstance(action, partial) and action.func == self._add_worker and action.args[-1] is not None:
-                os.close(action.args[-1])
+            last = action.args[-1] if isinstance(action, partial) and action.args else None
+            if isinstance(last, Peer):
+                last.close()
+            elif isinstance(action, partial) and action.func == self._add_worker and last is not None:
+                os.close(last)
         self._actions.clear()
         if self.records is not None:
             self.records.close([found.pool for found in self._pools.values()])
@@ -252,10 +272,37 @@ class MemoryThread:
         worker = PoolWorker(session, rank)
         self._pools[session.pool.name].workers[worker.client] = worker
 
-    def end_client(self, client: str) -> None:
-        self.budget.record_death(client)
+    def end_client(self, client: str, left_alive: Peer | None = None) -> None:
+        """The worker has no memory any more. `left_alive`: its process, if that has only reported so."""
+        if left_alive is not None:
+            self.budget.record_departure(client)
+            self._departed[client] = left_alive
+            self._forget_departed()
+        elif client not in self._departed:  # the end of its session says nothing of its process
+            self.budget.record_death(client)
         if self.records is not None:
             self.records.remove_worker(client)
+
+    def _forget_departed(self) -> None:
+        """Forget the processes that have ended, and those whose former memory is gone. If a user has too many, the
+        first ones are believed and forgotten, too, but those last that are known to keep memory."""
+        relevant, by_uid = self.budget.clients(), Counter(peer.uid for peer in self._departed.values())
+        keeping = {client for extent in self.budget.closed.values() for client in extent.had}
+        for client, peer in sorted(self._departed.items(), key=lambda item: item[0] in keeping):
+            too_many = by_uid[peer.uid] > most_of(MOST_DEPARTED, by_uid.total() - by_uid[peer.uid])
+            if client not in relevant or peer.has_ended() or too_many:
+                self.budget.record_death(client)
+                self._departed.pop(client).close()
+                by_uid[peer.uid] -= 1
+
+    def kill_departed(self, session_id: str) -> None:
+        """End processes of a session that is over, and that keep memory."""
+        for client, peer in self._departed.items():
+            if session_of(client) == session_id and not peer.kill() and not peer.has_ended():
+                logger.warning(
+                    "session %s: a process was not killed: the service sees no process of uid %d that it may kill",
+                    *(session_id, peer.uid),
+                )
 
     def end_claims(self, pool: str) -> None:
         """No session of an earlier service comes back for the pool's memory any more."""
@@ -316,6 +363,7 @@ class MemoryThread:
         self._show_figures()
 
     def _look_at_given_up(self) -> None:
+        self._forget_departed()
         before = len(self.memory.given_up)
         self.memory.close_given_up()
         self._must_decide |= len(self.memory.given_up) < before  # what was closed leaves the roster and the keeper
@@ -332,26 +380,41 @@ class MemoryThread:
             self._on_empty(found.pool)
 
     def _waits(self, due: Mapping[str, int]) -> Iterator[MemoryWait]:
-        """Sessions whose workers have yet to release memory. O(extents recalled, and their clients)."""
+        """Sessions that use slots of recalled rows, or whose workers have yet to release them. O(extents recalled, and
+        their clients)."""
         if not self.budget.recalled_bytes:
+            self._users.clear()
             return
         held: Counter[str] = Counter()
         for found in self._pools.values():
             rows = self.budget.pool(found.pool.name).rows.values()
-            for extent in (extent for row in rows if row.recalled for extent in filter(None, row.extents)):
+            recalled = [row for row in rows if row.recalled]
+            for extent in (extent for row in recalled for extent in filter(None, row.extents)):
                 clients = self.budget.mappers(extent)
-                if found.holder not in clients:  # the pool itself has released it
-                    sessions = {client.rpartition("/")[0] for client in clients}
-                    held.update(dict.fromkeys(sessions, self.budget.find(extent).num_bytes))
+                if found.holder in clients:  # the pool itself has not released it, because its slots are in use
+                    sessions = self._users_of(found.pool, min(row.first_slot for row in recalled))
+                else:
+                    sessions = {session_of(client) for client in clients}
+                held.update(dict.fromkeys(sessions, self.budget.find(extent).num_bytes))
         for pool, share in due.items():
             if self.budget.pool(pool).held_bytes() < share:
                 yield from (MemoryWait(pool, session, num_bytes) for session, num_bytes in held.items())
+
+    def _users_of(self, pool: NodePool, low: int) -> set[str]:
+        """The sessions of engines that use slots from `low` on, as of the last second."""
+        now, (at, known) = time.monotonic(), self._users.get(pool.name, (-_LOOK_SECONDS, set[str]()))
+        if now - at >= _LOOK_SECONDS:
+            with pool.lock:
+                sessions = pool.attached()
+            known = {one.name for one in sessions if one.is_engine and one.uses_slots_from(low)}
+            self._users[pool.name] = now, known
+        return known
 
     def _kept(self) -> Mapping[tuple[str, ...], int]:
         """Memory that was given back, by the sessions that had it. O(extents that were given back)."""
         by_sessions: Counter[tuple[str, ...]] = Counter()
         for extent in self.budget.closed.values():
-            sessions = sorted({client.rpartition("/")[0] for client in extent.had})
+            sessions = sorted({session_of(client) for client in extent.had})
             by_sessions[tuple(sessions)] += extent.num_bytes
         return by_sessions
 

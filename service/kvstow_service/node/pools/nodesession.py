@@ -423,12 +423,13 @@ class NodeSession(MemoryHolder):
         self.control.lose(reason)
         self._memory.do(self._memory.lose_session, self)
 
-    def end_worker(self, rank: int) -> None:
+    def end_worker(self, rank: int, left_alive: Peer | None = None) -> None:
         """The worker's process has ended, or has reported that it has nothing mapped and no copy under way. The attach
-        server calls it after `lose`, for workers that received descriptors."""
+        server calls it after `lose`, for workers that received descriptors. `left_alive`: a process that has reported
+        it. If it keeps memory all the same, that is its own memory to lose: see `MemoryBudget`. Takes it over."""
         client = self.client(rank)
         self.pool.process_died(client)
-        self._memory.do(self._memory.end_client, client)
+        self._memory.do(self._memory.end_client, client, left_alive)
         if self.pool.owed:
             self._memory.free_owed(self.pool)
 

@@ -218,13 +218,13 @@ def test_workers_are_refused_without_token_rank_or_the_uid(node: Node) -> None:
 
 def test_one_user_leaves_places_for_others(make_node: MakeNode) -> None:
     node = make_node(limit=8)
-    for _ in range(6):
-        node.process(uid=1000)
-        node.attach()
-    node.process(uid=1000)
-    assert refusal_by(node, node.connection(HELLO)).startswith("too_many_clients: processes of uid 1000 have as many")
-    node.process(uid=2000)
-    node.attach()
+    for uid, places in ((1000, 4), (2000, 2), (3000, 1)):
+        for _ in range(places):
+            node.process(uid=uid)
+            node.attach()
+        node.process(uid=uid)
+        refusal = refusal_by(node, node.connection(HELLO))
+        assert refusal.startswith(f"too_many_clients: processes of uid {uid} have as many")
 
 
 # -- faults of the host ------------------------------------------------------------------------------------------

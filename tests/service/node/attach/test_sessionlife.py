@@ -263,8 +263,8 @@ def test_an_operator_detaches_a_session_and_frees_nothing(node: Node, engine: En
     assert node.events("lost")[0][2] == "an operator has detached it"
 
 
-def test_too_many_processes_of_lost_sessions_keep_new_ones_out(make_node: MakeNode) -> None:
-    node = make_node(limit=2)
+def test_too_many_processes_of_lost_sessions_keep_new_ones_of_their_user_out(make_node: MakeNode) -> None:
+    node = make_node(limit=4)
     give_memory(node)
     node.server._clients.limit = 16
     scheduler, _, _ = attach_engine(node)
@@ -272,7 +272,10 @@ def test_too_many_processes_of_lost_sessions_keep_new_ones_out(make_node: MakeNo
     node.wait_for_event("lost")
     late = node.connection(HELLO)
     wait_until(lambda: late.refusal, lambda: late.poll(0.01))
-    assert late.problem == "2 processes of lost sessions still have memory mapped"
+    assert late.problem is not None
+    assert late.problem.startswith("2 processes of lost sessions of uid 1000 still have memory mapped, and no more")
+    node.process(uid=2000)
+    node.attach()
 
 
 class Clock:

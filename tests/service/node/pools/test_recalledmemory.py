@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 from msgspec.structs import replace
 from tests.service.node.conftest import MakeBench
@@ -13,6 +15,7 @@ from kvstow.attach.calls import Hold, RevokedExtents
 from kvstow.attach.channel import close_fds
 from kvstow.errors import ConflictError
 from kvstow.memfd import is_open_elsewhere
+from kvstow_service.node.pools import memorythread
 
 
 def last_number(engine: Engine) -> int:
@@ -185,6 +188,26 @@ def test_who_waits_for_memory_that_which_session_holds_is_shown(make_bench: Make
     assert not bench.memory.figures.waits
 
 
+@pytest.mark.parametrize("uses", ["lease", "load", "store"])
+def test_who_uses_slots_of_recalled_memory_and_says_nothing_is_shown(make_bench: MakeBench, uses: str) -> None:
+    """And not another engine of the same pool."""
+    bench = make_bench(extents=4)
+    silent = grown(bench)
+    bench.start(ONE_RANK)
+    if uses == "store":
+        silent.begin_store(*range(1000, 1000 + 4 * ROW_SLOTS))
+    else:
+        found = silent.find(last_number(silent), hold=Hold.PRESENT)
+        if uses == "load":
+            silent.begin_load(found.lease_id)
+    new = bench.attach(ONE_RANK_OTHER, uid=2000)
+    new.join()
+    bench.run()
+    ((wait, _),) = bench.memory.figures.waits
+    assert (wait.pool, wait.session) == (new.answer.pool, silent.session_id)
+    assert wait.num_bytes >= EXTENT
+
+
 def test_a_worker_that_lies_about_letting_go_does_not_make_the_node_larger(make_bench: MakeBench) -> None:
     bench = make_bench(extents=4)
     liar = bench.attach(ONE_RANK)
@@ -217,6 +240,44 @@ def test_a_worker_that_lies_about_letting_go_does_not_make_the_node_larger(make_
     assert (bench.memory.figures.kept, bench.memory.figures.allocated_bytes) == ((), 4 * EXTENT)
 
 
+def test_memory_that_an_engine_keeps_after_it_has_detached_names_its_session(make_bench: MakeBench) -> None:
+    bench = make_bench(extents=4)
+    liar = bench.attach(ONE_RANK)
+    liar.keeps_fds = True
+    liar.join()
+    bench.run()
+    liar.register()
+    liar.report()
+    bench.run()
+    liar.detach()
+    bench.run()
+    assert bench.host.sessions() == []
+    honest = grown(bench, ONE_RANK_OTHER, uid=2000, rows=3)
+    ((found, _),) = bench.memory.figures.kept
+    assert (found.sessions, found.num_bytes) == ((liar.session_id,), EXTENT)
+    assert len(honest.pool.extents) == 3, "all that there is without it"
+    close_fds(liar.kept)
+    bench.memory.check()
+    bench.run()
+    assert bench.memory.figures.kept == ()
+    assert len(honest.pool.extents) == 4
+
+
+def test_of_the_processes_that_have_detached_only_so_many_of_a_user_are_watched(
+    make_bench: MakeBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memorythread, "MOST_DEPARTED", 8)
+    bench = make_bench(extents=4)
+    stays = bench.start(ONE_RANK)
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(6):
+        bench.start(ONE_RANK).detach()
+        bench.run()
+    assert len(os.listdir("/proc/self/fd")) - before == 4
+    assert len(bench.budget.clients()) == 5, "the others are believed"
+    stays.end()
+
+
 def test_memory_of_another_user_is_made_anew_once_that_has_let_go(make_bench: MakeBench) -> None:
     bench = make_bench(extents=4)
     first = grown(bench)
@@ -236,7 +297,8 @@ def test_a_session_is_not_asked_for_memory_that_its_pool_still_uses(make_bench: 
     lease = old.find(last_number(old), hold=Hold.PRESENT)
     bench.attach(ONE_RANK_OTHER).join()
     bench.run()
-    assert not bench.memory.figures.waits, "its workers have not been asked to release anything"
+    assert [wait.session for wait, _ in bench.memory.figures.waits] == [old.session_id], "it holds the lease"
+    assert not old.revoked
     old.session.release_leases([lease.lease_id])
     bench.run()
     assert [wait.session for wait, _ in bench.memory.figures.waits] == [old.session_id]
