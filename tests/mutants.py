@@ -1880,15 +1880,15 @@ MUTANTS = [
     Mutant(
         "an_agent_may_change_everything",
         AUTH,
-        '        if actor == "agent" and not _REPORT_PATH.fullmatch(scope["path"]):\n',
-        '        if actor == "agent" and False:\n',
+        '    if actor == "agent" and not _REPORT_PATH.fullmatch(scope["path"]):\n',
+        '    if actor == "agent" and False:\n',
         "tests/api/test_auth.py::test_the_agent_token_allows_only_the_report",
     ),
     Mutant(
         "a_viewer_may_change_everything",
         AUTH,
-        '        if actor == "viewer" and not reading:\n',
-        '        if actor == "viewer" and False:\n',
+        '    if actor == "viewer" and not reading:\n',
+        '    if actor == "viewer" and False:\n',
         "tests/api/test_auth.py::test_a_viewer_token_does_not_allow_changes",
     ),
     Mutant(
