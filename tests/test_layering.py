@@ -94,7 +94,8 @@ ORDER = {
     "engine/kvstow/tier": "fingerprint store lookups rate transfers tierstatus",
     "service/kvstow_service/tiers": "objectheader redisstore mooncake.childmessages mooncake.childchannel "
     "mooncake.mooncakestore mooncake.storechild stores",
-    "service/kvstow_service/replay": "trace kv processes remoteranks offload ranks hittable result driver launcher",
+    "service/kvstow_service/replay": "trace importing kv processes remoteranks offload ranks hittable result driver "
+    "launcher",
     "service/kvstow_service/connectors/engine_core": "kvgroups vllmprocess pathtrail adapters trackedrequests "
     "loadpolicy options hints controlplane stepplan offloadmetrics kvevents loads gpublocks stores "
     "schedulerside workerside metadata metricsexport schedulerhost embeddedschedulerhost workerhost connector",

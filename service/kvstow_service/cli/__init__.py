@@ -25,7 +25,7 @@ COMMANDS = {
     "serve": _Command("serve", "Run the node service: the host memory that the engines of this machine share."),
     "keeper": _Command("keeper", "Hold the memory of the node service while that restarts."),
     "replay": _Command("replay", "Replay a request trace and verify every loaded byte."),
-    "trace": _Command("trace", "Generate request traces, or record those of a live pool."),
+    "trace": _Command("trace", "Generate request traces, import those of others, or record those of a live pool."),
     "get": _Command("get", "List pools, sessions, ranks, blocks, contexts, transfers, operations, ..."),
     "describe": _Command("get", "Show one thing in full: the server, a pool, a rank, ..."),
     "plot": _Command("plotting", "Draw the hits of a pool by its size."),

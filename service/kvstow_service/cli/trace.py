@@ -1,16 +1,18 @@
-"""`kvstow trace` generates request traces, and records those of a live pool.
+"""`kvstow trace` generates request traces, imports those of others, and records those of a live pool.
 
 Recording runs where the command line alone is installed.
 """
 
 from __future__ import annotations
 
+import gzip
 import json
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, closing, nullcontext
-from typing import TYPE_CHECKING, NamedTuple, TextIO
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from itertools import chain
+from typing import TYPE_CHECKING, NamedTuple, TextIO, cast
 
 import click
 
@@ -18,14 +20,13 @@ from kvstow.bytesize import format_size
 from kvstow.errors import ConfigError
 from kvstow_api.texts import counted
 from kvstow_service.cli.connection import SIZE, TIME, Invocation, chosen_pool, pool_flag, remote
-from kvstow_service.cli.failures import CommandError, reporting_failures
-from kvstow_service.replay.trace import (
-    TraceShape,
-    generate_trace,
-)
+from kvstow_service.cli.failures import CommandError, ExitCode, reporting_failures
+from kvstow_service.replay.trace import Numbers, TraceShape, generate_trace, parse_line
 
 if TYPE_CHECKING:
     from rich.progress import Progress
+
+    from kvstow_service.replay.importing import ImportCounts
 
 
 def progress() -> Progress:
@@ -38,9 +39,17 @@ def progress() -> Progress:
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
+output_flag = click.option(
+    "--output",
+    default="-",
+    show_default=True,
+    help="File to write, compressed if its name ends with .gz; - is standard output.",
+)
+
+
 @click.group()
 def trace() -> None:
-    """Generate request traces, or record those of a live pool."""
+    """Generate request traces, import those of others, or record those of a live pool."""
 
 
 @trace.command()
@@ -49,14 +58,75 @@ def trace() -> None:
 @click.option("--requests", type=int, help="Only this many requests, the first.")
 @click.option("--shared-prompts", type=int, default=4, show_default=True, help="Number of shared system prompts.")
 @click.option("--seed", type=int, default=0, show_default=True, help="The same seed and options give the same trace.")
-@click.option("--output", default="-", show_default=True, help="File to write; - is standard output.")
+@output_flag
 def generate(sessions: int, turns: int, requests: int | None, shared_prompts: int, seed: int, output: str) -> None:
     """Generate multi-turn conversations with shared system prompts, as JSON lines."""
     with reporting_failures():
         shape = TraceShape(sessions=sessions, turns=turns, shared_prompts=shared_prompts, seed=seed)
         found = generate_trace(shape, limit=requests)
-        with nullcontext(sys.stdout) if output == "-" else _open(output) as stream:
+        with opened(output) as stream:
             stream.writelines(f"{request.to_line()}\n" for request in found)
+
+
+_PROBLEMS_TOLD = 20
+
+
+@trace.command("import")
+@click.argument("files", nargs=-1, required=True, metavar="FILE...")
+@click.option(
+    "--share-system",
+    is_flag=True,
+    help="Sessions with the same model and equally long tools and system prompts begin with the same blocks.",
+)
+@click.option("--spread", type=TIME, default="12h", show_default=True, help="Sessions start at random within this.")
+@click.option("--seed", type=int, default=0, show_default=True, help="The same seed and files give the same trace.")
+@output_flag
+def import_(files: Sequence[str], share_system: bool, spread: float, seed: int, output: str) -> None:
+    """Import the traces of others into the form that `kvstow replay` reads.
+
+    Each FILE is a session of kv-cache-tester, or a folder of them; the sessions start at random times, and are merged
+    by time. Or the one FILE is a trace of the Mooncake project. Files and requests that are damaged are named and
+    skipped.
+    """
+    from kvstow_service.replay.importing import Importer, ImportOptions, session_files
+
+    with reporting_failures(), ExitStack() as stack:
+        options = ImportOptions(share_system=share_system, spread=spread, seed=seed)
+        total = len(session_files(files))
+        bars = stack.enter_context(progress())
+        bar = bars.add_task("importing", total=total, count="")
+        problems = 0
+
+        def tell(problem: str) -> None:
+            nonlocal problems
+            problems += 1
+            if problems <= _PROBLEMS_TOLD:
+                bars.console.print(f"skipped: {problem}", markup=False, highlight=False, soft_wrap=True)
+
+        def go_on() -> None:
+            bars.update(bar, advance=1, count=counted(importer.counts.requests, "request"))
+
+        importer = Importer(options, on_problem=tell, on_file=go_on)
+        requests = importer.read(files)
+        first = next(requests, None)
+        if first is None:
+            raise CommandError("there are no requests to import", "check which files are given", ExitCode.USAGE)
+        stream = stack.enter_context(opened(output))
+        stream.writelines(f"{request.to_line()}\n" for request in chain([first], requests))
+    click.echo(_told(importer.counts), err=True)
+
+
+def _told(counts: ImportCounts) -> str:
+    words = f"imported {counted(counts.requests, 'request')}"
+    if counts.sessions:
+        words += f" of {counted(counts.sessions, 'session')}"
+    if counts.other_model:
+        words += f"; left out {counted(counts.other_model, 'request')} to another model than their session's first"
+    if problems := counts.skipped_files + counts.skipped_requests:
+        words += f"; skipped {counted(counts.skipped_files, 'file')}, {counted(counts.skipped_requests, 'request')}"
+        if problems > _PROBLEMS_TOLD:
+            words += f", of which the first {_PROBLEMS_TOLD} are named above"
+    return words
 
 
 _ENDS = {
@@ -69,20 +139,20 @@ _ENDS = {
 @trace.command()
 @click.option("--time", "seconds", type=TIME, default="10m", show_default=True, help="How long to record, at most.")
 @click.option("--size", type=SIZE, default="64MiB", show_default=True, help="How much to record, at most.")
-@click.option("--output", default="-", show_default=True, help="File to write; - is standard output.")
+@output_flag
 @pool_flag
 @remote
 def record(call: Invocation, seconds: float, size: float, output: str) -> None:
     """Record the requests of a live pool, until Ctrl-C.
 
     A line for each request that ends: when that was, which blocks it has used, and which of them it has looked up. In
-    place of keys there are hashes under a random key, which the server throws away with the recording: they mean
-    something in this recording alone. `kvstow replay` reads it. Changes need a credential, and so does this.
+    place of keys there are numbers, made of hashes under a random key, which the server throws away with the recording:
+    they mean something in this recording alone. `kvstow replay` reads it. Changes need a credential, and so does this.
     """
     with ExitStack() as stack:
         client = stack.enter_context(call.client())
         name = chosen_pool(client, call.pool)
-        stream = stack.enter_context(nullcontext(sys.stdout) if output == "-" else _open(output))
+        stream = stack.enter_context(opened(output))
         bars = stack.enter_context(progress())
         lines = stack.enter_context(closing(client.record(name, seconds=seconds, max_bytes=int(size))))
         told = _copy(lines, stream, seconds, bars)
@@ -101,16 +171,19 @@ class _Recorded(NamedTuple):
 
 
 def _copy(lines: Iterator[str], stream: TextIO, seconds: float, bars: Progress) -> _Recorded:
-    """Write the requests among the lines to `stream`."""
+    """Write the requests among the lines to `stream`, packed."""
     begun, requests, num_bytes = time.monotonic(), 0, 0
     bar = bars.add_task("recording", total=seconds, count="0 requests")
+    numbers = Numbers()
     try:
         for line in lines:
             if line.startswith('{"recording"'):
                 return _Recorded(requests, num_bytes, _ENDS[json.loads(line)["recording"]["end"]])
             if line:
-                stream.write(f"{line}\n")
-                requests, num_bytes = requests + 1, num_bytes + len(line) + 1
+                request = parse_line(line.encode(), "what the server has sent")
+                packed = request._replace(hash_ids=numbers.of(request.hash_ids)).to_line()
+                stream.write(f"{packed}\n")
+                requests, num_bytes = requests + 1, num_bytes + len(packed) + 1
             count = f"{counted(requests, 'request')}, {format_size(num_bytes)}"
             bars.update(bar, completed=min(seconds, time.monotonic() - begun), count=count)
     except KeyboardInterrupt:
@@ -118,8 +191,14 @@ def _copy(lines: Iterator[str], stream: TextIO, seconds: float, bars: Progress) 
     return _Recorded(requests, num_bytes, None)
 
 
-def _open(path: str) -> TextIO:
+@contextmanager
+def opened(path: str) -> Iterator[TextIO]:
+    """The stream to write a trace to. Raises `ConfigError` if the file cannot be written."""
+    if path == "-":
+        yield sys.stdout
+        return
     try:
-        return open(path, "w", encoding="utf-8")
+        with gzip.open(path, "wt", encoding="utf-8") if path.endswith(".gz") else open(path, "w") as stream:
+            yield cast("TextIO", stream)
     except OSError as error:
         raise ConfigError("--output", path, f"a writable file, or - ({error.strerror})") from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvstow.bytesize import format_size
@@ -101,7 +101,7 @@ class ReplayResult:
         self.first_mismatches = [*self.first_mismatches, *places][:_NAMED_MISMATCHES]
 
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), **{name: getattr(self, name) for name in _DERIVED}}
+        return {name: getattr(self, name) for name in (*self.__slots__, *_DERIVED)}
 
     def rows(self) -> list[Row]:
         """What is worth a line, in order of reading."""

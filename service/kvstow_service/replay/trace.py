@@ -92,6 +92,28 @@ class Runs(Sequence[int]):
         return f"Runs({list(self.ranges)})"
 
 
+class Numbers:
+    """Numbers ids in the order of their first use, so that they pack into runs. It knows a bounded number of ids; those
+    after that are moved out of the way of the numbers, and stay equal where they were equal. For ids below 2^52."""
+
+    MOST = 1 << 22
+    _MOVED = 1 << 52
+
+    def __init__(self) -> None:
+        self._number_of: dict[int, int] = {}
+
+    def of(self, ids: Iterable[int]) -> Runs:
+        return Runs.of(map(self._of, ids))
+
+    def _of(self, one: int) -> int:
+        number = self._number_of.get(one)
+        if number is not None:
+            return number
+        if len(self._number_of) >= self.MOST:
+            return self._MOVED + one
+        return self._number_of.setdefault(one, len(self._number_of))
+
+
 class TraceRequest(NamedTuple):
     """One request.
 
@@ -164,14 +186,14 @@ def read_trace(path: str, *, limit: int | None = None) -> list[TraceRequest]:
     Empty lines are skipped. Raises `InvalidRequestError` naming the file, the line and what is wrong; also for a
     trace without requests.
     """
-    with closing(read_lines(path)) as lines:
+    with closing(read_lines(path, longest=LONGEST_LINE)) as lines:
         requests = list(islice(parse_trace(lines, "<stdin>" if path == "-" else path), limit))
     if not requests:
         raise InvalidRequestError(f"{path} holds no requests")
     return requests
 
 
-def read_lines(path: str) -> Generator[bytes]:
+def read_lines(path: str, *, longest: int = LONGEST_LINE) -> Generator[bytes]:
     """The lines of the file at `path`, or of standard input for `-`. The first bytes tell whether it is compressed with
     gzip, so its name does not matter. Raises `InvalidRequestError` for what cannot be read."""
     try:
@@ -184,9 +206,9 @@ def read_lines(path: str) -> Generator[bytes]:
                 source = stack.enter_context(open(path, "rb"))
             is_compressed = source.peek(len(_GZIP_MAGIC)).startswith(_GZIP_MAGIC)
             stream = stack.enter_context(gzip.open(source)) if is_compressed else source
-            while line := stream.readline(LONGEST_LINE + 1):
-                if len(line) > LONGEST_LINE:
-                    raise InvalidRequestError(f"{path} has a line of more than {LONGEST_LINE:,} bytes; is it a trace?")
+            while line := stream.readline(longest + 1):
+                if len(line) > longest:
+                    raise InvalidRequestError(f"{path} has a line of more than {longest:,} bytes; is it a trace?")
                 yield line
     except (OSError, EOFError, zlib.error) as error:  # also of gzip
         raise InvalidRequestError(f"cannot read the trace {path}: {_words(error)}") from error
@@ -219,9 +241,9 @@ def _parse_request(value: Any) -> TraceRequest:
         raise ValueError(f"{', '.join(missing)} missing")
     if "runs" in value and "hash_ids" in value:
         raise ValueError("runs and hash_ids found; a request has one of them")
-    timestamp = milliseconds("timestamp", value["timestamp"])
+    timestamp = check_milliseconds("timestamp", value["timestamp"])
     for field in ("input_length", "output_length"):
-        tokens(field, value[field])
+        check_tokens(field, value[field])
     hash_ids = _unpacked(value["runs"]) if "runs" in value else _checked_ids(value["hash_ids"])
     looked_up, end = value.get("looked_up"), value.get("end")
     return TraceRequest(
@@ -230,26 +252,26 @@ def _parse_request(value: Any) -> TraceRequest:
         value["output_length"],
         hash_ids,
         None if looked_up is None else _positions(looked_up, len(hash_ids)),
-        None if end is None else milliseconds("end", end, least=timestamp),
-        text("context", value.get("context")),
-        text("stop", value.get("stop")),
+        None if end is None else check_milliseconds("end", end, least=timestamp),
+        check_text("context", value.get("context")),
+        check_text("stop", value.get("stop")),
     )
 
 
-def milliseconds(field: str, value: Any, *, least: float = 0) -> float:
+def check_milliseconds(field: str, value: Any, *, least: float = 0) -> float:
     """The value, if it is a time. Raises `ValueError`, as the functions below do."""
     if type(value) not in (int, float) or not least <= value <= _LATEST:
         raise ValueError(f"{field} is {value!r}; allowed: milliseconds, {least:g} or more")
     return value  # type: ignore[no-any-return]
 
 
-def tokens(field: str, value: Any) -> int:
+def check_tokens(field: str, value: Any) -> int:
     if type(value) is not int or value < 0:
         raise ValueError(f"{field} is {value!r}; allowed: a whole number of tokens, 0 or more")
     return value
 
 
-def text(field: str, value: Any) -> str | None:
+def check_text(field: str, value: Any) -> str | None:
     if value is None:
         return None
     if not isinstance(value, str) or len(value) > _LONGEST_TEXT:

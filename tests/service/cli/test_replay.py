@@ -11,7 +11,9 @@ from click.testing import CliRunner, Result
 from kvstow.devices.base import Fence
 from kvstow.devices.cpu import CpuDevice
 from kvstow_service.cli import app
+from kvstow_service.cli import replay as replay_command
 from kvstow_service.replay.kv import Page
+from kvstow_service.replay.result import AttachedResult, EngineLife, EngineResult, ReplayResult
 from kvstow_service.replay.trace import TraceShape, generate_trace
 
 FIELDS = {
@@ -39,6 +41,24 @@ def test_the_json_has_the_documented_fields(trace: str) -> None:
     assert result["block_hit_rate"] == result["hit_blocks"] / result["blocks"]
     assert result["verified_bytes"] == result["loaded_bytes"] == result["hit_blocks"] * 1024 * 2 > 0
     assert (result["ranks"], result["slots"], result["policy"]) == (2, 100, "auto")
+
+
+@pytest.mark.parametrize("words", [(), ("--json",)])
+def test_what_a_killed_service_leaves_behind_is_shown(
+    trace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    """Stores that were dropped while it was away, and an engine that was started again."""
+    found = ReplayResult(requests=3, blocks=10, hit_blocks=5)
+    found.drops["dropped_detached"] = 4
+    lives = [EngineLife(found, end="killed by SIGKILL"), EngineLife(found, problem="no service", end="finished")]
+    result = AttachedResult([EngineResult("replay-1", lives)], 2.0)
+    monkeypatch.setattr(replay_command, "_run_attached", lambda specs: result)
+    outcome = invoke(trace, "--attach", f"unix:{tmp_path}/socket", *words)
+    assert outcome.exit_code == 0, outcome.stderr
+    if words:
+        assert json.loads(outcome.stdout)["drops"] == {"dropped_detached": 8}
+    else:
+        assert "8 blocks (detached 8)" in outcome.stdout
 
 
 def test_the_summary_has_the_main_numbers(trace: str) -> None:

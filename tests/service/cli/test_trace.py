@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import json
 import subprocess
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 from tests.service.cli.conftest import Host, Run
+from tests.service.replay.sessions import agents, session, turn, write
 
 from kvstow_api.client import Client
 from kvstow_service.cli import app
@@ -61,6 +63,81 @@ def test_an_unwritable_file_is_exit_code_2(tmp_path: Path) -> None:
     assert "a writable file, or - (No such file or directory)" in outcome.stderr
 
 
+def test_an_output_whose_name_ends_with_gz_is_compressed(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl.gz"
+    assert invoke("--requests", "9", "--output", str(path)).exit_code == 0
+    assert gzip.decompress(path.read_bytes()).count(b"\n") == 9
+    assert read_trace(str(path)) == generate_trace(TraceShape(), limit=9)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is full")
+def test_a_disk_that_is_full_is_exit_code_2() -> None:
+    outcome = invoke("--output", "/dev/full")
+    assert outcome.exit_code == 2
+    assert "No space left on device" in outcome.stderr
+
+
+# -- traces of others --------------------------------------------------------------------------------------------------
+
+
+def import_(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(app, ["trace", "import", *map(str, arguments)])
+
+
+def test_sessions_become_a_trace_that_replays_read(tmp_path: Path) -> None:
+    folder, trace = agents(tmp_path / "sessions", 5), tmp_path / "trace.jsonl.gz"
+    write(folder / "other.json", session(turn(0.0, 600), turn(1.0, 600, model="b")))
+    outcome = import_(folder, "--share-system", "--spread", "10m", "--output", trace)
+    assert (outcome.exit_code, outcome.stdout) == (0, ""), outcome.stderr
+    found = read_trace(str(trace))
+    assert outcome.stderr.splitlines() == [
+        f"imported {len(found)} requests of 6 sessions; left out 1 request to another model than their session's first"
+    ]
+    table = CliRunner().invoke(app, ["replay", str(trace), "--no-data", "--sizes", "400", "--json"])
+    assert json.loads(table.stdout)["requests"] == len(found)
+
+
+def test_what_is_skipped_is_named_and_counted(tmp_path: Path) -> None:
+    bad = [turn(-1.0, 600) for _ in range(25)]
+    write(tmp_path / "a.json", session(turn(0.0, 600), *bad))
+    (tmp_path / "b.json").write_text("{")
+    outcome = import_(tmp_path)
+    assert outcome.exit_code == 0
+    assert len(list(parse_trace(outcome.stdout_bytes.splitlines(), "out"))) == 1
+    *named, last = outcome.stderr.splitlines()
+    assert len(named) == 20
+    assert all("skipped: " in line for line in named)
+    told = "imported 1 request of 1 session; skipped 1 file, 25 requests, of which the first 20 are named above"
+    assert last == told
+
+
+def test_mooncakes_form_is_imported_from_standard_input() -> None:
+    line = '{"timestamp": 27, "input_length": 700, "output_length": 5, "hash_ids": [4, 5]}\n'
+    outcome = CliRunner().invoke(app, ["trace", "import", "-"], input=line)
+    assert (outcome.exit_code, outcome.stderr) == (0, "imported 1 request\n")
+    expected = '{"timestamp":27,"input_length":700,"output_length":5,"runs":[4,2]}\n'
+    assert outcome.stdout == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("none.json",), "there are no requests to import"),
+        (("empty",), "FILE is 'empty'; allowed: a folder with files whose names end with .json"),
+        (("empty", "--spread", "1000000h"), "spread is 3600000000.0; allowed: 0 to 1e+09 seconds"),
+    ],
+)
+def test_what_cannot_be_imported_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], complaint: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("empty").mkdir()
+    outcome = import_(*arguments, "--output", "trace.jsonl")
+    assert outcome.exit_code == ExitCode.USAGE
+    assert complaint in outcome.stderr
+    assert not Path("trace.jsonl").exists()
+
+
 # -- of a live pool ----------------------------------------------------------------------------------------------------
 
 
@@ -101,6 +178,7 @@ def test_a_recording_is_a_trace_that_replays_read(host: Host, run: Run, tmp_path
     found = read_trace(str(path))
     assert len(found) > 5
     assert {request.looked_up for request in found} == {(0, 2)}
+    assert {one for request in found for one in request.hash_ids} == set(range(7 + 2)), "numbered by their first use"
     assert path.stat().st_size <= 2000
     table = run("replay", str(path), "--no-data", "--sizes", "4,64", "--json")
     assert table.exit_code == 0, table.stderr
@@ -116,17 +194,18 @@ def test_a_recording_that_breaks_off_keeps_what_came(
     told = run("trace", "record", "--server", host.url, "--output", str(tmp_path / "trace"))
     assert told.exit_code == ExitCode.ERROR
     assert "the connection has ended before the recording: 1 request of pool host" in told.stderr
-    assert (tmp_path / "trace").read_text() == f"{line}\n"
+    kept = '{"timestamp":0,"input_length":1,"output_length":0,"looked_up":[0,1],"runs":[0,1]}'
+    assert (tmp_path / "trace").read_text() == f"{kept}\n"
 
 
 def test_ctrl_c_ends_a_recording(host: Host, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted() -> Iterator[str]:
-        yield '{"timestamp":0}'
+        yield '{"timestamp":0,"input_length":1,"output_length":0,"hash_ids":[77,5]}'
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Client, "record", lambda *_, **limits: interrupted())
     told = run("trace", "record", "--server", host.url)
-    assert (told.exit_code, told.stdout) == (0, '{"timestamp":0}\n')
+    assert (told.exit_code, told.stdout) == (0, '{"timestamp":0,"input_length":1,"output_length":0,"runs":[0,2]}\n')
     assert "the recording has ended: it was stopped; 1 request" in told.stderr
 
 

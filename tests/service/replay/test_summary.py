@@ -1,9 +1,18 @@
 import io
+import json
+from dataclasses import fields
 
 import pytest
 from rich.console import Console
 
-from kvstow_service.replay.result import AttachedResult, EngineLife, EngineResult, ReplayResult, print_rows
+from kvstow_service.replay.result import (
+    AttachedResult,
+    EngineLife,
+    EngineResult,
+    Position,
+    ReplayResult,
+    print_rows,
+)
 
 
 def test_trouble_is_spelled_out() -> None:
@@ -40,3 +49,19 @@ def test_a_terminal_gets_a_table_and_a_pipe_gets_lines() -> None:
     print_rows(rows, Console(file=terminal, force_terminal=True), title="Replay")
     assert pipe.getvalue() == "hit rate        12 %\n"
     assert "│ hit rate │ 12 % │" in terminal.getvalue()
+
+
+def test_a_result_with_every_kind_of_value_is_written_as_json() -> None:
+    """What a killed service leaves behind included: stores that were dropped, by reason, and lives of an engine."""
+    lives = []
+    for end in ("killed by SIGKILL", "finished"):
+        found = ReplayResult(requests=3, blocks=10, hit_blocks=5, policy="lru", evicted_blocks=2)
+        found.drops.update({"dropped_no_slot": 4, "dropped_detached": 1})
+        found.count_mismatches(["key 01 in block 7, region 3 of rank 1"])
+        lives.append(EngineLife(found, Position((1, 2), 3), problem="the service is away", end=end))
+    result = AttachedResult([EngineResult("replay-1", lives)], 2.0)
+    told = json.loads(json.dumps(result.to_json()))
+    assert told["drops"] == {"dropped_no_slot": 8, "dropped_detached": 2}
+    assert (told["dropped_stores"], told["restarts"], told["mismatches"]) == (10, 1, 2)
+    assert [life["end"] for life in told["engines"][0]["lives"]] == ["killed by SIGKILL", "finished"]
+    assert told.keys() >= {field.name for field in fields(ReplayResult)}
