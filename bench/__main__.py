@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from bench import admin, attach, control, policy, populate, retention, startup, steps, tier
+from bench import admin, agents, attach, control, policy, policytraces, populate, retention, startup, steps, tier
 from bench.machine import describe
 from bench.report import PAGE, Table, page, record
 
@@ -16,16 +16,19 @@ _ROOT = Path(__file__).parents[1]
 _Run = Callable[[argparse.Namespace, Callable[[str], None]], list[Table]]
 BENCHMARKS: dict[str, _Run] = {
     "control": lambda options, say: control.run(options.sizes, options.repeats, say),
-    "trace": lambda options, say: control.run_trace(options.trace, control.TRACE_SIZES, say),
+    "trace": lambda options, say: control.run_trace(_conversations(options), control.TRACE_SIZES, say),
     "policy": lambda options, say: policy.run(tuple(policy.POOLS), say),
     "curve": lambda options, say: policy.run_curves(tuple(policy.CURVES), say),
-    "retention": lambda options, say: retention.run(options.trace, say),
+    "retention": lambda options, say: retention.run(_conversations(options), say),
+    "agents": lambda options, say: agents.run(
+        options.trace or agents.TRACE, options.slots, options.clients, options.gpu_blocks, say
+    ),
     "steps": lambda options, say: steps.run(options.sizes, options.repeats, say),
     "admin": lambda options, say: admin.run(options.admin_slots, options.seconds, say),
     "startup": lambda options, say: startup.run(options.pools, options.repeats + 2, say),
     "populate": lambda options, say: populate.run(options.repeats, say),
     "attach": lambda options, say: attach.run(options.repeats, say),
-    "tier": lambda options, say: tier.run(options.repeats, options.trace, say),
+    "tier": lambda options, say: tier.run(options.repeats, _conversations(options), say),
 }
 
 
@@ -38,12 +41,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if {"control", "trace"} & set(names) and not control.vllm_is_there():
         _say("no .venv-vllm: `make venv-vllm` makes it; KVStow is measured alone")
     for name in (name for name in BENCHMARKS if name in names):
-        if name == "trace" and not options.trace.exists():
-            _say(f"no trace at {options.trace}: pass --trace")
+        if name == "trace" and not _conversations(options).exists():
+            _say(f"no trace at {_conversations(options)}: pass --trace")
             continue
         load = os.getloadavg()[0]
         tables = BENCHMARKS[name](options, _say)
-        if tables:
+        if tables and not options.no_record:
             record(name, f"{describe()}; load {load:.1f} before, {os.getloadavg()[0]:.1f} after", tables)
         _say("\n\n".join(table.to_markdown() for table in tables))
     return 0
@@ -56,11 +59,22 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--repeats", type=int, default=3, help="processes for each figure")
     parser.add_argument("--sizes", type=int, nargs="+", default=control.SIZES, metavar="SLOTS")
-    parser.add_argument("--trace", type=Path, default=_ROOT.parent / "shared" / "data" / "conversation_trace.jsonl")
+    parser.add_argument("--trace", type=Path, help=f"for agents, by default {agents.TRACE.relative_to(_ROOT)}")
+    parser.add_argument("--slots", type=int, nargs="+", default=agents.SLOTS, help="pools of the agents benchmark")
+    parser.add_argument(
+        "--clients", nargs="+", default=agents.CLIENTS, choices=agents.CLIENTS, help="columns of the agents benchmark"
+    )
+    parser.add_argument("--gpu-blocks", type=int, help="agents: the pools are behind a GPU that caches so many blocks")
+    parser.add_argument("--no-record", action="store_true", help="print the tables, and keep the recorded results")
     parser.add_argument("--admin-slots", type=int, default=1_000_000)
     parser.add_argument("--seconds", type=float, default=10.0, help="length of each phase of the admin benchmark")
     parser.add_argument("--pools", nargs="+", default=["256MiB", "16GiB"], metavar="SIZE")
     return parser
+
+
+def _conversations(options: argparse.Namespace) -> Path:
+    """The public trace of conversations, unless another one is given."""
+    return options.trace or policytraces.DATA / "conversation_trace.jsonl"
 
 
 def _say(text: str) -> None:

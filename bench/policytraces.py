@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable
 from heapq import heappop, heappush
 from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
+
+from kvstow_service.replay.trace import read_trace
 
 DATA = Path(__file__).parents[2] / "shared" / "data"
 _REQUESTS = 8000
@@ -23,10 +24,10 @@ class Trace(NamedTuple):
 
 
 def read(path: Path) -> Trace:
-    """A trace of the Mooncake project."""
-    with path.open() as lines:
-        found = [json.loads(line) for line in lines]
-    return Trace(path.stem, [one["timestamp"] / 1000 for one in found], [one["hash_ids"] for one in found])
+    """A trace of the Mooncake project, or one that KVStow has written. Ends of requests are left out: each is over
+    before the next one begins."""
+    found = read_trace(str(path))
+    return Trace(path.stem, [one.timestamp / 1000 for one in found], [list(one.hash_ids) for one in found])
 
 
 def popular(*, shifts: bool) -> Trace:

@@ -882,6 +882,20 @@ MUTANTS = [
         "tests/service/replay/test_importing.py::test_numbers_are_bounded_and_ids_stay_equal_where_they_were",
     ),
     Mutant(
+        "the_pool_is_offered_what_the_gpu_had",
+        "service/kvstow_service/replay/hittable.py",
+        "        rest = [*keys[:first], *keys[first + found :]]\n",
+        "        rest = keys[first + found :]\n",
+        "tests/service/replay/test_hittable.py::test_what_the_gpu_has_hits_there_and_the_rest_in_the_pool",
+    ),
+    Mutant(
+        "a_gpu_keeps_the_blocks_of_running_requests",
+        "service/kvstow_service/replay/hittable.py",
+        "            if not self._users[one]:\n",
+        "            if self._users[one] <= 1:\n",
+        "tests/service/replay/test_hittable.py::test_a_gpu_keeps_what_runs_and_evicts_the_oldest_of_the_rest",
+    ),
+    Mutant(
         "a_replay_ends_with_a_rank",
         "service/kvstow_service/replay/processes.py",
         '        logger.warning("%s", error)\n',

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from heapq import heapify, heappop, heappush
+from itertools import islice
 from math import inf
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ _SLOT_BYTES = 64
 _BOOT = "simulated"
 _TICK = 1e-6
 """Seconds between two requests that a trace has at the same time: otherwise chance decides which is the older."""
+_HOST_TICK = 1.0
 _TOLD = 64  # requests from one call of `on_requests` to the next
 _STALE = 1 << 16
 
@@ -43,7 +45,7 @@ class TimedPool:
     """
 
     def __init__(self, slots: int, policy: str) -> None:
-        self.now = 0.0
+        self.now, self._next_tick = 0.0, _HOST_TICK
         config = EngineConfig(slot_bytes=_SLOT_BYTES, capacity_slots=slots, policy=policy, curve=False)
         self.engine = OffloadEngine(config, clock=lambda: self.now)
         no_pool = RankReport.without_pool(0, _BOOT, "ready", _SLOT_BYTES)
@@ -51,13 +53,14 @@ class TimedPool:
 
     def admit(self, keys: Sequence[BlockKey], now: float, asked: tuple[int, int] | None = None) -> Admitted:
         """A request begins, in seconds. It looks up its blocks `asked`, None for all of them: the GPU has those before.
-        It stores all that are behind those which it has found."""
+        Like a connector it offers to store all but those that it has found, what the GPU had included: the pool may
+        have lost that."""
         self._go_on(now)
         engine = self.engine
         first, stop = asked or (0, len(keys))
         lease = engine.acquire(keys[first:stop])
         found = len(lease.slots)
-        rest = keys[first + found :]
+        rest = [*keys[:first], *keys[first + found :]]
         if rest:
             op = engine.begin_store(rest, range(len(rest))).op
             if op is not None:
@@ -88,8 +91,15 @@ class TimedPool:
     def _go_on(self, now: float) -> None:
         self.now = max(now, self.now + _TICK)
 
+    def tick(self, now: float) -> None:
+        """What a host does once a second; at most so often, however often it is called."""
+        if now >= self._next_tick:
+            self._go_on(now)
+            self._next_tick = now + _HOST_TICK
+            self.engine.tick()
 
-class KeyTable(dict[int, BlockKey]):
+
+class KeysById(dict[int, BlockKey]):
     """The key of each block id, made once."""
 
     def __missing__(self, hash_id: int) -> BlockKey:
@@ -99,22 +109,65 @@ class KeyTable(dict[int, BlockKey]):
         return [self[hash_id] for hash_id in hash_ids]
 
 
+class GPUCache:
+    """The prefix cache of a GPU before the pool: so many blocks, those of running requests included, which cannot be
+    evicted; the others in the order of their last use."""
+
+    def __init__(self, blocks: int) -> None:
+        self._blocks = blocks
+        self._users: dict[int, int] = {}
+        self._idle: dict[int, None] = {}
+        """From the one that is evicted first to the one that was used last."""
+
+    def admit(self, hash_ids: Sequence[int]) -> int:
+        """A request begins. Returns how many of its leading blocks were there."""
+        ids = tuple(hash_ids)
+        found = next((at for at, one in enumerate(ids) if one not in self._users and one not in self._idle), len(ids))
+        for one in ids:
+            self._idle.pop(one, None)
+            self._users[one] = self._users.get(one, 0) + 1
+        self._evict()
+        return found
+
+    def end(self, hash_ids: Sequence[int]) -> None:
+        for one in reversed(tuple(hash_ids)):
+            self._users[one] -= 1
+            if not self._users[one]:
+                del self._users[one]
+                self._idle[one] = None
+        self._evict()
+
+    def _evict(self) -> None:
+        for one in list(islice(self._idle, max(0, len(self._users) + len(self._idle) - self._blocks))):
+            del self._idle[one]
+
+
 def overlapping_hits(
     pool: TimedPool,
     requests: Sequence[TraceRequest],
-    keys: KeyTable,
+    keys: KeysById,
     on_requests: Callable[[int], None] = lambda count: None,
+    *,
+    hints: Callable[[int], Hints | None] = lambda number: None,
+    gpu: GPUCache | None = None,
 ) -> int:
-    """Blocks that hit in the pool while the requests overlap as in their trace. `on_requests` is called with how many
-    were admitted."""
+    """Blocks that hit in the pool, or before it in the cache of the GPU, while the requests overlap as in their trace.
+    `on_requests` is called with how many were admitted. `hints`: of the request with a number, at its end."""
     running: dict[int, Admitted] = {}
     hits = 0
     for event in events(requests):
         request = requests[event.number]
+        pool.tick(event.at / 1000)
         if event.is_end:
-            pool.end(running.pop(event.number), event.at / 1000, request.stop)
+            pool.end(running.pop(event.number), event.at / 1000, request.stop, hints(event.number))
+            if gpu is not None:
+                gpu.end(request.hash_ids)
             continue
-        admitted = pool.admit(keys.keys_of(request.hash_ids), event.at / 1000, request.looked_up)
+        asked = request.looked_up
+        if gpu is not None:
+            asked = gpu.admit(request.hash_ids), len(request.hash_ids)
+            hits += asked[0]
+        admitted = pool.admit(keys.keys_of(request.hash_ids), event.at / 1000, asked)
         running[event.number] = admitted
         hits += admitted.found
         if event.number % _TOLD == 0:
@@ -193,7 +246,7 @@ def hit_table(
     on_requests: Callable[[int], None] = lambda count: None,
 ) -> HitTable:
     """`on_requests` is called with how many requests of all pools together are done."""
-    keys, asked = KeyTable(), [request.asked for request in requests]
+    keys, asked = KeysById(), [request.asked for request in requests]
     ids = [request.hash_ids for request in requests]
     blocks = sum(stop - first for first, stop in asked)
     done = 0

@@ -7,7 +7,15 @@ from math import inf
 import pytest
 
 from kvstow_service.replay import hittable
-from kvstow_service.replay.hittable import FORESIGHT, TimedPool, foresight_hits, hit_table
+from kvstow_service.replay.hittable import (
+    FORESIGHT,
+    GPUCache,
+    KeysById,
+    TimedPool,
+    foresight_hits,
+    hit_table,
+    overlapping_hits,
+)
 from kvstow_service.replay.trace import TraceRequest, TraceShape, generate_trace, parse_trace
 
 REQUESTS = generate_trace(TraceShape(sessions=40, turns=4, shared_prompts=3, seed=7))
@@ -100,3 +108,39 @@ def test_foresight_forgets_the_uses_that_have_come(monkeypatch: pytest.MonkeyPat
     expected = foresight_hits(chains, 60)
     monkeypatch.setattr(hittable, "_STALE", 0)
     assert foresight_hits(chains, 60) == expected
+
+
+def test_a_gpu_keeps_what_runs_and_evicts_the_oldest_of_the_rest() -> None:
+    gpu = GPUCache(4)
+    assert gpu.admit([1, 2, 3]) == 0
+    assert gpu.admit([1, 2, 4, 5]) == 2, "five blocks run, more than it has"
+    gpu.end([1, 2, 3])
+    assert gpu.admit([3]) == 0, "no request needed it, so it was evicted at once"
+    gpu.end([3])
+    gpu.end([1, 2, 4, 5])
+    assert gpu.admit([1, 2, 4, 5]) == 4
+    assert gpu.admit([1, 2, 3]) == 2
+
+
+def test_what_the_gpu_has_hits_there_and_the_rest_in_the_pool() -> None:
+    """The GPU forgets the first request when the second one comes; the pool has both. It is offered what the GPU had,
+    too, because it may have lost that."""
+    first, second = TraceRequest(0, 1, 1, (1, 2)), TraceRequest(10, 1, 1, (3, 4, 5))
+    longer, again = TraceRequest(20, 1, 1, (3, 4, 5, 6)), TraceRequest(30, 1, 1, (1, 2))
+    pool = TimedPool(8, "lru")
+    hits = overlapping_hits(pool, [first, second, longer, again], KeysById(), gpu=GPUCache(3))
+    assert (hits, pool.engine.stats().lookups.hit_blocks) == (3 + 2, 2)
+    small = TimedPool(3, "lru")
+    overlapping_hits(small, [first, second, longer], KeysById(), gpu=GPUCache(3))
+    assert small.engine.lookup(longer.keys()) == 3
+
+
+def test_hints_are_given_at_the_end_of_the_request_that_they_are_of() -> None:
+    given: list[int] = []
+    requests = [TraceRequest(0, 1, 1, (1,), end=30), TraceRequest(10, 1, 1, (2,), end=20)]
+
+    def hints(number: int) -> None:
+        given.append(number)
+
+    overlapping_hits(TimedPool(8, "lru"), requests, KeysById(), hints=hints)
+    assert given == [1, 0]

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstow.errors import InvalidRequestError
@@ -129,6 +129,7 @@ def _requests(draw: st.DrawFn) -> TraceRequest:
     return TraceRequest(timestamp, *lengths, tuple(ids), looked_up, end, draw(_texts), draw(_texts))
 
 
+@settings(deadline=None)
 @given(_requests())
 def test_any_request_comes_back_as_it_was_written(request: TraceRequest) -> None:
     line = request.to_line()
@@ -136,6 +137,7 @@ def test_any_request_comes_back_as_it_was_written(request: TraceRequest) -> None
     assert list(parse_trace([line.encode()], "t")) == [request]
 
 
+@settings(deadline=None)
 @given(_ids)
 def test_runs_are_the_ids_that_they_are_made_of(ids: list[int]) -> None:
     runs = Runs.of(ids)
