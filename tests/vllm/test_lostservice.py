@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,7 @@ class Bench:
         self.worker: AttachedWorker = engine.rank_connector._rank.side.plane
         self._late, self._turns = 0.0, 0
         patch.setattr(self.worker, "_clock", lambda: time.monotonic() + self._late)
-        settle = self.worker._settle
+        settle: Callable[[], float] = self.worker._settle
 
         def turn() -> float:
             self._turns += 1
@@ -86,7 +87,10 @@ class Bench:
         self._late, turns = self._late + seconds, self._turns
         for number in (1, 2):
             self.worker._wake_up()
-            eventually(lambda number=number: self._turns >= turns + number, "a turn of the rank's worker")
+            eventually(partial(self._has_turned, turns + number), "a turn of the rank's worker")
+
+    def _has_turned(self, turns: int) -> bool:
+        return self._turns >= turns
 
     def ask(self, *prompts: Prompt, tokens: int = 24) -> list[Any]:
         """Their answers, and then that of the request that was running."""

@@ -96,7 +96,7 @@ SETUPS = [
             f"by layer, {layers}, {'async' if is_async else 'sync'}, services that die",
             attached=True,
             by_layer=True,
-            layers=layers,
+            layers=layers,  # type: ignore[arg-type]
             asynchronous=is_async,
             ranks=ranks,
             blocks=blocks,
