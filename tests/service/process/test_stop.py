@@ -10,12 +10,26 @@ import pytest
 from kvstow_service.process.stop import Stop, StopRequests
 
 
+_IGNORED_BY_SHELLS = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT)
+"""What nohup, and shells for commands in the background, have a process ignore. It stays ignored."""
+
+
+@pytest.fixture(autouse=True)
+def foreground() -> Iterator[None]:
+    """The signals as a process in the foreground has them, wherever the tests run."""
+    before = {
+        number: signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        for number in _IGNORED_BY_SHELLS
+    }
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 @pytest.fixture
-def stops() -> Iterator[StopRequests]:
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
+def stops(foreground: None) -> Iterator[StopRequests]:
     with StopRequests() as requests:
         yield requests
-    signal.signal(signal.SIGHUP, before)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGXCPU, signal.SIGPWR])
