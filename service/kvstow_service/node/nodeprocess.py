@@ -25,6 +25,7 @@ from kvstow_service.node.node import Node
 from kvstow_service.node.settings import Settings
 from kvstow_service.node.survival.orphanedmemory import find_orphaned_memory, running_services
 from kvstow_service.process.logwriter import QueuedLog, configure_logs
+from kvstow_service.process.runningclock import RunningClock
 from kvstow_service.process.stop import StopRequests
 from kvstow_service.process.switchinterval import short_switch_interval
 from kvstow_service.tiers.stores import open_store, shown_url
@@ -64,11 +65,13 @@ def _serve(settings: Settings, log: QueuedLog) -> int:
 
         sockets = AdminSockets(address, secure=tls is not None)
         running.callback(sockets.close)
+        clock = RunningClock()
         node = Node(
             settings,
             attach_group=attach_group,
             store=store,
             on_failure=lambda reason: stops.request(reason, 1),
+            clock=clock,
         )
         running.callback(node.close)
         log.queue.on_drop = partial(node.count_error, "log_line_dropped")
@@ -93,6 +96,7 @@ def _serve(settings: Settings, log: QueuedLog) -> int:
         running.callback(server.stop)
         with short_switch_interval():  # the admin server answers while the node recovers a million blocks
             node.start()
+        clock.watch()
         ticker.start()
         running.callback(ticker.stop)
         _announce(settings, sockets)
