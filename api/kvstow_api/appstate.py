@@ -35,7 +35,7 @@ class AppState:
         self.journal = Journal()
         self.clocks = RankClocks()
         self.sampler = Sampler(host.directory, self.journal)
-        self.watch = HostWatch(host)
+        self.watch = HostWatch(host, self.credentials.renew)
         process = [Check("loop", self.loop.failure), *map(Check, host.ready_checks, host.ready_checks.values())]
         self.conditions = Conditions(host, process, self.sampler, self.watch, self.clocks, self.credentials)
         self.probes = make_probes(host, process, self.conditions.failures)

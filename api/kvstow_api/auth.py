@@ -121,9 +121,38 @@ class Credentials(NamedTuple):
     @property
     def exposures(self) -> Mapping[str, str] | None:
         """Describes the access that other users have to each token file, by setting. None if no file is set."""
-        files = {"token_file": self.admins, "viewer_token_file": self.viewers}
-        given = {name: file.exposure for name, file in files.items() if file is not None}
+        given = {name: file.exposure for name, file in self.files.items()}
         return {name: what for name, what in given.items() if what is not None} if given else None
+
+    @property
+    def problems(self) -> Mapping[str, str]:
+        """Why each token file that cannot be used now cannot, by setting. Names no path: every reader may see it."""
+        return {name: file.problem for name, file in self.files.items() if file.problem is not None}
+
+    @property
+    def files(self) -> Mapping[str, TokenFile]:
+        """The token files by setting."""
+        files = {"token_file": self.admins, "viewer_token_file": self.viewers}
+        return {name: file for name, file in files.items() if file is not None}
+
+    def renew(self) -> None:
+        """Read the token files that have changed. It may take any time: call it on a thread."""
+        for file in self.files.values():
+            file.renew()
+
+    def kind_of(self, token: bytes) -> str | None:
+        """Whose token it is, `admin` or `viewer`; None if no file has it. Raises `ConfigError` if none of those that
+        can be used has it, and one cannot."""
+        problem: ConfigError | None = None
+        for kind, file in (("admin", self.admins), ("viewer", self.viewers)):
+            try:
+                if file is not None and file.accepts(token):
+                    return kind
+            except ConfigError as error:
+                problem = error
+        if problem is not None:
+            raise problem
+        return None
 
 
 class AuthMiddleware:
@@ -137,7 +166,7 @@ class AuthMiddleware:
         self._credentials = credentials
         self._agent_token = credentials.agent.encode() if credentials.agent else None
         self._unusable = LimitedLog(logger)
-        self._files = _Renewal([file for file in (credentials.admins, credentials.viewers) if file is not None])
+        self._files = _Renewal(credentials)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -165,7 +194,13 @@ class AuthMiddleware:
             actor = self._actor(scope, token)
         except ConfigError as error:
             self._unusable.log(logging.ERROR, "a token file is not usable: %s", error)
-            return problem(scope, 503, "the token file is not usable; see the log", headers={"Retry-After": "5"})
+            unusable = " and ".join(f"{name} ({why})" for name, why in self._credentials.problems.items())
+            return problem(
+                scope,
+                503,
+                f"this server cannot use its {unusable or 'token file'}, so it cannot tell whether the token is one of "
+                "those in it: an operator has to mend the file",
+            )
         scope[ACTOR] = actor or "-"
         if actor is None:
             return self._refusal(scope, reading, token is not None, shows_keys)
@@ -184,12 +219,7 @@ class AuthMiddleware:
         is_report = _REPORT_PATH.fullmatch(scope["path"]) is not None
         if caller is not None and caller != self._nobody and not is_report:
             return f"{_CALLER_ACTOR}{caller}"
-        if token is not None:
-            if known.admins is not None and known.admins.accepts(token):
-                return "admin"
-            if known.viewers is not None and known.viewers.accepts(token):
-                return "viewer"
-        return None
+        return None if token is None else known.kind_of(token)
 
     def _refusal(self, scope: Scope, reading: bool, has_token: bool, shows_keys: bool) -> Response:
         """401 where a token or a certificate would help, otherwise 403. Both name the socket that needs none."""
@@ -222,21 +252,17 @@ class _Renewal:
     """Renews the token files on a thread, as file systems can block. All waiting requests share one renewal, so a slow
     file system occupies one thread. Used on one event loop."""
 
-    def __init__(self, files: Sequence[TokenFile]) -> None:
-        self._files = files
+    def __init__(self, credentials: Credentials) -> None:
+        self._credentials = credentials
         self._renewal: asyncio.Task[None] | None = None
 
     async def renew(self) -> None:
         """Waits at most two seconds. After that the tokens stay as they were, and later requests see the new ones."""
-        if not self._files:
+        if not self._credentials.files:
             return
         if self._renewal is None or self._renewal.done():
-            self._renewal = asyncio.create_task(run_in_threadpool(self._renew_all))
+            self._renewal = asyncio.create_task(run_in_threadpool(self._credentials.renew))
         await asyncio.wait([self._renewal], timeout=_MAX_RENEWAL_SECONDS)
-
-    def _renew_all(self) -> None:
-        for file in self._files:
-            file.renew()
 
 
 def _beyond_rights(scope: Scope, reading: bool, actor: str) -> Response | None:

@@ -73,10 +73,12 @@ class HostMemory(NamedTuple):
 
 
 class OrphanedMemory(NamedTuple):
-    """Memory of a node service that is taken although no service uses it. `words` say who has it and what to do.
-    `num_bytes`: without what was counted for another process."""
+    """Memory of a node service that a process has, and that no running service does. `extents`: how many pieces.
+    `num_bytes`: without what was counted for another process, or is not visible because it is only mapped."""
 
-    words: str
+    pid: int
+    command: str
+    extents: int
     num_bytes: int
 
 
@@ -263,6 +265,7 @@ class EmbeddedDirectory:
                 namespace=POOL_NAME,
                 host=socket.gethostname(),
                 pid=os.getpid(),
+                process="running",
                 state="stuck" if pending.stuck else state,
                 age_seconds=self._clock() - self._started_at,
                 in_flight=pending.loads + pending.stores,

@@ -64,11 +64,17 @@ class Verdict(NamedTuple):
 
 
 class Probe:
-    def __init__(self, name: str, checks: Iterable[Check], conditions: Callable[[], Mapping[str, str]] = dict) -> None:
-        """`conditions`: the failures that conditions tell, by the names of the checks."""
+    def __init__(
+        self, name: str, checks: Callable[[], Iterable[Check]], conditions: Callable[[], Mapping[str, str]] = dict
+    ) -> None:
+        """`checks` is called for each use: the server answers before all parts of its host are there. `conditions`: the
+        failures that conditions tell, by the names of the checks."""
         self.name = name
-        self._conditions = conditions
-        self.checks = {check.name: check for check in checks}
+        self._checks, self._conditions = checks, conditions
+
+    @property
+    def checks(self) -> Mapping[str, Check]:
+        return {check.name: check for check in self._checks()}
 
     def run(self, exclude: Collection[str] = frozenset(), told: Mapping[str, str] | None = None) -> Verdict:
         """Run all checks except those in `exclude`. `told`: the failures that conditions tell, if they are known."""
@@ -139,10 +145,12 @@ def make_probes(
     """The probes `livez`, `readyz` and `startupz`. `process`: checks of the host's own process. `failures`: those that
     conditions tell, by the names of the checks."""
     answering = Check("server", lambda: None)
+    live = [answering, *map(Check, host.live_checks, host.live_checks.values())]
+    startup = [answering, *map(Check, host.startup_checks, host.startup_checks.values())]
     probes = (
-        Probe("livez", [answering, *map(Check, host.live_checks, host.live_checks.values())]),
-        Probe("readyz", [*_told_by_conditions(host), *process], failures),
-        Probe("startupz", [answering, *map(Check, host.startup_checks, host.startup_checks.values())]),
+        Probe("livez", lambda: live),
+        Probe("readyz", lambda: [*_told_by_conditions(host), *process], failures),
+        Probe("startupz", lambda: startup),
     )
     return {probe.name: probe for probe in probes}
 

@@ -9,6 +9,7 @@ import os
 import re
 import stat
 from pathlib import Path
+from threading import Lock
 from typing import NamedTuple, Self
 
 from kvstow.errors import ConfigError, SettingError
@@ -104,31 +105,40 @@ class TokenFile:
     """The tokens in a file, one per line (two while one replaces the other).
 
     The constructor raises `ConfigError` if the file cannot be read or has no token. `renew` reads the file, which can
-    take any time: call it off the event loop, and on one thread at a time. All else is fast.
+    take any time: call it off the event loop. All else is fast.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._stamp: FileStamp | None = None
         self._tokens: tuple[bytes, ...] = ()
-        self._problem: ConfigError | None = None
+        self._renewing = Lock()
+        self.problem: str | None = None
+        """Why the file cannot be used, without its path; None if it can."""
         self.renew()
         self._require()
 
     def renew(self) -> None:
-        """Read the file if it has changed. Raises nothing: `accepts` raises what went wrong."""
+        """Read the file if it has changed, unless another thread does. Raises nothing: `accepts` raises what went
+        wrong."""
+        if self._renewing.acquire(blocking=False):
+            try:
+                self._renew()
+            finally:
+                self._renewing.release()
+
+    def _renew(self) -> None:
         try:
             if FileStamp.of(self._path) == self._stamp:
                 return
             content, stamp = read_regular_file(self._path)
         except OSError as error:
             self._stamp = None
-            self._problem = SettingError("token_file", str(self._path), f"cannot be read: {error.strerror}")
+            self.problem = f"cannot be read: {error.strerror}"
             return
         tokens = tuple(filter(None, map(bytes.strip, content.splitlines())))
         usable = 1 <= len(tokens) <= MAX_TOKENS and all(len(token.split()) == 1 for token in tokens)
-        needed = f"must have 1 to {MAX_TOKENS} lines with one token each"
-        self._problem = None if usable else SettingError("token_file", str(self._path), needed)
+        self.problem = None if usable else f"must have 1 to {MAX_TOKENS} lines with one token each"
         self._tokens, self._stamp = tokens, stamp
 
     def accepts(self, token: bytes) -> bool:
@@ -142,5 +152,5 @@ class TokenFile:
         return None if self._stamp is None else exposure(self._stamp.mode)
 
     def _require(self) -> None:
-        if self._problem is not None:
-            raise self._problem
+        if self.problem is not None:
+            raise SettingError("token_file", str(self._path), self.problem)

@@ -40,8 +40,10 @@ class Measured(NamedTuple):
 class HostWatch:
     """Runs on the event loop, and measures on a thread."""
 
-    def __init__(self, host: ApiHost) -> None:
-        self.measured = Measured()
+    def __init__(self, host: ApiHost, renew_tokens: Callable[[], object] = lambda: None) -> None:
+        """`renew_tokens` reads the token files: one that cannot be used is told, also while nobody comes with a
+        token."""
+        self.measured, self._renew_tokens = Measured(), renew_tokens
         self._host = host
         self._failing: set[str] = set()
         self._looked = float("-inf")
@@ -80,6 +82,7 @@ class HostWatch:
 
     def _measure(self, at_all: bool) -> Measured:
         host, tier = self._host, self._host.directory.tier
+        self._try("the token files", self._renew_tokens)
         memory = None if host.host_memory is None else self._try("memory of the host", host.host_memory)
         if not at_all:
             return self.measured._replace(memory=memory)

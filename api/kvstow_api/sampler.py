@@ -181,10 +181,10 @@ class Sampler:
     def _note(self, kind: EventType, data: dict[str, Any]) -> None:
         if kind == "state":
             name = "the node" if data["pool"] is None else f"pool {data['pool']}"
-            logger.info("%s is %s: %s", name, data["state"], data["reason"])
+            logger.log(_level(data), "%s is %s: %s", name, data["state"], data["reason"])
         elif kind == "session":
             name = f"session {data['session']} ({data['engine']}, pool {data['pool']})"
-            logger.info("%s is %s: %s", name, data["state"], data["reason"])
+            logger.log(_level(data), "%s is %s: %s", name, data["state"], data["reason"])
         self._journal.add(kind, **data)
 
     def _sample(self, pool: HostedPool) -> PoolSamples:
@@ -217,6 +217,13 @@ class Sampler:
                     logger.exception("sampling the pools failed")
                 self._failing = True
             await asyncio.sleep(_INTERVAL)
+
+
+_BAD_STATES = frozenset({"degraded", "stopped", "stuck", "lost"})
+
+
+def _level(data: Mapping[str, Any]) -> int:
+    return logging.WARNING if data["state"] in _BAD_STATES else logging.INFO
 
 
 def _what(data: Mapping[str, Any]) -> tuple[Any, ...]:

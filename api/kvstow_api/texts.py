@@ -41,12 +41,13 @@ def percent(ratio: float | None) -> str:
     return ABSENT if ratio is None else f"{ratio * 100:.1f} %"
 
 
-def counted(number: int, noun: str) -> str:
-    """
+def counted(number: int, noun: str, plural: str | None = None) -> str:
+    """`plural`: if it is not the noun with an s.
+
     >>> counted(1, "block"), counted(1200, "block")
     ('1 block', '1,200 blocks')
     """
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
 def moment(time: datetime | None) -> str:
@@ -113,7 +114,7 @@ def bypass_words(bypass: BypassStatus) -> str:
 
 def drain_words(drain: DrainStatus) -> str:
     if not drain.active:
-        return "the server is not draining"
+        return "nothing is drained: new requests are served"
     if drain.drained:
         return "drained: nothing is in flight"
     stays = " (loads continue)" if drain.mode == "stop_stores" else ""

@@ -15,8 +15,10 @@ DrainMode = Literal["stop_stores", "all"]
 Refusal = Literal["not_ready", "draining", "bypassed"]
 LoadRefusal = Refusal | Literal["too_many_leases"]
 SessionState = Literal["attaching", "attached", "stuck", "lost"]
+ProcessState = Literal["running", "stopped", "unknown"]
 TransferState = Literal["queued", "running", "stuck", "quarantined"]
-KeeperState = Literal["connected", "gone"]
+MemoryFailure = Literal["refused", "engine", "defect"]
+KeeperState = Literal["connected", "silent", "gone"]
 
 SESSION_STATES: tuple[SessionState, ...] = get_args(SessionState)
 HOST_NAME = "host"
@@ -94,7 +96,8 @@ class SessionStatus:
     load has used. `quarantined_slots`: slots that are kept from others only because those processes may still write
     them.
 
-    The host adds what the pool does not know: `model`, its age, and `pid`, the process of its scheduler on `host`;
+    The host adds what the pool does not know: `model`, its age, and `pid`, the process of its scheduler on `host`.
+    `process`: whether that is stopped (SIGSTOP, a debugger); unknown where the host does not see the process;
     null or empty if unknown. Bytes per second are of the last 10 s and of one rank, null until they were measured.
     """
 
@@ -105,6 +108,7 @@ class SessionStatus:
     namespace: str
     host: str = ""
     pid: int | None = None
+    process: ProcessState = "unknown"
     state: SessionState
     age_seconds: float = 0.0
     in_flight: int
@@ -174,20 +178,22 @@ class UserLimit:
 @dataclass(frozen=True, slots=True)
 class MemoryStatus:
     """A host's memory, over all pools and ranks: what it is to have, and what is populated. `failure`: why it cannot
-    grow further, or null.
+    grow further, or null. `failure_kind`: whether the machine has refused it, an engine stands in the way, or a defect.
 
     `granted_bytes` are in pools, and `used_bytes` of them hold blocks. `recalled_bytes` are on their way from a pool
     to others; `waits` say which sessions hold them, and `notices`, in sentences, what else stands in the way. `kept`:
     memory that engines have given back, and that processes have all the same; it still counts. `orphaned_bytes` are
     taken by processes that no service uses any more; null where that is not measured.
 
-    `keeper`: whether the process is there that holds the memory while no service runs; null if there is to be none.
+    `keeper`: the process that holds the memory while no service runs; null if there is to be none. A `silent` one is
+    there, and does not answer. `unsaved`: what would not survive the service, and why, in sentences.
     `keeper_restarts`: how often a keeper has taken the place of one that was gone, or has come back.
     """
 
     target_bytes: int
     populated_bytes: int
     failure: str | None = None
+    failure_kind: MemoryFailure | None = None
     granted_bytes: int = 0
     used_bytes: int = 0
     recalled_bytes: int = 0
@@ -196,6 +202,7 @@ class MemoryStatus:
     kept: tuple[KeptMemory, ...] = ()
     notices: tuple[str, ...] = ()
     keeper: KeeperState | None = None
+    unsaved: tuple[str, ...] = ()
     keeper_restarts: int = 0
 
 

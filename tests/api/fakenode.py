@@ -15,7 +15,7 @@ from kvstow.control.engine import PoolFacade
 from kvstow.control.sharedpool import SharedPool
 from kvstow.errors import ConflictError, NotFoundError
 from kvstow.messages import Completion, Op, RankReport
-from kvstow.status import MemoryStatus, NamespaceStatus, SessionStatus, UserLimit
+from kvstow.status import MemoryStatus, NamespaceStatus, ProcessState, SessionStatus, UserLimit
 from kvstow.testing.fakes import FakeClock
 from kvstow_api.directory import HostedPool, HostTier
 
@@ -37,6 +37,7 @@ class Engine:
     control: AttachedSession
     pid: int
     began: float
+    process: ProcessState = "running"
 
     def report(self, **changes: Any) -> None:
         """Every rank reports the same: by default that it has registered everything."""
@@ -161,6 +162,7 @@ class FakeNode:
                 model=MODEL,
                 host="node",
                 pid=engine.pid,
+                process=engine.process,
                 age_seconds=self.clock() - engine.began,
             )
             for engine in self.engines

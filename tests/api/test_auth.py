@@ -238,6 +238,14 @@ async def test_viewer_tokens_are_reloaded_when_their_file_changes(
     assert (await private.get("/readyz")).status_code == 200
 
 
+async def test_a_viewer_is_let_in_while_the_file_of_the_admins_is_empty(
+    private: httpx.AsyncClient, token_file: Path
+) -> None:
+    token_file.write_text("")
+    assert (await private.get("/v1/info", headers=VIEWER)).status_code == 200
+    assert (await private.get("/v1/info", headers=ADMIN)).status_code == 503
+
+
 async def test_a_verified_certificate_counts_as_an_admin(launch: Any, ranks: Any) -> None:
     async def with_certificate(app: Any, scope: Any, receive: Any, send: Any) -> None:
         await app(scope | {"state": {"client_certificate": "ops"}}, receive, send)
@@ -377,8 +385,9 @@ async def test_changes_are_refused_while_the_token_file_is_missing(
         token_file.write_text(content)
     answer = await guarded.delete("/v1/drain", headers=ADMIN)
     assert answer.status_code == 503
-    assert answer.headers["retry-after"] == "5"
-    assert answer.json()["retry_after"] == 5
+    assert "retry-after" not in answer.headers, "nobody knows when it will be mended"
+    assert "token_file (" in answer.json()["detail"]
+    assert "an operator has to mend the file" in answer.json()["detail"]
     assert str(token_file) not in answer.text
     token_file.write_text("admin-token")
     assert (await guarded.delete("/v1/drain", headers=ADMIN)).status_code == 200
@@ -484,7 +493,7 @@ async def test_a_slow_file_system_does_not_delay_other_requests(
     finally:
         release.set()
     assert {answer.status_code for answer in await asyncio.gather(*waiting)} == {200}
-    assert len(looks) == 1
+    assert 1 <= len(looks) <= 2, "one for all callers, and one of the watch over the host"
 
 
 async def test_a_file_system_that_hangs_leaves_the_tokens_as_they_were(

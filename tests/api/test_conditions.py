@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import re
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -18,6 +21,7 @@ from kvstow.stats import EngineState, SlotCounts
 from kvstow.status import BypassStatus, ClaimsStatus, DrainStatus, RankStatus, Readiness, SessionStatus
 from kvstow.testing.fakes import FakeClock
 from kvstow_api.answers import DoctorView, PoolCurveView
+from kvstow_api.conditions import hosts, pools
 from kvstow_api.conditions.evidence import TABLE, Evidence
 from kvstow_api.conditions.table import failures_of, find_conditions
 from kvstow_api.directory import HostMemory
@@ -154,6 +158,7 @@ FIRING = [
     ("certificate", "warning", evidence(certificate_seconds_left=7 * DAY - 1)),
     ("certificate", "error", evidence(certificate_seconds_left=0)),
     ("token_files", "warning", evidence(exposed_files={"token_file": "other users may read it (mode 0644)"})),
+    ("token_unusable", "error", evidence(unusable_files={"token_file": "cannot be read: No such file or directory"})),
     ("pinning", "error", evidence(replace(RANK, error_reason="cgroup_limit", error="no memory", pinned_bytes=GIB))),
     ("pinning", "error", evidence(replace(RANK, error_reason="driver", chunks_failed=1))),
     ("pinning", "error", evidence(replace(RANK, error_reason="hugepages", chunks_failed=1))),
@@ -273,6 +278,7 @@ def test_checks_without_evidence_are_skipped_with_a_reason() -> None:
     )
     named = {
         "certificate",
+        "token_unusable",
         "memory_limit",
         "huge_pages",
         "numa",
@@ -322,7 +328,7 @@ async def test_the_route_gathers_the_evidence(launch: Any, ranks: Any) -> None:
     ranks.engine.admin.set_bypass(load=True, store=False, ttl_seconds=None)
     body = (await client.get("/v1/doctor")).json()
     assert {one["name"] for one in body["conditions"]} == {"certificate", "huge_pages", "clocks", "bypass"}
-    assert set(body["skipped"]) == {"links", "thrashing", "token_files", "pool_size"}
+    assert set(body["skipped"]) == {"links", "thrashing", "token_files", "token_unusable", "pool_size"}
 
 
 @pytest.mark.anyio
@@ -342,3 +348,32 @@ async def test_a_host_without_measurements_is_examined(client: httpx.AsyncClient
     body = (await client.get("/v1/doctor")).json()
     assert body["healthy"]
     assert "memory_limit" in body["skipped"]
+
+
+@pytest.mark.anyio
+async def test_a_token_file_that_was_emptied_is_told_while_nobody_comes_with_a_token(
+    launch: Any, ranks: Any, tmp_path: Path
+) -> None:
+    apps: list[Any] = []
+    path = tmp_path / "token"
+    path.write_text("admin-token")
+    path.chmod(0o600)
+    client = await launch(apps.append, token_file=path)
+    path.write_text("")
+    await apps[0].state.kvstow.watch.look()
+    found = {one["name"]: one for one in (await client.get("/v1/doctor")).json()["conditions"]}
+    assert found["token_unusable"]["what"] == "token_file cannot be used: must have 1 to 100 lines with one token each"
+    assert str(path) not in str(found), "every reader sees it"
+    path.write_text("admin-token")
+    await apps[0].state.kvstow.watch.look()
+    assert "token_unusable" not in {one["name"] for one in (await client.get("/v1/doctor")).json()["conditions"]}
+
+
+def test_no_condition_says_to_end_what_may_be_healthy_or_to_restart_what_loses_the_cache() -> None:
+    """In the whole table, also where no evidence above leads to: the texts of a fault are read under stress."""
+    risky = re.compile(r"\bend the process|\bend processes|\brestart (the|its|your) (service|rank|ranks|process)\b")
+    weighed = re.compile(r"when its requests have ended|must not be used|keeps its cache|when it can lose its cache")
+    for module in (hosts, pools):
+        for node in ast.walk(ast.parse(Path(module.__file__).read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and risky.search(node.value):
+                assert weighed.search(node.value), node.value

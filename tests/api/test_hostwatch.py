@@ -31,7 +31,7 @@ class Measuring:
     def __call__(self) -> Sequence[OrphanedMemory]:
         self.begun += 1
         assert self.go_on.wait(30)
-        return [OrphanedMemory("found", self.begun)]
+        return [OrphanedMemory(1, "found", 1, self.begun)]
 
 
 @pytest.fixture

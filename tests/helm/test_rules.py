@@ -79,6 +79,7 @@ def cases() -> Iterator[Case]:
     yield from not_pinned()
     yield from starving()
     yield from orphaned()
+    yield from tokenless()
     yield from keeperless()
     yield from not_ready()
     yield from failing()
@@ -155,19 +156,24 @@ def not_pinned() -> Iterator[Case]:
 
 
 def starving() -> Iterator[Case]:
-    summary = f"Pool llama-0a1b2c of {WHERE} has waited for memory for ten minutes."
+    summary = f"A pool of {WHERE} has waited for memory for ten minutes: see pool llama-0a1b2c."
     for name in ("share", "memory_wait", "memory_kept"):
         yield from lasting("KvstowPoolStarves", name, 10, summary)
 
 
 def orphaned() -> Iterator[Case]:
-    summary = f"Memory of an earlier service is still taken beside {WHERE}."
+    summary = f"Processes have memory that no running service has, beside {WHERE}."
     yield from lasting("KvstowOrphanedMemory", "orphaned_memory", 20, summary, of_pool=False)
+
+
+def tokenless() -> Iterator[Case]:
+    summary = f"A token file of {WHERE} cannot be used."
+    yield from lasting("KvstowTokenUnusable", "token_unusable", 5, summary, of_pool=False)
 
 
 def keeperless() -> Iterator[Case]:
     name, up, restarts = "KvstowKeeperGone", "kvstow_node_keeper_up", "kvstow_node_keeper_restarts_total"
-    fires = (POD, f"The keeper of {WHERE} is gone, or ends again and again.")
+    fires = (POD, f"The keeper of {WHERE} is gone, does not answer, or ends again and again.")
     yield Case(name, 10, ((up, POD, "0x60"), (restarts, POD, "0x60")), fires)
     yield Case(name, 10, ((up, POD, "0x15 1x50"), (restarts, POD, "0x15 1x50")), fires, resolves=30)
     yield Case(name, 40, ((up, POD, "1x60"), (restarts, POD, "0+1x60")), fires)
@@ -176,7 +182,7 @@ def keeperless() -> Iterator[Case]:
 
 
 def not_ready() -> Iterator[Case]:
-    summary = f"2 ranks of {OF_POOL} do not report, or cannot copy."
+    summary = f"Ranks that do not report or cannot copy, {OF_POOL}: 2."
     for name in ("rank_silent", "rank_failed"):
         yield from lasting("KvstowRankNotReady", name, 2, summary, severity="error", value=2)
 
@@ -195,8 +201,9 @@ def failing() -> Iterator[Case]:
 
 
 def stuck() -> Iterator[Case]:
-    summary = f"Engines that are stuck, {OF_POOL}: 2."
-    yield from lasting("KvstowSessionStuck", "session_stuck", 1, summary, severity="error", value=2)
+    summary = f"Engines that are stuck or stopped, {OF_POOL}: 2."
+    for name in ("session_stuck", "session_stopped"):
+        yield from lasting("KvstowSessionStuck", name, 1, summary, severity="error", value=2)
 
 
 def lost() -> Iterator[Case]:
@@ -207,7 +214,7 @@ def lost() -> Iterator[Case]:
 def rejected() -> Iterator[Case]:
     name, key = "KvstowSessionRejected", "kvstow_rejected_connections_total"
     version, other = {**POD, "reason": "version"}, (key, {**POD, "reason": "identity"}, "7x60")
-    fires = (version, f"{WHERE} rejects engines (version), 20 times within 10 minutes.")
+    fires = (version, f"{WHERE} has rejected engines within 10 minutes, for the reason version: 20.")
     yield Case(name, 40, (other, (key, version, "0+2x60")), fires)
     yield Case(name, 40, (other, (key, version, "0+2x45 90x40")), fires, resolves=60)
     yield Case(name, 40, (other, (key, version, "0x20 5x40")))  # once, as at a restart
@@ -217,7 +224,7 @@ def rejected() -> Iterator[Case]:
 def errors() -> Iterator[Case]:
     name, load = "KvstowTransferErrors", {**POOL, "direction": "load"}
     failed, well = {**load, "result": "error"}, {**load, "result": "ok"}
-    fires = (load, f"11 transfers (load) of {OF_POOL} failed within 10 minutes.")
+    fires = (load, f"Transfers (load) of {OF_POOL} that failed within 10 minutes: 11.")
     yield Case(name, 10, (("kvstow_transfers_total", failed, "0x5 11x20"),), fires)
     yield Case(name, 10, (("kvstow_transfers_total", failed, "0x5 11x60"),), fires, resolves=20)
     yield Case(name, 40, (("kvstow_transfers_total", failed, "0x5 11x60"),))  # over half an hour ago
@@ -306,7 +313,10 @@ def tier_loses_time() -> Iterator[Case]:
 def tier_corrupts() -> Iterator[Case]:
     name, key = "KvstowTierCorruptObjects", "kvstow_tier_corrupt_objects_total"
     well = (key, {**TIER, **SECOND}, "0x60")
-    summary = f"3 objects of the fleet tier (mooncake) that {OF_POOL} fetched within 15 minutes were not what was put."
+    summary = (
+        f"Objects of the fleet tier (mooncake) that {OF_POOL} fetched within 15 minutes and that were not what "
+        "was put: 3."
+    )
     yield Case(name, 20, (well, (key, TIER, "0x10 3x50")), (TIER, summary), resolves=30)
     yield Case(name, 40, (well, (key, TIER, "0x10 3x50")))  # over a quarter of an hour ago
     yield Case(name, 20, (well, (key, TIER, "0x60")))

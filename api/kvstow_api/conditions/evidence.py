@@ -29,7 +29,7 @@ class Evidence(NamedTuple):
     `sessions`: of the host or the pool. `starting`: the sessions that are new, and need not have reported. `desired` is
     None for a host, and `kept` and `recent` are empty: its pools have these samples. `certificate_seconds_left` is None
     if the server does not use TLS. `exposed_files` describes the access that other users have to each token file, by
-    the name of its setting; None if no token file is set.
+    the name of its setting; None if no token file is set. `unusable_files`: why a token file cannot be used now.
 
     Of a server that engines attach to (`is_node`): its `memory`, `namespaces`, `trust_eof` and `user_limits` (see
     `Directory`);
@@ -53,6 +53,7 @@ class Evidence(NamedTuple):
     measured: Measured = Measured()
     certificate_seconds_left: float | None = None
     exposed_files: Mapping[str, str] | None = None
+    unusable_files: Mapping[str, str] = {}
     is_node: bool = False
     memory: MemoryStatus = MemoryStatus(0, 0)
     rejected: Mapping[str, int] = {}
@@ -139,7 +140,7 @@ def make_condition(
         what=what,
         why=why,
         fix=fix,
-        pool=who.pool if isinstance(who, TierStatus | MemoryWait) else None,
+        pool=who.pool if isinstance(who, TierStatus | MemoryWait | SessionStatus) else None,
         session=who.id if isinstance(who, SessionStatus) else getattr(who, "session", None),
         rank=getattr(who, "rank", None),
         evidence=evidence,

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from kvstow.bytesize import format_size
+from kvstow.status import KeeperState, MemoryFailure
 from kvstow.tier.tierstatus import TierStatus
 from kvstow_api.conditions.evidence import Evidence, Found, NothingToMeasure, condition, make_condition
 from kvstow_api.conditions.pools import session_name
@@ -12,10 +15,12 @@ from kvstow_api.texts import bypass_words, bypassed, counted, duration
 
 _PROCESS_FIXES = {
     "loop": "give the process more CPU, or find out what keeps it busy",
-    "ticker": "run `kvstow bypass --load --store`, save the log, and restart the process",
+    "node": "nothing: `kvstow wait --for=ready` waits for the start, which takes 2 s for each million blocks",
+    "ticker": "save the log. What is cached is served, but a transfer that hangs is not noticed until the process "
+    "starts again: drain it first, and restart it when it can lose its cache",
 }
 """By the name of the check."""
-_SEE_LOG = "see the log of the process, and restart it"
+_SEE_LOG = "the log of the process says what has happened"
 CERTIFICATE_DAYS = 7
 _DAY_SECONDS = 86_400
 
@@ -60,6 +65,21 @@ def find_token_files(evidence: Evidence) -> Found:
             "anyone who can read a token has its rights, and anyone who can write the file can add tokens",
             "chmod 600 (in Kubernetes: defaultMode 0440 for the volume, with an fsGroup)",
             exposed_files=len(evidence.exposed_files),
+        )
+
+
+@condition("token_unusable", "host")
+def find_unusable_tokens(evidence: Evidence) -> Found:
+    if evidence.exposed_files is None:
+        raise NothingToMeasure("no token file is set")
+    for setting, problem in evidence.unusable_files.items():
+        yield make_condition(
+            "error",
+            f"{setting} cannot be used: {problem}",
+            "no token of it is accepted, so whoever has no other credential is refused",
+            "put the tokens back, one a line: the file is read again within ten seconds. The server's Unix socket "
+            "needs no token meanwhile",
+            unusable_files=len(evidence.unusable_files),
         )
 
 
@@ -111,8 +131,17 @@ def find_pause(evidence: Evidence) -> Found:
 
 
 _NAMED_RANKS = 3
+_NAMED_PROCESSES = 5
 _USUAL_SECONDS = 10.0
 """How long memory may take to change hands, before that is a matter for people."""
+
+
+_MEMORY_FIXES: Mapping[MemoryFailure | None, str] = {
+    "refused": "free memory on the machine, or raise the limit that this names: it is tried again every 10 s. A start "
+    "with a smaller --memory is the last resort, because without --state it empties the cache",
+    "engine": "`kvstow get sessions -o wide` shows the engines of this pool; it is tried again by itself",
+}
+_DEFECT_FIX = "save the log (kvstow.node), and report it: what is populated goes on serving"
 
 
 @condition("node_memory", "node", "memory")
@@ -124,7 +153,7 @@ def find_memory(evidence: Evidence) -> Found:
             f"the node has {format_size(memory.populated_bytes)} of {format_size(memory.target_bytes)} of its memory: "
             f"{memory.failure}",
             "the pools get less memory than --memory promises",
-            "raise the memory limit of the container, or lower --memory and restart the service",
+            _MEMORY_FIXES.get(memory.failure_kind, _DEFECT_FIX),
             populated_bytes=memory.populated_bytes,
             target_bytes=memory.target_bytes,
         )
@@ -150,11 +179,17 @@ def find_waits(evidence: Evidence) -> Found:
     for wait in evidence.memory.waits:
         holder = sessions.get(wait.session)
         name = f"session {wait.session}" + (f" ({holder.engine}, pool {holder.pool})" if holder else " (which is gone)")
+        way = (
+            f"`kvstow detach {wait.session}` takes it from the engine, which then serves without the cache until it "
+            "attaches again"
+            if holder and holder.state != "lost"
+            else f"`kvstow detach {wait.session} --kill` ends the processes that are left"
+        )
         yield make_condition(
             "warning" if wait.seconds > _USUAL_SECONDS else "info",
             f"pool {wait.pool} waits for {format_size(wait.num_bytes)} that {name} holds",
             "memory moves from one pool to another only when nobody can reach it any more",
-            f"nothing, for some seconds; if it lasts, `kvstow detach {wait.session} --kill` ends what holds it",
+            f"nothing, for some seconds; if it lasts, {way}",
             wait,
             num_bytes=wait.num_bytes,
         )
@@ -181,9 +216,11 @@ def find_kept(evidence: Evidence) -> Found:
             "warning" if kept.seconds > _USUAL_SECONDS else "info",
             f"some process still has {format_size(kept.num_bytes)} that {who} has given back",
             "this memory counts in --memory, and no pool gets it, until the kernel says that nobody has it",
-            f"`kvstow detach {first} --kill` ends what had it"
+            "nothing, for some seconds. If it lasts, restart that engine when its requests have ended; "
+            f"`kvstow detach {first} --kill` ends it and its requests at once"
             if first
-            else "`kvstow doctor` on the machine, as root, shows processes that have memory of no service; end them",
+            else "nothing, while engines start or end; the condition orphaned_memory names processes that have memory "
+            "of no service, where they are visible",
             there[0] if there else None,
             num_bytes=kept.num_bytes,
         )
@@ -200,13 +237,22 @@ def find_user_limits(evidence: Evidence) -> Found:
             f"engines of uid {limit.uid} hold {limit.held:,} {limit.what}, and may hold {limit.most:,}"
             + (f"; among them: {', '.join(holders)}" if holders else ""),
             "they get no more until they end some, which the service cannot do; engines of other users are served",
-            f"`kvstow detach {first} --kill` ends what one of them holds"
-            if first
-            else "end processes of this user on the node",
+            f"`kvstow detach {first} --kill` ends the processes that are left of the first"
+            if first and first in by_id and by_id[first].state == "lost"
+            else f"ask this user to end engines on the node: `ps -u {limit.uid}` shows the processes",
             by_id.get(first or ""),
             held=limit.held,
             most=limit.most,
         )
+
+
+_KEEPER_FIXES: Mapping[KeeperState, str] = {
+    "gone": "remove what this names as the cause: the service looks for a keeper every second, and gives it "
+    "everything. Leave the service running until then, because a restart loses the cache",
+    "silent": "`ps -o stat,wchan -p PID` on the machine shows why: T is stopped, and `kill -CONT PID` lets it go on. "
+    "Leave the service running until then, because a restart loses the cache",
+    "connected": "free memory on the machine. Leave the service running: the index is here, and in use",
+}
 
 
 @condition("keeper", "node")
@@ -214,25 +260,38 @@ def find_keeper(evidence: Evidence) -> Found:
     memory = evidence.memory
     if memory.keeper is None:
         raise NothingToMeasure("the service has no keeper (--state)")
-    if memory.keeper == "gone":
+    for unsaved in memory.unsaved:
         yield make_condition(
             "warning",
-            "the keeper is gone, and no other one can be started",
-            "if the service crashes, the cache is lost",
-            "`journalctl` or `kubectl logs` of the service says why (kvstow.keeper); it tries again every second",
+            unsaved,
+            "engines are served as before, but if the service ends meanwhile, this part of the cache is lost",
+            _KEEPER_FIXES[memory.keeper],
             keeper_restarts=memory.keeper_restarts,
         )
 
 
 @condition("orphaned_memory", "node")
 def find_orphaned_memory(evidence: Evidence) -> Found:
-    for orphan in evidence.measured.orphans or ():
+    """One finding for all of them. Nobody knows here whose they are: they may be the engines of a service that is about
+    to come back, and be serving."""
+    orphans = evidence.measured.orphans or ()
+    if orphans:
+        taken = sum(one.num_bytes for one in orphans)
+        names = [f"{one.pid} ({one.command})" for one in orphans[:_NAMED_PROCESSES]]
+        names += [f"{len(orphans) - len(names)} more"] if len(orphans) > len(names) else []
         yield make_condition(
             "warning",
-            orphan.words,
-            "this memory is taken twice: the service has populated its own",
-            "end the process, or wait until it releases the memory",
-            num_bytes=orphan.num_bytes,
+            f"{counted(len(orphans), 'process', 'processes')} on this machine "
+            f"{'has' if len(orphans) == 1 else 'have'} memory that no running service has"
+            + (f" ({format_size(taken)})" if taken else "")
+            + f": {', '.join(names)}",
+            "they may be engines of a service that is away and comes back, and serve requests meanwhile; if it does "
+            "not come back, this memory is taken beside that of this service",
+            "nothing, while a service restarts: its engines use or release this memory when they attach again. If it "
+            f"lasts, `ps -o user,lstart,args -p {','.join(str(one.pid) for one in orphans[:_NAMED_PROCESSES])}` shows "
+            "whose processes they are",
+            num_bytes=taken,
+            processes=len(orphans),
         )
 
 
@@ -246,7 +305,8 @@ def find_lost(evidence: Evidence) -> Found:
                 f"{session_name(evidence, session)} is lost, and {counted(session.processes, 'worker')} of it may "
                 "still copy",
                 f"{counted(held, 'slot')} stay reserved until these workers have ended",
-                f"if they do not end by themselves, `kvstow detach {session.id} --kill` ends them",
+                "they usually end within seconds. If they do not, and their engine has not attached again, "
+                f"`kvstow detach {session.id} --kill` ends them",
                 session,
                 processes=session.processes,
                 held_slots=held,
@@ -275,7 +335,7 @@ def find_attaching(evidence: Evidence) -> Found:
 def find_rejected(evidence: Evidence) -> Found:
     rejected = {reason: count for reason, count in evidence.rejected.items() if count}
     if rejected:
-        reasons = ", ".join(f"{reason} {count:,}" for reason, count in rejected.items())
+        reasons = ", ".join(f"{counted(count, 'time')} for the reason {reason}" for reason, count in rejected.items())
         yield make_condition(
             "warning",
             f"connections of engines were refused or ended within {duration(REJECTED_SECONDS)}: {reasons}",
@@ -297,7 +357,7 @@ def find_sharing(evidence: Evidence) -> Found:
                 "info",
                 f"namespace {namespace.name} of pool {namespace.pool} is not shared: {reasons}",
                 "engines of the same model compute and store the same blocks again",
-                "set what the reason names, and restart the engine; `kvstow get namespaces` shows the result",
+                "set what the reason names for the next start of the engine; `kvstow get namespaces` shows the result",
                 sessions=namespace.sessions,
                 blocks=namespace.blocks,
             )
@@ -330,7 +390,8 @@ def find_failed_clients(evidence: Evidence) -> Found:
                     "error",
                     f"{client.purpose} ({_name(one)}) have failed: {client.health.reason}",
                     "they do not try again by themselves, so nothing is put or fetched by them",
-                    "remove the cause, then restart the service",
+                    "remove the cause. They start again with the service: with --state and --keep-on-stop it keeps its "
+                    "cache, otherwise a restart costs more than they bring",
                     one,
                     restarts=client.stats.restarts,
                 )
@@ -375,8 +436,8 @@ def find_lost_time(evidence: Evidence) -> Found:
                 f"since the start, requests of {_name(one)} have waited {duration(waited)} for the store, and saved "
                 f"{duration(saved)}",
                 "without the store they would have been served sooner",
-                "compare the rate of fetches with what the network should give (`kvstow get tier`); until it is "
-                "fixed, start the service without --tier",
+                "compare the rate of fetches with what the network should give (`kvstow get tier`). A start without "
+                "--tier ends the loss; only with --state and --keep-on-stop it keeps the cache",
                 one,
                 wait_seconds=waited,
                 saved_seconds=saved,
@@ -396,7 +457,8 @@ def find_corrupt_objects(evidence: Evidence) -> Found:
                 "error",
                 f"{counted(corrupt, 'object')} that {_name(one)} has fetched were not what was put",
                 "they were not loaded, and were removed; but the store or the network changes bytes",
-                "check memory, disks and network cards of the store's machines; to be sure, empty the store",
+                "check memory, disks and network cards of the store's machines; every object is checked before it is "
+                "used, so nothing has to be emptied",
                 one,
                 corrupt_objects=corrupt,
                 fetched_blocks=one.counters.fetched_blocks,
@@ -427,7 +489,7 @@ def find_tier_memlock(evidence: Evidence) -> Found:
             "warning",
             f"RDMA has to lock {format_size(needed)} of the pools, and RLIMIT_MEMLOCK is {format_size(limit)}",
             "the network card cannot register the memory, so nothing is put or fetched",
-            "LimitMEMLOCK=infinity for the service, in Kubernetes a setting of the container runtime; then restart it",
+            "LimitMEMLOCK=infinity for the next start of the service, in Kubernetes a setting of the container runtime",
             memlock_bytes=limit,
             pool_bytes=needed,
         )

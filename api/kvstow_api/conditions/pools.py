@@ -20,7 +20,8 @@ PIN_FIXES = {
     "out_of_memory": "free memory on the machine or shrink the pool, then `kvstow pinning retry`",
     "hugepages": "reserve more 2 MiB pages on the node (sysctl vm.nr_hugepages) and for the pod (hugepages-2Mi), or "
     "shrink the pool; then `kvstow pinning retry`",
-    "driver": "look up the driver's error in the rank's log, then `kvstow pinning retry`, or restart the rank",
+    "driver": "look up the driver's error in the rank's log, then `kvstow pinning retry`; what a broken "
+    "driver has lost comes back with the next start of the whole engine",
 }
 
 
@@ -99,7 +100,7 @@ def find_huge_pages(evidence: Evidence) -> Found:
             "warning",
             "transparent huge pages are disabled on this machine",
             "with small pages, registering memory with a GPU takes 10 times as long",
-            "on the node, echo madvise > /sys/kernel/mm/transparent_hugepage/enabled; then restart the ranks",
+            "on the node, echo madvise > /sys/kernel/mm/transparent_hugepage/enabled, for the next start of the engine",
             pinned_bytes=sum(rank.pinned_bytes for rank in evidence.readiness.ranks),
         )
 
@@ -112,7 +113,7 @@ def find_share(evidence: Evidence) -> Found:
             "warning",
             f"{format_size(granted)} of memory, and it should have {format_size(due)}",
             "another pool should give memory back and has not yet: an engine uses it, or does not release it",
-            "`kvstow doctor` names the engine that it waits for, if there is one: end or detach it",
+            "the conditions memory_wait and memory_kept name the engine that it waits for, if there is one",
             granted_bytes=granted,
             due_bytes=due,
         )
@@ -157,7 +158,10 @@ _DROPS: Mapping[str, tuple[str, str]] = {
 }
 """Why stores were dropped although no operator asked for it: the reason in words, and the remedy."""
 _BUSY: Mapping[str, tuple[str, str]] = {
-    "quarantined": ("in quarantine", "`kvstow get sessions` shows whose processes may still write them; detach those"),
+    "quarantined": (
+        "in quarantine",
+        "`kvstow get sessions` shows whose processes may still write them, until these end",
+    ),
     "leased": ("leased by requests that wait for their loads", "`kvstow get transfers` shows the loads"),
     "filling": ("being filled", "`kvstow get transfers` shows the stores: the link is too slow for them"),
 }
@@ -172,7 +176,7 @@ def find_failed(evidence: Evidence) -> Found:
             "error",
             f"its records are inconsistent: {evidence.integrity_error}",
             "this is a defect of KVStow, and what is cached cannot be trusted",
-            "run `kvstow bypass --load --store`, save the log, and restart the process",
+            "run `kvstow bypass --load --store`, save the log, and restart the process: its cache must not be used",
         )
         return
     has_other_reason = any(session.state == "stuck" for session in evidence.sessions) or any(
@@ -183,7 +187,7 @@ def find_failed(evidence: Evidence) -> Found:
             "error",
             f"the engine is {state}: {reason}",
             "requests are served without the cache",
-            "the log has the time and the reason; restart the process",
+            "the log has the reason; if it does not recover, restart the process when its requests have ended",
         )
 
 
@@ -222,7 +226,8 @@ def find_failed_ranks(evidence: Evidence) -> Found:
                 "error",
                 f"{evidence.name_of(rank)} is {rank.state}" + (f" ({reason})" if reason else ""),
                 _WITHOUT_HITS,
-                "see the rank's log (kvstow.agent, kvstow.dataplane); if it has failed, restart its process",
+                "see the rank's log (kvstow.agent, kvstow.dataplane). A rank that has failed copies again when the "
+                "whole engine is restarted, which can wait until its requests have ended",
                 rank,
                 pinned_bytes=rank.pinned_bytes,
             )
@@ -242,6 +247,7 @@ def find_stuck(evidence: Evidence) -> Found:
     for session in evidence.sessions:
         if session.state == "stuck":
             end = f"`kvstow detach {session.id} --kill` ends it" if evidence.is_node else "a restart of the pod ends it"
+            end = f"if they do not go on, {end}, and its requests"
             yield make_condition(
                 "error",
                 f"{session_name(evidence, session)} is stuck: "
@@ -252,6 +258,23 @@ def find_stuck(evidence: Evidence) -> Found:
                 session,
                 oldest_seconds=session.oldest_seconds,
                 in_flight=session.in_flight,
+            )
+
+
+@condition("session_stopped", "node")
+def find_stopped(evidence: Evidence) -> Found:
+    live = [session for session in evidence.sessions if session.state != "lost"]
+    if live and all(session.process == "unknown" for session in live):
+        raise NothingToMeasure("the service does not see the processes of its engines (another pid namespace)")
+    for session in live:
+        if session.process == "stopped":
+            yield make_condition(
+                "error",
+                f"the process of {session_name(evidence, session)} is stopped (pid {session.pid} on {session.host})",
+                "its engine answers no request and uses no cache until the process goes on",
+                f"`kill -CONT {session.pid}` on {session.host} lets it go on; a debugger stops it in the same way",
+                session,
+                oldest_seconds=session.oldest_seconds,
             )
 
 
@@ -427,7 +450,7 @@ def find_size(evidence: Evidence) -> Found:
         )
     else:
         fix = (
-            f"another `--memory` for `kvstow serve`, of which other pools have their share, too; "
+            f"another `--memory` for the next start of `kvstow serve`, of which other pools have their share, too; "
             f"`kvstow plot curve{evidence.of_pool}` draws all sizes"
         )
     yield make_condition(

@@ -118,6 +118,7 @@ class Conditions:
             measured=self._watch.measured,
             certificate_seconds_left=host.certificate_ends() - time.time() if host.certificate_ends else None,
             exposed_files=self._credentials.exposures,
+            unusable_files=self._credentials.problems,
             is_node=directory.is_node,
             memory=directory.memory(),
             rejected=self._sampler.rejected_lately(),

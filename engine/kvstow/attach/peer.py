@@ -11,8 +11,12 @@ import socket
 import struct
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvstow.errors import AttachRefusedError
+
+if TYPE_CHECKING:
+    from kvstow.status import ProcessState
 
 _SO_PEERPIDFD = 77
 """Since Linux 6.5; works across pid namespaces. Python has no name for it."""
@@ -87,6 +91,16 @@ class Peer:
             return False
         found = _uid_of(pid)
         return found == self.uid and pid_of(pidfd) == pid  # still: so the uid is not that of a later process
+
+    def state(self) -> ProcessState:
+        """Whether the process is stopped, by the kernel's word for it."""
+        if not self.pid:
+            return "unknown"
+        try:
+            text = Path(f"/proc/{self.pid}/stat").read_text()
+        except OSError:
+            return "unknown"
+        return "stopped" if text.rpartition(")")[2].split()[0] in "Tt" else "running"
 
     def copy(self) -> Peer:
         """The same process, with a pidfd of its own. Raises `OSError` if this process can have no more descriptors."""

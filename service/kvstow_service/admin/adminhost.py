@@ -118,6 +118,8 @@ class Ticker:
     def check(self) -> str | None:
         """Health check: which periodic work has stopped."""
         for name, thread in self._threads.items():
+            if thread.ident is None:
+                continue  # the server answers before its host has started
             if not thread.is_alive():
                 return f"{name} has stopped"
             if (age := self._clock() - self._returned[name]) > _OVERDUE_SECONDS + self._interval:

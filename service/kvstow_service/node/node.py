@@ -23,7 +23,7 @@ from kvstow.memory.extents import Populator
 from kvstow.memory.limits import MemoryLimits, limits_of
 from kvstow.memory.nodememory import NodeMemory
 from kvstow.memory.region import memory_nodes
-from kvstow.status import MemoryStatus, UserLimit
+from kvstow.status import MemoryFailure, MemoryStatus, UserLimit
 from kvstow.tier.fingerprint import OWN_TENANT
 from kvstow.tier.store import TierStore
 from kvstow_api.directory import HostedPool
@@ -98,7 +98,7 @@ class Node:
         self.tier: NodeTier | None = None
         """Set from `start` on, if there is one."""
         self.errors: Counter[str] = Counter()
-        self._has_started = self._gives_back = False
+        self._has_started = self._recovers = self._gives_back = False
         self.integrity_problem: str | None = None
         """What a check of the records has found. Only a restart repairs it."""
         self._next_retry, self._next_check = clock() + _RETRY_SECONDS, clock() + _CHECK_SECONDS
@@ -166,6 +166,7 @@ class Node:
         """Take over what an earlier service has left, before any thread has started."""
         begun, memory = time.monotonic(), self.memory_thread
         survivors = read_survivors(records.open(), self.settings.huge_pages)
+        self._recovers = bool(survivors.extents or survivors.pools)
         gc.disable()  # a million keys are made, and no cycle: looking for some took a quarter of the time
         try:
             memory.restore_memory(survivors)
@@ -220,7 +221,10 @@ class Node:
         """Why no engine can attach yet, or None."""
         if self._has_started:
             return None
-        return "the service takes up what an earlier one has left; no engine can attach yet"
+        return f"the service {self._what_start_does()}; no engine can attach yet"
+
+    def _what_start_does(self) -> str:
+        return "takes up what an earlier one has left" if self._recovers else "is starting"
 
     def live_failure(self) -> str | None:
         """Why only a restart helps, or None."""
@@ -230,15 +234,20 @@ class Node:
 
     def memory_failure(self) -> str | None:
         """Why the node, or a worker, has less memory than it should, or None."""
+        failure = self._memory_failure()
+        return None if failure is None else failure[1]
+
+    def _memory_failure(self) -> tuple[MemoryFailure, str] | None:
         memory = self.memory_thread
         if memory.memory.error is not None:
-            return str(memory.memory.error)
+            return "refused", str(memory.memory.error)
         status = self.populator.status()
         if status.state in ("degraded", "failed"):
-            return status.error or "the thread that populates memory has ended"
+            kind: MemoryFailure = "refused" if status.state == "degraded" else "defect"
+            return kind, status.error or "the thread that populates memory has ended"
         if memory.faults:
-            return f"{memory.faults} changes of the node's memory failed by a defect; the log says which"
-        return next(iter(memory.figures.failures), None)
+            return "defect", f"{memory.faults} changes of the node's memory failed by a defect; the log says which"
+        return next((("engine", words) for words in memory.figures.failures), None)
 
     def _check_integrity(self) -> None:
         """Check pools without sessions, because no engine waits for their locks."""
@@ -265,7 +274,7 @@ class Node:
         """See `AttachServer.detach`. Raises `ConflictError` before engines can attach."""
         if not self._has_started:
             raise ConflictError(
-                "no session can be detached yet: the service takes up what an earlier one has left; try again when "
+                f"no session can be detached yet: the service {self._what_start_does()}; try again when "
                 "/startupz says 200"
             )
         if self.server.detach(session_id, kill=kill):
@@ -302,17 +311,20 @@ class Node:
     def memory(self) -> MemoryStatus:
         figures, records = self.memory_thread.figures, self.memory_thread.records
         pools, now = self.pools(), time.monotonic()
+        kind, failure = self._memory_failure() or (None, None)
         return MemoryStatus(
             target_bytes=self.memory_thread.budget.total_bytes,
             populated_bytes=self.populator.status().populated_bytes,
-            failure=self.memory_failure(),
+            failure=failure,
+            failure_kind=kind,
             granted_bytes=sum(pool.granted_bytes for pool in pools),
             used_bytes=sum(pool.used_bytes for pool in pools),
             recalled_bytes=figures.recalled_bytes,
             waits=tuple(replace(wait, seconds=now - since) for wait, since in figures.waits),
             kept=tuple(replace(kept, seconds=now - since) for kept, since in figures.kept),
             notices=figures.notices,
-            keeper=None if records is None else "connected" if records.notice is None else "gone",
+            keeper=None if records is None else records.keeper,
+            unsaved=() if records is None else records.unsaved,
             keeper_restarts=0 if records is None else max(0, records.joins - 1),
         )
 

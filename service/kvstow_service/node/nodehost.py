@@ -156,9 +156,13 @@ class NodeHost:
         return [namespace for pool in self.pools() for namespace in pool.hosted_namespaces()]
 
     def tick(self) -> None:
-        """Advance time in all pools: see `Pool.tick`."""
+        """Advance time in all pools, see `Pool.tick`, and look at the processes of their engines."""
         for pool in self.pools():
             pool.tick()
+        with self._lock:
+            sessions = [*self._sessions.values()]
+        for session in sessions:
+            session.look()
 
     def close(self) -> None:
         """Stop serving. Call after the threads have ended. Idempotent."""

@@ -9,6 +9,7 @@ import httpx
 import pytest
 from tests.api.fakenode import MODEL, RANKS, SLOT_BYTES, SLOTS, FakeNode
 from tests.api.node.conftest import KEYS, NAMES, get
+from tests.api.tieredhost import ShownTiers
 
 from kvstow.status import KeptMemory, MemoryStatus, MemoryWait, UserLimit
 from kvstow.testing.fakes import FakeClock
@@ -28,8 +29,8 @@ async def test_the_doctor_of_a_node(client: httpx.AsyncClient, pools: list[str])
 
 
 async def test_the_doctor_names_what_is_wrong(launch: Any, node: FakeNode, clock: FakeClock) -> None:
-    orphan = OrphanedMemory("the keeper with pid 7 holds 2 extents", 2 << 20)
-    client = await launch(directory=node, orphaned_memory=lambda: [orphan])
+    orphans = [OrphanedMemory(7, "python", 2, 2 << 20), *(OrphanedMemory(pid, "vllm", 1, 0) for pid in range(8, 14))]
+    client = await launch(directory=node, orphaned_memory=lambda: orphans)
     node.trust_eof = 30.0
     node.sharing_off = ("its keys are not reproducible",)
     node.memory_status = MemoryStatus(4 << 20, 1 << 20, "the cgroup's limit is reached")
@@ -54,7 +55,12 @@ async def test_the_doctor_names_what_is_wrong(launch: Any, node: FakeNode, clock
     assert found["session_stuck"]["what"].startswith(f"session s1 (fake, pool {NAMES[0]}) is stuck")
     assert "`kvstow detach s1 --kill`" in found["session_stuck"]["fix"]
     assert found["session_lost"]["evidence"] == {"processes": 1, "held_slots": len(KEYS)}
-    assert found["orphaned_memory"]["what"] == orphan.words
+    assert found["orphaned_memory"]["what"] == (
+        "7 processes on this machine have memory that no running service has (2 MiB): 7 (python), 8 (vllm), 9 (vllm), "
+        "10 (vllm), 11 (vllm), 2 more"
+    )
+    assert "`ps -o user,lstart,args -p 7,8,9,10,11`" in found["orphaned_memory"]["fix"]
+    assert "end the" not in found["orphaned_memory"]["fix"], "they may be engines that serve"
     assert "its keys are not reproducible" in found["sharing"]["what"]
     assert "--trust-eof" in found["trust_eof"]["what"]
     assert found["drain"]["what"].startswith(f"pool {NAMES[1]}: an operator drains the pool (mode all)")
@@ -83,6 +89,44 @@ async def test_a_rank_that_is_stopped_is_told_by_everything(
     assert series in (await client.get("/metrics")).text
 
 
+async def test_an_engine_whose_process_is_stopped_is_told_while_it_has_nothing_to_do(
+    client: httpx.AsyncClient, node: FakeNode
+) -> None:
+    engine = node.attach(NAMES[0])
+    engine.process = "stopped"
+    (one,) = (await get(client, "/v1/doctor"))["conditions"]
+    assert (one["name"], one["severity"], one["session"], one["pool"]) == ("session_stopped", "error", "s1", NAMES[0])
+    assert one["what"] == f"the process of session s1 (fake, pool {NAMES[0]}) is stopped (pid 1000 on node)"
+    assert one["fix"].startswith("`kill -CONT 1000` on node")
+    engine.process = "unknown"
+    doctor = await get(client, "/v1/doctor")
+    assert doctor["conditions"] == []
+    assert "does not see the processes" in doctor["skipped"]["session_stopped"]
+
+
+async def test_engines_that_are_stuck_or_lost_name_their_pool_in_the_metrics(
+    client: httpx.AsyncClient, node: FakeNode, clock: FakeClock
+) -> None:
+    node.attach(NAMES[0]).begin_store(KEYS)
+    clock.advance(1000.0)
+    node.shared[NAMES[0]].tick()
+    lost = node.attach(NAMES[1])
+    lost.begin_store(KEYS)
+    lost.control.lose("it is gone")
+    text = (await client.get("/metrics")).text
+    for name, pool in (("session_stuck", NAMES[0]), ("session_lost", NAMES[1])):
+        assert f'kvstow_condition{{condition="{name}",model="{MODEL}",pool="{pool}"' in text
+
+
+async def test_the_check_of_the_tier_is_there_although_the_tier_comes_after_the_server(
+    client: httpx.AsyncClient, node: FakeNode
+) -> None:
+    assert (await client.get("/readyz/tier")).status_code == 404
+    node.tier = ShownTiers("redis", NAMES[0])
+    assert (await client.get("/readyz/tier")).status_code == 200
+    assert "[+]tier ok (informational)" in (await client.get("/readyz?verbose")).text
+
+
 async def test_stores_that_are_dropped_are_told(launch: Any, node: FakeNode) -> None:
     apps: list[Any] = []
     client = await launch(apps.append, directory=node)
@@ -106,7 +150,7 @@ async def test_a_pool_that_waits_for_memory_names_who_holds_it(client: httpx.Asy
         (one,) = (await get(client, "/v1/doctor"))["conditions"]
         assert (one["name"], one["severity"], one["pool"], one["session"]) == ("memory_wait", severity, "b", "s1")
     assert one["what"] == f"pool b waits for 2 GiB that session s1 (fake, pool {NAMES[0]}) holds"
-    assert "`kvstow detach s1 --kill`" in one["fix"]
+    assert "`kvstow detach s1`" in one["fix"], "it lives, and serves"
 
 
 async def test_memory_that_was_given_back_and_that_somebody_has_still_names_the_session(
@@ -123,9 +167,9 @@ async def test_memory_that_was_given_back_and_that_somebody_has_still_names_the_
         node.memory_status = MemoryStatus(4, 4, kept=(KeptMemory(("s7",), 1 << 30, seconds),))
         (left,) = (await get(client, "/v1/doctor"))["conditions"]
         assert left["what"] == "some process still has 1 GiB that session s7, which has detached, has given back"
-        assert left["fix"] == "`kvstow detach s7 --kill` ends what had it"
+        assert "`kvstow detach s7 --kill`" in left["fix"]
     assert one["what"] == f"some process still has 2 GiB that session s1 (fake, pool {NAMES[0]}) has given back"
-    assert one["fix"] == "`kvstow detach s1 --kill` ends what had it"
+    assert one["fix"].endswith("`kvstow detach s1 --kill` ends it and its requests at once")
     assert other["what"] == "some process still has 1 GiB that an engine that is gone has given back"
 
 
@@ -143,7 +187,7 @@ async def test_a_user_that_holds_as_much_as_one_may_is_named_with_the_sessions(
         "engines of uid 1001 hold 64 processes of lost sessions, and may hold 64; among them: "
         f"session s1 (fake, pool {NAMES[0]})"
     )
-    assert "`kvstow detach s1 --kill`" in one["fix"]
+    assert one["fix"] == "ask this user to end engines on the node: `ps -u 1001` shows the processes", "this one serves"
     assert one["evidence"] == {"held": 64, "most": 64}
     assert (other["session"], other["what"]) == (None, "engines of uid 1002 hold 8 connections, and may hold 8")
 
@@ -211,7 +255,7 @@ async def test_the_doctor_knows_memory_the_keeper_and_who_was_rejected(launch: A
     assert (found["share"]["pool"], found["share"]["evidence"]["granted_bytes"]) == (NAMES[0], SLOT_BYTES)
     assert found["memory_wait"]["what"] == "pool b gets no memory yet: ..."
     assert found["rejected"]["evidence"] == {"rejected_version": 3}
-    node.memory_status = MemoryStatus(4, 4, keeper="gone")
+    node.memory_status = MemoryStatus(4, 4, keeper="gone", unsaved=("there is no keeper",))
     node.granted_bytes = RANKS * SLOTS * SLOT_BYTES
     assert {check: one["severity"] for check, one in (await conditions()).items()} == {
         "keeper": "warning",
@@ -220,6 +264,28 @@ async def test_the_doctor_knows_memory_the_keeper_and_who_was_rejected(launch: A
     for _ in range(round(REJECTED_SECONDS)):
         sampler.tick()
     assert set(await conditions()) == {"keeper"}
+
+
+@pytest.mark.parametrize("state", ["gone", "silent", "connected"])
+async def test_nobody_is_told_to_restart_a_service_whose_memory_would_not_survive(
+    client: httpx.AsyncClient, node: FakeNode, state: Any
+) -> None:
+    node.memory_status = MemoryStatus(4, 4, keeper=state, unsaved=("the index of pool a would not survive",))
+    (one,) = (await get(client, "/v1/doctor"))["conditions"]
+    assert (one["name"], one["severity"], one["what"]) == ("keeper", "warning", "the index of pool a would not survive")
+    assert "Leave the service running" in one["fix"]
+    assert (await client.get("/readyz/memory")).status_code == 200, "the node has all of its memory"
+
+
+async def test_why_memory_is_lacking_decides_what_is_told_to_do(client: httpx.AsyncClient, node: FakeNode) -> None:
+    fixes = {}
+    for kind in ("refused", "engine", "defect"):
+        node.memory_status = MemoryStatus(4, 1, "something", kind)  # type: ignore[arg-type]
+        (one,) = (await get(client, "/v1/doctor"))["conditions"]
+        fixes[kind] = one["fix"]
+    assert len({*fixes.values()}) == 3
+    assert "--memory" in fixes["refused"]
+    assert not any("--memory" in fixes[kind] or "restart" in fixes[kind] for kind in ("engine", "defect"))
 
 
 async def test_a_switch_of_the_node_is_found_once(client: httpx.AsyncClient, node: FakeNode) -> None:

@@ -180,7 +180,9 @@ async def test_the_series_of_a_pool_end_with_it(client: httpx.AsyncClient, node:
 async def test_metrics_of_a_node_s_memory(launch: Any, node: FakeNode, eventually: Any) -> None:
     apps: list[Any] = []
     client = await launch(
-        apps.append, directory=node, orphaned_memory=lambda: [OrphanedMemory("a", 5), OrphanedMemory("b", 6)]
+        apps.append,
+        directory=node,
+        orphaned_memory=lambda: [OrphanedMemory(1, "a", 1, 5), OrphanedMemory(2, "b", 1, 6)],
     )
     node.memory_status = MemoryStatus(
         target_bytes=40,

@@ -138,12 +138,15 @@ async def test_the_log_has_one_line_for_each_change_of_state(
         node.memory_status = MemoryStatus(4, 1, "the cgroup's limit is reached")
         for _ in range(20):
             sampler.tick()
-    assert [message for _, level, message in caplog.record_tuples if level == logging.INFO] == [
-        "the node is ready: 1 pool, 1 session",
-        f"pool {NAMES[0]} is ready: all slots are pinned",
-        f"session s1 (fake, pool {NAMES[0]}) is attaching: not all ranks have reported and registered slots",
-        "the node is degraded: memory: the cgroup's limit is reached",
-        f"session s1 (fake, pool {NAMES[0]}) is attached: it loads and stores",
+    assert [(level, message) for _, level, message in caplog.record_tuples] == [
+        (logging.INFO, "the node is ready: 1 pool, 1 session"),
+        (logging.INFO, f"pool {NAMES[0]} is ready: all slots are pinned"),
+        (
+            logging.INFO,
+            f"session s1 (fake, pool {NAMES[0]}) is attaching: not all ranks have reported and registered slots",
+        ),
+        (logging.WARNING, "the node is degraded: memory: the cgroup's limit is reached"),
+        (logging.INFO, f"session s1 (fake, pool {NAMES[0]}) is attached: it loads and stores"),
     ]
 
 
@@ -160,6 +163,7 @@ async def test_sessions_have_these_fields(client: httpx.AsyncClient, node: FakeN
         "namespace": f"{NAMES[0]}-keys",
         "host": "node",
         "pid": 1000,
+        "process": "running",
         "state": "attached",
         "age_seconds": 2.0,
         "in_flight": 1,
@@ -249,6 +253,7 @@ async def test_an_embedded_engine_is_one_pool_session_and_namespace(launch: Any,
         "target_bytes": pool_bytes,
         "populated_bytes": pool_bytes,
         "failure": None,
+        "failure_kind": None,
         "granted_bytes": pool_bytes,
         "used_bytes": 2 * 5 * 4096,
         "recalled_bytes": 0,
@@ -257,6 +262,7 @@ async def test_an_embedded_engine_is_one_pool_session_and_namespace(launch: Any,
         "kept": [],
         "notices": [],
         "keeper": None,
+        "unsaved": [],
         "keeper_restarts": 0,
     }
     for path in ("/v1/ranks", "/v1/ranks?pool=host", f"/v1/ranks?session={engine.engine_id}"):

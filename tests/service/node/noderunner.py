@@ -82,7 +82,7 @@ def shown(node: Node) -> dict[str, Any]:
         "shares": shares_of(node),
         "allocated": node.memory_thread.figures.allocated_bytes,
         "given_up": sum(one.num_bytes for one in node.memory_thread.memory.budget.closed.values()),
-        "problems": node.memory_thread.figures.failures,
+        "problems": [*node.memory_thread.figures.failures, *node.memory().unsaved],
         "faults": node.memory_thread.faults,
         "descriptors": len(os.listdir("/proc/self/fd")),
         **shown_tier(node),

@@ -19,10 +19,11 @@ from tests.service.node.keepers import look
 from tests.service.node.rawengine import HELLO, POOL, SLOT_BYTES, RawEngine, key_of
 
 from kvstow.attach.calls import Hold
-from kvstow.errors import ConflictError
+from kvstow.errors import ConflictError, KeeperError
 from kvstow.memory.limits import MemoryLimits
 from kvstow.testing.fakes import FakeClock
 from kvstow_service.node.node import Node
+from kvstow_service.node.pools import noderecords
 from kvstow_service.node.pools.nodepool import PoolSettings
 from kvstow_service.node.settings import Settings, load_settings
 
@@ -229,6 +230,23 @@ def test_the_keeper_is_shown(make_node: MakeNode, tmp_path: Path, eventually: An
     os.kill(look(folder).pid, signal.SIGKILL)
     eventually(lambda: node.memory().keeper_restarts == 1)
     assert node.memory().keeper == "connected"
+
+
+def test_a_keeper_that_is_gone_is_no_lack_of_memory(
+    make_node: MakeNode, tmp_path: Path, eventually: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The doctor would say what to do against a lack of memory, which ends with a restart."""
+
+    def refuse(*_: object) -> None:
+        raise KeeperError("no process is left")
+
+    node = make_node(state=tmp_path / "state")
+    monkeypatch.setattr(noderecords, "start_keeper", refuse)
+    os.kill(look(tmp_path / "state").pid, signal.SIGKILL)
+    eventually(lambda: node.memory().unsaved)
+    memory = node.memory()
+    assert (memory.keeper, memory.failure) == ("gone", None)
+    assert "there is no keeper" in memory.unsaved[0]
 
 
 def test_the_settings_reach_its_parts() -> None:

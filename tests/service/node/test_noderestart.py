@@ -366,7 +366,7 @@ class RealEngine:
 
     def has_memory_besides(self, *pids: int) -> bool:
         """That is not also one of these processes'."""
-        return any(f"process {self.process.pid} " in one.words for one in find_orphaned_memory(pids))
+        return any(one.pid == self.process.pid for one in find_orphaned_memory(pids))
 
 
 @pytest.fixture
@@ -507,7 +507,7 @@ def test_no_service_comes_within_the_timeout_of_the_keeper(
     node.kill()
     assert select.select([pidfd], [], [], 30)[0]
     os.close(pidfd)
-    assert not any(f"process {keeper} " in one.words for one in find_orphaned_memory(()))
+    assert not any(one.pid == keeper for one in find_orphaned_memory(()))
     assert start_node().first["pools"] == {}
 
 

@@ -421,9 +421,6 @@ class MemoryThread:
     def _show_figures(self) -> None:
         notices = tuple(pool.notice for pool in self._pools.values() if pool.notice)
         failures = [pool.failure for pool in self._pools.values() if pool.failure]
-        if self.records is not None:
-            failures += self.records.problems.values()
-            failures += [self.records.notice] if self.records.notice else []
         budget = self.budget
         due = budget.fair_shares()
         before, self._since, now = self._since, {}, time.monotonic()

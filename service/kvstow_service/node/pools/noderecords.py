@@ -12,6 +12,7 @@ from typing import Any
 from kvstow.control.indexjournal import IndexJournal
 from kvstow.errors import JournalError, KeeperBusyError, KeeperError, PinError
 from kvstow.memory.nodememory import NodeMemory
+from kvstow.status import KeeperState
 from kvstow_service.node.pools.nodepool import NodePool
 from kvstow_service.node.survival import keeper
 from kvstow_service.node.survival.keeperclient import KeeperClient, start_keeper
@@ -33,6 +34,10 @@ _LEAST_SECONDS, _PAUSE_SECONDS = 1.0, 0.01
 """For each answer to a hello of a start; and between two of them."""
 _RETRY_SECONDS = 1.0
 """Between two attempts of a service that runs."""
+_ASK_SECONDS = 5.0
+"""Between two questions to a keeper whether it still answers."""
+_SILENT_SECONDS = 5.0
+"""An answer takes microseconds, so a keeper that owes one for so long is stopped, or hangs."""
 _JOIN_SECONDS = 0.1
 """For the answer to a hello, once for each connection. A later check takes one that takes longer."""
 
@@ -57,7 +62,7 @@ class NodeRecords:
         self.problems: dict[str, str] = {}
         """Why a pool's index would not survive, as a sentence, by pool."""
         self.notice: str | None = None
-        """A sentence for users while there is no keeper; otherwise None."""
+        """A sentence for users while there is no keeper, or none that answers; otherwise None."""
         self.joins = 0
         """How often a keeper has been given everything."""
         self._folder, self._keep_timeout, self._most_bytes = folder, keep_timeout, most_bytes
@@ -68,7 +73,7 @@ class NodeRecords:
         self._client: KeeperClient | None = None
         """Has sent its hello."""
         self._is_welcome = False
-        self._retry_at = 0.0
+        self._retry_at = self._ask_at = 0.0
         self._roster: Roster | None = None
         """Set while the keeper has everything."""
         self._held: set[str] = set()
@@ -104,13 +109,14 @@ class NodeRecords:
             time.sleep(_PAUSE_SECONDS)
 
     def check(self, memory: NodeMemory) -> None:
-        """Replace a keeper that is gone. Call it regularly: other calls notice the loss only when they need the
-        keeper. Does not wait for a keeper that does not answer."""
+        """Replace a keeper that is gone, and notice one that does not answer any more. Call it regularly: other calls
+        notice either only when they need the keeper. Does not wait for a keeper that does not answer."""
         if self._roster is not None:
-            assert self._client is not None
-            if not self._client.has_news():
+            try:
+                self._ask()
                 return
-            self._part("it has ended")
+            except KeeperError:
+                self._part("it has ended")
         if time.monotonic() < self._retry_at:
             return
         try:
@@ -119,6 +125,30 @@ class NodeRecords:
         except KeeperError as error:
             self._part(str(error))
             self._retry_at = time.monotonic() + _RETRY_SECONDS
+
+    @property
+    def keeper(self) -> KeeperState:
+        return "connected" if self.notice is None else "gone" if self._roster is None else "silent"
+
+    @property
+    def unsaved(self) -> tuple[str, ...]:
+        """What would not survive the service, and why, in sentences."""
+        return (*([self.notice] if self.notice is not None else ()), *self.problems.values())
+
+    def _ask(self) -> None:
+        """A keeper that is silent keeps what it has: once it goes on, nothing was lost. Raises `KeeperError` if it is
+        gone."""
+        assert self._client is not None
+        owed, now = self._client.owed_seconds(), time.monotonic()
+        if owed is None:
+            if self.notice is not None:
+                self.notice = None
+                logger.info("the keeper answers again, and holds everything still")
+            if now >= self._ask_at:
+                self._client.ask()
+                self._ask_at = now + _ASK_SECONDS
+        elif owed >= _SILENT_SECONDS:
+            self._tell(f"the keeper (pid {self._client.pid}) does not answer: the memory may not survive the service")
 
     def join(self, memory: NodeMemory) -> None:
         """Give the keeper everything, in place of all that it has. Nothing happens before its welcome."""
@@ -135,7 +165,7 @@ class NodeRecords:
         self._held, self.notice = set(fds), None
         self.joins += 1
         if self.joins > 1:
-            logger.warning("a keeper holds everything again")
+            logger.info("a keeper holds everything again")
 
     def save(self, memory: NodeMemory) -> None:
         """Record what there is now. Call it after each change, before anything new is used. O(extents)."""
@@ -202,7 +232,9 @@ class NodeRecords:
         self._held.clear()
 
     def _warn(self, why: str) -> None:
-        notice = f"the memory would not survive the service, as there is no keeper: {why}"
+        self._tell(f"the memory would not survive the service, as there is no keeper: {why}")
+
+    def _tell(self, notice: str) -> None:
         if notice != self.notice:  # it is retried every second
             self.notice = notice
             logger.warning("%s", notice)

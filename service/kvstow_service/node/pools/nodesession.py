@@ -37,7 +37,7 @@ from kvstow.hints import Hints
 from kvstow.messages import DesiredState, RankReport
 from kvstow.results import NO_LEASE, KeyRun, Lease
 from kvstow.source import Source
-from kvstow.status import SessionStatus
+from kvstow.status import ProcessState, SessionStatus
 from kvstow_service.node.pools.memoryholder import MemoryHolder, SessionLink
 from kvstow_service.node.pools.memorythread import MemoryThread
 from kvstow_service.node.pools.nodepool import KnownNamespace, NodePool
@@ -192,6 +192,9 @@ class NodeSession(MemoryHolder):
         super().__init__(session_id, link, pool, namespace, control, wanted)
         self.hello = hello
         self.pid = peer.pid or hello.pid
+        self.process: ProcessState = "unknown"
+        """See `SessionStatus`. Of the last `look`."""
+        self._scheduler = Peer(peer.pid, peer.uid, peer.gid, None)
         control.name = session_id
         control.model = hello.namespace.model if hello.namespace else ""
         control.label = f"session {session_id} ({hello.engine}): "
@@ -433,6 +436,11 @@ class NodeSession(MemoryHolder):
         if self.pool.owed:
             self._memory.free_owed(self.pool)
 
+    def look(self) -> None:
+        """Look whether the scheduler's process is stopped: it waits in the same way when it has nothing to do, and no
+        rank of it is silent. Reads a file of the kernel."""
+        self.process = self._scheduler.state()
+
     def status(self) -> SessionStatus:
         """From any thread."""
         hello = self.hello
@@ -442,5 +450,6 @@ class NodeSession(MemoryHolder):
             model=hello.namespace.model if hello.namespace else "",
             host=hello.host,
             pid=self.pid,
+            process=self.process,
             age_seconds=self.pool.clock() - self._began,
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Collection, Mapping
 from itertools import islice
 from pathlib import Path
@@ -14,6 +15,7 @@ from kvstow.errors import KeeperBusyError, KeeperError
 from kvstow_service.node.survival.keeper import (
     ALREADY_RUNNING,
     BUSY,
+    MAX_HELD,
     MESSAGE_FDS,
     VERSION,
     connect,
@@ -53,9 +55,9 @@ class KeeperClient:
     """A connection over which a service has descriptors held, and gets them back after a restart.
 
     `send_hello` first, which does not wait: the keeper has answered when the connection is readable, and `take_welcome`
-    takes that answer. All other calls wait for it, but not long. Each call raises `KeeperError` if the keeper refuses,
-    is gone or does not answer; the connection is of no use then. The keeper has duplicates: the caller keeps, uses and
-    closes its own descriptors. Not locked.
+    takes that answer. Nor do `ask` and `owed_seconds`. All other calls wait for the answer, but not long. Each call
+    raises `KeeperError` if the keeper refuses, is gone or does not answer; the connection is of no use then. The keeper
+    has duplicates: the caller keeps, uses and closes its own descriptors. Not locked.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -63,6 +65,10 @@ class KeeperClient:
             self._socket = connect(folder, _ANSWER_SECONDS)
         except OSError as error:
             raise KeeperError(f"no keeper answers in {folder}: {error.strerror or error}") from error
+        self.pid: int | None = None
+        """The number of the keeper's process as the keeper sees it. Known since its welcome."""
+        self._asked_at: float | None = None
+        """When `ask` has asked, until the answer is taken."""
 
     def send_hello(self, life: str) -> None:
         """`life` names the service, from its start to its end."""
@@ -74,7 +80,24 @@ class KeeperClient:
 
     def take_welcome(self) -> None:
         """Raises `KeeperBusyError` while the process of the service before lives."""
+        self.pid = self._receive()[0].get("pid")
+
+    def ask(self) -> None:
+        """Ask whether the keeper still answers, without waiting. Not again before that answer has been taken."""
+        self._send({"do": "list", "start": MAX_HELD})  # a page with nothing on it
+        self._asked_at = time.monotonic()
+
+    def owed_seconds(self) -> float | None:
+        """For how long the keeper has owed the answer to `ask`; None if it owes none. Takes the answer if it is there,
+        and raises `KeeperError` if the keeper is gone."""
+        if self.has_news():
+            self._take_answer()
+        return None if self._asked_at is None else time.monotonic() - self._asked_at
+
+    def _take_answer(self) -> None:
+        """Of `ask`. Raises `KeeperError` if there is none because the keeper is gone."""
         self._receive()
+        self._asked_at = None
 
     def put(self, fds: Mapping[str, int], *, replaces: bool = False) -> None:
         """Have the keeper hold these descriptors, all of them from the same moment on. `replaces`: and nothing else."""
@@ -119,6 +142,8 @@ class KeeperClient:
         self._socket.close()
 
     def _request(self, request: dict[str, Any], fds: Collection[int] = ()) -> tuple[dict[str, Any], list[int]]:
+        if self._asked_at is not None:
+            self._take_answer()
         self._send(request, fds)
         return self._receive()
 

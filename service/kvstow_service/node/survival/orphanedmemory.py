@@ -1,4 +1,4 @@
-"""Memory of node services that still exists although no service uses it, for `kvstow doctor`."""
+"""Memory of node services that processes have and no running service has, for `kvstow doctor`."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ from collections.abc import Collection, Iterator
 from itertools import pairwise
 from pathlib import Path
 
-from kvstow.bytesize import format_size
 from kvstow.memory.extents import EXTENT_NAME
 from kvstow_api.directory import OrphanedMemory
-from kvstow_api.texts import counted
 from kvstow_service.node.survival.keeper import PROCESS_NAME
 
 _LINK = f"/memfd:{EXTENT_NAME} (deleted)"
@@ -36,13 +34,7 @@ def find_orphaned_memory(in_use: Collection[int], *, proc: Path = Path("/proc"))
         if sizes:
             added = sum(num_bytes for extent, num_bytes in sizes.items() if not before.get(extent))
             before |= {extent: num_bytes for extent, num_bytes in sizes.items() if num_bytes}
-            taken = sum(sizes.values())  # without what it has only mapped, whose size is not visible
-            extents_held = counted(len(sizes), "extent") + (f" ({format_size(taken)})" if taken else "")
-            words = (
-                f"process {pid} ({_command(proc / str(pid))}) holds {extents_held} of a service that is gone; the "
-                "memory is free when the process releases it or ends"
-            )
-            found.append(OrphanedMemory(words, added))
+            found.append(OrphanedMemory(pid, _command(proc / str(pid)), len(sizes), added))
     return found
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from tests.service.node.conftest import NAMESPACE, POOL, WORKER
-from tests.service.node.keepers import end_keeper, kinds_held, look
+from tests.service.node.keepers import end_keeper, kinds_held, listing_of, look
 
 from kvstow.attach.channel import MAX_HELLO_BYTES
 from kvstow.attach.hello import digest_of
@@ -263,6 +263,40 @@ def test_a_service_comes_back_to_a_keeper_that_has_stalled(
     eventually(is_back)
     service.close()
     assert len(start().found.extents) == 4
+
+
+def test_a_keeper_that_hangs_is_told_and_loses_nothing_once_it_goes_on(
+    start: Start, stopped: Stopped, folder: Path, eventually: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing else asks it anything while the memory stays as it is."""
+    monkeypatch.setattr(noderecords, "_ASK_SECONDS", 0.0)
+    monkeypatch.setattr(noderecords, "_SILENT_SECONDS", 0.1)
+    service = start()
+    service.begin()
+    service.fill()
+    pid, go_on = look(folder).pid, stopped()
+
+    def is_now(state: str) -> bool:
+        service.records.check(service.memory)
+        return service.records.keeper == state
+
+    eventually(lambda: is_now("silent"))
+    (told,) = service.records.unsaved
+    assert told == f"the keeper (pid {pid}) does not answer: the memory may not survive the service"
+    go_on()
+    eventually(lambda: is_now("connected"))
+    assert (service.records.unsaved, service.records.joins) == ((), 1), "it was not replaced"
+    service.close()
+    assert len(start().found.extents) == 4
+
+
+def test_a_request_after_a_question_gets_its_own_answer(start: Start, folder: Path) -> None:
+    service = start()
+    service.begin()
+    client = service.records._client
+    assert client is not None
+    client.ask()
+    assert listing_of(client).labels == look(folder).labels != frozenset()
 
 
 def test_a_service_starts_cold_beside_a_keeper_that_does_not_answer_and_joins_it_later(
