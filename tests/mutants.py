@@ -528,8 +528,8 @@ MUTANTS = [
     Mutant(
         "a_call_is_worked_off_in_one_turn",
         "service/kvstow_service/node/attach/attachserver.py",
-        "            if client.steps is not None:  # it has had its turn\n                break\n",
-        "",
+        "if client.steps is not None or self._clock()",
+        "if self._clock()",
         "tests/service/node/attach/test_attachserver.py"
         "::test_a_call_with_many_items_is_worked_off_between_the_turns_of_others",
     ),
@@ -545,13 +545,6 @@ MUTANTS = [
         "service/kvstow_service/node/pools/nodesession.py",
         "    return [items[start : start + CALL_SLICE] for start in range(0, len(items), CALL_SLICE)]",
         "    return [items]",
-        "tests/service/node/test_nodehost.py::test_a_lookup_in_slices_finds_and_holds_the_same",
-    ),
-    Mutant(
-        "a_joined_lease_holds_repeated_slots_twice",
-        f"{CONTROL_CODE}/session.py",
-        "            if len(set(joined)) < len(joined):",
-        "            if False:",
         "tests/service/node/test_nodehost.py::test_a_lookup_in_slices_finds_and_holds_the_same",
     ),
     Mutant(
@@ -826,8 +819,8 @@ MUTANTS = [
     Mutant(
         "a_request_keeps_its_blocks_while_it_generates",
         "service/kvstow_service/replay/driver.py",
-        "            if self._is_over(job.request.ended):\n                self._free_blocks(job)\n",
-        "            self._free_blocks(job)\n",
+        "            if self._is_over(job.request.ended) and",
+        "            if",
         "tests/service/replay/test_driver.py"
         "::test_a_request_runs_until_it_has_ended_in_the_trace_and_keeps_its_blocks_so_long",
     ),
@@ -1173,8 +1166,8 @@ MUTANTS = [
     Mutant(
         "a_broken_lease_stays",
         "service/kvstow_service/node/pools/nodesession.py",
-        "            control.release_lease(lease)\n            raise\n",
-        "            raise\n",
+        "            control.release_lease(lease)\n",
+        "",
         "tests/service/connectors/vllm/test_attached.py::test_a_broken_lease_holds_nothing_after_it_was_refused",
     ),
     Mutant(
@@ -1352,8 +1345,8 @@ MUTANTS = [
     Mutant(
         "a_failed_load_keeps_its_keys",
         OPS,
-        '            self.pool.remove_blocks(entry.op.slots, "load_failed")\n',
-        "            pass\n",
+        '            self.pool.remove_blocks(slots, "load_failed")\n',
+        "",
         f"{CONTROL}/test_engine.py::test_a_failed_load_removes_its_keys_at_the_first_failure",
     ),
     Mutant(
@@ -1482,25 +1475,103 @@ MUTANTS = [
         f"{NODE_HOST}::test_the_sessions_of_a_user_have_so_many_ranks",
     ),
     Mutant(
-        "the_end_of_a_session_frees_millions_of_slots_at_once",
-        "engine/kvstow/control/pool.py",
-        "            if not self._free_owed():\n                return\n",
-        "            while self._free_owed():\n                pass\n",
-        f"{NODE_HOST}::test_many_slots_are_freed_by_the_thread_of_the_memory",
-    ),
-    Mutant(
-        "a_repeated_slot_is_freed_once_for_each_part_of_its_lease",
-        "engine/kvstow/control/pool.py",
-        "list(dict.fromkeys(slots))",
-        "list(slots)",
-        f"{CONTROL}/test_sessions.py::test_a_lease_with_a_repeated_key_gives_up_one_hold_of_its_slot",
-    ),
-    Mutant(
         "what_is_released_and_not_yet_freed_has_no_bound",
         "engine/kvstow/control/session.py",
         " + self.pool.owed_slots",
         "",
         f"{CONTROL}/test_sessions.py::test_what_is_released_counts_until_it_is_freed",
+    ),
+    Mutant(
+        "the_end_of_a_lease_frees_all_its_slots_at_once",
+        "engine/kvstow/control/sharedpool.py",
+        "        self.owe(held)  #",
+        "        super().end_holds(held)  #",
+        "tests/engine/control/test_slices.py::test_the_slots_of_a_large_load_are_freed_in_slices",
+    ),
+    Mutant(
+        "a_repeated_slot_is_held_once",
+        "engine/kvstow/control/slots.py",
+        "            return [slot for slot in slots if self.increment([slot])]",
+        "            slots = list(dict.fromkeys(slots))",
+        "tests/engine/control/test_sessions.py::test_a_lease_with_a_repeated_key_gives_up_one_hold_of_its_slot",
+    ),
+    Mutant(
+        "completions_are_taken_in_one_go",
+        "engine/kvstow/control/session.py",
+        "                while at < len(completions) and left > 0:",
+        "                while at < len(completions):",
+        "tests/engine/control/test_slices.py::test_many_completions_are_taken_in_steps",
+    ),
+    Mutant(
+        "a_failed_load_ends_before_its_blocks_are_removed",
+        "engine/kvstow/control/session.py",
+        "                        left -= removed\n                        continue\n",
+        "                        left -= removed\n",
+        "tests/engine/control/test_slices.py::test_the_blocks_of_a_failed_load_are_removed_in_steps_before_it_ends",
+    ),
+    Mutant(
+        "the_ops_of_a_lost_session_end_in_one_go",
+        "engine/kvstow/control/ops.py",
+        "            if left <= 0:\n                break\n",
+        "",
+        "tests/engine/control/test_slices.py::test_the_ops_of_a_lost_session_end_in_steps",
+    ),
+    Mutant(
+        "the_slots_of_a_lost_session_are_freed_before_its_ops_have_ended",
+        "engine/kvstow/control/attachedsession.py",
+        '            if self._ending == "processes" and not',
+        "            if not",
+        "tests/engine/control/test_slices.py::test_the_ops_of_a_lost_session_end_in_steps",
+    ),
+    Mutant(
+        "quarantine_ends_in_one_go",
+        "engine/kvstow/control/attachedsession.py",
+        "            pool.end_quarantine(self.quarantined_slots[-pool.slice_slots :])\n"
+        "            del self.quarantined_slots[-pool.slice_slots :]",
+        "            pool.end_quarantine(self.quarantined_slots)\n            del self.quarantined_slots[:]",
+        "tests/engine/control/test_slices.py::test_the_slots_of_a_lost_session_are_freed_in_steps_after_the_death_of_its_processes",
+    ),
+    Mutant(
+        "the_ops_of_a_rank_that_restarts_fail_in_one_go",
+        "engine/kvstow/control/ops.py",
+        "            if left <= 0:\n                yield\n",
+        "            if False:\n                yield\n",
+        "tests/engine/control/test_slices.py::test_the_ops_of_a_rank_that_restarts_fail_in_steps",
+    ),
+    Mutant(
+        "a_store_leaves_slots_that_are_owed",
+        "engine/kvstow/control/pool.py",
+        "            if len(slots) < count and self.owed:",
+        "            if False:",
+        "tests/engine/control/test_slices.py::test_a_store_finds_slots_that_are_owed",
+    ),
+    Mutant(
+        "a_turn_has_no_bound_of_time",
+        "service/kvstow_service/node/attach/attachserver.py",
+        " or self._clock() >= until:",
+        ":",
+        "tests/service/node/attach/test_attachserver.py::test_a_client_with_frames_that_take_long_waits_for_the_others",
+    ),
+    Mutant(
+        "a_store_has_as_many_blocks_as_a_look_up",
+        "engine/kvstow/attach/wire.py",
+        "Meta(max_length=MOST_STORED)",
+        "Meta(max_length=MOST_ITEMS)",
+        "tests/engine/attach/test_messages.py::test_a_store_has_a_bound_of_its_own",
+    ),
+    Mutant(
+        "an_offer_is_stored_in_one_go",
+        "service/kvstow_service/connectors/engine_core/stores.py",
+        "range(0, len(offer.keys), MOST_STORED)",
+        "range(0, len(offer.keys), len(offer.keys))",
+        "tests/service/connectors/engine_core/test_schedulerside.py::test_an_offer_is_stored_in_parts",
+    ),
+    Mutant(
+        "the_collector_visits_the_keys_of_all_slots",
+        "engine/kvstow/control/slots.py",
+        "unvisited([])",
+        "[]",
+        "tests/engine/control/test_keytable.py::test_the_collector_visits_no_list_of_slots",
     ),
     Mutant(
         "one_client_keeps_the_thread_of_the_memory",
@@ -1903,8 +1974,8 @@ MUTANTS = [
     Mutant(
         "leases_of_lost_sessions_count_nothing",
         "engine/kvstow/control/attachedsession.py",
-        "self.holding.note(self._held_slots + SLOTS_OF_LEASE * len(self._held))",
-        "self.holding.note(0)",
+        "            self.holding.note(slots + SLOTS_OF_LEASE * count)",
+        "            self.holding.note(0)",
         "tests/service/node/test_fairleases.py::test_a_user_s_leases_in_all_pools_hold_half_of_what_others_leave",
     ),
     Mutant(

@@ -34,6 +34,7 @@ from kvstow.attach.wire import (
     PackedPart,
     Runs,
     Seconds,
+    StoredKeys,
     Text,
     U32s,
     U64s,
@@ -155,7 +156,7 @@ class BeginStore(Packed, frozen=True):
     """Store blocks under `keys`."""
 
     KIND: ClassVar = Kind.BEGIN_STORE
-    keys: Keys
+    keys: StoredKeys
     request_id: Text = ""
 
 

@@ -41,8 +41,8 @@ from kvstow.attach.connection import Answer, AttachConnection, Call
 from kvstow.attach.hello import Hello, SessionTicket, Welcome, count_of, number_of, unique_id
 from kvstow.attach.identity import UNNAMED_WEIGHTS, FleetWeights, NamespaceIdentity, PoolIdentity
 from kvstow.attach.openops import OpenOps
-from kvstow.attach.wire import Kind, Message
-from kvstow.errors import AttachError, ProtocolError
+from kvstow.attach.wire import MOST_STORED, Kind, Message
+from kvstow.errors import AttachError, InvalidRequestError, ProtocolError
 from kvstow.hints import Hints
 from kvstow.messages import Completion, Direction, Op
 from kvstow.plaintext import plain
@@ -270,8 +270,10 @@ class AttachedEngine:
     def begin_store(self, keys: Sequence[bytes], blocks: Sequence[int], *, request_id: str = "") -> Answer[StoreGrant]:
         """Ask to store block `blocks[i]` under `keys[i]`; see `Session.begin_store`. Ask one step ahead, so that the
         answer has arrived when the next step is planned. The host must not change the blocks before the answer has
-        arrived and the store has read them."""
+        arrived and the store has read them. Raises `InvalidRequestError` for more than `MOST_STORED` blocks."""
         count = len(keys)
+        if count > MOST_STORED:
+            raise InvalidRequestError(f"a store of {count} blocks; allowed: {MOST_STORED}, so store them in parts")
         self._probe_at = self._clock() + PROBE_SECONDS
         without = StoreGrant(None, (), {"dropped_not_ready": count}, range(count))
         call = BeginStore(keys, plain(request_id))

@@ -91,6 +91,8 @@ def refusal_of(kind: int, sender: Sender, num_fds: int = 0) -> str | None:
 
 MOST_ITEMS = 1 << 16
 """Items of any list: a million tokens in blocks of 16. A list is read in one call that keeps other threads waiting."""
+MOST_STORED = 256
+"""Blocks of one store: it is planned in one go, and it ends in one."""
 MOST_LISTED = 4096
 """Items of a list that is read for people or kept."""
 
@@ -102,7 +104,9 @@ Whole = Annotated[int, Meta(ge=0, le=1 << 62)]
 Seconds = Annotated[float, Meta(ge=0, lt=1e9)]
 Text = Annotated[str, Meta(max_length=MOST_TEXT)]
 Name = Annotated[str, Meta(max_length=MOST_NAME)]
-Keys = Annotated[Sequence[Annotated[bytes, Meta(min_length=1, max_length=256)]], Meta(max_length=MOST_ITEMS)]
+Key = Annotated[bytes, Meta(min_length=1, max_length=256)]
+Keys = Annotated[Sequence[Key], Meta(max_length=MOST_ITEMS)]
+StoredKeys = Annotated[Sequence[Key], Meta(max_length=MOST_STORED)]
 U32s = Annotated[tuple[U32, ...], Meta(max_length=MOST_ITEMS)]
 U64s = Annotated[tuple[U64, ...], Meta(max_length=MOST_ITEMS)]
 Runs = Annotated[tuple[tuple[U32, U32], ...], Meta(max_length=MOST_ITEMS)]

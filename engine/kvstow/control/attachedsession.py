@@ -3,10 +3,14 @@ stays, and the host's own."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
+from itertools import islice
 from logging import INFO
+from typing import Literal
 
 from kvstow.control.namespaces import Namespace
+from kvstow.control.ops import OP_SLOTS
 from kvstow.control.pool import SLOTS_OF_LEASE, LeaseBook, Pool
 from kvstow.control.session import Session
 from kvstow.errors import ConflictError, InvalidRequestError
@@ -37,10 +41,13 @@ class AttachedSession(Session):
         self.engine = engine
         self.name, self.label = str(session_id), f"session {session_id} ({engine}): "
         self.processes: set[Hashable] = set()
-        self._held: list[tuple[int, ...]] = []
-        """The slots of each lease and load of a lost session."""
+        self._ended_leases = LeaseBook()
+        self._held: deque[tuple[int, ...]] = deque()
+        """The slots of the loads and puts of a lost session."""
         self._held_slots = 0
         """How many slots `_held` has."""
+        self._ending: Literal["no", "ops", "processes", "slots"] = "no"
+        """What a lost session ends next, or waits for."""
         self._first_number = pool.desired.number
         self.adapt_to_pool()
 
@@ -64,7 +71,7 @@ class AttachedSession(Session):
             self.processes.add(process)
 
     def lose(self, reason: str) -> None:
-        """One of the session's connections has ended. Idempotent. O(blocks in flight or leased)."""
+        """One of the session's connections has ended. Idempotent. Its ops end in steps: see `Pool.free_owed`."""
         with self.pool.lock:
             self.end(reason)
         self.pool.write_log()
@@ -74,20 +81,15 @@ class AttachedSession(Session):
         if self.is_lost:
             return
         self.is_lost = self.closed = True
-        self._held = [lease.slots for lease in self.leases]
-        for entry in self.ops.dissolve():
-            if entry.fills_slots:
-                self.quarantined_slots += entry.op.slots
-            else:
-                self._held.append(entry.held)
-        self.leases = LeaseBook()
+        self._ended_leases, self.leases = self.leases, LeaseBook()
         self.leave_namespace()
-        self._held_slots = sum(map(len, self._held))
+        held, written = self._ended_leases.num_slots + self.ops.held_slots, self.ops.num_blocks["store"]
         self.pool.log(
             *(INFO, "%s%s; %d leased slots and %d half-written ones wait for the end of %d processes", self.label),
-            *(reason, self._held_slots, len(self.quarantined_slots), len(self.processes)),
+            *(reason, held, written + len(self.quarantined_slots), len(self.processes)),
         )
-        self._free_after_death()
+        self._ending = "ops"
+        self.pool.end_in_steps(self._end_ops())
 
     def leave_namespace(self) -> None:
         """Stop counting as a session of its namespace. The caller holds the lock."""
@@ -98,36 +100,63 @@ class AttachedSession(Session):
         if process in self.processes:
             self.processes.remove(process)
             self.end("one of its processes has ended")
-            self._free_after_death()
+            if self._ending == "processes" and not self.processes:
+                self.pool.end_in_steps(self._free_slots())
 
-    def _free_after_death(self) -> None:
-        if self.processes or self not in self.pool.sessions:
-            return
+    def _end_ops(self) -> Iterator[None]:
+        while True:
+            for entry in self.ops.dissolve():
+                if entry.fills_slots:
+                    self.quarantined_slots += entry.op.slots
+                else:
+                    self._held.append(entry.held)
+                    self._held_slots += len(entry.held)
+            if not len(self.ops):
+                break
+            yield
+        self._ending = "processes"
+        if not self.processes:
+            yield from self._free_slots()
+
+    def _free_slots(self) -> Iterator[None]:
+        """No process can read or write the session's slots any more."""
         pool = self.pool
-        pool.sessions.remove(self)
+        self._ending = "slots"
         if pool.earlier is not None and pool.earlier.session is self:
             pool.earlier = None
             pool.log(INFO, "all engines of the service before have attached again or ended: blocks are evicted again")
-        pool.owe(self._held)
-        pool.end_quarantine(self.quarantined_slots)
-        self._held, self._held_slots, self.quarantined_slots = [], 0, []
+        most = max(1, pool.slice_slots // OP_SLOTS)
+        while self._ended_leases or self._held or self.quarantined_slots:
+            leases = list(islice(self._ended_leases, most))
+            pool.owe([lease.slots for lease in leases if self._ended_leases.end(lease)])
+            held = [self._held.popleft() for _ in range(min(most, len(self._held)))]
+            self._held_slots -= sum(map(len, held))
+            pool.owe(held)
+            pool.end_quarantine(self.quarantined_slots[-pool.slice_slots :])
+            del self.quarantined_slots[-pool.slice_slots :]
+            if self._ended_leases or self._held or self.quarantined_slots:
+                yield
+        pool.sessions.remove(self)
         self.note_held()
 
     def note_held(self) -> None:
         if self.is_lost and self.holding is not None:
-            self.holding.note(self._held_slots + SLOTS_OF_LEASE * len(self._held))
+            count = len(self._ended_leases) + self.ops.num_ops["load"] + len(self._held)
+            slots = self._ended_leases.num_slots + self.ops.held_slots + self._held_slots
+            self.holding.note(slots + SLOTS_OF_LEASE * count)
         else:
             super().note_held()
 
     def held_slots(self) -> Iterator[tuple[int, ...]]:
         yield from super().held_slots()
+        yield from (lease.slots for lease in self._ended_leases)
         yield from self._held
 
     def uses_slots_from(self, low: int) -> bool:
         """Whether it, or a process of it, may still read or write a slot from `low` on. O(slots in use); the lock is
         held for O(leases and ops), a millisecond for as many as it may have."""
         with self.pool.lock:
-            leases, ops = list(self.leases), list(self.ops)
+            leases, ops = [*self.leases, *self._ended_leases], list(self.ops)
             parts: list[Sequence[int]] = [*self._held, list(self.quarantined_slots)]
         parts += [lease.slots for lease in leases]
         parts += [slots for entry in ops for slots in (entry.held, entry.op.slots)]
@@ -158,7 +187,7 @@ class AttachedSession(Session):
 
     def set_memory(self, rank: int, registered_slots: int, applied: int) -> None:
         """What the pool's host knows of the rank's memory, between two reports: the slots that it has registered, and
-        the desired state whose memory it has released. O(1), or O(leased slots) when there are fewer slots."""
+        the desired state whose memory it has released. Leases of slots that it has no more break. O(1)."""
         with self.pool.lock:
             if self.is_lost:
                 return
@@ -170,8 +199,7 @@ class AttachedSession(Session):
             self.adapt_to_pool()
 
     def lose_slots(self, low: int) -> None:
-        if any(max(lease.slots, default=-1) >= low for lease in self.leases):
-            self.leases.break_all()
+        self.leases.break_from(low)
 
     def adapt_to_pool(self) -> None:
         registered = self.ranks.usable_slots()

@@ -313,7 +313,7 @@ def _defects(pool: Pool) -> list[str]:
         if written != in_use[name]:
             found.append(f"the {name} slots are not those of the open stores")
     held = chain(pool.owed, *(session.held_slots() for session in sessions_of(pool)))
-    holders = Counter(slot for slots in held for slot in set(slots))
+    holders = Counter(slot for slots in held for slot in slots)
     if holders != {slot: pool.index.held.count(slot) for slot in pool.index.held.slots()}:
         found.append("the held slots are not those of leases and loads")
     if pool.owed_slots != sum(map(len, pool.owed)):

@@ -69,13 +69,13 @@ class SlotTable:
             self._view()
 
     def fit(self, num_slots: int) -> Iterator[None]:
-        """Have as many buckets as a pool of so many slots needs, and split those that there are, in steps of 1 ms
-        between the yields. Every other call can be made meanwhile. Not for two threads."""
+        """Have as many buckets as a pool of so many slots needs, and split those that there are, `_SPLIT_AT_ONCE`
+        buckets between two yields. Every other call can be made meanwhile. Not for two threads."""
         yield from self._make(num_slots)
         while self._mask + 1 < _BUCKETS_PER_SLOT * num_slots:
-            if not self._num_split:
+            while len(self._first) < 2 * (self._mask + 1):
                 del self._firsts, self._nexts, self._hashes
-                self._first.extend(array("i", (_END,)) * (self._mask + 1))
+                self._first.extend(array("i", (_END,)) * min(_MADE_AT_ONCE, self._mask + 1))
                 self._view()
                 yield
             end = min(self._num_split + _SPLIT_AT_ONCE, self._mask + 1)

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from logging import ERROR, WARNING
 
 from kvstow.control.namespaces import Namespace
@@ -24,6 +25,8 @@ from kvstow.control.pool import Pool, PoolSession
 from kvstow.messages import Completion, Direction, Mark, Op, TierCompletion, TierDirection, TierOp
 from kvstow.results import Settled, TierSettled
 
+OP_SLOTS = 16
+"""The end of an op, its slots apart, takes about as long as that of so many slots."""
 LAST_RANK = 0
 """The rank whose object a put writes last."""
 
@@ -34,7 +37,8 @@ class OpenOp:
 
     `held`: slots that a load or a put keeps from eviction. `pending`: ranks that have not finished. `reading`: ranks
     that may still read the blocks of a store. `abandoned`: a stuck store or fetch that the host no longer waits for;
-    its slots are quarantined until it ends.
+    its slots are quarantined until it ends. `num_removed`: in how many of a failed load's slots the blocks have been
+    removed, from the first one on.
     """
 
     op: Op | TierOp
@@ -49,6 +53,7 @@ class OpenOp:
     stuck: bool = False
     seconds: float = 0.0
     queue_seconds: float = 0.0
+    num_removed: int = 0
 
     @property
     def fills_slots(self) -> bool:
@@ -186,21 +191,32 @@ class OpsInFlight:
     # -- completion -----------------------------------------------------------------------------------------
 
     def complete(self, rank: int, completion: Completion) -> None:
-        """Take a completion of `rank`; end the op if it was the last one."""
+        """Take a completion of `rank`; end the op if it was the last one. Call `remove_unloadable` before it."""
         entry, faults = self._open.get(completion.op_id), self.pool.counters.faults
         if entry is None:
             faults.stale_completions += 1
         elif rank not in (entry.reading if completion.mark == "source_free" else entry.pending):
             faults.duplicate_completions += 1
         else:
-            if completion.mark == "failed":
-                self._remove_unloadable(entry)
             self._accept(entry, rank, completion)
 
-    def _remove_unloadable(self, entry: OpenOp) -> None:
-        """At the first failure of a load: the request must not find its keys again and load in a circle."""
-        if entry.op.direction == "load":
-            self.pool.remove_blocks(entry.op.slots, "load_failed")
+    def remove_unloadable(self, rank: int, completion: Completion, most: int) -> int:
+        """If this completion says that a load has failed, remove up to `most` blocks that it has read: the request must
+        not find them again and load in a circle. Call it until it returns 0; otherwise it returns how many slots it
+        has visited."""
+        entry = self._open.get(completion.op_id)
+        if completion.mark != "failed" or entry is None or rank not in entry.pending or entry.op.direction != "load":
+            return 0
+        slots = entry.op.slots[entry.num_removed : entry.num_removed + most]
+        if slots:
+            entry.num_removed += len(slots)
+            self.pool.remove_blocks(slots, "load_failed")
+        return len(slots)
+
+    def num_slots(self, op_id: int) -> int:
+        """The slots that the end of this op frees or publishes at once; those of a load are freed in slices."""
+        entry = self._open.get(op_id)
+        return len(entry.op.slots) if entry is not None and entry.fills_slots else 0
 
     def _accept(self, entry: OpenOp, rank: int, completion: Completion) -> None:
         was_reading = bool(entry.reading)
@@ -229,7 +245,7 @@ class OpsInFlight:
             return
         assert isinstance(op, Op)
         if op.direction == "load":
-            pool.unhold(entry.held)
+            pool.end_holds([entry.held])
             if entry.error:
                 pool.counters.lookups.miss_blocks["load_failed"] += len(op.slots)
                 pool.counters.fallbacks["load_failed"] += 1
@@ -291,7 +307,7 @@ class OpsInFlight:
         pool, slots = self.pool, entry.op.slots
         moved = 0 if entry.error else entry.moved
         if not entry.fills_slots:
-            pool.unhold(entry.held)
+            pool.end_holds([entry.held])
         elif entry.abandoned:
             pool.end_quarantine(slots)
         else:  # the leading slots are valid on all ranks, the others are not
@@ -326,9 +342,9 @@ class OpsInFlight:
 
     # -- ranks that restart or hang -------------------------------------------------------------------------
 
-    def fail_rank(self, rank: int) -> None:
+    def fail_rank(self, rank: int) -> Iterator[None]:
         """Fail the ops of a rank that has restarted. If its memory is lost, stores that it had finished fail, too, when
-        the other ranks have ended them. O(open ops)."""
+        the other ranks have ended them. Between two steps the lock may be let go."""
         pending = [(op_id, entry) for op_id, entry in self._open.items() if rank in entry.pending]
         owner = self._owner
         if owner.owns_memory:
@@ -337,17 +353,30 @@ class OpsInFlight:
                     entry.error = entry.error or f"rank {rank}: rank {rank} has restarted"
         loss = "its memory is lost, " if owner.owns_memory else ""
         self.pool.log(WARNING, "%srank %d has restarted: %s%d transfers fail", owner.label, rank, loss, len(pending))
+        left = self.pool.slice_slots
         for op_id, entry in pending:
-            if owner.owns_memory:
-                self._remove_unloadable(entry)
-            self._accept(entry, rank, Completion(op_id, "failed", f"rank {rank} has restarted"))
+            if left <= 0:
+                yield
+                left = self.pool.slice_slots
+            failed = Completion(op_id, "failed", f"rank {rank} has restarted")
+            while owner.owns_memory and self.remove_unloadable(rank, failed, self.pool.slice_slots):
+                pass
+            if self._open.get(op_id) is entry and rank in entry.pending:
+                left -= OP_SLOTS + self.num_slots(op_id)
+                self._accept(entry, rank, failed)
 
     def dissolve(self) -> list[OpenOp]:
-        """Forget all ops and results, because the session has ended. Stores fail, and their slots are quarantined: the
-        session's processes may still write them. Returns the ops that were open."""
-        pool, dissolved = self.pool, list(self._open.values())
-        for entry in dissolved:
+        """Forget some ops, the oldest first, and all results, because the session has ended. Stores fail, and their
+        slots are quarantined: the session's processes may still write them. Returns the ops; call it until none is
+        open."""
+        pool, dissolved = self.pool, list[OpenOp]()
+        left = most = pool.slice_slots
+        for entry in list(islice(self._open.values(), max(1, most // OP_SLOTS))):
+            if left <= 0:
+                break
+            dissolved.append(entry)
             op = entry.op
+            left -= OP_SLOTS + (len(op.slots) if entry.fills_slots else 0)
             self._forget(entry)
             if isinstance(op, Op):
                 pool.counters.transfers.of(op.direction).error += 1

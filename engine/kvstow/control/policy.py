@@ -17,7 +17,7 @@ from itertools import compress, count
 from math import inf, nextafter
 from operator import ne, or_
 
-from kvstow.control.slots import values_at
+from kvstow.control.slots import unvisited, values_at
 from kvstow.control.uses import LOG_USES, NUM_CLASSES, Uses
 
 NONE = -1
@@ -30,8 +30,8 @@ class Links:
     __slots__ = ("colder", "hotter")
 
     def __init__(self) -> None:
-        self.hotter: list[int] = []
-        self.colder: list[int] = []
+        self.hotter: list[int] = unvisited([])
+        self.colder: list[int] = unvisited([])
 
     def grow(self, num_slots: int) -> None:
         """Make room for slots below `num_slots`."""

@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, islice
 from math import inf
 from threading import Lock
 from typing import Generic, Literal, Protocol, TypeVar
@@ -38,13 +38,10 @@ from kvstow.status import HOST_NAME, BypassStatus, DrainMode, DrainStatus, Refus
 
 SLICE_SLOTS = 1024
 """Slots that bulk work visits in one slice. Evicting that many holds the lock for less than a millisecond."""
-_SLICES_AT_ONCE = 16
-"""So much is freed at the end of leases, before the rest is owed."""
-
-
 _EVICTIONS_PER_SLOT = 4
 """Blocks that a store may evict for each slot that it lacks. While the pool shrinks, most evictable blocks may be above
 its new limit, and evicting them frees no usable slot."""
+_LEASES_AT_ONCE = 256
 _KEPT_CHANGES = 16
 _HINTS_REMEMBERED = 3600.0
 """Seconds after the last request with hints."""
@@ -112,7 +109,9 @@ class LeaseBook:
     def __init__(self) -> None:
         self._open: dict[int, Lease] = {}
         self._last_id = 0
-        self._last_broken_id = 0
+        self._last_broken_id = self._last_cut_id = 0
+        self._cut_from: float = inf
+        """Leases up to the last cut one are broken if they have slots from this one on."""
         self.num_slots = 0
         self.max_slots: float = inf
 
@@ -136,11 +135,18 @@ class LeaseBook:
         return self._open.get(lease.lease_id) is lease
 
     def is_broken(self, lease: Lease) -> bool:
-        return lease.lease_id <= self._last_broken_id
+        if lease.lease_id <= self._last_broken_id:
+            return True
+        return lease.lease_id <= self._last_cut_id and max(lease.slots, default=-1) >= self._cut_from
 
     def break_all(self) -> None:
         """All leases that were granted until now are broken."""
         self._last_broken_id = self._last_id
+
+    def break_from(self, low: int) -> None:
+        """All leases that were granted until now, and that have slots from `low` on, are broken."""
+        self._last_cut_id = self._last_id
+        self._cut_from = min(low, self._cut_from) if self._open else low
 
     def end(self, lease: Lease) -> bool:
         """End the lease; False if it had ended before."""
@@ -160,11 +166,14 @@ class LeaseBook:
         return int(max(0, self.num_slots - self.max_slots))
 
     def end_excess(self) -> list[Lease]:
-        """End the oldest leases until the others hold at most `max_slots`; returns the ended ones."""
+        """End the oldest leases until the others hold at most `max_slots`, or a bounded number of them; returns the
+        ended ones."""
         ended: list[Lease] = []
-        while self.num_slots > self.max_slots:
-            ended.append(next(iter(self._open.values())))
-            self.end(ended[-1])
+        for lease in list(islice(self, _LEASES_AT_ONCE)) if self.num_slots > self.max_slots else ():
+            if self.num_slots <= self.max_slots:
+                break
+            self.end(lease)
+            ended.append(lease)
         return ended
 
 
@@ -270,6 +279,8 @@ class Pool:
         """How many slots `owed` has."""
         self.holding: Holding | None = None
         """What it owes, of what the pools of all owners may hold in leases; None where there is one pool."""
+        self._endings: deque[Iterator[None]] = deque()
+        """What is left to do for sessions that have ended, in steps, each with the lock held."""
         self._messages: deque[tuple[int, str, tuple[object, ...]]] = deque()
         self.make_tables(config.capacity_slots)
 
@@ -279,8 +290,8 @@ class Pool:
             time.sleep(0)
 
     def make_tables_in_slices(self, num_slots: int) -> Iterator[None]:
-        """Have the tables whose size follows from that of the pool. Each step holds the lock for 1 ms at most. Call it
-        without the lock. Not for two threads."""
+        """Have the tables whose size follows from that of the pool. Each step holds the lock for a bounded time. Call
+        it without the lock. Not for two threads."""
         yield from self.index.uses.make_room_in_slices(num_slots)
         steps = self.index.slot_keys.table.fit(num_slots)
         while True:
@@ -421,15 +432,29 @@ class Pool:
     def unhold(self, slots: Iterable[int]) -> None:
         self.deallocate(self.index.unhold(list(slots)))
 
+    def end_holds(self, held: Iterable[tuple[int, ...]]) -> None:
+        """Leases and loads have ended, so nothing needs their slots. The caller holds the lock."""
+        for slots in held:
+            self.unhold(slots)
+
     def owe(self, leased: Iterable[tuple[int, ...]]) -> None:
-        """Leases and loads have ended, so nothing needs their slots. Few are freed at once. The caller holds the
-        lock."""
+        """`end_holds`, and at most `slice_slots` are freed at once. The others are freed by `free_owed`, so that no
+        call holds the lock for long."""
         for slots in leased:
             self.owed.append(slots)
             self.owed_slots += len(slots)
-        for _ in range(_SLICES_AT_ONCE):
-            if not self._free_owed():
-                return
+        self._free_slots()
+
+    def end_in_steps(self, steps: Iterator[None]) -> None:
+        """A session has ended. The first step is made at once, and the others by `free_owed`. The caller holds the
+        lock."""
+        if next(steps, self) is not self:
+            self._endings.append(steps)
+
+    @property
+    def owes(self) -> bool:
+        """Whether there is anything for `free_owed` to do. Without the lock."""
+        return bool(self.owed or self._endings)
 
     def note_held(self) -> None:
         """The caller holds the lock."""
@@ -443,25 +468,28 @@ class Pool:
             self.holding = None
 
     def free_owed(self) -> bool:
-        """Free some more slots of those that are owed. Returns False if there are none."""
+        """Make one more step of what ended sessions, leases and loads have left to do: slots are freed, and ops fail.
+        Returns False if nothing is left."""
         with self.lock:
-            return self._free_owed()
+            if not self._endings:
+                self._free_slots()
+            elif next(self._endings[0], self) is self:
+                self._endings.popleft()
+            return self.owes
 
-    def _free_owed(self) -> bool:
+    def _free_slots(self) -> None:
         left = self.slice_slots
         while self.owed and left > 0:
             slots = self.owed.popleft()
             self.owed_slots -= len(slots)
             if len(slots) > left:
-                # A repeated slot was held once, so it must not be in two parts. The end of the prefix goes first.
-                rest = slots if isinstance(slots, list) else list(dict.fromkeys(slots))
+                rest = slots if isinstance(slots, list) else list(slots)  # the end of the prefix goes first
                 slots = rest[-left:]
                 del rest[-left:]
                 self.owed.appendleft(rest)
                 self.owed_slots += len(rest)
             self.unhold(slots)
             left -= max(1, len(slots))
-        return bool(self.owed)
 
     def make_room(
         self, count: int, present: Sequence[Sequence[int]], now: float, below: int | None = None
@@ -477,6 +505,9 @@ class Pool:
                 self.index.times.mark_used(present, now)
                 self.index.hold(held)
             slots += self._evict(count - len(slots), now, below)
+            if len(slots) < count and self.owed:
+                self._free_slots()
+                slots += self._evict(count - len(slots), now, below)
             # Nothing is left to evict but leased blocks: those of sessions that lease too much.
             if len(slots) < count and self.earlier is None and self._end_excess_leases():
                 slots += self._evict(count - len(slots), now, below)
@@ -511,11 +542,10 @@ class Pool:
         return slots
 
     def _end_excess_leases(self) -> bool:
-        """End leases of sessions that hold more than they may when slots are short; False if there are none.
-        O(slots of the leases that end)."""
+        """End leases of sessions that hold more than they may when slots are short; False if there are none. What is
+        left of them is ended, and freed, by later calls."""
         ended = [lease for session in self.sessions for lease in session.leases.end_excess()]
-        for lease in ended:
-            self.unhold(lease.slots)
+        self.end_holds([lease.slots for lease in ended])
         return bool(ended)
 
     def join_namespace(self, name: str) -> Namespace:

@@ -11,7 +11,7 @@ from typing import Generic, Literal, TypeVar
 
 from kvstow.control.indexjournal import MAX_KEY_BYTES, fit
 from kvstow.control.namespaces import Namespace, first_of_runs
-from kvstow.control.ops import OpsInFlight
+from kvstow.control.ops import OP_SLOTS, OpsInFlight
 from kvstow.control.pool import SLOTS_OF_LEASE, LeaseBook, Pool
 from kvstow.control.ranktable import RankTable
 from kvstow.control.shadows import MOST_FOLLOWED, SampledPart
@@ -254,16 +254,9 @@ class Session:
             is_whole = all(book.is_open(lease) and not book.is_broken(lease) for lease in leases)
             parts = [lease.slots for lease in leases if book.end(lease)]
             if not is_whole:
-                for slots in parts:
-                    pool.unhold(slots)
+                pool.end_holds(parts)
                 return NO_LEASE
-            joined = tuple(chain.from_iterable(parts))
-            if len(set(joined)) < len(joined):  # a lease holds a slot once
-                held = set[int]()
-                for slots in parts:
-                    pool.unhold(held.intersection(slots))
-                    held.update(slots)
-            return book.grant(joined)
+            return book.grant(tuple(chain.from_iterable(parts)))
 
     def find_lease(self, lease_id: int) -> Lease:
         """The lease of this session with this id. Raises `LeaseError` if it has ended."""
@@ -278,7 +271,7 @@ class Session:
         pool = self.pool
         with pool.lock:
             if self.leases.end(lease):
-                pool.unhold(lease.slots)
+                pool.end_holds([lease.slots])
 
     def begin_load(
         self,
@@ -491,14 +484,29 @@ class Session:
     def complete(self, rank: int, boot_id: str, completions: Sequence[Completion]) -> None:
         """Take completions of `rank`. Idempotent: late and repeated ones, and those of a former boot, are counted and
         ignored. Raises `NotFoundError` for an unknown rank."""
-        pool = self.pool
-        with pool.lock:
-            if self.ranks.boot_id(rank) != boot_id:
-                pool.counters.faults.stale_completions += len(completions)
+        for _ in self.complete_in_steps(rank, boot_id, completions):
+            pass
+
+    def complete_in_steps(self, rank: int, boot_id: str, completions: Sequence[Completion]) -> Iterator[None]:
+        """`complete`; each step ends ops of `Pool.slice_slots`, or one op."""
+        pool, ops, at = self.pool, self.ops, 0
+        while True:
+            with pool.lock:
+                left = pool.slice_slots
+                if self.ranks.boot_id(rank) != boot_id:
+                    pool.counters.faults.stale_completions += len(completions) - at
+                    return
+                while at < len(completions) and left > 0:
+                    if removed := ops.remove_unloadable(rank, completions[at], left):
+                        left -= removed
+                        continue
+                    left -= OP_SLOTS + ops.num_slots(completions[at].op_id)
+                    ops.complete(rank, completions[at])
+                    at += 1
+            pool.write_log()
+            if at == len(completions):
                 return
-            for completion in completions:
-                self.ops.complete(rank, completion)
-        pool.write_log()
+            yield
 
     def take_settled(self) -> list[Settled]:
         """All results that became final since the last call, in order, as one consistent snapshot of done and
@@ -532,14 +540,22 @@ class Session:
 
         Raises `NotFoundError` or `InvalidRequestError` for a report of another pool.
         """
+        for _ in self.report_in_steps(report):
+            pass
+        return self.desired()
+
+    def report_in_steps(self, report: RankReport) -> Iterator[None]:
+        """`report`, without its result. The ops of a rank that has restarted fail in steps."""
         pool = self.pool
+        failing: Iterator[None] = iter(())
+        is_failing = False
         if report.engine_id != pool.desired.engine_id:
             report = replace(report, applied=0)  # it has applied no desired state of this engine
         with pool.lock:
             self.check_report(report)
             if self.is_lost or self.ranks.is_late(report):
                 pool.counters.faults.stale_reports += 1
-                return pool.desired
+                return
             before = self.ranks.usable_slots()
             restarted = self.ranks.update(report, pool.clock())
             usable = self.ranks.usable_slots()
@@ -547,14 +563,18 @@ class Session:
                 pool.counters.faults.rank_restarts += 1
                 pool.counters.faults.errors["rank_restarted"] += 1
                 self.lose_slots(0)
-                self.ops.fail_rank(report.rank)
+                failing = self.ops.fail_rank(report.rank)
+                is_failing = next(failing, self) is not self
             elif usable < before and usable < pool.slots.top:
                 self.lose_slots(usable)
             pool.apply_limit()
             self.adapt_to_pool()
+        while is_failing:
+            yield
+            with pool.lock:
+                is_failing = next(failing, self) is not self
         pool.write_log()
         pool.remove_lost()
-        return self.desired()
 
     def desired(self) -> DesiredState:
         """The desired state of every rank."""

@@ -98,6 +98,9 @@ class SharedPool(Pool):
         """All sessions, including lost ones and the host's own. The caller holds the lock."""
         return [session for session in self.sessions if isinstance(session, AttachedSession)]
 
+    def end_holds(self, held: Iterable[tuple[int, ...]]) -> None:
+        self.owe(held)  # a client may hold as much as it likes, and others wait for the lock
+
     # -- namespaces -----------------------------------------------------------------------------------------
 
     def namespaces(self) -> list[NamespaceStatus]:

@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from typing import Protocol, TypeVar
 
+from kvstow.attach.wire import MOST_STORED
 from kvstow.errors import InvalidRequestError
 from kvstow.keys import BlockKey
 from kvstow.messages import Completion, Op, StepPlan
@@ -69,7 +70,7 @@ class _Computed:
 @dataclass(slots=True)
 class _Job:
     """A request in flight. Its first `loaded` blocks come from the pool, for which the ranks have copied `loaded_bytes`
-    in `load_seconds`. `blocks` is empty once they are freed.
+    in `load_seconds`. `offered` of the others were offered to the pool. `blocks` is empty once they are freed.
 
     `hold` keeps the hit prefix leased until the rest is stored: the prefix goes back to the order of eviction
     last, and so outlives its continuation. `go_on` continues the request if the answer that it waits for is there, and
@@ -83,6 +84,7 @@ class _Job:
     hold: Awaited[Lease] | None = None
     go_on: Callable[[], bool] | None = None
     loaded: int = 0
+    offered: int = 0
     loaded_bytes: int = 0
     load_seconds: float = 0.0
     started: float = 0.0
@@ -356,6 +358,13 @@ class ReplayDriver:
         self._tally.request_seconds += time.monotonic() - job.started
         keys, blocks = job.keys[job.loaded :], job.blocks[job.loaded :]
         self._kv.compute(keys, blocks)
+        self._store_more(job)
+
+    def _store_more(self, job: _Job) -> None:
+        """Store the next part of what was computed."""
+        part = slice(job.loaded + job.offered, job.loaded + job.offered + MOST_STORED)
+        keys, blocks = job.keys[part], job.blocks[part]
+        job.offered += len(keys)
         if keys:
             self._ask(job, self._offload.begin_store(keys, blocks, str(job.number)), self._store_begun)
         else:
@@ -368,7 +377,7 @@ class ReplayDriver:
         if grant.op is not None:
             self._plan_op(grant.op, job)
         else:
-            self._generate(job)
+            self._store_more(job)
 
     def _plan_op(self, op: Op, job: _Job) -> None:
         self._plan.append(op)
@@ -379,7 +388,7 @@ class ReplayDriver:
             return  # of an earlier replay over this engine, which was stopped
         op, job = self._ops[settled.op_id]
         if settled.mark == "source_free":
-            if self._is_over(job.request.ended):
+            if self._is_over(job.request.ended) and job.loaded + job.offered == len(job.keys):
                 self._free_blocks(job)
             return
         del self._ops[settled.op_id]
@@ -388,7 +397,7 @@ class ReplayDriver:
             self._store(job)
         else:
             self._stored(settled)
-            self._generate(job)
+            self._store_more(job)
 
     def _loaded(self, job: _Job, settled: Settled) -> None:
         if settled.mark == "done":

@@ -33,7 +33,7 @@ from kvstow.attach.calls import (
 )
 from kvstow.attach.hello import Hello, Refused, Welcome
 from kvstow.attach.identity import FleetWeights, GroupIdentity, NamespaceIdentity, PoolIdentity, RegionIdentity
-from kvstow.attach.wire import MOST_LISTED, SENT_BY, VERSION, Kind, Message, Packed, refusal_of
+from kvstow.attach.wire import MOST_LISTED, MOST_STORED, SENT_BY, VERSION, Kind, Message, Packed, refusal_of
 from kvstow.errors import AttachRefusedError, ProtocolError
 from kvstow.hints import LONGEST_PAUSE, MOST_NAME_CHARS, Hints
 from kvstow.messages import Completion, DesiredState, RankReport
@@ -388,3 +388,10 @@ def test_a_kind_comes_only_from_its_senders() -> None:
     assert refusal_of(999, "scheduler") == "kind 999 does not exist"
     assert refusal_of(Kind.LOOKUP, "scheduler", 2) == "LOOKUP came with 2 file descriptors"
     assert refusal_of(Kind.EXTENTS, "service", 2) is None
+
+
+def test_a_store_has_a_bound_of_its_own() -> None:
+    keys = [b"key"] * (MOST_STORED + 1)
+    assert calls.BeginStore.unpack(calls.BeginStore(keys[1:]).pack()).keys == keys[1:]
+    with pytest.raises(ProtocolError, match=r"length <= 256 - at `\$.keys`"):
+        calls.BeginStore.unpack(calls.BeginStore(keys).pack())

@@ -42,7 +42,8 @@ ACTIONS = {  # who: what, as often as it is named
     + ["register"] * 4
     + ["report", "boot", "reset", "end", "end and copy", "end and copy later", "process dies"]
     + ["speak late", "speak late", "die", "die"],
-    "host": ["pass time", "add extent", "drop extent", "swap extent", "purge", "drop"] + ["go on", "populate"] * 2,
+    "host": ["pass time", "add extent", "drop extent", "swap extent", "purge", "drop"]
+    + ["go on", "populate", "free owed"] * 2,
 }
 CHOICES = [(who, what) for who, things in ACTIONS.items() for what in things]
 PICKS = 252
@@ -309,6 +310,8 @@ class Engines(RuleBasedStateMachine):
         if what == "pass time":
             self.clock.advance(40.0)
             pool.tick()
+        elif what == "free owed":
+            pool.free_owed()
         elif what == "add extent":
             if len(pool.extents) < MAX_EXTENTS and self.sweep is None and pool.is_released:
                 self.add_extent()
@@ -378,6 +381,8 @@ class Engines(RuleBasedStateMachine):
         for engine in self.ended:
             for number in list(engine.alive):
                 engine.die(number)
+        while self.pool.free_owed():
+            self.books_balance()
         self.books_balance()
         stats = PoolFacade(self.pool).stats()
         assert (stats.transfers.pending.loads, stats.transfers.pending.stores, stats.pool.leases) == (0, 0, 0)
@@ -393,13 +398,13 @@ TestEngines.settings = settings(max_examples=30, stateful_step_count=80, deadlin
 
 
 def slots_are_freed_at_the_end_of_the_connection(patch: pytest.MonkeyPatch) -> None:
-    free = AttachedSession._free_after_death
+    end_ops = AttachedSession._end_ops
 
-    def at_once(self: AttachedSession) -> None:
+    def at_once(self: AttachedSession) -> Iterator[None]:
         self.processes.clear()
-        free(self)
+        return end_ops(self)
 
-    patch.setattr(AttachedSession, "_free_after_death", at_once)
+    patch.setattr(AttachedSession, "_end_ops", at_once)
 
 
 def a_clock_frees_leases(patch: pytest.MonkeyPatch) -> None:

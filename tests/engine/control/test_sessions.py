@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tests.engine.control.sharedhost import Host
 
-from kvstow.control import pool, session
+from kvstow.control import session
 from kvstow.control.engine import PoolFacade
 from kvstow.control.indexjournal import RecoveredIndex
 from kvstow.control.sharedpool import EarlierSession, recover
@@ -469,7 +469,6 @@ def test_the_slots_of_a_sessions_leases_and_loads_are_bounded(host: Host, monkey
 
 def test_what_is_released_counts_until_it_is_freed(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     """A client may lease and release faster than slots are freed."""
-    monkeypatch.setattr(pool, "_SLICES_AT_ONCE", 1)
     host.pool.slice_slots = 2
     client = host.attach()
     client.store([A, B, C])

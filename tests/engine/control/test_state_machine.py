@@ -5,7 +5,7 @@ engine shows as a wrong byte. The mutants at the end take one safeguard out each
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
@@ -380,8 +380,8 @@ def dead_boots_are_believed(patch: pytest.MonkeyPatch) -> None:
     def believe(self: OffloadEngine, rank: int, boot_id: str, completions: list[Completion]) -> None:
         complete(self, rank, self.ranks.boot_id(rank) or boot_id, completions)
 
-    def number_again(self: OpsInFlight, rank: int) -> None:
-        fail_rank(self, rank)
+    def number_again(self: OpsInFlight, rank: int) -> Iterator[None]:
+        yield from fail_rank(self, rank)
         if len(self._ranks) == 1:
             self.pool.last_op_id = 0
 

@@ -126,7 +126,8 @@ class FakeSession:
         self.ops[op_id] = FakeOp(direction, keys, slots, set(range(self.ranks)))
         return op_id
 
-    def complete(self, call: Completions) -> None:
+    def complete_in_steps(self, call: Completions) -> Steps[None]:
+        yield
         self._called()
         settled = []
         for done in call.completions:
@@ -158,7 +159,8 @@ class FakeSession:
     def read_events(self, call: ReadEvents) -> EventPage:
         return EventPage(call.after, ())
 
-    def take_report(self, report: RankReport) -> DesiredState:
+    def take_report_in_steps(self, report: RankReport) -> Steps[DesiredState]:
+        yield
         return DesiredState("engine-1", 100 + report.rank, number=1)
 
     def registered(self, rank: int, extents: Sequence[ExtentSlots]) -> None:

@@ -43,6 +43,7 @@ from kvstow.testing.rank import ready_report
 from kvstow_service.node.nodehost import NodeHost
 from kvstow_service.node.pools.memorythread import MemoryThread
 from kvstow_service.node.pools.nodepool import NodePool, PoolSettings
+from kvstow_service.node.pools.nodesession import result_of
 
 EXTENT = 2 << 20
 ROW_SLOTS = EXTENT // SLOT_BYTES
@@ -154,7 +155,7 @@ class Engine:
             report = ready_report(
                 SLOT_BYTES, 0, rank=one, boot_id=boot, pinned_slots=10**6, sender="s", number=self.reports
             )
-            self.session.take_report(report)
+            result_of(self.session.take_report_in_steps(report))
 
     def release_revoked(self, *ranks: int) -> None:
         for rank in ranks or list(self.revoked):
@@ -168,7 +169,7 @@ class Engine:
 
     def complete(self, op_id: int, mark: Mark = "done", ranks: Sequence[int] | None = None) -> None:
         for rank in range(self.num_ranks) if ranks is None else ranks:
-            self.session.complete(Completions(rank, "b", (Completion(op_id, mark),)))
+            result_of(self.session.complete_in_steps(Completions(rank, "b", (Completion(op_id, mark),))))
 
     def store(self, *numbers: int) -> StoreBegun:
         begun = self.begin_store(*numbers)

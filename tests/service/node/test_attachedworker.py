@@ -38,6 +38,7 @@ from kvstow.memory.pinning import FixedPace
 from kvstow.messages import Completion, DesiredState, Direction, Op, RankReport, StepPlan
 from kvstow.testing.fakes import FakeClock, FakeDevice, FakeRegistrar, FakeTicket
 from kvstow_service.node.pools.memoryholder import SessionLink
+from kvstow_service.node.pools.nodesession import Steps
 
 MIB = 1 << 20
 SLOT = 4096
@@ -59,7 +60,8 @@ class RecordingSession(FakeSession):
         self.service.words.append("released")
         super().released(rank, extent_ids)
 
-    def take_report(self, report: RankReport) -> DesiredState:
+    def take_report_in_steps(self, report: RankReport) -> Steps[DesiredState]:
+        yield
         self.service.words.append("take_report")
         self.service.reports.append(report)
         return DesiredState("engine-1", EXTENT_SLOTS * len(self.service.fds), number=1)

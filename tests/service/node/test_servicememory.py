@@ -16,12 +16,13 @@ from tests.service.node.rawengine import HELLO, POOL, RawEngine, key_of
 from tests.service.node.realservice import RealService
 
 from kvstow.attach.calls import BeginStore, Hold, StoreBegun
+from kvstow.attach.wire import MOST_STORED
 
 pytestmark = pytest.mark.process
 
 MIB = 1 << 20
 SLOT_BYTES, NUM_SLOTS = 64, 1_000_000
-_BATCH = 8192
+_BATCH = MOST_STORED
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from kvstow.attach.wire import MOST_STORED
 from kvstow.results import Awaited, Settled, StoreGrant
 from kvstow_service.connectors.engine_core.controlplane import ControlPlane
 from kvstow_service.connectors.engine_core.gpublocks import Backlog, GPUBlocks, Offer
@@ -103,12 +104,15 @@ class Stores:
         slots for them. `offer_again` gets the other blocks."""
         if not offer.keys:
             return
-        answer = self._control.begin_store(offer.keys, offer.blocks, request_id=request_id)
-        self.newest += 1
-        if not answer.done:
-            self._gpu.hold_sources(-self.newest, offer.blocks)
         origins = self._events.take_offered() if self._events is not None else {}
-        self._asked.append(_AskedStore(self.newest, offer, origins, answer))
+        for first in range(0, len(offer.keys), MOST_STORED):
+            end = first + MOST_STORED
+            part = Offer(offer.keys[first:end], offer.blocks[first:end])
+            answer = self._control.begin_store(part.keys, part.blocks, request_id=request_id)
+            self.newest += 1
+            if not answer.done:
+                self._gpu.hold_sources(-self.newest, part.blocks)
+            self._asked.append(_AskedStore(self.newest, part, origins, answer))
         self.take_granted()
 
     def take_granted(self) -> None:

@@ -37,6 +37,7 @@ from kvstow.attach.hello import CallError, Hello, Refused
 from kvstow.attach.peer import Peer, peer_of
 from kvstow.attach.wire import Kind, Message, refusal_of
 from kvstow.errors import AttachRefusedError, DisconnectedError, InvalidRequestError, KvstowError, ProtocolError
+from kvstow.messages import DesiredState
 from kvstow.status import UserLimit
 from kvstow_service.admin.sockets import bind_unix, file_id, require_folder
 from kvstow_service.node.attach.clients import AttachTally, ClientConnection, Clients, client_limit
@@ -108,11 +109,11 @@ def answer_to(
         case Report(report):
             if report.rank != _rank_of(member):
                 raise InvalidRequestError(f"a report of rank {report.rank}, from rank {member.rank}")
-            return Desired(session.take_report(report))
+            return _desired(session.take_report_in_steps(report))
         case Completions(rank):
             if rank >= member.session.num_ranks or member.rank not in (None, rank):
                 raise InvalidRequestError(f"the sender may not report completions of rank {rank}")
-            session.complete(call)
+            return session.complete_in_steps(call)
         case Release(lease_ids):
             session.release_leases(lease_ids)
         case Use():
@@ -126,6 +127,10 @@ def answer_to(
         case ReleasedExtents(extent_ids):
             session.released(_rank_of(member), extent_ids)
     return None
+
+
+def _desired(steps: Steps[DesiredState]) -> Steps[Message]:
+    return Desired((yield from steps))
 
 
 def _step_of(steps: Steps[Message | None]) -> Message | Steps[Message | None] | None:
@@ -153,7 +158,8 @@ _LONGEST_WAIT_SECONDS = 60.0
 _ACCEPTS_PER_TURN = 64
 _PAUSE_SECONDS = 1.0
 _FRAMES_PER_TURN = 64
-"""How much is handled for one client before the others have their turn."""
+_TURN_SECONDS = 0.001
+"""How much is handled for one client before the others have their turn. The last frame may take longer."""
 _PAUSED_ABOVE_BYTES = 1 << 20
 """A client that leaves this much unread is not read from either."""
 _LAST_READS = 64
@@ -416,6 +422,7 @@ class AttachServer:
     def _work(self, client: ClientConnection) -> None:
         """Handle some of the client's frames. The rest waits until the other clients have had their turn."""
         self._busy.pop(client, None)
+        until = self._clock() + _TURN_SECONDS
         for _ in range(_FRAMES_PER_TURN):
             if client.steps is not None:
                 self._go_on(client, *client.steps)
@@ -423,7 +430,7 @@ class AttachServer:
                 break
             else:
                 self._handle(client, client.backlog.popleft())
-            if client.steps is not None:  # it has had its turn
+            if client.steps is not None or self._clock() >= until:  # it has had its turn
                 break
         self._rewatch(client)
 

@@ -314,8 +314,11 @@ class NodeSession(MemoryHolder):
     def release_in_steps(self, lease_ids: Sequence[int]) -> Steps[None]:
         for part in _parts(lease_ids):
             self.control.release_leases(part)
+            self._free_owed()
             yield
-        if self.pool.owed:
+
+    def _free_owed(self) -> None:
+        if self.pool.owes:
             self._memory.free_owed(self.pool)
 
     def begin_load(self, call: BeginLoad) -> LoadBegun:
@@ -326,11 +329,13 @@ class NodeSession(MemoryHolder):
             op = control.begin_load(lease, blocks, first=call.first, request_id=call.request_id, choice=call.choice)
         except LeaseError:
             control.release_lease(lease)
+            self._free_owed()
             raise
         return LoadBegun(op.op_id, op.slots)
 
     def begin_store(self, call: BeginStore) -> StoreBegun:
         grant = self.control.begin_store(call.keys, range(len(call.keys)), request_id=call.request_id)
+        self._free_owed()
         if self.pool.used_slots > self.pool.grow_above >= 0:
             self._memory.do(self._memory.grow, self.pool)
         op_id, slots = (0, ()) if grant.op is None else (grant.op.op_id, grant.op.slots)
@@ -378,9 +383,10 @@ class NodeSession(MemoryHolder):
                 break
         return EventPage(cursor, tuple(changes), page.lost > 0, cursor < log.last_sequence)
 
-    def complete(self, call: Completions) -> None:
-        self.control.complete(call.rank, call.boot_id, call.completions)
+    def complete_in_steps(self, call: Completions) -> Steps[None]:
+        yield from self.control.complete_in_steps(call.rank, call.boot_id, call.completions)
         self.send_settled()
+        self._free_owed()
 
     def send_settled(self) -> None:
         """Send what has become final, if anything has."""
@@ -393,9 +399,9 @@ class NodeSession(MemoryHolder):
 
     # -- memory ---------------------------------------------------------------------------------------------
 
-    def take_report(self, report: RankReport) -> DesiredState:
+    def take_report_in_steps(self, report: RankReport) -> Steps[DesiredState]:
         memory = self._memory_of(report.rank)
-        desired = self.control.report(
+        yield from self.control.report_in_steps(
             replace(
                 report,
                 pinned_slots=memory.registered_slots,
@@ -404,8 +410,9 @@ class NodeSession(MemoryHolder):
             )
         )
         self.send_settled()
+        self._free_owed()
         self._advance_waits()
-        return desired
+        return self.control.desired()
 
     def registered(self, rank: int, extents: Sequence[ExtentSlots]) -> None:
         super().registered(rank, extents)
@@ -424,6 +431,7 @@ class NodeSession(MemoryHolder):
         """A connection of the session has ended. Its leases and the slots that it is filling go into quarantine, and it
         makes no more calls. Its processes may still read and write their slots."""
         self.control.lose(reason)
+        self._free_owed()
         self._memory.do(self._memory.lose_session, self)
 
     def end_worker(self, rank: int, left_alive: Peer | None = None) -> None:
@@ -433,8 +441,7 @@ class NodeSession(MemoryHolder):
         client = self.client(rank)
         self.pool.process_died(client)
         self._memory.do(self._memory.end_client, client, left_alive)
-        if self.pool.owed:
-            self._memory.free_owed(self.pool)
+        self._free_owed()
 
     def look(self) -> None:
         """Look whether the scheduler's process is stopped: it waits in the same way when it has nothing to do, and no

@@ -15,6 +15,7 @@ from tests.service.connectors.engine_core.vllmhost import (
     keys_of,
 )
 
+from kvstow_service.connectors.engine_core import stores
 from kvstow_service.connectors.engine_core.kvgroups import KVGroup, KVGroups
 
 PROMPT = "abcdefghi"  # 8 tokens can be loaded
@@ -171,6 +172,17 @@ def test_a_first_report_between_two_stores_of_a_step_makes_no_rank_refuse_it() -
     plan = host.step(copy=False)
     assert plan.stores.ops
     assert {op.boots for op in plan.stores.ops} == {(host.ranks[0].boot_id,)}
+
+
+def test_an_offer_is_stored_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stores, "MOST_STORED", 2)
+    host, _ = holding_host()
+    other = FakeRequest("o", "ABCDE")
+    host.run(other)
+    host.finish(other)
+    sizes = [len(op.blocks) for op in host.step(copy=False).stores.ops]
+    assert sizes
+    assert max(sizes) <= 2
 
 
 @pytest.mark.parametrize("begin", ["begin_store", "begin_load"])

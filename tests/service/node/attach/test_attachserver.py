@@ -46,7 +46,7 @@ from kvstow.attach.calls import (
 from kvstow.attach.channel import Channel
 from kvstow.attach.connection import AttachConnection
 from kvstow.attach.hello import Refused
-from kvstow.attach.wire import VERSION, Kind, Message
+from kvstow.attach.wire import MOST_STORED, VERSION, Kind, Message
 from kvstow.errors import AttachRefusedError, CallFailedError, DisconnectedError
 from kvstow.messages import Completion, RankReport
 from kvstow_service.node.attach import attachserver
@@ -307,7 +307,8 @@ def raw_session(node: Node) -> Channel:
 def test_a_client_that_does_not_read_is_not_read_from_and_hurts_nobody(node: Node) -> None:
     slow, other = raw_session(node), node.attach()
     keys = [struct.pack(">I", number)[1:] for number in range(20_000)]
-    store(other, keys[::2])  # each second key is present: an answer has 10,000 runs, 50 KB
+    for start in range(0, len(keys), 2 * MOST_STORED):  # each second key is present: an answer has 10,000 runs, 50 KB
+        store(other, keys[start : start + 2 * MOST_STORED : 2])
     wait_until(lambda: len(node.host.slot_of) == 10_000)
     payload = Lookup(keys, Hold.NOTHING).pack()
     for number in range(1, 80):
@@ -365,6 +366,21 @@ def test_a_client_with_many_frames_waits_for_the_others(node: Node, monkeypatch:
     wait_until(lambda: len(order) == many + 1)
     other_id = other.welcome.session_id if other.welcome else ""
     assert order.index(other_id) <= 2 * attachserver._FRAMES_PER_TURN
+    greedy.close()
+
+
+def test_a_client_with_frames_that_take_long_waits_for_the_others(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    greedy, other = raw_session(node), node.attach()
+    monkeypatch.setattr(attachserver, "_TURN_SECONDS", 0.0)  # each frame takes longer
+    order: list[str] = []
+    monkeypatch.setattr(FakeSession, "release_leases", lambda session, _: order.append(session.session_id))
+    with node.standing_still():
+        for _ in range(50):
+            greedy.send(Kind.RELEASE, Release(()).pack())
+        other.send(Release(()))
+    wait_until(lambda: len(order) == 51)
+    other_id = other.welcome.session_id if other.welcome else ""
+    assert order.index(other_id) <= 2
     greedy.close()
 
 
