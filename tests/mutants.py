@@ -2084,8 +2084,8 @@ MUTANTS = [
     Mutant(
         "changes_over_tcp_need_nothing",
         AUTH,
-        "        return None\n\n    def _refusal(",
-        '        return None if self._credentials.guard_changes else "anonymous"\n\n    def _refusal(',
+        "        return None if token is None else known.kind_of(token)\n",
+        '        return ("anonymous" if not known.guard_changes else None) if token is None else known.kind_of(token)\n',
         "tests/api/test_auth.py::test_over_tcp_a_server_without_a_credential_only_reads",
     ),
     Mutant(
