@@ -2085,7 +2085,7 @@ MUTANTS = [
         "changes_over_tcp_need_nothing",
         AUTH,
         "        return None if token is None else known.kind_of(token)\n",
-        '        return ("anonymous" if not known.guard_changes else None) if token is None else known.kind_of(token)\n',
+        '        return "anonymous" if token is None and not known.guard_changes else known.kind_of(token or b"")\n',
         "tests/api/test_auth.py::test_over_tcp_a_server_without_a_credential_only_reads",
     ),
     Mutant(

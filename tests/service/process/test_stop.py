@@ -9,7 +9,6 @@ import pytest
 
 from kvstow_service.process.stop import Stop, StopRequests
 
-
 _IGNORED_BY_SHELLS = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT)
 """What nohup, and shells for commands in the background, have a process ignore. It stays ignored."""
 
