@@ -38,7 +38,7 @@ from kvstow.control.sharedpool import SharedPool
 from kvstow.errors import DisconnectedError, KvstowError
 from kvstow.source import Source
 from kvstow_service.connectors.engine_core.controlplane import AttachedControl
-from kvstow_service.node.pools.nodesession import NodeSession
+from kvstow_service.node.pools.nodesession import NodeSession, result_of
 
 
 class SlowService:
@@ -150,7 +150,7 @@ class SlowConnection:
             return True
         match message:
             case Completions():
-                self._session.complete(message)
+                result_of(self._session.complete_in_steps(message))
             case Release():
                 self._session.control.release_leases(message.lease_ids)
             case Use():
