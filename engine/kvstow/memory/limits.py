@@ -81,6 +81,23 @@ class MemoryLimits:
     def _limits(self, beside_shared: bool) -> Iterator[Headroom | None]:
         """Of the machine, and of this process's cgroups and their ancestors, which all apply."""
         yield self._machine(beside_shared)
+        for folder, files in self._cgroups():
+            yield self._cgroup(folder, files, beside_shared)
+
+    def total(self) -> int | None:
+        """How much this machine has, or lets this process have, whatever is in use; None if that cannot be read. All
+        processes of a container read the same."""
+        found = [self._machine_total()]
+        for folder, files in self._cgroups():
+            limit = _read(folder / files.limit).strip()
+            found.append(int(limit) if limit.isdecimal() and int(limit) < _UNLIMITED else None)
+        return min((one for one in found if one is not None), default=None)
+
+    def _machine_total(self) -> int | None:
+        kib = _read_fields(self.meminfo).get("MemTotal:")
+        return None if kib is None else kib * 1024
+
+    def _cgroups(self) -> Iterator[tuple[Path, _Files]]:
         for line in _read(self.own_cgroups).splitlines():
             _, _, rest = line.partition(":")
             controllers, _, path = rest.partition(":")
@@ -93,7 +110,7 @@ class MemoryLimits:
             # In a container `path` can be the host's; then only `root` exists.
             folder = PurePosixPath(path.lstrip("/"))
             for one in (folder, *folder.parents):
-                yield self._cgroup(root / one, files, beside_shared)
+                yield root / one, files
 
     def _machine(self, beside_shared: bool) -> Headroom | None:
         fields = _read_fields(self.meminfo)
@@ -144,6 +161,10 @@ class HugePageLimits(MemoryLimits):
         words = "" if beside_shared else " free"
         words = f"the machine has {format_size(num_bytes)} of them{words} (sysctl vm.nr_hugepages reserves more)"
         return Headroom(num_bytes, "hugepages", words)
+
+    def _machine_total(self) -> int | None:
+        pages = _read(self.pages / "nr_hugepages").strip()
+        return int(pages) * HUGE_PAGE_BYTES if pages.isdecimal() else None
 
     def _cgroup(self, folder: Path, files: _Files, beside_shared: bool) -> Headroom | None:
         limit = _read(folder / files.limit).strip()

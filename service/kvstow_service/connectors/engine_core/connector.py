@@ -20,7 +20,7 @@ from kvstow.errors import CopyError
 from kvstow_service.connectors.engine_core.kvgroups import KVGroups, kv_groups
 from kvstow_service.connectors.engine_core.metadata import KVStowMetadata, KVStowWorkerMetadata, RankHello, RankUpdate
 from kvstow_service.connectors.engine_core.metricsexport import KVStowPromMetrics, KVStowStats
-from kvstow_service.connectors.engine_core.options import ConnectorOptions, misuse
+from kvstow_service.connectors.engine_core.options import ConnectorOptions, misuse, say_size
 from kvstow_service.connectors.engine_core.schedulerhost import SchedulerHost
 from kvstow_service.connectors.engine_core.vllmprocess import VLLMProcess, hash_block_tokens, join_vllm_log
 
@@ -44,7 +44,10 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         join_vllm_log()
-        options = self._options.parse(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+        options = self._options.parse(extra)
+        if role == KVConnectorRole.SCHEDULER:
+            say_size(options, extra)
         engine_config = get_current_vllm_config_or_none() or vllm_config  # vLLM sets it only for its workers
         process = VLLMProcess.of(vllm_config, kv_cache_config, engine_config.kv_transfer_config)
         specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Self, get_type_hints
 
 from kvstow.attach.connection import socket_path
-from kvstow.bytesize import parse_size
+from kvstow.bytesize import format_size, parse_size
 from kvstow.config import (
     COPY_STRATEGIES,
     HUGE_PAGES,
@@ -19,11 +20,17 @@ from kvstow.config import (
     parse_policy,
 )
 from kvstow.errors import ConfigError, SettingError
+from kvstow.memory.limits import MemoryLimits, limits_of
 from kvstow_api.hostsettings import INFORMATIONAL_CHECKS, parse_host_names
 from kvstow_service.connectors.engine_core.loadpolicy import LOAD_PATHS, LoadPath
 from kvstow_service.duration import parse_duration
 
-DEFAULT_BYTES = 8 << 30
+logger = logging.getLogger("kvstow.vllm")
+
+DEFAULT_SHARE = 4
+"""Without a size, a pool takes this fraction of what the machine or the container has."""
+_DEFAULT_BYTES = 8 << 30
+"""Where nobody can read how much that is."""
 _ALIASES = {"async_init": "async_register_cache"}
 """Of SimpleCPUOffloadConnector, whose keys keep their meaning."""
 _OF_VLLM = frozenset({"enable_cross_layers_blocks"})
@@ -45,6 +52,22 @@ def size(key: str, value: Any) -> int:
     if not isinstance(value, int | str) or (size := parse_size(value, key)) < 1:
         raise ConfigError(key, value, "a size of 1 byte or more, such as 60000000000 or 60GB")
     return size
+
+
+def default_size(limits: MemoryLimits) -> int:
+    """The pool's size if none is set. It depends on limits alone, not on what is in use, so all processes of an engine
+    on a machine decide on the same size."""
+    total = limits.total()
+    return _DEFAULT_BYTES if total is None else max(1, total // DEFAULT_SHARE)
+
+
+def say_size(options: ConnectorOptions, extra: Mapping[str, Any] | None) -> None:
+    """Log the size of a pool that has the default one."""
+    if options.attach is None and not {"cpu_bytes_to_use", "cpu_bytes_to_use_per_rank"} & {*(extra or {})}:
+        logger.info(
+            "cpu_bytes_to_use is not set: the pool gets %s, a quarter of the memory of this machine or container",
+            format_size(options.cpu_bytes_to_use),
+        )
 
 
 def _valid(accepts: Callable[[Any], bool], allowed: str) -> Callable[[str, Any], Any]:
@@ -140,11 +163,12 @@ class ConnectorOptions:
     `docs/vllm.md` says what each does.
 
     All ranks of an engine share `cpu_bytes_to_use`, rounded down to whole slots (a data-parallel engine counts as an
-    engine of its own). With `attach`, the socket of the node service, it is the memory that the engine asks for; the
-    default (0) then asks for all of it.
+    engine of its own). If no size is given, `parse` sets a quarter of the machine's or the container's memory. With
+    `attach`, the socket of the node service, it is the memory that the engine asks for; the default (0) then asks for
+    all of it.
     """
 
-    cpu_bytes_to_use: Annotated[int, size] = DEFAULT_BYTES
+    cpu_bytes_to_use: Annotated[int, size] = _DEFAULT_BYTES
     cpu_bytes_to_use_per_rank: Annotated[int | None, size] = None
     max_bytes: Annotated[int | None, size] = None
     lazy_offload: Annotated[bool, _flag] = False
@@ -191,6 +215,9 @@ class ConnectorOptions:
         _check_attach(given)
         if "attach" in given:
             given.setdefault("cpu_bytes_to_use", 0)
+        elif not given.keys() & {"cpu_bytes_to_use", "cpu_bytes_to_use_per_rank"}:
+            share = default_size(limits_of(given.get("huge_pages", "advised")))
+            given["cpu_bytes_to_use"] = min(share, given.get("max_bytes", share))
         options = cls(**given)
         if options.max_bytes is not None and options.max_bytes < options.bytes_of_rank(1):
             least = f"none, or at least the pool's size, {options.bytes_of_rank(1)}"

@@ -9,12 +9,33 @@ from typing import Any
 import pytest
 
 from kvstow.errors import ConfigError
-from kvstow_service.connectors.engine_core.options import DEFAULT_BYTES, ConnectorOptions
+from kvstow.memory.limits import MemoryLimits
+from kvstow_service.connectors.engine_core.options import ConnectorOptions, default_size
 
 
 @pytest.mark.parametrize("nothing", [None, {}, {"policy": None}])
 def test_nothing_given_is_the_default(nothing: dict[str, Any] | None) -> None:
-    assert ConnectorOptions.parse(nothing) == ConnectorOptions(cpu_bytes_to_use=DEFAULT_BYTES)
+    assert ConnectorOptions.parse(nothing) == ConnectorOptions(cpu_bytes_to_use=default_size(MemoryLimits()))
+
+
+def test_no_size_means_a_quarter_of_what_the_machine_or_the_container_has(tmp_path: Path) -> None:
+    meminfo, cgroups, root = tmp_path / "meminfo", tmp_path / "cgroup", tmp_path / "root"
+    limits = MemoryLimits(meminfo=meminfo, own_cgroups=cgroups, cgroup_root=root)
+    assert default_size(limits) == 8 << 30, "nobody knows how much there is"
+    for available in (1 << 20, 5 << 20):
+        meminfo.write_text(f"MemTotal: {16 << 20} kB\nMemAvailable: {available} kB\n")
+        assert default_size(limits) == 4 << 30, "whatever is in use, or processes would decide on other sizes"
+    cgroups.write_text("0::/pod\n")
+    (root / "pod").mkdir(parents=True)
+    (root / "pod" / "memory.max").write_text(f"{8 << 30}\n")
+    assert default_size(limits) == 2 << 30
+    (root / "pod" / "memory.max").write_text("max\n")
+    assert default_size(limits) == 4 << 30
+
+
+def test_a_limit_below_the_share_is_kept_and_a_rank_s_size_needs_no_other() -> None:
+    assert ConnectorOptions.parse({"max_bytes": 1000}).cpu_bytes_to_use == 1000
+    assert ConnectorOptions.parse({"cpu_bytes_to_use_per_rank": 1000, "max_bytes": 2000}).bytes_of_rank(8) == 1000
 
 
 def test_everything_given_is_kept() -> None:
@@ -167,7 +188,7 @@ def test_an_unknown_key_is_refused_with_the_known_ones() -> None:
 
 
 def test_keys_that_vllm_reads_are_ignored() -> None:
-    assert ConnectorOptions.parse({"enable_cross_layers_blocks": True}) == ConnectorOptions()
+    assert ConnectorOptions.parse({"enable_cross_layers_blocks": True}) == ConnectorOptions.parse({})
 
 
 def test_the_alias_is_the_same_option_and_stands_alone() -> None:
