@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from kvstow.bytesize import format_size
 from kvstow.control.engine import OffloadEngine, PoolFacade
 from kvstow.errors import ConflictError, NotFoundError
 from kvstow.messages import DesiredState, RankReport
@@ -28,7 +27,7 @@ from kvstow.status import (
 )
 from kvstow.tier.tierstatus import TierCounters, TierStatus
 from kvstow_api.answers import POOL_NAME, ReadinessView
-from kvstow_api.texts import counted
+from kvstow_api.texts import counted, populate_words
 
 NO_POOL = "no engine has attached yet, so there is no pool"
 
@@ -349,8 +348,7 @@ def _node_state(directory: Directory, pools: Sequence[tuple[str, EngineState, st
     if troubles:
         return "degraded", "; ".join(troubles)
     if memory.populated_bytes < memory.target_bytes:
-        sizes = f"{format_size(memory.populated_bytes)} of {format_size(memory.target_bytes)}"
-        return "pinning", f"{sizes} of memory are populated"
+        return "pinning", populate_words(memory)
     sessions = len(directory.sessions())
     return "ready", f"{counted(len(pools), 'pool')}, {counted(sessions, 'session')}" if pools else NO_POOL
 

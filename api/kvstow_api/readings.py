@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 
+from kvstow.control.comparison import CurveEvidence
 from kvstow.stats import DIRECTIONS, LOAD_CHOICES, PendingTransfers
 from kvstow.status import SESSION_STATES, SessionState, SessionStatus, TransferStatus
 from kvstow_api.answers import NO_TIER, PoolCurveView, PoolView, TierView, TransfersView
 from kvstow_api.directory import Directory, HostedPool
-from kvstow_api.figures import CurvesView, curves_of, now_of, saved_per_hour, seconds_per_ratio
+from kvstow_api.figures import CurvesView, Sample, curves_of, now_of, saved_per_hour, seconds_per_ratio
 from kvstow_api.sampler import Sampler
 from kvstow_api.sizing import with_sizes
+from kvstow_api.texts import duration
 
 
 def settings_etag(pool: HostedPool) -> str:
@@ -119,9 +121,22 @@ def curves_view(sampler: Sampler, pool: str) -> CurvesView:
 
 
 _NO_CURVE = "the pool follows no curve: its setting `curve` is off"
-_NO_EVIDENCE = (
-    "too early to tell: that takes 150 requests that have ended, and look-ups of four times the pool's blocks"
-)
+
+
+def _no_evidence(evidence: CurveEvidence | None, kept: Sequence[Sample]) -> str:
+    """How much is lacking before there is a curve, and how long that takes at the pace of the last minutes."""
+    if evidence is None:
+        return _NO_CURVE
+    requests, needed, blocks, needed_blocks = evidence
+    words = (
+        f"too early to tell: {min(requests, needed):,} of {needed:,} requests have ended, and they have looked up "
+        f"{min(blocks, needed_blocks):,} of {needed_blocks:,} blocks, four times those of the pool"
+    )
+    looked_up = kept[-1].stats.lookups.query_blocks - kept[0].stats.lookups.query_blocks if len(kept) > 1 else 0
+    if looked_up <= 0 or needed_blocks <= blocks:
+        return words
+    seconds = (needed_blocks - blocks) * (kept[-1].time - kept[0].time) / looked_up
+    return f"{words}; about {duration(seconds)} more at the pace of the last minutes"
 
 
 def curve_view(sampler: Sampler, hosted: HostedPool) -> PoolCurveView:
@@ -134,7 +149,7 @@ def curve_view(sampler: Sampler, hosted: HostedPool) -> PoolCurveView:
         num_slots=pool.usable_slots,
         num_bytes=pool.usable_slots * (hosted.stored_slot_bytes or facade.config.total_slot_bytes),
         slot_bytes=pool.slot_bytes,
-        advice=_NO_EVIDENCE if facade.config.curve else _NO_CURVE,
+        advice=_no_evidence(facade.curve_evidence(), kept) if facade.config.curve else _NO_CURVE,
         requests=0,
         blocks=0,
         items=[],

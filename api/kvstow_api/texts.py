@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import datetime
 
 from kvstow.bytesize import format_size
-from kvstow.status import BypassStatus, DrainStatus
+from kvstow.status import BypassStatus, DrainStatus, MemoryStatus
 
 ABSENT = "-"
 
@@ -99,6 +99,16 @@ def _number(name: str, value: float) -> str:
     if name.endswith("ratio"):
         return percent(value)
     return f"{value:,}" if isinstance(value, int) else f"{value:g}"
+
+
+def populate_words(memory: MemoryStatus) -> str:
+    """How much of a node's memory is populated and, if that is known, how fast and for how long it will go on."""
+    words = f"{format_size(memory.populated_bytes)} of {format_size(memory.target_bytes)} of memory are populated"
+    pace = memory.populate_bytes_per_second
+    if not pace:
+        return words
+    left = (memory.target_bytes - memory.populated_bytes) / pace
+    return f"{words}, {rate(pace)}, about {duration(left)} left"
 
 
 def bypassed(bypass: BypassStatus) -> list[str]:

@@ -180,6 +180,8 @@ class MemoryStatus:
     """A host's memory, over all pools and ranks: what it is to have, and what is populated. `failure`: why it cannot
     grow further, or null. `failure_kind`: whether the machine has refused it, an engine stands in the way, or a defect.
 
+    `populate_bytes_per_second`: how fast memory was populated within the last seconds; null while it is not.
+
     `granted_bytes` are in pools, and `used_bytes` of them hold blocks. `recalled_bytes` are on their way from a pool
     to others; `waits` say which sessions hold them, and `notices`, in sentences, what else stands in the way. `kept`:
     memory that engines have given back, and that processes have all the same; it still counts. `orphaned_bytes` are
@@ -194,6 +196,7 @@ class MemoryStatus:
     populated_bytes: int
     failure: str | None = None
     failure_kind: MemoryFailure | None = None
+    populate_bytes_per_second: float | None = None
     granted_bytes: int = 0
     used_bytes: int = 0
     recalled_bytes: int = 0

@@ -11,7 +11,7 @@ from kvstow_api.conditions.evidence import Evidence, Found, NothingToMeasure, co
 from kvstow_api.conditions.pools import session_name
 from kvstow_api.directory import NO_POOL
 from kvstow_api.sampler import REJECTED_SECONDS
-from kvstow_api.texts import bypass_words, bypassed, counted, duration
+from kvstow_api.texts import bypass_words, bypassed, counted, duration, populate_words
 
 _PROCESS_FIXES = {
     "loop": "give the process more CPU, or find out what keeps it busy",
@@ -165,7 +165,7 @@ def find_populating(evidence: Evidence) -> Found:
     if memory.populated_bytes < memory.target_bytes and not memory.failure:
         yield make_condition(
             "info",
-            f"{format_size(memory.populated_bytes)} of {format_size(memory.target_bytes)} of memory are populated",
+            populate_words(memory),
             "pools grow with it",
             "`kvstow wait --for=pinned`",
             populated_bytes=memory.populated_bytes,

@@ -25,6 +25,15 @@ _BATCH = 128
 """Requests, or keys of requests, that are followed at once. It takes a millisecond."""
 
 
+class CurveEvidence(NamedTuple):
+    """Requests that have ended and blocks that they have looked up, and how many of each a curve needs."""
+
+    requests: int
+    needed_requests: int
+    blocks: int
+    needed_blocks: int
+
+
 class RequestWindow:
     """The hits of the last 300 requests, or of as many as have looked up eight times the blocks of a full pool, if
     those are more; but none of a pool whose size differed by more than a tenth. Not locked."""
@@ -47,6 +56,11 @@ class RequestWindow:
     def blocks(self) -> int:
         """That were looked up."""
         return sum(piece.blocks for _, piece in self._pieces)
+
+    def evidence(self) -> CurveEvidence:
+        """How much of what the window needs to be meaningful is there."""
+        requests, blocks = self.requests + self.piece.requests, self.blocks + self.piece.blocks
+        return CurveEvidence(requests, _WINDOW_REQUESTS // 2, blocks, self.num_slots * _WINDOW_POOLS // 2)
 
     @property
     def is_meaningful(self) -> bool:
@@ -224,6 +238,11 @@ class Comparison:
                 self._own_rows[at] = CHOICES.index(k)
             else:
                 self._shadows.set_k(self._own_rows[at], k)
+
+    def evidence(self) -> CurveEvidence:
+        with self._lock:
+            self._follow_waiting()
+            return self._window.evidence()
 
     def curve(self) -> SizeCurve | None:
         """None without one, and before there is evidence for it."""

@@ -15,7 +15,7 @@ from math import inf
 from kvstow.config import EngineConfig
 from kvstow.control.administration import Administrator
 from kvstow.control.claims import Context, Switch
-from kvstow.control.comparison import Change
+from kvstow.control.comparison import Change, CurveEvidence
 from kvstow.control.ops import OpenOp, OpenTierOp
 from kvstow.control.pool import SLICE_SLOTS, Pool
 from kvstow.control.recording import Recording
@@ -94,6 +94,11 @@ class PoolFacade:
         ended. Without the pool's lock."""
         comparison = self._pool.comparison
         return None if comparison is None else comparison.curve()
+
+    def curve_evidence(self) -> CurveEvidence | None:
+        """What there is for a curve, and what it needs; None without `config.curve`."""
+        comparison = self._pool.comparison
+        return None if comparison is None else comparison.evidence()
 
     @contextmanager
     def record(self, *, seconds: float, max_bytes: int) -> Iterator[Recording]:

@@ -201,6 +201,7 @@ def _ready(client: Client) -> _Status:
 
 def _pinned(client: Client) -> _Status:
     from kvstow_api.client import routes
+    from kvstow_api.texts import populate_words
 
     readiness, is_node = client.call(routes.get_readiness), client.call(routes.get_info).node
     memory = readiness.memory
@@ -209,7 +210,8 @@ def _pinned(client: Client) -> _Status:
         return _Status(True, _state(readiness))
     is_paused = any(pool.pinning_paused for pool in client.call(routes.list_pools).items)
     paused = "; pinning is paused: `kvstow pinning resume`" if is_paused else ""
-    return _Status(False, _state(readiness) + paused)
+    populated = f"; {populate_words(memory)}" if readiness.capacity_slots and not is_populated else ""
+    return _Status(False, _state(readiness) + populated + paused)
 
 
 def _drained(client: Client) -> _Status:

@@ -11,7 +11,7 @@ import os
 import resource
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -42,6 +42,7 @@ logger = logging.getLogger("kvstow.node")
 _RETRY_SECONDS = 10.0
 _REVOKE_SECONDS = 5.0  # at the end, for threads that answer in milliseconds
 _CHECK_SECONDS = 60.0
+_PACE_TICKS = 6
 _MAX_CHECKED_SLOTS = 65_536  # the check holds a pool's lock for 1 us a slot
 
 
@@ -99,6 +100,8 @@ class Node:
         """Set from `start` on, if there is one."""
         self.errors: Counter[str] = Counter()
         self._has_started = self._recovers = self._gives_back = False
+        self._populated = deque[tuple[float, int]](maxlen=_PACE_TICKS)
+        """Moments, and how much was populated then."""
         self.integrity_problem: str | None = None
         """What a check of the records has found. Only a restart repairs it."""
         self._next_retry, self._next_check = clock() + _RETRY_SECONDS, clock() + _CHECK_SECONDS
@@ -209,6 +212,7 @@ class Node:
         self.host.tick()
         self.server.post(self.host.send_settled)
         now = self._clock()
+        self._populated.append((now, self.populator.status().populated_bytes))
         if now >= self._next_retry:
             self._next_retry = now + _RETRY_SECONDS
             if self.memory_failure() is not None:
@@ -317,6 +321,7 @@ class Node:
             populated_bytes=self.populator.status().populated_bytes,
             failure=failure,
             failure_kind=kind,
+            populate_bytes_per_second=self._populate_pace(),
             granted_bytes=sum(pool.granted_bytes for pool in pools),
             used_bytes=sum(pool.used_bytes for pool in pools),
             recalled_bytes=figures.recalled_bytes,
@@ -327,6 +332,12 @@ class Node:
             unsaved=() if records is None else records.unsaved,
             keeper_restarts=0 if records is None else max(0, records.joins - 1),
         )
+
+    def _populate_pace(self) -> float | None:
+        seen = list(self._populated)
+        if len(seen) < 2 or seen[-1][1] <= seen[0][1]:
+            return None
+        return (seen[-1][1] - seen[0][1]) / (seen[-1][0] - seen[0][0])
 
     def count_error(self, code: str) -> None:
         self.errors[code] += 1

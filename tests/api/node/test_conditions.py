@@ -201,6 +201,14 @@ async def test_a_pool_of_a_node_grows_with_its_memory(client: httpx.AsyncClient,
     assert found["growing"]["what"] == f"pool {NAMES[0]}: the pool is still growing: {SLOTS // 4} of {SLOTS} slots"
 
 
+async def test_populating_tells_its_pace_and_the_time_left(client: httpx.AsyncClient, node: FakeNode) -> None:
+    node.memory_status = MemoryStatus(4 << 30, 1 << 30, populate_bytes_per_second=float(1 << 30) / 8)
+    words = "1 GiB of 4 GiB of memory are populated, 128 MiB/s, about 24 s left"
+    (one,) = (await get(client, "/v1/doctor"))["conditions"]
+    assert (one["name"], one["what"]) == ("populating", words)
+    assert (await get(client, "/v1/readiness"))["reason"] == words
+
+
 async def test_an_engine_that_does_not_attach_is_told(launch: Any, node: FakeNode, clock: FakeClock) -> None:
     client = await launch(directory=node, startup_grace=10.0)
     engine = node.attach(NAMES[0], reports=False)

@@ -33,7 +33,11 @@ async def test_nothing_is_said_before_there_is_evidence(
     use_loop(engine, 100)
     body = (await client.get("/v1/pools/host/curve")).json()
     assert (body["items"], body["next_useful"], body["enough"], body["everything"]) == ([], None, None, None)
-    assert body["advice"].startswith("too early to tell")
+    needed = 4 * CAPACITY
+    assert body["advice"] == (
+        f"too early to tell: 100 of 150 requests have ended, and they have looked up {min(100, needed)} of {needed} "
+        "blocks, four times those of the pool"
+    )
     assert (body["num_slots"], body["num_bytes"]) == (CAPACITY, CAPACITY * SLOT_BYTES * RANKS)
     doctor = (await client.get("/v1/doctor")).json()
     assert doctor["skipped"]["pool_size"] == body["advice"]

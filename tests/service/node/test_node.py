@@ -249,6 +249,26 @@ def test_a_keeper_that_is_gone_is_no_lack_of_memory(
     assert "there is no keeper" in memory.unsaved[0]
 
 
+def test_the_pace_of_populating_is_known_while_memory_comes(
+    make_node: MakeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, populated = FakeClock(), [0]
+    node = make_node(clock=clock)
+    status = node.populator.status()
+    monkeypatch.setattr(node.populator, "status", lambda: status._replace(populated_bytes=populated[0]))
+    node.tick()
+    assert node.memory().populate_bytes_per_second is None
+    for _ in range(3):
+        clock.advance(1.0)
+        populated[0] += 5 * MIB
+        node.tick()
+    assert node.memory().populate_bytes_per_second == 5 * MIB
+    for _ in range(6):
+        clock.advance(1.0)
+        node.tick()
+    assert node.memory().populate_bytes_per_second is None
+
+
 def test_the_settings_reach_its_parts() -> None:
     given = {"memory": "65MiB", "extent_size": "4MiB", "policy": "lru", "curve": "false", "transfer_timeout": "9s"}
     node = Node(load_settings(given, {}))

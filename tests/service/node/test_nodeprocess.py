@@ -320,7 +320,7 @@ def test_the_server_answers_while_the_node_starts(
 
     def visit(client: httpx.Client) -> None:
         assert [client.get(path).status_code for path in ("/livez", "/readyz", "/startupz")] == [200, 503, 503]
-        assert "[-]node failed: the service takes up what an earlier one has left" in client.get("/readyz").text
+        assert "[-]node failed: the service is starting; no engine can attach yet" in client.get("/readyz").text
         assert not _listens(base["attach_socket"])
         go_on.set()
         eventually(lambda: client.get("/readyz").status_code == 200, "readiness")
