@@ -953,6 +953,14 @@ MUTANTS = [
         "tests/api/test_conditions.py::test_a_condition_has_cause_reason_fix_and_evidence",
     ),
     Mutant(
+        "processes_of_an_engine_decide_on_other_sizes",
+        "engine/kvstow/memory/limits.py",
+        'get("MemTotal:")',
+        'get("MemAvailable:")',
+        "tests/service/connectors/engine_core/test_options.py"
+        "::test_no_size_means_a_quarter_of_what_the_machine_or_the_container_has",
+    ),
+    Mutant(
         "a_stopped_engine_is_an_idle_one",
         "engine/kvstow/attach/peer.py",
         'in "Tt" else "running"',

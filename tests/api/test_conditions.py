@@ -374,6 +374,6 @@ def test_no_condition_says_to_end_what_may_be_healthy_or_to_restart_what_loses_t
     risky = re.compile(r"\bend the process|\bend processes|\brestart (the|its|your) (service|rank|ranks|process)\b")
     weighed = re.compile(r"when its requests have ended|must not be used|keeps its cache|when it can lose its cache")
     for module in (hosts, pools):
-        for node in ast.walk(ast.parse(Path(module.__file__).read_text())):
+        for node in ast.walk(ast.parse(Path(str(module.__file__)).read_text())):
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and risky.search(node.value):
                 assert weighed.search(node.value), node.value

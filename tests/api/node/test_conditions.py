@@ -288,7 +288,7 @@ async def test_nobody_is_told_to_restart_a_service_whose_memory_would_not_surviv
 async def test_why_memory_is_lacking_decides_what_is_told_to_do(client: httpx.AsyncClient, node: FakeNode) -> None:
     fixes = {}
     for kind in ("refused", "engine", "defect"):
-        node.memory_status = MemoryStatus(4, 1, "something", kind)  # type: ignore[arg-type]
+        node.memory_status = MemoryStatus(4, 1, "something", kind)
         (one,) = (await get(client, "/v1/doctor"))["conditions"]
         fixes[kind] = one["fix"]
     assert len({*fixes.values()}) == 3

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from datetime import UTC, datetime
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import pytest
+import yaml
 from tests.api.tieredhost import ShownTiers, TieredHost
 from tests.service.cli.terminal import Terminal
 
@@ -15,9 +19,10 @@ from kvstow.control.engine import OffloadEngine
 from kvstow.hints import Hints, context_id
 from kvstow.source import source_of
 from kvstow.testing.fakes import FakeClock
+from kvstow_api import answers
 from kvstow_api.columns import LISTS, Column, Columns
 from kvstow_api.texts import ABSENT
-from kvstow_service.cli.output import pairs, styled, table
+from kvstow_service.cli.output import pairs, styled, table, text_of
 
 COLUMNS = Columns(
     (
@@ -98,3 +103,40 @@ def test_ids_can_be_copied_from_a_narrow_terminal(
     ids = [item[kind.name] for item in items]  # those of contexts are for admins
     assert {row.split()[0] for row in rows} == {ABSENT if one is None else str(one) for one in ids}
     assert not any(line.endswith(" ") for line in (titles, *rows))
+
+
+def test_every_answer_of_the_api_can_be_printed_as_json_and_yaml() -> None:
+    """`-o json` and `-o yaml` of each command print such answers: with all fields, and with null for what may be."""
+    views = [one for one in vars(answers).values() if isinstance(one, type) and is_dataclass(one)]
+    assert len(views) > 20
+    for view in views:
+        for nulls in (False, True):
+            made = value_of(view, nulls=nulls)
+            text = text_of(made, "json", str)
+            assert json.loads(text, parse_constant=pytest.fail) == yaml.safe_load(text_of(made, "yaml", str)), view
+
+
+def value_of(hint: Any, *, nulls: bool) -> Any:
+    """A value of this type."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return value_of(arguments[0], nulls=nulls)
+    if origin is Literal:
+        return arguments[0]
+    if origin in (Union, UnionType):
+        return None if nulls and NoneType in arguments else value_of(arguments[0], nulls=nulls)
+    if origin in (list, Sequence):
+        return [value_of(arguments[0], nulls=nulls)]
+    if origin is tuple:
+        return tuple(value_of(one, nulls=nulls) for one in arguments if one is not ...)
+    if origin in (dict, Mapping):
+        return {value_of(arguments[0], nulls=nulls): value_of(arguments[1], nulls=nulls)}
+    if hint is datetime:
+        return datetime(2026, 1, 1, tzinfo=UTC)
+    if hint is Any:
+        return {"a": [1, None, "b"]}
+    if isinstance(hint, type) and (is_dataclass(hint) or hasattr(hint, "_fields")):
+        hints = get_type_hints(hint)
+        names = [one.name for one in fields(hint)] if is_dataclass(hint) else hint._fields
+        return hint(**{name: value_of(hints[name], nulls=nulls) for name in names})
+    return hint(1)

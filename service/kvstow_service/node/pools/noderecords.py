@@ -34,9 +34,9 @@ _LEAST_SECONDS, _PAUSE_SECONDS = 1.0, 0.01
 """For each answer to a hello of a start; and between two of them."""
 _RETRY_SECONDS = 1.0
 """Between two attempts of a service that runs."""
-_ASK_SECONDS = 5.0
+_ASK_SECONDS = 3.0
 """Between two questions to a keeper whether it still answers."""
-_SILENT_SECONDS = 5.0
+_SILENT_SECONDS = 3.0
 """An answer takes microseconds, so a keeper that owes one for so long is stopped, or hangs."""
 _JOIN_SECONDS = 0.1
 """For the answer to a hello, once for each connection. A later check takes one that takes longer."""
