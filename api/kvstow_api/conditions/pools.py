@@ -226,8 +226,7 @@ def find_failed_ranks(evidence: Evidence) -> Found:
                 "error",
                 f"{evidence.name_of(rank)} is {rank.state}" + (f" ({reason})" if reason else ""),
                 _WITHOUT_HITS,
-                "see the rank's log (kvstow.agent, kvstow.dataplane). A rank that has failed copies again when the "
-                "whole engine is restarted, which can wait until its requests have ended",
+                "see the rank's log (kvstow.agent, kvstow.dataplane); the engine's next start mends it",
                 rank,
                 pinned_bytes=rank.pinned_bytes,
             )
