@@ -85,6 +85,7 @@ def cases() -> Iterator[Case]:
     yield from failing()
     yield from stuck()
     yield from lost()
+    yield from user_at_limit()
     yield from rejected()
     yield from errors()
     yield from saturated()
@@ -209,6 +210,11 @@ def stuck() -> Iterator[Case]:
 def lost() -> Iterator[Case]:
     summary = f"Engines that are gone and have left processes behind, {OF_POOL}: 1."
     yield from lasting("KvstowSessionLost", "session_lost", 15, summary)
+
+
+def user_at_limit() -> Iterator[Case]:
+    summary = f"Engines of one user have held as much of {WHERE} as one user may for 15 minutes."
+    yield from lasting("KvstowUserAtLimit", "user_limit", 15, summary, of_pool=False)
 
 
 def rejected() -> Iterator[Case]:
