@@ -11,7 +11,7 @@ from tests.service.node.conftest import MakeBench
 from tests.service.node.hostbench import EXTENT, ONE_RANK, ONE_RANK_OTHER, ROW_SLOTS, Engine, HostBench, grown
 from tests.service.node.rawengine import HELLO, key_of
 
-from kvstow.attach.calls import Completions, ExtentSlots, Hold
+from kvstow.attach.calls import Completions, ExtentSlots, Found, Hold, Lookup
 from kvstow.attach.hello import TRANSIENT_REFUSALS, Hello
 from kvstow.control.namespaces import KeyMap
 from kvstow.errors import AttachRefusedError, ConflictError, InvalidRequestError, LeaseError, NotFoundError, PinError
@@ -455,6 +455,22 @@ def test_a_lookup_in_slices_finds_and_holds_the_same(
     monkeypatch.setattr(nodesession, "CALL_SLICE", 4)
     assert found_and_held() == whole
     assert max(asked) <= 4
+
+
+@pytest.mark.parametrize("hold", Hold)
+def test_a_lookup_of_a_session_that_has_ended_meanwhile_finds_nothing_and_is_no_error(
+    bench: HostBench, monkeypatch: pytest.MonkeyPatch, hold: Hold
+) -> None:
+    """One of its processes has ended, and its scheduler goes on asking; or it ends between two slices."""
+    engine = grown(bench)
+    engine.store(1, 2, 3)
+    monkeypatch.setattr(nodesession, "CALL_SLICE", 2)
+    steps = engine.session.lookup_in_steps(Lookup([key_of(number) for number in (1, 2, 3)], hold, counted=False))
+    next(steps)
+    engine.session.control.lose("a test")
+    assert isinstance(nodesession.result_of(steps), Found), "nobody reads it any more"
+    assert not engine.find(1, 2, 3, hold=hold).runs or not hold
+    assert engine.session.control.leases.num_slots == 0
 
 
 def test_leases_that_were_broken_meanwhile_are_not_joined(bench: HostBench) -> None:

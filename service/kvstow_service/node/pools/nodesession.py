@@ -282,7 +282,8 @@ class NodeSession(MemoryHolder):
         for start, part in zip(range(0, len(keys), CALL_SLICE), _parts(keys), strict=True):
             if start:
                 yield
-            part = part[: max(0, int(control.leases.max_slots) - num_found)] if call.hold else part
+            most = min(len(keys), control.leases.max_slots)  # a session that has ended meanwhile has no limit
+            part = part[: max(0, int(most) - num_found)] if call.hold else part
             lease, found = self._find_part(part, call.hold)
             runs += [KeyRun(start + first, length) for first, length in found]
             num_found += sum(length for _, length in found)
