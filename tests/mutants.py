@@ -548,6 +548,14 @@ MUTANTS = [
         "tests/service/node/test_nodehost.py::test_a_lookup_in_slices_finds_and_holds_the_same",
     ),
     Mutant(
+        "a_lookup_of_a_session_that_has_ended_is_an_error",
+        "service/kvstow_service/node/pools/nodesession.py",
+        "            most = min(len(keys), control.leases.max_slots)",
+        "            most = control.leases.max_slots",
+        "tests/service/node/test_nodehost.py"
+        "::test_a_lookup_of_a_session_that_has_ended_meanwhile_finds_nothing_and_is_no_error",
+    ),
+    Mutant(
         "a_slot_behind_another_one_stays_in_its_chain",
         "engine/kvstow/control/keytable.py",
         "                    following[at] = following[slot]\n",
@@ -2261,15 +2269,15 @@ MUTANTS = [
     Mutant(
         "functions_change_no_weights",
         f"{VLLM}/weightwatch.py",
-        '            self._change(f"the function',
-        '            str(f"the function',
+        '                self._change(f"the function',
+        '                str(f"the function',
         f"{WATCH}::test_an_executor_notices_before_it_sends",
     ),
     Mutant(
         "a_deep_sleep_loses_no_weights",
         f"{VLLM}/weightwatch.py",
-        "            if level > 1:",
-        "            if level > 2:",
+        "            if level not in (0, 1):",
+        "            if level not in (0, 1, 2):",
         f"{WATCH}::test_sleep_and_discard_count_if_weights_are_lost",
     ),
     Mutant(
@@ -2300,6 +2308,21 @@ MUTANTS = [
         "        if step.stores.ops and not self.rank + 1:",
         "tests/service/connectors/engine_core/test_workerside.py"
         "::test_stores_fail_while_the_rank_knows_more_of_its_weights_than_the_scheduler",
+    ),
+    Mutant(
+        "loads_that_nobody_needs_fail_with_the_stores",
+        f"{ENGINE_CORE}/workerside.py",
+        '        stores = [op for op in step.stores.ops if op.direction == "store"]',
+        "        stores = [*step.stores.ops]",
+        "tests/service/connectors/engine_core/test_workerside.py"
+        "::test_loads_that_nobody_needs_do_not_fail_with_the_stores",
+    ),
+    Mutant(
+        "a_change_of_weights_takes_a_promised_load_away",
+        f"{ENGINE_CORE}/schedulerhost.py",
+        "        if self._unheard and not admits:",
+        "        if self._unheard:",
+        "tests/vllm/test_schedulerhost.py::test_a_change_on_another_thread_counts_at_the_next_hook",
     ),
     Mutant(
         "loads_hold_a_change_of_weights_up",

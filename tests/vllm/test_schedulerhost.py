@@ -409,4 +409,5 @@ def test_a_change_on_another_thread_counts_at_the_next_hook(monkeypatch: pytest.
     thread.join()
     assert not resets.reasons, "the scheduler's thread may be using the side"
     nothing: list[str] = []
+    assert host.ask("an admission", lambda side: list(resets.reasons), [REASON], admits=True) == nothing
     assert host.ask("a test", lambda side: list(resets.reasons), nothing) == [REASON]

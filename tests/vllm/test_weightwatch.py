@@ -79,7 +79,18 @@ def rank(config: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 def trained(worker: Any) -> None: ...
 
 
-UPDATES: list[Any] = ["reload_weights", "update_weights", "apply_model", "finish_weight_update", "theirs", trained]
+class Unhashable:
+    """A function as a trainer may write it, which is in no set."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __call__(self, worker: Any) -> None: ...
+
+
+UPDATES: list[Any] = [
+    *("reload_weights", "update_weights", "apply_model", "finish_weight_update", "theirs"),
+    *(trained, Unhashable()),
+]
 
 
 @pytest.mark.parametrize("method", UPDATES)
@@ -115,6 +126,9 @@ def test_sleep_and_discard_count_if_weights_are_lost(executor: Executor, heard: 
     executor.collective_rpc("sleep", kwargs={"level": 2})
     executor.collective_rpc("discard", args=(("weights",),))
     assert len(heard) == 2
+    executor.collective_rpc("sleep", args=(None,))
+    executor.collective_rpc("discard", kwargs={"tags": None})
+    assert len(heard) == 4, "it is unknown what these do"
 
 
 def test_a_function_of_vllm_itself_is_no_change(executor: Executor, heard: list[str]) -> None:

@@ -96,10 +96,18 @@ class EngineCore:
     def reset(self, *, preempt: bool) -> bool:
         """Forget all KV, on the device and in the pool; if vLLM says that it is done, the weights change with it."""
         done: bool = self.scheduler.reset_prefix_cache(reset_running_requests=preempt, reset_connector=True)
-        self.report.resets += done
-        for rank in self.ranks:
-            rank.cache.weights += done
+        if done:
+            self.report.resets += 1
+            self.replace_weights()
         return done
+
+    def replace_weights(self) -> None:
+        for rank in self.ranks:
+            rank.cache.weights += 1
+
+    @property
+    def has_steps_in_flight(self) -> bool:
+        return bool(self._in_flight)
 
     @property
     def has_blocks_in_flight(self) -> bool:

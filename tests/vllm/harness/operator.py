@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from random import Random
 from typing import Any
@@ -11,6 +12,13 @@ from tests.vllm.harness.host import Host
 from tests.vllm.harness.setup import Setup
 
 from kvstow.control.administration import Sweep
+
+_USUAL = (
+    *("evict", "purge", "resize", "set_policy", "drain", "bypass", "purge_everything", "reset_prefix_cache"),
+    *("preempt_and_reset", "change_weights", "restart_rank", "kill_copy_thread", "lose_session", "lose_service"),
+)
+"""Actions of a run that names none."""
+_CHANGE = "weights_changed: a call of the harness may have changed the weights of the running engine"
 
 
 class Operator:
@@ -26,6 +34,11 @@ class Operator:
         core.on_moment = self.pass_moment
         self.is_changing_weights = False
         """No request may come until it is done."""
+        self._replacing = False
+        """The weights are replaced when no step is under way, whatever loads and stores are."""
+        self._is_emptying = False
+        """They were, and the device's cache has to be emptied."""
+        self._notices_at_admission = False
         gentle: list[Callable[[], None]] = [self.evict, self.purge, self.resize, self.set_policy]
         closing = [self.drain, self.bypass]
         drastic = [
@@ -33,16 +46,19 @@ class Operator:
             self.reset_prefix_cache,
             self.preempt_and_reset,
             self.change_weights,
+            self.replace_weights,
+            self.notice_change,
             self.restart_rank,
             self.kill_copy_thread,
         ]
         if setup.attached:
             gentle, drastic = [self.evict, self.purge], [self.reset_prefix_cache, self.change_weights]
+            drastic += [self.replace_weights, self.notice_change] * 8
             drastic += [self.lose_session] * 8 + [self.lose_service] * 16
-        wanted = setup.operations
-        self._actions = [
-            action for action in (*gentle * 8, *closing, *drastic) if not wanted or action.__name__ in wanted
-        ]
+        wanted = setup.operations or _USUAL
+        self._actions = [action for action in (*gentle * 8, *closing, *drastic) if action.__name__ in wanted]
+        if "notice_change" in wanted:
+            self._notice_at_admissions()
 
     def step(self) -> None:
         if self._resize is not None and not self._resize.step():
@@ -113,8 +129,54 @@ class Operator:
         self._core.abort(None)
         self.is_changing_weights = True
 
+    def replace_weights(self) -> None:
+        """As a trainer does it: it ends all requests, waits for no load or store, and empties the device's cache
+        alone."""
+        self._core.abort(None)
+        self.is_changing_weights = self._replacing = True
+
+    def notice_change(self) -> None:
+        """A call that may have changed the weights, and has not: what every engine had must stay right. It comes from
+        the scheduler's thread, or from another one, while vLLM admits a request if possible."""
+        moment = self._random.randrange(3)
+        if moment == 0:
+            self._notice()
+        elif moment == 1:
+            self._notice_elsewhere()
+        else:
+            self._notices_at_admission = True
+
+    def _notice(self) -> None:
+        self._core.connector._host.weights_may_change(_CHANGE)
+
+    def _notice_elsewhere(self) -> None:
+        thread = threading.Thread(target=self._notice)
+        thread.start()
+        thread.join()
+
+    def _notice_at_admissions(self) -> None:
+        connector: Any = self._core.connector
+        find = connector.get_num_new_matched_tokens
+
+        def find_and_notice(*arguments: Any) -> tuple[int | None, bool]:
+            found: tuple[int | None, bool] = find(*arguments)
+            if found[0] and self._notices_at_admission:
+                self._notices_at_admission = False
+                self._notice_elsewhere()
+            return found
+
+        connector.get_num_new_matched_tokens = find_and_notice
+
     def _go_on_with_weights(self) -> None:
-        if not self._core.is_busy:
+        if self._replacing:
+            if not self._core.has_steps_in_flight:
+                self._replacing, self._is_emptying = False, True
+                self._notice()
+                self._core.replace_weights()
+        elif self._is_emptying:
+            if self._core.scheduler.reset_prefix_cache():
+                self.is_changing_weights = self._is_emptying = False
+        elif not self._core.is_busy:
             self.is_changing_weights = False
             if not self._core.reset(preempt=False):
                 self._core.report.add("the caches of an idle engine could not be reset")

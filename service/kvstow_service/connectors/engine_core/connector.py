@@ -178,13 +178,15 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         nothing: int | None = 0
         found = self._host.ask("lookup", lambda side: side.find_hit(request, num_computed_tokens), nothing)
-        by_layer = bool(found) and self._host.ask("way of a load", lambda side: side.loads_by_layer(request), False)
+        by_layer = bool(found) and self._host.ask(
+            "way of a load", lambda side: side.loads_by_layer(request), False, admits=True
+        )
         self._promised_by_layer = request.request_id if by_layer else None
         return found, bool(found) and not by_layer
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         admission = request, blocks.get_block_ids(), num_external_tokens
-        is_admitted = self._host.ask("admission", lambda side: side.admit(*admission), False)
+        is_admitted = self._host.ask("admission", lambda side: side.admit(*admission), False, admits=True)
         if num_external_tokens and self._promised_by_layer == request.request_id:
             self._num_layered += 1
             if not is_admitted:  # vLLM computes with these blocks in this step, and takes back no part of it
@@ -215,9 +217,7 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: Any) -> KVStowMetadata:
         host = self._host
-        ticket = (
-            host.ticket
-        )  # first: planning may begin a session, and ranks leave the old one when they get its ticket
+        ticket = host.ticket  # before planning, which may begin a session: ranks then leave the one of this step's ops
         plan = host.ask("plan of a step", lambda side: side.plan_step(scheduler_output), None)
         if plan is None:  # vLLM waits for the loads of the requests that it has admitted
             plan = host.ask("loads of a step", lambda side: side.take_planned(), None)

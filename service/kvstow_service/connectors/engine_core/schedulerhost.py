@@ -154,13 +154,14 @@ class SchedulerHost(ABC):
         self.num_ranks = hello.num_ranks or self.num_ranks
         self._make_when_known()
 
-    def ask(self, what: str, call: Callable[[SchedulerSide], T], otherwise: T) -> T:
+    def ask(self, what: str, call: Callable[[SchedulerSide], T], otherwise: T, *, admits: bool = False) -> T:
         """The result of `call`. Returns `otherwise` while a rank is unknown, or if `call` raises. The error would end
         vLLM's process, so vLLM continues without offload. Log, counter and readiness report that the error occurred in
-        `what`."""
+        `what`. `admits`: the call stands between a lookup and the admission of its request. A change of weights that
+        another thread has noticed has to wait then, because it would take away a load by layer that is promised."""
         if self.side is None:
             return otherwise
-        if self._unheard:
+        if self._unheard and not admits:
             reason, self._unheard, self._thread = self._unheard, "", threading.get_ident()
             self.weights_may_change(reason)
         try:

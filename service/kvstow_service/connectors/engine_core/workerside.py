@@ -209,9 +209,7 @@ class WorkerSide:
             self._loading[op.op_id] = LoadId(request_id, step.number), op.blocks
         self._layered = step.layered
         if step.stores.ops and self.stores_fail_because is not None:
-            failed = tuple([Completion(op.op_id, "failed", self.stores_fail_because) for op in step.stores.ops])
-            self._completed += (BootCompletions(self.plane.boot_id, failed),)
-            step = step._replace(stores=StepPlan())
+            step = self._without_stores(step, self.stores_fail_because)
         if not (step.stores.ops or step.loads.ops or step.layered.ops):
             return
         fence = self.fence() if step.stores.ops or self._loads_wait else None
@@ -220,6 +218,14 @@ class WorkerSide:
             self.plane.drive()  # a request waits for it
         if step.stores.ops:
             self.plane.submit(step.stores, fence)
+
+    def _without_stores(self, step: PlannedStep, reason: str) -> PlannedStep:
+        """The stores fail. The loads among them, which nobody needs any more, end as usual: a load that fails takes its
+        blocks from all engines that share them."""
+        stores = [op for op in step.stores.ops if op.direction == "store"]
+        failed = tuple([Completion(op.op_id, "failed", reason) for op in stores])
+        self._completed += (BootCompletions(self.plane.boot_id, failed),)
+        return step._replace(stores=StepPlan(tuple([op for op in step.stores.ops if op.direction == "load"])))
 
     def load_layers(self, *, hooks_run: bool) -> None:
         """Begin the step's loads by layer, before it computes. If a load is refused, the step reports its blocks as

@@ -92,20 +92,20 @@ class WeightWatch:
 
     def asks(self, method: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The engine's executor is about to send a call."""
-        if method == "sleep":
+        if not isinstance(method, str):
+            if (getattr(method, "__module__", ""), getattr(method, "__qualname__", "")) not in _OWN_FUNCTIONS:
+                self._change(f"the function {getattr(method, '__qualname__', method)!s}")
+        elif method == "sleep":
             level = args[0] if args else kwargs.get("level", 1)
-            if level > 1:
+            if level not in (0, 1):
                 self._change("sleep with a level above 1")
         elif method == "discard":
             tags = args[0] if args else kwargs.get("tags", ())
-            if "weights" in tags:
+            if tags is None or "weights" in tags:
                 self._change("discard of the weights")
-        elif isinstance(method, str):
-            if method not in HARMLESS:
-                self.asked += 1
-                self._change(method)
-        elif (getattr(method, "__module__", ""), getattr(method, "__qualname__", "")) not in _OWN_FUNCTIONS:
-            self._change(f"the function {getattr(method, '__qualname__', method)!s}")
+        elif method not in HARMLESS:
+            self.asked += 1
+            self._change(method)
 
     def notices(self, method: str) -> None:
         """The rank of this process is about to run a method that is not harmless."""
@@ -171,7 +171,7 @@ def _watched(send: Callable[..., Any]) -> Callable[..., Any]:
     def watch_and_send(
         executor: Any, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None, *more: Any, **others: Any
     ) -> Any:
-        if method not in HARMLESS or method in ("sleep", "discard"):
+        if not isinstance(method, str) or method not in HARMLESS or method in ("sleep", "discard"):
             try:
                 watch_of(executor.vllm_config).asks(method, tuple(args), dict(kwargs or {}))
             except Exception:

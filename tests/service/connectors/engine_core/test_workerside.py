@@ -285,3 +285,13 @@ def test_stores_fail_while_the_rank_knows_more_of_its_weights_than_the_scheduler
     rank.side.stores_fail_because = None
     rank.side.begin_step(step(2, stores=(op(3, "store", 4),)))
     assert rank.plane.submitted[1:] == [((3,), rank.fence)]
+
+
+def test_loads_that_nobody_needs_do_not_fail_with_the_stores() -> None:
+    """A load that fails takes its blocks from all engines that share them."""
+    rank = Rank()
+    rank.side.stores_fail_because = "weights_changed: a test"
+    rank.side.begin_step(step(1, stores=(STORE, op(7, "load"))))
+    assert rank.plane.submitted == [((7,), rank.fence)]
+    ((_, completions),) = rank.side.take_boot_completions()
+    assert [each.op_id for each in completions] == [STORE.op_id]
