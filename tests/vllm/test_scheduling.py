@@ -34,7 +34,7 @@ SETUPS = [
     Setup("repeats, async, two ranks, operator", asynchronous=True, repeat_rate=0.5, ranks=2, operator_rate=0.04),
     Setup("repeats, async, lazy", asynchronous=True, repeat_rate=0.5, lazy=True),
     Setup("fans, sync, failures", fan_rate=0.4, failure_rate=0.1, delay=(6, 30)),
-    Setup("fans, async, two ranks, operator", asynchronous=True, fan_rate=0.4, ranks=2, operator_rate=0.04),
+    Setup("fans, async, two ranks, operator", asynchronous=True, fan_rate=0.4, ranks=2, operator_rate=0.04, seed=2),
     Setup("fans, async, lazy, hooks of 0.26", asynchronous=True, fan_rate=0.4, lazy=True, hooks="0.26"),
     Setup("fans, hybrid, async", layers="hybrid", asynchronous=True, fan_rate=0.4, blocks=HYBRID_BLOCKS),
     Setup(
@@ -81,7 +81,7 @@ SETUPS = [
     Setup("replayed window, async, lazy", layers="replayed", asynchronous=True, blocks=HYBRID_BLOCKS, lazy=True),
     Setup("attached, sync", attached=True),
     Setup("attached, sync, sessions that end", attached=True, ranks=2, operator_rate=0.04, failure_rate=0.1),
-    Setup("attached, async, sessions that end", attached=True, asynchronous=True, ranks=2, operator_rate=0.04),
+    Setup("attached, async, sessions that end", attached=True, asynchronous=True, ranks=2, operator_rate=0.04, seed=3),
     Setup("attached, async, lazy, sessions that end", attached=True, asynchronous=True, lazy=True, operator_rate=0.04),
     Setup(
         "attached, hybrid, async, sessions that end",
