@@ -54,7 +54,7 @@ class Bench:
         patch.setattr(attachedschedulerhost, "AttachedControl", connected)
         group, namespace = GroupIdentity("full", 16, 16), NamespaceIdentity("model", "v1", "configured", "probe")
         identities = {
-            "fleet_weights": lambda *_: UNNAMED_WEIGHTS,
+            "read_model": lambda *_: SimpleNamespace(fleet_weights=UNNAMED_WEIGHTS),
             "pool_identity": lambda *given, **_: PoolIdentity((PAGE,), given[3][0].regions, "auto", (group,)),
             "namespace_identity": lambda *_: namespace,
         }

@@ -268,9 +268,10 @@ def test_ranks_without_a_server_get_their_messages_with_the_steps() -> None:
         ask=lambda what, call, otherwise: otherwise,
         address_for_remote_ranks=address,
         take_desired=lambda: next(answers),
+        expected_weight_changes=dict,
         ticket=None,
     )
-    worker._rank = SimpleNamespace(follow=followed.append)
+    worker._rank = SimpleNamespace(follow=followed.append, side=SimpleNamespace(rank=0, stores_fail_because=None))
     for hook in (worker.handle_preemptions, worker.bind_connector_metadata):
         hook(scheduler.build_connector_meta(None))
     assert [metadata.admin for metadata in followed] == [address, address]
@@ -288,7 +289,7 @@ def test_a_step_that_cannot_load_what_it_computes_with_says_so_apart_from_launch
     metadata = made.build_connector_meta(None)
     assert (metadata.lost, metadata.launches) == ("the plan of the step is incomplete", ())
     followed: list[KVStowMetadata] = []
-    worker._rank = SimpleNamespace(follow=followed.append)
+    worker._rank = SimpleNamespace(follow=followed.append, side=SimpleNamespace(rank=0, stores_fail_because=None))
     with pytest.raises(CopyError, match="the plan of the step is incomplete"):
         worker.bind_connector_metadata(metadata)
     assert followed == []
@@ -316,6 +317,7 @@ def test_the_ticket_of_a_step_is_that_of_the_session_in_which_its_loads_began() 
         ask=lambda what, call, otherwise: plan(None),
         address_for_remote_ranks=None,
         take_desired=dict,
+        expected_weight_changes=dict,
     )
     assert made.build_connector_meta(None).ticket == "old"
 
