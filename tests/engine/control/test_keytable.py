@@ -174,4 +174,4 @@ def test_the_collector_visits_no_list_of_slots(make_engine: MakeEngine) -> None:
     engine = make_engine(slots=_SLOTS)
     make_ranks(engine)
     assert len(engine.pool.index.slot_keys.key_of) == _SLOTS
-    assert [len(one) for one in gc.get_objects() if isinstance(one, list) and len(one) == _SLOTS] == []
+    assert [len(one) for one in gc.get_objects() if type(one) is list and len(one) == _SLOTS] == []
