@@ -91,7 +91,7 @@ ORDER = {
     "engine/kvstow/attach": "wire channel identity peer calls hello connection openops engine worker",
     "engine/kvstow/devices": "base cpu cuda.driver cuda.context cuda.plan cuda.copier cuda.layerloader cuda.device "
     "jax.shards jax.programs jax.hostcopies jax.deviceloads jax.devicestores jax.device",
-    "engine/kvstow/tier": "fingerprint store lookups rate transfers tierstatus",
+    "engine/kvstow/tier": "blockstore fingerprint store lookups rate transfers tierstatus",
     "service/kvstow_service/tiers": "objectheader redisstore mooncake.childmessages mooncake.childchannel "
     "mooncake.mooncakestore mooncake.storechild stores",
     "service/kvstow_service/replay": "trace importing kv processes remoteranks offload ranks hittable result driver "

@@ -1,0 +1,254 @@
+"""The protocol of a store below the pools of a node: files on the node's own disks, or a store that a fleet shares.
+
+A node has at most one `BlockStore`. Each pool that uses it joins it, and gets a `StoredPool`. `kvstow.control` decides
+what is read and written, takes the slots, and makes keys visible. The store knows names of blocks and numbers of slots.
+
+Waiting. No call waits for a disk, a network or another process, except `BlockStore.close`. Each is O(blocks or slots
+given). Every call may come from any thread. What a call cannot answer at once comes later through a callback. A store
+makes callbacks on threads of its own, never inside of a call, and holds no lock meanwhile: a callback may take the
+pool's lock and call the store again.
+
+Slots. The caller lends the slots of a transfer to the store, which gives each of them back exactly once, in some
+`Piece`. Until then the store's processes may read the slots of a write and write those of a read; from then on nothing
+touches them any more, no thread, no process and no network card. A store that cannot make sure of that keeps the slot.
+So a slot may come back late, or never while a process hangs in the kernel. The caller waits for nothing: it keeps such
+slots from all other uses. If a path or a process of the store hangs, only the slots that were lent to it are kept, and
+only what it had is missing; everything else goes on.
+
+Order. What is queued to be read goes before what is queued to be written.
+
+Names. A block is known by its namespace and its key; all ranks' bytes of it are one block. It is found only if every
+rank's bytes are there, and they are what was written under this very name: a store verifies that before it gives a slot
+back as good.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol
+
+
+class StoredNamespace(NamedTuple):
+    """Blocks with equal keys in equal namespaces have equal bytes, on every node and in every life of the service.
+
+    `fingerprint`: see `kvstow.tier.fingerprint`. It covers everything that the key does not: the model, its weights and
+    settings, the layout of a slot on all ranks, and the tenant. `label`: what operators know it by; no part of the
+    name."""
+
+    fingerprint: str
+    label: str = ""
+
+
+class StoredLayout(NamedTuple):
+    """The pool that joins. `slot_bytes`: of a slot on each rank that stores, in the order of the ranks; a single one
+    where all ranks have the same bytes. `identity`: equal for pools of equal layout and owner, also in another life of
+    the service: all namespaces that were written by pools with it go when the whole pool is purged. `owner`: whose
+    share of space, queues and write budget it uses."""
+
+    pool: str
+    slot_bytes: tuple[int, ...]
+    identity: str
+    owner: str
+
+
+class StoredExtent(NamedTuple):
+    """Memory of a pool's rank: a populated memfd of `num_bytes`. Slot `first_slot` + i begins at i x `slot_stride`."""
+
+    extent_id: int
+    first_slot: int
+    num_slots: int
+    slot_stride: int
+    num_bytes: int
+
+
+class BlockTransfer(NamedTuple):
+    """A transfer of some blocks, in prefix order, root first: block `keys[i]` and slot `slots[i]` of every rank.
+    `op_id` is never used again in the life of the service."""
+
+    op_id: int
+    namespace: StoredNamespace
+    keys: Sequence[bytes]
+    slots: Sequence[int]
+
+
+Fate = Literal["missing", "corrupt", "failed", "refused", "cancelled"]
+"""Why a block was not moved. `missing`: the store no longer has it. `corrupt`: what was found is not what was written
+under this name. `failed`: an error of the device or of the other side. `refused`: no room, queue, share or budget is
+left for this write. `cancelled`: the transfer was cancelled, or the pool has left."""
+
+
+class Piece(NamedTuple):
+    """A part of a transfer has ended, and its slots come back. `good`: read and verified, or written and found from now
+    on. `bad`: not moved; after a read these slots hold any bytes. `fate` and `error` are about the bad ones."""
+
+    op_id: int
+    good: Sequence[int]
+    bad: Sequence[int] = ()
+    fate: Fate = "missing"
+    error: str = ""
+
+
+class Expectation(NamedTuple):
+    """What a read that begins now would take. `seconds`: until its last block is there, with all that is queued before
+    it; None while the store has not measured its rate. `queued_bytes` and `queued_seconds`: what is queued before it,
+    in both directions as far as it delays a read."""
+
+    seconds: float | None
+    queued_bytes: int
+    queued_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class PurgeWish:
+    """Which blocks go. Exactly one of the first three is given. `keys`: these, in all of the pool's namespaces.
+    `key_prefixes`: keys that begin with one of these. `namespace`: all of one namespace. None of them: all that was
+    ever written by pools with this identity. The ages, in seconds, restrict the choice to what was written, or last
+    used, that long ago or earlier."""
+
+    keys: Sequence[bytes] | None = None
+    key_prefixes: tuple[bytes, ...] | None = None
+    namespace: StoredNamespace | None = None
+    age_seconds: float | None = None
+    idle_seconds: float | None = None
+
+
+class Purged(NamedTuple):
+    """`blocks`: how many went, or would. `notice`: a sentence about blocks that may be left because the store cannot
+    know whether they match, such as those of a former life where it keeps digests of keys alone; empty if there are
+    none."""
+
+    blocks: int
+    notice: str = ""
+
+
+PartState = Literal["starting", "on", "in use", "failed", "stuck", "closed"]
+"""`starting`: not usable yet, or connecting again. `in use`: another process has it; tried again. `failed`: does not
+work; tried again as its reason says. `stuck`: an operation hangs, and what it was lent with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class PartCounters:
+    """They only grow. Bytes are of all ranks."""
+
+    read_blocks: int = 0
+    read_bytes: int = 0
+    written_blocks: int = 0
+    written_bytes: int = 0
+    corrupt_blocks: int = 0
+    failed_blocks: int = 0
+    refused_blocks: int = 0
+    evicted_blocks: int = 0
+    restarts: int = 0
+    """How often a process was ended and started again."""
+    timeouts: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StorePart:
+    """A part of a store that fails alone: a path of disks, or a process that is a client of a fleet's store.
+
+    `name`: such as the path. `reason`: a sentence, empty while it is `on`. Figures that a part does not have, or has
+    not measured, are None. `size_bytes`, `used_bytes`: of its places. `drive_writes_per_day`: of the last day, in
+    capacities of the file system. `stuck_slots`: slots that it keeps although the operation is overdue."""
+
+    name: str
+    state: PartState
+    reason: str = ""
+    counters: PartCounters
+    blocks: int | None = None
+    size_bytes: int | None = None
+    used_bytes: int | None = None
+    queued_read_bytes: int = 0
+    queued_write_bytes: int = 0
+    read_bytes_per_second: float | None = None
+    write_bytes_per_second: float | None = None
+    written_bytes_today: int | None = None
+    write_budget_bytes: int | None = None
+    drive_writes_per_day: float | None = None
+    stuck_slots: int = 0
+
+
+class StoredPool(Protocol):
+    """What one pool has of a store."""
+
+    # -- what the store has -----------------------------------------------------------------------------------
+
+    def has(
+        self, namespace: StoredNamespace, keys: Sequence[bytes], on_answer: Callable[[Sequence[bool]], object]
+    ) -> Sequence[bool] | None:
+        """For each key, whether a read would find it. A hint: it may be gone by then. None: not known yet, and
+        `on_answer` is called once with the answer, which is that nothing is there if the other side does not answer. A
+        store that cannot be used now has nothing, and says so at once. Counts as no use."""
+
+    def offer(self, namespace: StoredNamespace, keys: Sequence[bytes], again: int) -> Sequence[int]:
+        """A request has just stored or used these blocks of a chain, root first, wherever they are. The first `again`
+        of them were used twice or more often. Notes that use of the blocks that the store has, and returns the indices
+        of those that it wants to be written now: it neither has them nor is writing them, and has room and budget. The
+        caller writes those that are in the pool and leaves out the others. Nothing is reserved by this."""
+
+    def expect(self, num_blocks: int) -> Expectation:
+        """What reading so many blocks more would take. O(1)."""
+
+    # -- transfers --------------------------------------------------------------------------------------------
+
+    def read(self, transfer: BlockTransfer) -> None:
+        """Fill the slots with these blocks. Pieces of it end as they arrive, mostly root first."""
+
+    def write(self, transfer: BlockTransfer) -> None:
+        """Write these blocks from their slots. A block that is there already is good. What the store cannot take now
+        ends as `refused`."""
+
+    def cancel(self, op_id: int) -> None:
+        """End what has not begun of a transfer. Ignores one that has ended."""
+
+    def purge(self, wish: PurgeWish, then: Callable[[Purged], object], *, dry_run: bool = False) -> None:
+        """Remove blocks. They are not found from the moment of the call, and none that is being written becomes so.
+        `then` is called when no failure of the node can bring one of them back. Their bytes are overwritten after that,
+        and the next life of the store continues what was not done."""
+
+    # -- memory -----------------------------------------------------------------------------------------------
+
+    def add_extent(self, rank: int, extent: StoredExtent, fd: int, then: Callable[[str], object]) -> None:
+        """Slots of this extent may be lent once `then` was called, with an empty text. Otherwise the text is a sentence
+        that says why the extent cannot be used. `rank`: an index into `slot_bytes`. The caller keeps `fd`, which must
+        stay open until this returns. The store keeps the extent when its processes end and start again."""
+
+    def remove_extent(self, rank: int, extent_id: int, then: Callable[[], object]) -> None:
+        """`then` is called when no process of the store has the extent mapped any more, which may be never while one
+        hangs. None of its slots is lent, except those that a hanging operation keeps. Ignores, and calls `then` for, an
+        extent that was not added."""
+
+    def leave(self, then: Callable[[], object]) -> None:
+        """The pool ends. What has not begun ends as `cancelled`, further transfers do so at once, and `then` is called
+        when every slot was given back and no process of the store has memory of the pool mapped. What the store has of
+        it stays. Idempotent: only the first `then` counts."""
+
+
+class BlockStore(Protocol):
+    """The store of a node. It opens nothing and connects to nothing before `start`, and `start` does so in the
+    background: the node is ready without it."""
+
+    @property
+    def name(self) -> str:
+        """The label of metrics: `disk` or `mooncake`."""
+
+    @property
+    def shown(self) -> str:
+        """Where it is, as every reader of the admin API may see it: an URL without secrets, or paths."""
+
+    def start(self, witness: int) -> None:
+        """`witness`: the writing end of a pipe, which stays the caller's. Each process of the store that may touch
+        memory inherits it before it gets any, so the other end shows when the last of them has ended, even if this
+        process ends first."""
+
+    def join(self, layout: StoredLayout, on_end: Callable[[Sequence[Piece]], object]) -> StoredPool:
+        """A pool uses the store from now on. `on_end` gets the pieces of its transfers."""
+
+    def parts(self) -> Sequence[StorePart]:
+        """A snapshot for operators. Never empty after `start`."""
+
+    def close(self) -> None:
+        """Give up what is under way, and end the processes. Waits for them for a bounded time; a process that hangs in
+        the kernel is left behind, with its slots and the witness. Idempotent. Later calls do nothing, and later
+        transfers end as `cancelled`."""
