@@ -8,10 +8,10 @@
 # docker run --read-only --tmpfs /tmp --volume "$PWD/token:/token:ro" --publish 127.0.0.1:9595:9595 kvstow:0.1.0 \
 #     serve --memory 64GiB --host 0.0.0.0 --token-file /token
 #
-# TIERS names the stores of the fleet tier (docs/tier.md) whose clients the image service contains, separated by spaces.
-# Redis's takes 10 MB. Mooncake's takes 160 MB, more than all else that the service needs, so it is there on request:
+# TIERS names the fleet's stores (docs/tier.md) whose clients the image service contains. Mooncake's takes 160 MB, more than
+# all else that the service needs, so it is there on request:
 #
-# docker build --target service --build-arg TIERS="redis mooncake" --tag kvstow:0.1.0-mooncake .
+# docker build --target service --build-arg TIERS=mooncake --tag kvstow:0.1.0-mooncake .
 #
 # locks/image-*.txt pin all packages from the package index, with their hashes; `make locks` updates them.
 # Tags can move, digests cannot. To pin the base images, look up their digests and pass them in:
@@ -19,7 +19,7 @@
 # docker build --build-arg PYTHON_IMAGE=docker.io/library/python:3.12-slim-bookworm@sha256:... .
 ARG PYTHON_IMAGE=docker.io/library/python:3.12-slim-bookworm
 ARG VLLM_IMAGE=docker.io/vllm/vllm-openai:v0.33.0
-ARG TIERS=redis
+ARG TIERS=""
 
 
 FROM ${PYTHON_IMAGE} AS wheel
@@ -45,7 +45,7 @@ RUN /opt/kvstow/bin/pip install --no-cache-dir --no-deps /wheels/*.whl \
 
 FROM ${PYTHON_IMAGE} AS service-environment
 ARG TIERS
-COPY locks/image-service.txt locks/image-redis.txt locks/image-mooncake.txt /
+COPY locks/image-service.txt locks/image-mooncake.txt /
 RUN python3 -m venv /opt/kvstow \
     && for image in service ${TIERS}; do \
         /opt/kvstow/bin/pip install --no-cache-dir --no-deps --require-hashes --requirement "/image-${image}.txt" || exit 1; \

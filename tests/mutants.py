@@ -57,7 +57,12 @@ SURVIVORS = "service/kvstow_service/node/survival/roster.py"
 SURVIVAL = "tests/service/node/survival/test_survival.py"
 AUTH = "api/kvstow_api/auth.py"
 ADMISSION = "api/kvstow_api/middleware.py"
-HEADER = "service/kvstow_service/tiers/objectheader.py"
+HEADER = "service/kvstow_service/stores/mooncake/objectheader.py"
+MOONCAKE_BLOCKS = "service/kvstow_service/stores/mooncake/mooncakeblocks.py"
+NODE_STORE = "service/kvstow_service/node/tier/nodestore.py"
+POOL_TIER = "engine/kvstow/control/pooltier.py"
+FETCHED = "engine/kvstow/control/fetchedslots.py"
+POOL_TIER_TESTS = "tests/engine/control/test_pooltier.py"
 ENGINE_CORE = "service/kvstow_service/connectors/engine_core"
 ADAPTERS = "tests/service/connectors/engine_core/test_adapters.py"
 VLLM = "service/kvstow_service/connectors/vllm"
@@ -143,13 +148,6 @@ MUTANTS = [
         "if not alone and not dry_run:",
         "if False:",
         f"{CLAIM_TESTS}::test_a_purged_context_has_no_stores_in_flight",
-    ),
-    Mutant(
-        "prefetches_take_the_store_from_requests",
-        "service/kvstow_service/node/tier/namespacetier.py",
-        "        if self._requests:\n            return\n",
-        "",
-        "tests/service/node/test_nodetier.py::test_no_prefetch_begins_while_a_request_waits_for_the_store",
     ),
     Mutant(
         "sources_are_shown_in_the_clear",
@@ -255,27 +253,6 @@ MUTANTS = [
         "            return None if self._shared.must_wait(tracked, local, hit.end) else self._begin_early(",
         "            return self._begin_early(",
         "tests/service/connectors/vllm/test_attached.py::test_slots_of_one_prefix_are_asked_for_once",
-    ),
-    Mutant(
-        "contexts_that_never_came_back_are_fetched",
-        "service/kvstow_service/node/tier/namespacetier.py",
-        "one.namespace == name and one.hits]",
-        "one.namespace == name]",
-        "tests/service/node/test_nodetier.py::test_a_context_is_fetched_shortly_before_it_is_expected",
-    ),
-    Mutant(
-        "contexts_are_fetched_while_hints_are_off",
-        "service/kvstow_service/node/tier/namespacetier.py",
-        "is None or not claims.is_on:",
-        "is None:",
-        "tests/service/node/test_nodetier.py::test_a_context_is_fetched_shortly_before_it_is_expected",
-    ),
-    Mutant(
-        "the_tiers_thread_waits_for_prefetches_that_nobody_begins",
-        "service/kvstow_service/node/tier/namespacetier.py",
-        "        self._due_at, self._due, self._prefetch = {}, [], None  # or",
-        "        self._prefetch = None  # or",
-        "tests/service/node/test_nodetier.py::test_a_context_is_fetched_shortly_before_it_is_expected",
     ),
     Mutant(
         "blocks_whose_claim_is_made_during_an_eviction_stay_for_ever",
@@ -1828,50 +1805,6 @@ MUTANTS = [
         "tests/engine/test_memfd.py",
     ),
     Mutant(
-        "every_rank_puts_replicated_blocks",
-        "engine/kvstow/control/tiertraffic.py",
-        '        if direction == "put" and self._replicated:\n            ranks = {LAST_RANK}\n',
-        "",
-        "tests/engine/control/test_tiertraffic.py::test_replicated_bytes_are_put_once_and_fetched_by_every_rank",
-    ),
-    Mutant(
-        "former_weights_name_those_after_a_reset",
-        "service/kvstow_service/node/tier/nodetier.py",
-        "    if namespace.is_reset:\n",
-        "    if namespace.is_reset and not weights.weights_id:\n",
-        "tests/service/node/test_nodetier.py::test_after_a_reset_nothing_is_put_or_fetched",
-    ),
-    Mutant(
-        "descriptors_of_a_tier_are_closed_twice",
-        "service/kvstow_service/node/tier/pooltier.py",
-        "unmapped, self._unmapped = self._unmapped, {}",
-        "unmapped = self._unmapped",
-        "tests/service/node/test_nodetier.py::"
-        "test_what_is_still_pushed_after_the_end_touches_no_descriptor_that_was_closed",
-    ),
-    Mutant(
-        "lookups_pay_for_the_wait_for_others",
-        "service/kvstow_service/tiers/redisstore.py",
-        "        with self._lock:\n            end = time.monotonic() + timeout\n",
-        "        end = time.monotonic() + timeout\n        with self._lock:\n",
-        "tests/service/tiers/test_redisstore.py::test_a_lookup_does_not_pay_for_the_wait_for_another_one",
-    ),
-    Mutant(
-        "files_of_secrets_are_read_once",
-        "service/kvstow_service/tiers/redisstore.py",
-        "    def _read(self, option: str)",
-        "    @__import__('functools').cache\n    def _read(self, option: str)",
-        "tests/service/tiers/test_redislocation.py::test_a_file_is_read_again_for_each_connection",
-    ),
-    Mutant(
-        "files_of_secrets_may_be_anything",
-        "service/kvstow_service/tiers/redisstore.py",
-        "read_regular_file(path)[0]",
-        "b'' if path.exists() else path.read_bytes()",
-        "tests/service/tiers/test_redislocation.py::"
-        "test_a_file_that_is_not_regular_or_too_large_is_refused_at_the_start",
-    ),
-    Mutant(
         "kills_the_service_itself",
         "engine/kvstow/attach/peer.py",
         "        if pid in (0, os.getpid()):\n",
@@ -2018,7 +1951,196 @@ MUTANTS = [
         "tests/service/node/pools/test_recalledmemory.py"
         "::test_who_uses_slots_of_recalled_memory_and_says_nothing_is_shown",
     ),
-    # -- the fleet tier --------------------------------------------------------------------------------------
+    # -- the store below the pools ---------------------------------------------------------------------------
+    Mutant(
+        "blocks_that_did_not_arrive_are_visible",
+        OPS,
+        "pool.publish(entry.namespace, sorted(good), is_fetched=is_fetched) if good else ()",
+        "pool.publish(entry.namespace, sorted(slots), is_fetched=is_fetched)",
+        f"{POOL_TIER_TESTS}::test_a_block_that_does_not_arrive_is_a_miss_and_costs_no_slot",
+    ),
+    Mutant(
+        "writes_hold_nothing",
+        POOL_TIER,
+        "            pool.index.hold([slot for _, slot in found])\n",
+        "",
+        f"{POOL_TIER_TESTS}::test_a_slot_that_is_being_written_is_not_reused",
+    ),
+    Mutant(
+        "what_was_read_enters_as_new",
+        POOL_TIER,
+        "is_fetched = not read.is_prefetch",
+        "is_fetched = False",
+        f"{POOL_TIER_TESTS}::test_what_was_read_goes_first_and_what_was_computed_stays",
+    ),
+    Mutant(
+        "the_request_that_fetched_is_a_use",
+        FETCHED,
+        "            elif has_been_used is not None:\n                known[slot] = True\n",
+        "            elif has_been_used is not None:\n                leaving.append(slot)\n",
+        f"{POOL_TIER_TESTS}::test_what_was_read_goes_first_and_what_was_computed_stays",
+    ),
+    Mutant(
+        "the_next_hit_is_no_use",
+        FETCHED,
+        "            if has_been_used:\n",
+        "            if has_been_used is None:\n",
+        f"{POOL_TIER_TESTS}::test_the_request_that_fetched_is_no_use_and_the_next_hit_is",
+    ),
+    Mutant(
+        "what_arrives_is_leased_to_nobody",
+        POOL_TIER,
+        "        if slots and not wait.is_over:\n",
+        "        if slots and wait.is_over:\n",
+        f"{POOL_TIER_TESTS}::test_what_arrives_is_leased_to_its_request_in_the_moment_in_which_it_becomes_visible",
+    ),
+    Mutant(
+        "writes_keep_any_number_of_slots",
+        POOL_TIER,
+        "            del found[room:]\n",
+        "",
+        f"{POOL_TIER_TESTS}::test_writes_keep_at_most_a_twentieth_of_the_pool_and_the_rest_waits_for_its_next_use",
+    ),
+    Mutant(
+        "what_could_not_be_written_is_never_tried_again",
+        POOL_TIER,
+        "        self._offer(of, chain, is_use=True)\n",
+        "",
+        f"{POOL_TIER_TESTS}::test_what_could_not_be_written_is_written_at_its_next_use",
+    ),
+    Mutant(
+        "tails_are_offered_before_their_roots",
+        POOL_TIER,
+        "chain = [*keys, *behind] if behind else keys",
+        "chain = [*behind, *keys] if behind else keys",
+        f"{POOL_TIER_TESTS}::test_a_chain_that_comes_in_parts_is_offered_from_its_root_on",
+    ),
+    Mutant(
+        "reads_go_on_however_many_slots_are_stuck",
+        POOL_TIER,
+        "            if session.ops.stuck_tier_slots > STUCK_SHARE * pool.slots.limit:\n",
+        "            if session.ops.stuck_tier_slots > pool.slots.limit:\n",
+        f"{POOL_TIER_TESTS}::test_a_read_that_hangs_keeps_its_slots_and_stops_reads_when_it_has_a_hundredth_of_the_pool",
+    ),
+    Mutant(
+        "requests_wait_for_reads_as_long_as_it_takes",
+        POOL_TIER,
+        "(UNKNOWN_SECONDS if compute is None else compute)",
+        "(UNKNOWN_SECONDS if compute is None else 1e9)",
+        f"{POOL_TIER_TESTS}::test_a_request_waits_no_longer_than_computing_takes_and_uses_what_has_arrived",
+    ),
+    Mutant(
+        "reads_go_on_for_which_nobody_waits",
+        POOL_TIER,
+        "            self.stored_pool.cancel(op_id)\n",
+        "            pass\n",
+        f"{POOL_TIER_TESTS}::test_a_request_waits_no_longer_than_computing_takes_and_uses_what_has_arrived",
+    ),
+    Mutant(
+        "blocks_are_read_into_namespaces_that_nobody_finds",
+        POOL_TIER,
+        " or namespace.is_dropped or ",
+        " or ",
+        f"{POOL_TIER_TESTS}::test_nothing_is_read_into_a_namespace_that_nobody_finds",
+    ),
+    Mutant(
+        "prefetches_take_the_store_from_requests",
+        POOL_TIER,
+        " or self.is_closed or self.stored_pool.expect(1).queued_bytes:",
+        " or self.is_closed:",
+        f"{POOL_TIER_TESTS}::test_nothing_is_prefetched_while_anything_is_queued",
+    ),
+    Mutant(
+        "contexts_that_never_came_back_are_prefetched",
+        POOL_TIER,
+        "if found is None or not found.hits or",
+        "if found is None or",
+        f"{POOL_TIER_TESTS}::test_a_context_is_prefetched_shortly_before_it_is_expected_if_it_has_come_back_before",
+    ),
+    Mutant(
+        "contexts_are_prefetched_while_hints_are_off",
+        POOL_TIER,
+        "if claims is None or not claims.is_on:",
+        "if claims is None:",
+        f"{POOL_TIER_TESTS}::test_a_context_is_prefetched_shortly_before_it_is_expected_if_it_has_come_back_before",
+    ),
+    Mutant(
+        "purged_blocks_come_back_by_the_store",
+        POOL_TIER,
+        " and not self._num_purges",
+        "",
+        f"{POOL_TIER_TESTS}::test_while_blocks_are_purged_none_goes_from_the_pool_to_the_store_or_back",
+    ),
+    Mutant(
+        "purges_do_not_wait_for_the_store",
+        "engine/kvstow/control/administration.py",
+        "        while not done:\n            sweep.waiting = True\n",
+        "        while False:\n            sweep.waiting = True\n",
+        f"{POOL_TIER_TESTS}::test_an_operator_s_purge_covers_the_store_and_waits_until_it_cannot_come_back",
+    ),
+    Mutant(
+        "former_weights_name_those_after_a_reset",
+        NODE_STORE,
+        "        if namespace.is_reset:\n",
+        "        if namespace.is_reset and not weights.weights_id:\n",
+        "tests/service/node/test_nodestore.py::test_after_a_reset_nothing_is_written_or_read_and_the_former_blocks_are_gone",
+    ),
+    Mutant(
+        "a_reset_leaves_blocks_in_the_store",
+        "service/kvstow_service/node/nodehost.py",
+        "            self.tier.forget_reset(before)\n",
+        "            pass\n",
+        "tests/service/node/test_nodestore.py::test_after_a_reset_nothing_is_written_or_read_and_the_former_blocks_are_gone",
+    ),
+    Mutant(
+        "a_deleted_pool_leaves_blocks_in_the_store",
+        NODE_STORE,
+        "        if purge:\n",
+        "        if not purge:\n",
+        "tests/service/node/test_nodestore.py::test_a_pool_that_an_operator_deletes_leaves_no_block_in_the_store",
+    ),
+    Mutant(
+        "users_of_no_tenant_use_the_store",
+        NODE_STORE,
+        "self._tenants.get(uid))",
+        'self._tenants.get(uid, ""))',
+        "tests/service/node/test_nodestore.py::test_where_tenants_are_named_nobody_else_uses_the_store",
+    ),
+    Mutant(
+        "every_rank_writes_replicated_blocks",
+        NODE_STORE,
+        "for rank in sorted(pool.storing_ranks))",
+        "for rank in range(pool.config.num_ranks))",
+        "tests/service/node/test_nodestore.py::test_blocks_that_are_the_same_on_all_ranks_are_stored_once",
+    ),
+    Mutant(
+        "rank_0_puts_first",
+        MOONCAKE_BLOCKS,
+        'ranks = (*range(1, last), 0) if kind == "put" else range(last)',
+        "ranks = range(last)",
+        "tests/service/stores/mooncake/test_mooncakeblocks.py::test_rank_0_puts_its_object_when_the_others_have_put_theirs",
+    ),
+    Mutant(
+        "short_ranks_do_not_count",
+        MOONCAKE_BLOCKS,
+        "                    left = self._move_rank(kind, job, rank, left, bad)\n",
+        "                    self._move_rank(kind, job, rank, left, {})\n",
+        "tests/service/stores/mooncake/test_mooncakeblocks.py::test_a_block_is_there_only_if_every_rank_has_its_object",
+    ),
+    Mutant(
+        "a_full_store_is_asked_again_at_once",
+        MOONCAKE_BLOCKS,
+        "or not store.is_working or store.is_full:",
+        "or not store.is_working:",
+        "tests/service/stores/mooncake/test_mooncakeblocks.py::test_a_full_store_gets_nothing_for_a_while",
+    ),
+    Mutant(
+        "a_store_that_does_not_answer_is_asked_on",
+        MOONCAKE_BLOCKS,
+        "return self._breaker.is_closed and not self.is_closed",
+        "return not self.is_closed",
+        "tests/service/stores/mooncake/test_mooncakeblocks.py::test_a_store_that_does_not_answer_is_left_alone_until_a_probe_succeeds",
+    ),
     Mutant(
         "tenants_share_a_fleet_tier",
         "engine/kvstow/tier/fingerprint.py",
@@ -2027,39 +2149,32 @@ MUTANTS = [
         "tests/engine/tier/test_fingerprint.py::test_each_tenant_has_fingerprints_of_its_own",
     ),
     Mutant(
-        "users_of_no_tenant_use_the_fleet_tier",
-        "service/kvstow_service/node/tier/nodetier.py",
-        "self._tenants.get(uid)",
-        'self._tenants.get(uid, "")',
-        "tests/service/node/test_nodetier.py::test_where_tenants_are_named_nobody_else_uses_the_store",
-    ),
-    Mutant(
         "changed_bytes_of_an_object_are_loaded",
         HEADER,
         '    return None if checksum == xxhash.xxh3_64_intdigest(slot) else "checksum"\n',
         "    return None\n",
-        "tests/service/tiers/test_objectheader.py",
+        "tests/service/stores/mooncake/test_objectheader.py",
     ),
     Mutant(
         "an_object_of_another_name_is_loaded",
         HEADER,
         "    if of_name != _digest(name):\n",
         "    if of_name is None:\n",
-        "tests/service/tiers/test_objectheader.py",
+        "tests/service/stores/mooncake/test_objectheader.py",
     ),
     Mutant(
         "an_object_of_other_weights_is_loaded",
         HEADER,
         "    if of_fingerprint != _digest_again(fingerprint):\n",
         "    if of_fingerprint is None:\n",
-        "tests/service/tiers/test_objectheader.py",
+        "tests/service/stores/mooncake/test_objectheader.py",
     ),
     Mutant(
         "addresses_outside_of_the_memory_are_taken",
-        "service/kvstow_service/tiers/mooncake/storechild.py",
+        "service/kvstow_service/stores/mooncake/storechild.py",
         "        if part.offset < 0 or part.num_bytes < 1 or part.offset + part.num_bytes > found.num_bytes:\n",
         "        if part.num_bytes < 1:\n",
-        "tests/service/tiers/mooncake/test_childmemory.py::test_an_address_outside_of_what_is_registered_is_refused",
+        "tests/service/stores/mooncake/test_childmemory.py::test_an_address_outside_of_what_is_registered_is_refused",
     ),
     # -- the admin API ---------------------------------------------------------------------------------------
     Mutant(
@@ -2428,23 +2543,8 @@ PATCHED = [
         f"{CONTROL}/test_state_machine.py::test_taking_out_a_safeguard_is_noticed",
     ),
     Patched(
-        f"{CONTROL}/mutants.py",
-        ("short_ranks_do_not_count",),
-        f"{CONTROL}/test_tiertraffic.py::test_taking_out_a_safeguard_is_noticed",
-    ),
-    Patched(
-        f"{CONTROL}/mutants.py",
-        ("rank_0_puts_first",),
-        f"{CONTROL}/test_tiertraffic.py::test_a_put_of_rank_0_before_the_others_is_noticed",
-    ),
-    Patched(
-        f"{CONTROL}/test_tiertraffic.py",
-        ("puts_hold_nothing",),
-        f"{CONTROL}/test_tiertraffic.py::test_taking_out_a_safeguard_is_noticed",
-    ),
-    Patched(
         f"{CONTROL}/test_netloss.py",
-        ("fetches_always_pay",),
+        ("reads_always_pay",),
         f"{CONTROL}/test_netloss.py::test_without_break_even_a_slow_store_costs_time",
     ),
     Patched(
@@ -2530,9 +2630,9 @@ PATCHED = [
         "tests/service/node/attach/test_sessionlife.py::test_freeing_at_the_end_of_the_connection_would_be_noticed",
     ),
     Patched(
-        "tests/service/node/test_nodetier.py",
+        "tests/service/node/test_nodestore.py",
         ("test_mutant_extents_are_released_before_they_are_unmapped",),
-        "tests/service/node/test_nodetier.py::test_mutant_extents_are_released_before_they_are_unmapped",
+        "tests/service/node/test_nodestore.py::test_mutant_extents_are_released_before_they_are_unmapped",
     ),
     Patched(
         "tests/service/node/test_tierrestart.py",
@@ -2540,14 +2640,14 @@ PATCHED = [
         "tests/service/node/test_tierrestart.py::test_mutant_transfers_are_not_recorded",
     ),
     Patched(
-        "tests/service/tiers/mooncake/test_childchannel.py",
+        "tests/service/stores/mooncake/test_childchannel.py",
         ("test_a_call_that_ends_before_its_process_is_noticed",),
-        "tests/service/tiers/mooncake/test_childchannel.py::test_a_call_that_ends_before_its_process_is_noticed",
+        "tests/service/stores/mooncake/test_childchannel.py::test_a_call_that_ends_before_its_process_is_noticed",
     ),
     Patched(
-        "tests/service/tiers/mooncake/test_objectbuffers.py",
+        "tests/service/stores/mooncake/test_objectbuffers.py",
         ("test_a_header_that_is_not_checked_is_noticed",),
-        "tests/service/tiers/mooncake/test_objectbuffers.py::test_a_header_that_is_not_checked_is_noticed",
+        "tests/service/stores/mooncake/test_objectbuffers.py::test_a_header_that_is_not_checked_is_noticed",
     ),
     Patched(
         "tests/jax/test_mutants.py",

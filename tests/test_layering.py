@@ -84,16 +84,17 @@ FORBIDDEN = {
 }
 ORDER = {
     "engine/kvstow/control": "blockevents launchorder ranktable sources keytable slots uses policy shadows comparison "
-    "recording namespaces claims index trial indexjournal pool ops session administration attachedsession engine "
-    "sharedpool tiertraffic fleettier",
+    "recording fetchedslots namespaces claims index trial indexjournal pool ops session administration attachedsession "
+    "engine sharedpool contextkeys pooltier",
     "engine/kvstow/memory": "region limits hoststeps pinning chunks slotpool hostpool mappedpool extents "
     "rows budget nodememory",
     "engine/kvstow/attach": "wire channel identity peer calls hello connection openops engine worker",
     "engine/kvstow/devices": "base cpu cuda.driver cuda.context cuda.plan cuda.copier cuda.layerloader cuda.device "
     "jax.shards jax.programs jax.hostcopies jax.deviceloads jax.devicestores jax.device",
-    "engine/kvstow/tier": "blockstore fingerprint store lookups rate transfers tierstatus",
-    "service/kvstow_service/tiers": "objectheader redisstore mooncake.childmessages mooncake.childchannel "
-    "mooncake.mooncakestore mooncake.storechild stores",
+    "engine/kvstow/tier": "blockstore breakeven fingerprint rate tierstatus",
+    "service/kvstow_service/stores": "actionthread mooncake.objects mooncake.objectheader mooncake.answers "
+    "mooncake.breaker mooncake.childmessages mooncake.childchannel mooncake.mooncakestore mooncake.storechild "
+    "mooncake.mooncakeblocks stores",
     "service/kvstow_service/replay": "trace importing kv processes remoteranks offload ranks hittable result driver "
     "launcher",
     "service/kvstow_service/connectors/engine_core": "kvgroups vllmprocess pathtrail adapters trackedrequests "
@@ -104,7 +105,7 @@ ORDER = {
     "service/kvstow_service/connectors/tpu": "support runnerhost connector",
     "service/kvstow_service/node": "survival.keeper survival.keeperclient survival.orphanedmemory survival.roster "
     "pools.nodepool pools.memoryholder pools.poolmemory pools.noderecords pools.memorythread "
-    "tier.pooltier tier.namespacetier tier.nodetier pools.nodesession nodehost attach.sessionlife attach.clients "
+    "tier.hitneeds tier.tiermemory tier.nodestore pools.nodesession nodehost attach.sessionlife attach.clients "
     "attach.attachserver settings node nodeprocess",
     "api/kvstow_api": "figures answers hostsettings journal operations problems openapi bodies texts directory host "
     "health hostwatch auth columns overview sampler sizing readings client.client client.routes "
@@ -244,8 +245,8 @@ def test_the_check_sees_a_violation() -> None:
         ("kvstow.devices.cuda", ["msgspec"]),
         ("kvstow_service.node.attach.attachserver", ["torch"]),
         ("kvstow_service.node.survival.keeper", ["torch", "numpy", "msgspec", "fastapi", "pydantic", "asyncio"]),
-        ("kvstow_service.tiers.mooncake.mooncakestore", ["torch", "numpy", "fastapi", "mooncake", "xxhash"]),
-        ("kvstow_service.tiers.mooncake.childmessages", ["torch", "numpy", "fastapi"]),
+        ("kvstow_service.stores.mooncake.mooncakestore", ["torch", "numpy", "fastapi", "mooncake", "xxhash"]),
+        ("kvstow_service.stores.mooncake.childmessages", ["torch", "numpy", "fastapi"]),
         ("kvstow_service.cli", ["torch", "msgspec", "fastapi", "uvicorn", "httpx", "prometheus_client"]),
     ],
 )

@@ -22,12 +22,11 @@ PURPOSE = {
     "run": ({"service", "cli"}, ("3.11", "3.12", "3.13")),
     "dev": ({"dev"}, ("3.11", "3.12", "3.13")),
     "deploy": ({"deploy"}, ("3.11", "3.12", "3.13")),
-    "tier": ({"mooncake", "redis"}, ("3.11", "3.12", "3.13")),
+    "tier": ({"mooncake"}, ("3.11", "3.12", "3.13")),
     "image-build": (set(), ("3.12",)),
     "image-cli": ({"cli"}, ("3.12",)),
     "image-service": ({"service", "cli"}, ("3.12",)),
     "image-mooncake": ({"mooncake"}, ("3.12",)),
-    "image-redis": ({"redis"}, ("3.12",)),
     "vllm": ({"test", "mooncake"}, ("3.11", "3.12", "3.13")),
     "jax": ({"jax", "cli"}, ("3.11", "3.12", "3.13")),
     "tpu": (set(), ("3.11",)),
@@ -35,8 +34,8 @@ PURPOSE = {
 }
 BUILDS = {"run", "dev", "image-build", "vllm", "jax", "tpu"}
 """Environments in which the package is built: they hold what builds it."""
-SHARED = ("dev", "run", "deploy", "tier", "image-cli", "image-service", "image-mooncake", "image-redis")
-WITHOUT_CORE = {"image-cli", "image-mooncake", "image-redis"}
+SHARED = ("dev", "run", "deploy", "tier", "image-cli", "image-service", "image-mooncake")
+WITHOUT_CORE = {"image-cli", "image-mooncake"}
 """Locks without the packages that the core needs: the command line uses none of them, and the stores of a tier are
 installed beside them."""
 """Locks of one environment, or of images that run what was tested there."""

@@ -27,6 +27,7 @@ from kvstow.status import (
     SourceStatus,
     TransferStatus,
 )
+from kvstow.tier.blockstore import StorePart
 from kvstow.tier.tierstatus import TierStatus
 from kvstow_api.figures import NowView
 
@@ -149,10 +150,10 @@ class EventView:
 
     `state`: pool (null for a node), state, reason. `session`: pool, session, engine, model, state, reason; the state is
     `over` when none of its processes can reach the memory any more. `rank`: pool, session, rank, state, error, boot_id.
-    `tier`: pool, namespace, store, state, reason, of the fleet tier of a namespace; the state is `over` when the store
-    was detached or the namespace is gone. `policy`: pool, before, k, ratio_before, ratio, requests, blocks: the policy
-    `auto` keeps often used blocks for longer (a larger k) or shorter from now on, because the last requests would have
-    hit the share `ratio` of their blocks so, and `ratio_before` as before. `hints`: pool, is_on, ratio_with,
+    `tier`: pool, namespace, store, state, reason, of the use that a namespace makes of the store below the pools; the
+    state is `over` when the namespace is gone. `policy`: pool, before, k, ratio_before, ratio, requests, blocks: the
+    policy `auto` keeps often used blocks for longer (a larger k) or shorter from now on, because the last requests
+    would have hit the share `ratio` of their blocks so, and `ratio_before` as before. `hints`: pool, is_on, ratio_with,
     ratio_without, requests: hints of clients are not used any more, or again. `operation`: id, pool, kind, dry_run,
     state, error. `change`: actor, method, path, status, request_id. `stored`: pool, keys. `removed`: pool, keys,
     reason. `lost`: the number of events that a slow reader has missed, or null if the id is of an earlier life of the
@@ -280,10 +281,13 @@ class PlanView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemovedView:
-    """What was removed, or in a dry run would be. Bytes are of one rank."""
+    """What was removed, or in a dry run would be. Bytes are of one rank. `stored_blocks`: from the store below the
+    pool; `notice`: what may be left there, as a sentence, or empty."""
 
     evicted_slots: int
     evicted_bytes: int
+    stored_blocks: int = 0
+    notice: str = ""
     dry_run: bool
 
 
@@ -376,15 +380,17 @@ class TransfersView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierView:
-    """The fleet tier of the host. `store` and `url` (without secrets) are null without a store."""
+    """The store below the pools. `store` and `url` (without secrets) are null without one. `parts`: what of it fails
+    alone."""
 
     store: str | None
     url: str | None
     items: list[TierStatus]
+    parts: list[StorePart] = field(default_factory=list)
 
 
 NO_TIER = TierView(store=None, url=None, items=[])
-"""Of a host without a tier."""
+"""Of a host without a store."""
 
 
 # -- operations ----------------------------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 from kvstow.bytesize import format_size
 from kvstow.status import ContextStatus, RankStatus, SessionStatus, TransferStatus
-from kvstow.tier.tierstatus import TierStatus
 from kvstow_api.answers import OperationView, PoolView
 from kvstow_api.texts import ABSENT, duration, field_text, percent
 
@@ -99,7 +98,7 @@ def _text_of(name: str, read: Callable[[Any], object], item: Any) -> str:
     return field_text(name, read(item))
 
 
-# -- pools, their engines, and the fleet tier ----------------------------------------------------------------------
+# -- pools, their engines, and the store below them ----------------------------------------------------------------
 
 
 def _used(pool: PoolView) -> str:
@@ -147,22 +146,14 @@ SESSIONS = _columns(
 )
 
 
-def _clients(tier: TierStatus) -> str:
-    return "; ".join(
-        f"{one.purpose} {one.health.state}" + (f" ({one.health.reason})" if one.health.reason else "")
-        for one in tier.clients
-    )
-
-
 TIERS = _columns(
     "namespace",
-    "namespace, state, fetches=fetch_bytes_per_second, fetching=fetching_blocks, to put=waiting_blocks, "
-    "put=counters.put_blocks, fetched=counters.fetched_blocks, waited=counters.wait_seconds, "
+    "namespace, state, reading=reading_blocks, read=counters.read_blocks, hits=counters.hit_blocks, "
+    "writing=writing_blocks, written=counters.written_blocks, waited=counters.wait_seconds, "
     "saved=counters.saved_seconds",
-    lists="pool, lookup=lookup_seconds, decision",
-    wide="fingerprint, clients",
+    lists="pool, decision",
+    wide="fingerprint, stuck=stuck_slots",
     decision=lambda one: one.reason or one.decision,
-    clients=_clients,
 )
 
 NAMESPACES = _columns(

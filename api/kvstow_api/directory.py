@@ -25,6 +25,7 @@ from kvstow.status import (
     SessionStatus,
     UserLimit,
 )
+from kvstow.tier.blockstore import StorePart
 from kvstow.tier.tierstatus import TierCounters, TierStatus
 from kvstow_api.answers import POOL_NAME, ReadinessView
 from kvstow_api.texts import counted, populate_words
@@ -82,12 +83,11 @@ class OrphanedMemory(NamedTuple):
 
 
 class TierMeasurements(NamedTuple):
-    """What the doctor has to know. `public_addresses`: addresses of the store that anyone on the internet may reach.
-    `has_access_control`: the store asks who its clients are. `pins_memory`: the clients lock the memory of the pools;
-    `memlock_bytes`: how much they may lock, None for any amount."""
+    """What the doctor has to know. `public_addresses`: addresses of the store, which asks nobody who he is, that anyone
+    on the internet may reach. `pins_memory`: the clients lock the memory of the pools; `memlock_bytes`: how much they
+    may lock, None for any amount."""
 
     public_addresses: tuple[str, ...] = ()
-    has_access_control: bool = True
     pins_memory: bool = False
     memlock_bytes: int | None = None
 
@@ -113,11 +113,11 @@ class Switches(Protocol):
 
 
 class HostTier(Protocol):
-    """The fleet tier of a host. Calls are safe from any thread, and wait for nothing, except `measure`."""
+    """The store below the pools of a host. Calls are safe from any thread, and wait for nothing, except `measure`."""
 
     @property
     def store(self) -> str:
-        """The kind of store, such as `redis`."""
+        """The kind of store, such as `mooncake`."""
 
     @property
     def url(self) -> str:
@@ -125,6 +125,9 @@ class HostTier(Protocol):
 
     def tiers(self) -> Sequence[TierStatus]:
         """One for each namespace that could use the store, the oldest first."""
+
+    def parts(self) -> Sequence[StorePart]:
+        """The parts of the store that fail alone, such as paths of disks, or client processes."""
 
     def totals(self) -> Mapping[TierLabels, TierCounters]:
         """Of all namespaces that have used the store, those that have ended included, so that no total ever falls. Only
@@ -158,7 +161,7 @@ class Directory(Protocol):
 
     @property
     def tier(self) -> HostTier | None:
-        """The fleet tier; None without one."""
+        """The store below the pools; None without one."""
 
     @property
     def take_report(self) -> Callable[[RankReport], DesiredState] | None:

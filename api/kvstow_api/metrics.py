@@ -25,6 +25,7 @@ from prometheus_client.utils import floatToGoString
 from kvstow.errors import PinError
 from kvstow.stats import DIRECTIONS, Counters, DirectionStats, EngineState, EngineStats, Exposed, Histogram
 from kvstow.status import SESSION_STATES, RankStatus, Readiness, SessionState
+from kvstow.tier.blockstore import StorePart
 from kvstow.tier.tierstatus import TierCounters, TierStatus
 from kvstow_api.answers import PoolCurveView
 from kvstow_api.appstate import AppState
@@ -38,7 +39,8 @@ POOL = ("pool", "model")
 """The labels of a pool: its name, and its model, which is empty if unknown."""
 RANK = (*POOL, "rank")
 TIER = ("tier", *POOL)
-"""The labels of a pool's tier: the name of the store, the pool, and its model."""
+"""The labels of what a pool has of the store below it: the name of the store, the pool, and its model."""
+PART = ("tier", "part")
 
 _Over = Callable[[Iterable[float]], float]
 
@@ -389,7 +391,7 @@ def _rank_metrics(pools: Sequence[PoolSnapshot]) -> Iterator[Metric]:
     yield _CAPACITY.of(RANK, capacity)
 
 
-# -- the fleet tier ---------------------------------------------------------------------------------------------------
+# -- the store below the pools ----------------------------------------------------------------------------------------
 
 
 def _known(read: str, choose: Callable[..., Any], tiers: Sequence[TierStatus]) -> Any:
@@ -400,48 +402,27 @@ def _sum(field: str, tiers: Sequence[TierStatus]) -> Any:
     return sum(getattr(one, field) for one in tiers)
 
 
-def _of_clients(field: str, tiers: Sequence[TierStatus]) -> Any:
-    return sum(getattr(client.stats, field) for one in tiers for client in one.clients)
+def _moved_bytes(part: StorePart) -> dict[str, int]:
+    return {"read": part.counters.read_bytes, "write": part.counters.written_bytes}
 
 
 _OF_TIERS = (
     gauge(
         "tier_up",
-        "1 while the tier is on and its breaker closed; 0 also while it is off",
+        "1 while the store is used and works; 0 also while it is off",
         lambda tiers: float({"on"} <= {one.state for one in tiers} <= {"on", "off"}),
     ),
+    gauge("tier_writing_blocks", "Blocks that are being written", partial(_sum, "writing_blocks")),
+    gauge("tier_reading_blocks", "Blocks that are being read", partial(_sum, "reading_blocks")),
     gauge(
-        "tier_breaker_open",
-        "1 while the store is left alone because it does not work",
-        lambda tiers: float(any(one.breaker != "closed" for one in tiers)),
-    ),
-    gauge("tier_waiting_blocks", "Blocks that are to be put", partial(_sum, "waiting_blocks")),
-    gauge("tier_putting_blocks", "Blocks that are being put", partial(_sum, "putting_blocks")),
-    gauge("tier_fetching_blocks", "Blocks that are being fetched", partial(_sum, "fetching_blocks")),
-    gauge(
-        "tier_fetch_bytes_per_second",
-        "Measured rate of fetches, on the slowest rank; absent until it is measured",
-        partial(_known, "fetch_bytes_per_second", min),
-    ),
-    gauge(
-        "tier_lookup_seconds",
-        "Measured time of a question to the store; absent until it is measured",
-        partial(_known, "lookup_seconds", max),
+        "tier_stuck_slots",
+        "Slots that the store keeps although they are overdue",
+        lambda tiers: max(one.stuck_slots for one in tiers),
     ),
     gauge(
         "tier_prefill_tokens_per_second",
         "Measured speed of computing prompts; absent until it is measured",
         partial(_known, "prefill_tokens_per_second", min),
-    ),
-    counter(
-        "tier_corrupt_objects",
-        "Objects that were fetched and were not what was put",
-        partial(_of_clients, "corrupt_objects"),
-    ),
-    counter(
-        "tier_client_restarts",
-        "How often what connects to the store was ended and started again",
-        partial(_of_clients, "restarts"),
     ),
 )
 _TIER_TOTALS = (
@@ -449,22 +430,46 @@ _TIER_TOTALS = (
     counter(
         "tier_failed_blocks",
         "Blocks that could not be moved",
-        lambda counted: {"put": counted.failed_put_blocks, "fetch": counted.failed_fetch_blocks},
+        lambda counted: {"write": counted.failed_write_blocks, "read": counted.failed_read_blocks},
         ("direction",),
     ),
 )
 """With what namespaces counted before they ended: an engine that resets its cache begins another one."""
+_OF_PARTS = (
+    gauge("tier_part_up", "1 while the part works", lambda part: float(part.state == "on")),
+    counter("tier_part_bytes", "Bytes moved, of all ranks", _moved_bytes, ("direction",)),
+    counter("tier_part_corrupt_blocks", "Blocks read that were not what was written", "counters.corrupt_blocks"),
+    counter("tier_part_failed_blocks", "Blocks that could not be moved", "counters.failed_blocks"),
+    counter("tier_part_refused_blocks", "Writes that found no room, queue or budget", "counters.refused_blocks"),
+    counter("tier_part_restarts", "How often its process was started again", "counters.restarts"),
+    counter("tier_part_timeouts", "Operations that were given up", "counters.timeouts"),
+    gauge(
+        "tier_part_queued_bytes",
+        "Bytes that wait to be moved",
+        lambda part: {"read": part.queued_read_bytes, "write": part.queued_write_bytes},
+        ("direction",),
+    ),
+    gauge(
+        "tier_part_read_bytes_per_second",
+        "Measured rate of reads; absent until it is measured",
+        "read_bytes_per_second",
+    ),
+)
 
 
 def tier_metrics(tier: HostTier | None) -> Iterator[Metric]:
-    """Of each pool, all its namespaces together. None without a store."""
+    """Of each pool, all its namespaces together; and of the parts of the store. None without a store."""
+    if tier is None:
+        return
     tiers: dict[TierLabels, list[TierStatus]] = {}
-    for one in () if tier is None else tier.tiers():
+    for one in tier.tiers():
         tiers.setdefault((one.store, one.pool, one.model), []).append(one)
-    if tier is not None and tiers:
+    if tiers:
         yield from (family.of(TIER, tiers.items()) for family in _OF_TIERS)
         totals = tier.totals()
         yield from (family.of(TIER, totals.items()) for family in _TIER_TOTALS)
+    parts = [((tier.store, part.name), part) for part in tier.parts()]
+    yield from (family.of(PART, parts) for family in _OF_PARTS)
 
 
 # -- the server -------------------------------------------------------------------------------------------------------

@@ -108,7 +108,11 @@ class Operation:
         sweep, result = self._sweep, None
         if error is None:
             result = RemovedView(
-                evicted_slots=sweep.evicted_slots, evicted_bytes=sweep.evicted_bytes, dry_run=self.view.dry_run
+                evicted_slots=sweep.evicted_slots,
+                evicted_bytes=sweep.evicted_bytes,
+                stored_blocks=sweep.stored_blocks,
+                notice=sweep.notice,
+                dry_run=self.view.dry_run,
             )
         self._update(state=state, waiting=False, ended=datetime.now(UTC), result=result, error=error)
 

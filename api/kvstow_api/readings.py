@@ -112,7 +112,9 @@ def _sum_of(pending: Sequence[PendingTransfers]) -> PendingTransfers:
 
 def tier_view(directory: Directory) -> TierView:
     tier = directory.tier
-    return NO_TIER if tier is None else TierView(store=tier.store, url=tier.url, items=list(tier.tiers()))
+    if tier is None:
+        return NO_TIER
+    return TierView(store=tier.store, url=tier.url, items=list(tier.tiers()), parts=list(tier.parts()))
 
 
 def curves_view(sampler: Sampler, pool: str) -> CurvesView:

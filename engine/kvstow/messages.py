@@ -14,7 +14,7 @@ from kvstow.errors import InvalidRequestError
 from kvstow.plaintext import MOST_TEXT, is_plain, plain
 
 Direction = Literal["store", "load"]
-TierDirection = Literal["put", "fetch"]
+TierDirection = Literal["read", "write"]
 Mark = Literal["source_free", "done", "failed"]
 RankState = Literal["starting", "pinning", "ready", "degraded", "failed", "stopped"]
 
@@ -34,19 +34,6 @@ class Op:
     blocks: tuple[int, ...]
     slots: tuple[int, ...]
     boots: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class TierOp:
-    """One transfer between slots and the store of the fleet tier: pair `i` moves slot `slots[i]` of each rank to or
-    from that rank's object of `keys[i]`. A put reads slots, a fetch writes them. Ids are those of `Op`.
-    `fingerprint`: what the keys are of, see `ObjectName`."""
-
-    op_id: int
-    direction: TierDirection
-    fingerprint: str
-    keys: tuple[bytes, ...]
-    slots: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,18 +79,6 @@ class Completion:
     num_bytes: int = 0
     seconds: float = 0.0
     queue_seconds: float = 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TierCompletion(Completion):
-    """The end of a `TierOp` on one rank, which touches its slots no more. `moved`: the leading objects that are in the
-    store (put) or whose slots hold valid bytes (fetch); the others do not count. `failed`: objects that the store could
-    not move. `full`: it had no room. `outage`: it gave no answer that can be used."""
-
-    moved: int = 0
-    failed: int = 0
-    full: bool = False
-    outage: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
-from kvstow.messages import Direction, Mark, Op, TierDirection
+from kvstow.messages import Direction, Mark, Op
 
 _T = TypeVar("_T")
 _T_co = TypeVar("_T_co", covariant=True)
@@ -67,23 +67,6 @@ class StoreGrant:
     accepted: tuple[int, ...]
     outcomes: dict[str, int]
     unplaced: Sequence[int] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class TierSettled:
-    """The end of a transfer to or from the fleet tier. `moved`: the leading keys that all ranks have moved; those of a
-    fetch are visible now, unless they were purged meanwhile. `failed`: objects that the store could not move, on the
-    rank with the most. `seconds`: what the store took, on the slowest rank."""
-
-    op_id: int
-    direction: TierDirection
-    keys: tuple[bytes, ...]
-    moved: int
-    seconds: float
-    failed: int = 0
-    full: bool = False
-    outage: bool = False
-    error: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

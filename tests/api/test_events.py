@@ -224,11 +224,11 @@ def test_the_watch_notes_how_the_order_of_eviction_changes(engine: OffloadEngine
 
 def test_the_watch_notes_what_the_tier_does(tiered_host: TieredHost, journal: Journal) -> None:
     sampler = Sampler(tiered_host.directory(16), journal)
-    tier = tiered_host.begin()
+    number = tiered_host.begin()
     changes: list[Callable[[], object]] = [
         lambda: None,
-        lambda: tier._breaker.note_outage("no master"),
-        lambda: tier.turn_off("a defect"),
+        lambda: tiered_host.change(number, state="down", reason="no master"),
+        lambda: tiered_host.change(number, state="off", reason="a defect"),
         tiered_host.close,
     ]
     for change in changes:

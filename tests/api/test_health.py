@@ -1,16 +1,16 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
 from tests.api.conftest import Launch
-from tests.api.tieredhost import TieredHost
+from tests.api.tieredhost import PART, URL, TieredHost
 
 from kvstow.control.engine import OffloadEngine
 from kvstow.testing.fakes import FakeClock
-from kvstow.tier.store import ClientHealth
 
 pytestmark = pytest.mark.anyio
 
@@ -195,16 +195,14 @@ async def test_a_tier_that_is_down_is_named_and_fails_no_probe(
         return answer.status_code, line
 
     assert await probe() == (200, "[+]tier ok (informational)")
-    tier = tiered_host.begin()
-    tier._breaker.note_outage("no answer in 0.5 s")
+    tiered_host.begin(state="down", reason="no answer in 0.5 s")
     assert await probe() == (
         200,
-        "[-]tier failed: the store redis://10.0.0.1:6379 is left alone by a1 of pool host: no answer in 0.5 s "
-        "(informational)",
+        f"[-]tier failed: the store {URL} is not used for a1 of pool host: no answer in 0.5 s (informational)",
     )
     assert (await client.get("/readyz/tier")).status_code == 503
-    tiered_host.tiers.health = ClientHealth("failed", "it cannot register memory")
-    assert "transfers of rank 0 (a1 of pool host) have failed: it cannot register memory" in (await probe())[1]
+    tiered_host.tiers.part = replace(PART, state="failed", reason="it cannot register memory")
+    assert f"transfers of the node of the store {URL} have failed: it cannot register memory" in (await probe())[1]
     tiered_host.close()
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import subprocess
@@ -18,9 +19,9 @@ from tests.api.tieredhost import TieredHost
 
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
-from kvstow.prefill import PrefillCost
 from kvstow.testing.fakes import FakeClock
-from kvstow.tier.store import ClientStats
+from kvstow.tier.blockstore import PartCounters
+from kvstow.tier.tierstatus import TierCounters
 from kvstow_api.directory import EmbeddedDirectory
 
 pytestmark = pytest.mark.anyio
@@ -343,27 +344,34 @@ def test_nothing_leaks_into_the_multiprocess_directory_of_a_host(tmp_path: Path)
     assert list(tmp_path.iterdir()) == []
 
 
-# -- the fleet tier ----------------------------------------------------------------------------------------------------
+# -- the store below the pools ---------------------------------------------------------------------------------------
 
-TIER_GAUGES = """
-    up breaker_open waiting_blocks putting_blocks fetching_blocks fetch_bytes_per_second lookup_seconds
-    prefill_tokens_per_second
-"""
+TIER_GAUGES = "up writing_blocks reading_blocks stuck_slots prefill_tokens_per_second"
 TIER_COUNTERS = """
-    requests declined_requests cut_waits wait_seconds saved_seconds found_blocks fetched_blocks prefetched_blocks
-    put_blocks failed_blocks
-    dropped_blocks corrupt_objects breaker_opened client_restarts
+    requests declined_requests cut_waits wait_seconds saved_seconds found_blocks read_blocks hit_blocks
+    prefetched_blocks written_blocks postponed_blocks failed_blocks
 """
+PART_GAUGES = "up queued_bytes read_bytes_per_second"
+PART_COUNTERS = "bytes corrupt_blocks failed_blocks refused_blocks restarts timeouts"
 TIER_LABELS = {"tier": "memory", "pool": "host", "model": "org/model"}
+PART_LABELS = {"tier": "memory", "part": "transfers of the node"}
 
 
-async def test_a_tier_has_families_while_engines_use_it(
+def of_pools(families: dict[str, Metric]) -> dict[str, Metric]:
+    return {
+        name: one
+        for name, one in families.items()
+        if name.startswith("kvstow_tier_") and not name.startswith("kvstow_tier_part_")
+    }
+
+
+async def test_a_store_has_families_while_engines_use_it(
     launch: Any, engine: OffloadEngine, tiered_host: TieredHost
 ) -> None:
     client = await launch(directory=tiered_host.directory(2 * CAPACITY))
-    assert not [name for name in await scrape(client) if name.startswith("kvstow_tier")]
-    tier = tiered_host.begin()
-    families = {name: one for name, one in (await scrape(client)).items() if name.startswith("kvstow_tier")}
+    assert not of_pools(await scrape(client))
+    number = tiered_host.begin()
+    families = of_pools(await scrape(client))
     assert {(name, family.type) for name, family in families.items()} == {
         *((f"kvstow_tier_{name}", "gauge") for name in TIER_GAUGES.split()),
         *((f"kvstow_tier_{name}", "counter") for name in TIER_COUNTERS.split()),
@@ -374,56 +382,62 @@ async def test_a_tier_has_families_while_engines_use_it(
             assert sample.labels.items() >= TIER_LABELS.items()
             assert sample.labels.keys() - TIER_LABELS.keys() <= {"direction"}
     empty = {name.removeprefix("kvstow_tier_") for name, family in families.items() if not family.samples}
-    assert empty == {"fetch_bytes_per_second", "lookup_seconds", "prefill_tokens_per_second"}, "not measured yet"
-    tier.break_even.note_fetch(1, 0.001)
-    tier.break_even.note_lookup(0.002)
-    tier.break_even.note_prefill(PrefillCost(1e-4))
+    assert empty == {"prefill_tokens_per_second"}, "not measured yet"
+    tiered_host.change(number, prefill_tokens_per_second=10_000.0)
     measured = await scrape(client)
-    assert value(measured, "kvstow_tier_lookup_seconds", **TIER_LABELS) == 0.002
-    assert value(measured, "kvstow_tier_fetch_bytes_per_second", **TIER_LABELS) == pytest.approx(4096 / 0.001)
     assert value(measured, "kvstow_tier_prefill_tokens_per_second", **TIER_LABELS) == pytest.approx(10_000)
     tiered_host.close()
-    assert not [name for name in await scrape(client) if name.startswith("kvstow_tier")]
+    assert not of_pools(await scrape(client))
 
 
-async def test_the_figures_of_a_tier(launch: Any, engine: OffloadEngine, tiered_host: TieredHost) -> None:
+async def test_the_figures_of_a_store(launch: Any, engine: OffloadEngine, tiered_host: TieredHost) -> None:
     client = await launch(directory=tiered_host.directory(2 * CAPACITY))
-    tier = tiered_host.begin()
-    tier.counters.wait_seconds, tier.counters.saved_seconds = 1.5, 2.5
-    tier.counters.failed_put_blocks, tier.counters.failed_fetch_blocks = 3, 4
-    tiered_host.tiers.stats = ClientStats(corrupt_objects=5, restarts=6)
+    counted = TierCounters(wait_seconds=1.5, saved_seconds=2.5, failed_write_blocks=3, failed_read_blocks=4)
+    number = tiered_host.begin(counters=counted)
 
     async def expect(**wanted: float) -> None:
         families = await scrape(client)
         for name, figure in wanted.items():
             assert value(families, f"kvstow_tier_{name}", **TIER_LABELS) == figure, name
 
-    await expect(
-        up=1, breaker_open=0, wait_seconds_total=1.5, saved_seconds_total=2.5, corrupt_objects_total=5,
-        client_restarts_total=6,
-    )  # fmt: skip
+    await expect(up=1, wait_seconds_total=1.5, saved_seconds_total=2.5)
     families = await scrape(client)
-    assert value(families, "kvstow_tier_failed_blocks_total", direction="put", **TIER_LABELS) == 3
-    assert value(families, "kvstow_tier_failed_blocks_total", direction="fetch", **TIER_LABELS) == 4
-    tier._breaker.note_outage("no answer")
-    await expect(up=0, breaker_open=1, breaker_opened_total=1)
-    tier.turn_off("a defect")
-    await expect(up=0)
+    assert value(families, "kvstow_tier_failed_blocks_total", direction="write", **TIER_LABELS) == 3
+    assert value(families, "kvstow_tier_failed_blocks_total", direction="read", **TIER_LABELS) == 4
+    for state in ("down", "off"):
+        tiered_host.change(number, state=state)
+        await expect(up=0)
+
+
+async def test_the_parts_of_a_store_have_figures_of_their_own(
+    launch: Any, engine: OffloadEngine, tiered_host: TieredHost
+) -> None:
+    client = await launch(directory=tiered_host.directory(2 * CAPACITY))
+    families = {name: one for name, one in (await scrape(client)).items() if name.startswith("kvstow_tier_part_")}
+    assert {(name, family.type) for name, family in families.items()} == {
+        *((f"kvstow_tier_part_{name}", "gauge") for name in PART_GAUGES.split()),
+        *((f"kvstow_tier_part_{name}", "counter") for name in PART_COUNTERS.split()),
+    }
+    counters = PartCounters(read_bytes=1, written_bytes=2, corrupt_blocks=5, restarts=6)
+    tiered_host.tiers.part = dataclasses.replace(tiered_host.tiers.part, state="stuck", counters=counters)
+    found = await scrape(client)
+    assert value(found, "kvstow_tier_part_up", **PART_LABELS) == 0
+    assert value(found, "kvstow_tier_part_corrupt_blocks_total", **PART_LABELS) == 5
+    assert value(found, "kvstow_tier_part_bytes_total", direction="write", **PART_LABELS) == 2
 
 
 async def test_the_namespaces_of_a_pool_are_one_tier(
     launch: Any, engine: OffloadEngine, tiered_host: TieredHost
 ) -> None:
     client = await launch(directory=tiered_host.directory(2 * CAPACITY))
-    first = tiered_host.begin()
-    second = tiered_host.begin()
-    first.counters.put_blocks, second.counters.put_blocks = 3, 4
+    first = tiered_host.begin(counters=TierCounters(written_blocks=3))
+    second = tiered_host.begin(counters=TierCounters(written_blocks=4))
     families = await scrape(client)
-    assert value(families, "kvstow_tier_put_blocks_total", **TIER_LABELS) == 7
+    assert value(families, "kvstow_tier_written_blocks_total", **TIER_LABELS) == 7
     assert value(families, "kvstow_tier_up", **TIER_LABELS) == 1
-    first.turn_off("a defect")
+    tiered_host.change(first, state="off")
     assert value(await scrape(client), "kvstow_tier_up", **TIER_LABELS) == 1, "the other one is in use"
-    second.turn_off("a defect")
+    tiered_host.change(second, state="off")
     assert value(await scrape(client), "kvstow_tier_up", **TIER_LABELS) == 0
 
 
@@ -432,11 +446,9 @@ async def test_counters_of_a_tier_do_not_fall_when_a_namespace_ends(
 ) -> None:
     """Prometheus would take it for a restart, and count again what the others have counted."""
     client = await launch(directory=tiered_host.directory(2 * CAPACITY))
-    first = tiered_host.begin()
-    for tier, figure in ((first, 3), (tiered_host.begin(), 4)):
-        tier.counters.put_blocks = tier.counters.failed_put_blocks = figure
-        tier.counters.saved_seconds = figure + 0.5
-        tier._breaker.note_outage("no answer")
+    for figure in (3, 4):
+        counted = TierCounters(written_blocks=figure, failed_write_blocks=figure, saved_seconds=figure + 0.5)
+        tiered_host.begin(counters=counted)
 
     def counters(families: dict[str, Metric]) -> dict[object, float]:
         return {
@@ -447,6 +459,6 @@ async def test_counters_of_a_tier_do_not_fall_when_a_namespace_ends(
         }
 
     before = counters(await scrape(client))
-    assert {3 + 4, 3.5 + 4.5, 2} <= set(before.values())
-    tiered_host.tiers.remove(first)
+    assert {3 + 4, 3.5 + 4.5} <= set(before.values())
+    tiered_host.tiers.remove(0)
     assert counters(await scrape(client)) == before

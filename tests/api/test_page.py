@@ -16,6 +16,7 @@ from tests.api.tieredhost import URL, TieredHost
 
 from kvstow.control.engine import OffloadEngine
 from kvstow.testing.fakes import FakeClock
+from kvstow.tier.tierstatus import TierCounters
 from kvstow_api.appstate import AppState
 from kvstow_api.directory import EmbeddedDirectory
 from kvstow_api.page.status import INTERVAL, SECTIONS, Content, StatusPage, polylines, read_content, size_plot
@@ -194,9 +195,9 @@ async def test_the_latest_events_are_shown_as_text(launch: Any, ranks: Any) -> N
 async def test_events_of_the_tier_are_shown(launch: Any, engine: OffloadEngine, tiered_host: TieredHost) -> None:
     apps: list[Any] = []
     client = await launch(apps.append, directory=tiered_host.directory(16))
-    tier = tiered_host.begin()
+    number = tiered_host.begin()
     apps[0].state.kvstow.sampler.tick()
-    tier._breaker.note_outage("no master")
+    tiered_host.change(number, state="down", reason="no master")
     apps[0].state.kvstow.sampler.tick()
     text = " ".join(" ".join(Document((await client.get("/")).text).texts).split())
     assert "tier of a1 is on" in text
@@ -334,15 +335,15 @@ async def test_the_page_shows_the_fleet_tier(
         assert document.open == []
         return " ".join(" ".join(document.texts).split())
 
-    assert f"Fleet tier no engine uses it {URL}" in await text()
-    tier = tiered_host.begin()
-    tier.counters.fetched_blocks = 4321
+    assert f"Store below the pools no engine uses it {URL}" in await text()
+    number = tiered_host.begin()
+    tiered_host.change(number, counters=TierCounters(read_blocks=4321))
     shown = await text()
-    assert "Fleet tier namespace state fetches" in shown
+    assert "Store below the pools namespace state reading" in shown
     assert "a1 on" in shown
     assert "4,321" in shown
     assert URL in shown
-    tier._breaker.note_outage("no answer in 0.5 s")
+    tiered_host.change(number, state="down", reason="no answer in 0.5 s")
     shown = await text()
     assert "a1 down" in shown
     assert "no answer in 0.5 s" in shown

@@ -268,10 +268,10 @@ def test_the_fleet_tier_is_shown_and_changes(
     section = "document.getElementById('tier')"
     assert browser.evaluate(f"getComputedStyle({section}).display") != "none"
     assert browser.evaluate(f"{section}.innerText.includes('{URL}')")
-    tier = tiered_host.begin()
+    number = tiered_host.begin()
     browser.until(f"{section}.querySelector('tbody td') !== null")
     assert browser.evaluate(f"{section}.querySelector('tbody td').innerText") == "on"
-    tier._breaker.note_outage("no answer in 0.5 s")
+    tiered_host.change(number, state="down", reason="no answer in 0.5 s")
     browser.until("document.getElementById('state').innerText.includes('no answer in 0.5 s')")
     browser.until(f"{section}.querySelector('.troubled') !== null")
     width = "document.documentElement.scrollWidth <= document.documentElement.clientWidth"

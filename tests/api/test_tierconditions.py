@@ -1,4 +1,4 @@
-"""The conditions of the fleet tier."""
+"""The conditions of the store below the pools."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from tests.api.conftest import CAPACITY, Launch
 from tests.api.test_conditions import HOST, diagnose, evidence
-from tests.api.tieredhost import TieredHost
+from tests.api.tieredhost import PART, STATUS, TieredHost
 
 from kvstow.control.engine import OffloadEngine
-from kvstow.tier.store import ClientHealth, ClientStats
-from kvstow.tier.tierstatus import TierClient, TierCounters, TierStatus
+from kvstow.tier.blockstore import PartCounters, PartState, StorePart
+from kvstow.tier.tierstatus import TierCounters
 from kvstow_api.answers import TierView
 from kvstow_api.conditions.evidence import TABLE, Evidence
 from kvstow_api.directory import TierMeasurements
@@ -21,67 +21,54 @@ from kvstow_api.hostwatch import Measured
 pytestmark = pytest.mark.anyio
 
 MIB = 1 << 20
-CLIENT = TierClient("transfers of rank 0", ClientHealth("connected"), ClientStats())
-POOL = TierStatus(
-    store="mooncake",
-    pool="a",
-    namespace="a1",
-    model="m",
-    fingerprint="f",
-    state="on",
-    reason="",
-    breaker="closed",
-    fetch_bytes_per_second=1e9,
-    lookup_seconds=0.001,
-    prefill_tokens_per_second=10_000.0,
-    decision="",
-    waiting_blocks=0,
-    putting_blocks=0,
-    fetching_blocks=0,
-    counters=TierCounters(wait_seconds=5.0, saved_seconds=50.0),
-    clients=(CLIENT,),
+POOL = replace(
+    STATUS, pool="a", prefill_tokens_per_second=10_000.0, counters=TierCounters(wait_seconds=5.0, saved_seconds=50.0)
 )
 OF_TIER = {one.name for one in TABLE if one.of == "tier"}
-OPEN = TierMeasurements(("8.8.8.8",), has_access_control=False)
+OPEN = TierMeasurements(("8.8.8.8",))
 
 
-def tier(measured: TierMeasurements = TierMeasurements(), **changes: Any) -> Evidence:  # noqa: B008 - frozen
+def tier(
+    measured: TierMeasurements = TierMeasurements(),  # noqa: B008 - frozen
+    part: StorePart = PART,
+    **changes: Any,
+) -> Evidence:
     view = TierView(
         store="mooncake",
         url="mooncake://m:1",
         items=[POOL, replace(POOL, namespace="a2", **changes)],
+        parts=[part],
     )
     return evidence(tier=view, measured=Measured(HOST, tier=measured), granted_bytes=100 * MIB)
 
 
-def client(health: ClientHealth = CLIENT.health, **counted: int) -> dict[str, Any]:
-    return {"clients": (replace(CLIENT, health=health, stats=ClientStats(**counted)),)}
+def part(state: PartState = "on", reason: str = "", **counted: int) -> dict[str, Any]:
+    return {"part": replace(PART, state=state, reason=reason, counters=PartCounters(**counted))}
 
 
 FIRING = [
-    ("tier_down", "warning", "no answer in 0.5 s", tier(state="down", breaker="open", reason="no answer in 0.5 s")),
+    ("tier_down", "warning", "no answer in 0.5 s", tier(state="down", reason="no answer in 0.5 s")),
     ("tier_off", "warning", "a2 of pool a does not use", tier(state="off", reason="the weights were changed")),
-    ("tier_client", "error", "cannot be registered", tier(**client(ClientHealth("failed", "cannot be registered")))),
+    ("tier_client", "error", "cannot be registered", tier(**part("failed", "cannot be registered"))),
     (
         "tier_time",
         "warning",
         "waited 51 s for the store, and saved 50 s",
         tier(counters=TierCounters(wait_seconds=51.0, saved_seconds=50.0)),
     ),
-    ("tier_objects", "error", "2 objects", tier(**client(corrupt_objects=2))),
+    ("tier_objects", "error", "2 blocks", tier(**part(corrupt_blocks=2))),
     ("tier_access", "warning", "8.8.8.8", tier(OPEN)),
-    ("tier_memlock", "warning", "RLIMIT_MEMLOCK is 64 MiB", tier(TierMeasurements((), True, True, 64 * MIB))),
+    ("tier_memlock", "warning", "RLIMIT_MEMLOCK is 64 MiB", tier(TierMeasurements((), True, 64 * MIB))),
 ]
 SILENT = [
     tier(),
     tier(counters=TierCounters(wait_seconds=0.9)),
     tier(counters=TierCounters(wait_seconds=100.0), prefill_tokens_per_second=None),
-    tier(TierMeasurements(("8.8.8.8",), has_access_control=True)),
-    tier(TierMeasurements((), has_access_control=False)),
-    tier(TierMeasurements((), True, True, 100 * MIB)),
-    tier(TierMeasurements((), True, True, None)),
-    tier(TierMeasurements((), True, False, 0)),
-    tier(**client(ClientHealth("connecting", "not yet"))),
+    tier(TierMeasurements(())),
+    tier(TierMeasurements((), True, 100 * MIB)),
+    tier(TierMeasurements((), True, None)),
+    tier(TierMeasurements((), False, 0)),
+    tier(**part("starting", "not yet")),
 ]
 
 
@@ -89,17 +76,10 @@ SILENT = [
 def test_a_condition_has_cause_reason_and_fix(name: str, severity: str, words: str, given: Evidence) -> None:
     (one,) = diagnose(given).conditions
     assert (one.name, one.severity) == (name, severity)
-    assert one.pool == (None if name in ("tier_access", "tier_memlock") else "a")
+    assert one.pool == ("a" if name in ("tier_down", "tier_off", "tier_time") else None)
     assert words in one.what
     assert one.why
     assert one.fix
-
-
-def test_clients_that_pools_share_are_told_of_once() -> None:
-    given = tier(**client(ClientHealth("failed", "no"), corrupt_objects=2))
-    items = [replace(one, pool=pool, clients=given.tier.items[1].clients) for one in given.tier.items for pool in "ab"]
-    told = diagnose(given._replace(tier=replace(given.tier, items=items)))
-    assert sorted(one.name for one in told.conditions) == ["tier_client", "tier_objects"]
 
 
 @pytest.mark.parametrize("given", SILENT)
@@ -126,10 +106,7 @@ async def test_the_route_gathers_the_evidence(
     assert await found() == []
     tiered_host.begin()
     assert await found() == []
-    tiered_host.tiers.stats, tiered_host.tiers.health = (
-        ClientStats(corrupt_objects=1),
-        ClientHealth("failed", "it is broken"),
-    )
+    tiered_host.tiers.part = part("failed", "it is broken", corrupt_blocks=1)["part"]
     tiered_host.tiers.measurements = OPEN._replace(pins_memory=True, memlock_bytes=1)
     assert sorted(await found()) == [
         ("tier_access", "warning"), ("tier_client", "error"), ("tier_memlock", "warning"), ("tier_objects", "error"),

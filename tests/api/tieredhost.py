@@ -1,52 +1,60 @@
-"""A host with a fleet tier, whose store is a `ControlledStore`."""
+"""A host with a store below its pools, of which everything that is shown is what the test says."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from kvstow.control.engine import OffloadEngine
-from kvstow.control.fleettier import FleetTier, TierSettings
 from kvstow.errors import ConflictError, NotFoundError
 from kvstow.testing.fakes import FakeClock
-from kvstow.testing.tier import ControlledStore
-from kvstow.tier.store import ClientHealth, ClientStats
-from kvstow.tier.tierstatus import TierClient, TierCounters, TierStatus
+from kvstow.tier.blockstore import PartCounters, StorePart
+from kvstow.tier.tierstatus import TierCounters, TierStatus
 from kvstow_api.directory import EmbeddedDirectory, TierLabels, TierMeasurements
 
-URL = "redis://10.0.0.1:6379"
+URL = "mooncake://10.0.0.1:50051"
+PART = StorePart(name="transfers of the node", state="on", counters=PartCounters())
+STATUS = TierStatus(
+    store="memory",
+    pool="host",
+    namespace="a1",
+    model="org/model",
+    fingerprint="f",
+    state="on",
+    reason="",
+    read_seconds=None,
+    prefill_tokens_per_second=None,
+    decision="no request has asked for a read yet",
+    writing_blocks=0,
+    reading_blocks=0,
+    stuck_slots=0,
+    counters=TierCounters(),
+)
 
 
 class ShownTiers:
-    """A `HostTier` of one pool. The test says what it measures, what its clients count, and what its contexts have."""
+    """A `HostTier` of one pool. `shown`: its namespaces."""
 
-    def __init__(self, store: str, pool: str) -> None:
-        self.store, self.url, self.pool = store, URL, pool
+    def __init__(self, pool: str) -> None:
+        self.store, self.url, self.pool = "memory", URL, pool
         self.measurements = TierMeasurements()
-        self.stats, self.health = ClientStats(put_objects=4, put_bytes=4096), ClientHealth("connected")
+        self.part = PART
         self.contexts: dict[bytes, int] = {}
-        self.shown: list[FleetTier] = []
+        self.shown: list[TierStatus] = []
         self._ended = TierCounters()
 
-    def remove(self, tier: FleetTier) -> None:
-        self.shown.remove(tier)
-        self._ended += tier.status().counters
-        tier.close()
+    def remove(self, number: int) -> None:
+        """A namespace is gone."""
+        self._ended += self.shown.pop(number).counters
 
     def tiers(self) -> list[TierStatus]:
-        clients = (TierClient("transfers of rank 0", self.health, self.stats),)
-        return [
-            replace(
-                tier.status(),
-                pool=self.pool,
-                namespace="a1",
-                model="org/model",
-                clients=() if number else clients,
-            )
-            for number, tier in enumerate(self.shown)
-        ]
+        return list(self.shown)
+
+    def parts(self) -> list[StorePart]:
+        return [self.part]
 
     def totals(self) -> dict[TierLabels, TierCounters]:
-        counted = sum((tier.status().counters for tier in self.shown), self._ended)
+        counted = sum((one.counters for one in self.shown), self._ended)
         return {(self.store, self.pool, "org/model"): counted} if self.shown else {}
 
     def prefetch(self, pool: str, context: bytes) -> int:
@@ -61,27 +69,27 @@ class ShownTiers:
 
 
 class TieredHost:
-    """A host that has a store, and tiers on a fake clock."""
+    """A host that has a store."""
 
     def __init__(self, engine: OffloadEngine, clock: FakeClock, *, pool: str = "host") -> None:
         self.engine, self.clock = engine, clock
-        self.store = ControlledStore()
-        self.tiers = ShownTiers(self.store.name, pool)
+        self.tiers = ShownTiers(pool)
 
     def directory(self, max_capacity_slots: int) -> EmbeddedDirectory:
         directory = EmbeddedDirectory(self.engine, max_capacity_slots)
         directory.tier = self.tiers
         return directory
 
-    def begin(self) -> FleetTier:
-        """A namespace uses the store."""
-        tier = FleetTier(
-            self.engine, self.store.open_lookups(), TierSettings(), "f", name=self.store.name, clock=self.clock
-        )
-        self.tiers.shown.append(tier)
-        return tier
+    def begin(self, **changes: Any) -> int:
+        """A namespace uses the store. Returns its number."""
+        changed = {"pool": self.tiers.pool, "counters": TierCounters(), **changes}
+        self.tiers.shown.append(replace(STATUS, **changed))
+        return len(self.tiers.shown) - 1
+
+    def change(self, number: int, **changes: Any) -> None:
+        self.tiers.shown[number] = replace(self.tiers.shown[number], **changes)
 
     def close(self) -> None:
         """No namespace uses the store any more."""
-        for tier in list(self.tiers.shown):
-            self.tiers.remove(tier)
+        while self.tiers.shown:
+            self.tiers.remove(0)

@@ -32,7 +32,7 @@ OPTIONS = {
     "huge": ("memory.hugePages=reserved",),
     "keeperless": ("service.keeper.enabled=false",),
     "prepared": ("socket.prepare=false", "pod.user=null"),
-    "tier": ("tier.url=rediss://redis.cache.svc:6379", "tier.passwordSecret.name=pw", "tier.caSecret.name=ca"),
+    "tier": ("tier.url=mooncake://mooncake-master.mooncake.svc:50051",),
     "tls": ("admin.tls.secretName=stow-tls", "admin.guardReading=true"),
 }
 NEEDED = ("image.registry=r.example.com", "engine.model=m")

@@ -15,7 +15,7 @@ import pytest
 from tests.helm import examples
 from tests.helm.test_manifests import KUBERNETES, RESTRICTED
 
-from kvstow_service.tiers.mooncake.mooncakestore import MooncakeLocation
+from kvstow_service.stores.mooncake.mooncakestore import MooncakeLocation
 
 FILES = sorted(examples.EXAMPLES.glob("*.yaml"))
 STORES = ("mooncake.yaml", "mooncake-ha.yaml")

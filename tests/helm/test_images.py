@@ -107,7 +107,7 @@ def test_the_command_line_runs_without_numpy_and_web_server(
 OPENED = """
 import importlib.util, sys
 from kvstow.errors import MissingPackageError
-from kvstow_service.tiers.stores import open_store
+from kvstow_service.stores.stores import open_store
 
 for url in sys.argv[1:]:
     try:
@@ -116,19 +116,17 @@ for url in sys.argv[1:]:
         print(error)
 assert importlib.util.find_spec("mooncake") is None or __import__("mooncake.store")
 """
-URLS = ("redis://127.0.0.1:6379", "mooncake://127.0.0.1:50051")
+URL = "mooncake://127.0.0.1:50051"
 
 
-def test_the_service_has_the_clients_of_the_tiers_that_were_asked_for(
+def test_the_service_has_the_clients_of_the_stores_that_were_asked_for(
     build: Callable[..., str], run_read_only: RunReadOnly
 ) -> None:
     python = "/opt/kvstow/bin/python"
-    status, output = run_read_only(build("service"), python, "-c", OPENED, *URLS)
+    status, output = run_read_only(build("service"), python, "-c", OPENED, URL)
     assert status == 0, output
-    name, refusal = output.splitlines()
-    assert name == "redis"
-    assert "mooncake" in refusal
-    assert run_read_only(build("service", "redis", "mooncake"), python, "-c", OPENED, *URLS) == (0, "redis\nmooncake\n")
+    assert "needs mooncake" in output
+    assert run_read_only(build("service", "mooncake"), python, "-c", OPENED, URL) == (0, "mooncake\n")
 
 
 def test_vllm_gets_kvstow_and_nothing_else(
@@ -146,6 +144,6 @@ def test_vllm_gets_kvstow_and_nothing_else(
     config = buildah.config_of(image)
     assert config["User"] == "65532:65532"
     assert config["Entrypoint"] == ["vllm", "serve"]
-    known = {"kvstow", "torch", "redis", "xxhash", "numpy", "fastapi"}
+    known = {"kvstow", "torch", "xxhash", "numpy", "fastapi"}
     listed = f"from importlib.metadata import distributions as all; print(*sorted({{d.name for d in all()}} & {known}))"
     assert run_read_only(image, "python3", "-c", listed) == (0, "kvstow\n")

@@ -128,24 +128,8 @@ ATTACHED = (*ENGINE, "engine.model=m", "attach.node=true")
             [*ATTACHED, MOONCAKE],
             "tier.url: with attach.node the cache is the node service's: set the tier in the release",
         ),
-        ([*NODE, "tier.url=redis://kv:secret@r:6379"], "tier.url: a password in it could be read by everybody"),
-        ([*NODE, "tier.url=redis://:secret@r:6379"], "tier.url: a password in it could be read by everybody"),
-        (
-            [*NODE, "tier.url=redis://r:6379?password_file=/pw", "tier.passwordSecret.name=pw"],
-            "tier.passwordSecret.name: contradicts the option password_file of tier.url",
-        ),
-        (
-            [*NODE, MOONCAKE, "tier.passwordSecret.name=pw"],
-            "tier.passwordSecret.name: Mooncake knows no passwords",
-        ),
-        (
-            [*NODE, MOONCAKE, "tier.certificateSecret=kv"],
-            "tier.certificateSecret: Mooncake knows no passwords",
-        ),
-        (
-            [*NODE, "tier.url=redis://r:6379", "tier.caSecret.name=ca"],
-            "tier.caSecret.name: needs TLS: use rediss:// in tier.url",
-        ),
+        ([*NODE, "tier.url=mooncake://kv:secret@r:1"], "tier.url: Mooncake knows no user names and no passwords"),
+        ([*NODE, "tier.url=redis://r:6379"], "at '/tier/url': 'redis://r:6379' does not match pattern"),
         (
             [*NODE, MOONCAKE, "tier.rdma.resources.rdma/hca=1"],
             "tier.rdma.resources: needs the option protocol=rdma in tier.url",
@@ -158,7 +142,7 @@ ATTACHED = (*ENGINE, "engine.model=m", "attach.node=true")
             [*ENGINE, "engine.model=m", "sidecar=true", MOONCAKE, "tier.allowTo[0].ipBlock.cidr=10.0.0.0/8"],
             "tier.allowTo: only mode node",
         ),
-        ([*NODE, MOONCAKE, "service.args={--tier=redis://r:1}"], "use the value tier.url"),
+        ([*NODE, MOONCAKE, "service.args={--tier=mooncake://r:1}"], "use the value tier.url"),
         (["attach.requireSharing=true"], "attach.requireSharing: needs attach.node=true or sidecar=true"),
         (["admin.readinessRequire={engine}"], "at '/admin/readinessRequire/0': value must be one of 'pool', 'pinned'"),
     ],

@@ -111,7 +111,7 @@ def service(trace: Path, folder: Path, multiprocess_folder: Path) -> Iterator[st
 def tiered(trace: Path, folder: Path) -> Iterator[str]:
     """URL of a service with a fleet tier, from which fetches pay, and a pool that is too small for its engine."""
     port, attach, log = free_port(), folder / "node" / "attach.sock", folder / "service.log"
-    serve = (sys.executable, "-m", "tests.helm.tieredservice", "serve", "--tier=redis://store:1", "--memory=4MiB")
+    serve = (sys.executable, "-m", "tests.helm.tieredservice", "serve", "--tier=mooncake://store:1", "--memory=4MiB")
     options = ("--extent-size=2MiB", f"--port={port}", f"--attach-socket={attach}")
     engine = (*KVSTOW, "replay", trace, f"--attach=unix:{attach}", "--slot-size=16KiB", "--prefill-rate=50000")
     with running(*serve, *options, log=log, env=environ()) as process:

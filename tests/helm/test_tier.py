@@ -1,4 +1,4 @@
-"""The fleet tier in the chart: its URL, the files that this names, devices for RDMA, and whom the service may reach."""
+"""The store below the pools in the chart: its URL, devices for RDMA, and whom the service may reach."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 from tests.helm.conftest import CHART, containers_of
-from tests.helm.test_connection import connection, files_of, notes_of, settings_of
+from tests.helm.test_connection import connection, notes_of, settings_of
 
-from kvstow_service.tiers import redisstore
-from kvstow_service.tiers.mooncake import mooncakestore
-from kvstow_service.tiers.redisstore import RedisLocation
+from kvstow_service.stores.mooncake import mooncakestore
+from kvstow_service.stores.mooncake.mooncakestore import MooncakeLocation
 
 pytestmark = pytest.mark.deploy
 
@@ -31,15 +30,14 @@ def values_of(case: str) -> Path:
 @pytest.fixture(autouse=True)
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the image of the container has, and this machine need not have."""
-    for store in (mooncakestore, redisstore):
-        monkeypatch.setattr(store, "find_spec", lambda name: name)
+    monkeypatch.setattr(mooncakestore, "find_spec", lambda name: name)
 
 
 def test_the_service_takes_the_tier(find: Find) -> None:
     settings = settings_of(containers_of(find("DaemonSet", values=values_of("node-tier")))["kvstow"])
     assert settings.tier is not None
-    location = RedisLocation.parse(settings.tier)
-    assert (location.host, location.port, location.user, location.is_tls) == ("redis.cache.svc", 6380, "kvstow", True)
+    location = MooncakeLocation.parse(settings.tier)
+    assert (location.endpoints, location.protocol) == (("mooncake-master.mooncake.svc:50051",), "rdma")
     assert settings.tenants == {0: "ml", 1001: "ml", 4_000_000: "web"}
     sidecar = settings_of(containers_of(find("Deployment", values=values_of("engine-sidecar-tier")))["kvstow"])
     assert sidecar.tier == "mooncake://mooncake-master.mooncake.svc:50051?replicas=2"
@@ -47,24 +45,6 @@ def test_the_service_takes_the_tier(find: Find) -> None:
 
 def test_an_engine_with_a_service_has_no_tier_of_its_own(find: Find) -> None:
     assert "tier" not in connection(find, values=values_of("engine-sidecar-tier"))["kv_connector_extra_config"]
-    workload = find("Deployment", *ENGINE, "sidecar=true", "tier.url=redis://r:6379", "tier.passwordSecret.name=pw")
-    pod, containers = workload["spec"]["template"]["spec"], containers_of(workload)
-    assert "pw" in files_of(pod, {**containers["kvstow"]}).values()
-    assert not [mount for mount in containers["vllm"]["volumeMounts"] if "tier" in mount["name"]]
-
-
-def test_files_that_the_url_names_lie_where_secrets_are_mounted(find: Find) -> None:
-    workload = find("DaemonSet", values=values_of("node-tier"))
-    pod, service = workload["spec"]["template"]["spec"], containers_of(workload)["kvstow"]
-    location = RedisLocation.parse(str(settings_of(service).tier))
-    found = files_of(pod, service)
-    files = (location.password_file, location.ca_file, location.certificate_file, location.key_file)
-    assert [(found[str(file.parent)], file.name) for file in files if file] == [
-        ("redis-password", "kvstow"),
-        ("redis-ca", "authorities.pem"),
-        ("kvstow-redis", "tls.crt"),
-        ("kvstow-redis", "tls.key"),
-    ]
 
 
 def test_no_tier_leaves_nothing_behind(template: Template) -> None:
@@ -94,28 +74,21 @@ def test_a_service_may_reach_the_store_and_nothing_else(find: Find) -> None:
     dns, store = policy["egress"]
     assert "to" not in dns
     assert {(one["protocol"], one["port"]) for one in dns["ports"]} == {("UDP", 53), ("TCP", 53)}
-    assert store["ports"] == [{"protocol": "TCP", "port": 6380}]
-    assert store["to"] == [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "cache"}}}]
-
-
-def test_a_policy_for_mooncake_names_no_port(find: Find) -> None:
-    """Its providers pick theirs at random."""
-    peers = "tier.allowTo[0].namespaceSelector.matchLabels.kubernetes\\.io/metadata\\.name=mooncake"
-    _, store = find("NetworkPolicy", "mode=node", REGISTRY, MOONCAKE, peers, suffix="-tier")["spec"]["egress"]
-    assert store.keys() == {"to"}
+    assert store == {"to": [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "mooncake"}}}]}, (
+        "no port, as Mooncake's providers pick theirs at random"
+    )
 
 
 @pytest.mark.parametrize(
     ("case", "words"),
     [
-        ("engine-sidecar-tier", ("Mooncake has no authentication", 'TIERS="redis mooncake"')),
-        ("node-tier", ("The fleet tier is rediss://kvstow@redis.cache.svc:6380.",)),
+        ("engine-sidecar-tier", ("store below the pools", "Mooncake has no authentication", "TIERS=mooncake")),
+        ("node-tier", ("store below the pools", "Mooncake has no authentication", "LimitMEMLOCK=infinity")),
         ("node", ()),
     ],
 )
 def test_the_notes_say_what_the_store_needs(helm: Path, case: str, words: tuple[str, ...]) -> None:
     notes = notes_of(helm, values_of(case))
     assert [word for word in words if word not in notes] == []
-    everything = ("fleet tier", "Mooncake has no authentication", "LimitMEMLOCK=infinity")
-    expected = {"fleet tier"} if words else set()
-    assert {word for word in everything if word in notes} == expected | ({*words} & {*everything})
+    everything = ("store below the pools", "Mooncake has no authentication", "LimitMEMLOCK=infinity")
+    assert {word for word in everything if word in notes} == {*words} & {*everything}

@@ -1,11 +1,11 @@
-"""`kvstow serve --tier redis://...` whose store is in its own process."""
+"""`kvstow serve --tier mooncake://...` whose store is in its own process."""
 
 from __future__ import annotations
 
-from kvstow.testing.memorystore import MemoryStore
+from kvstow.testing.memoryblockstore import MemoryBlockStore
 from kvstow_service.cli import main
 from kvstow_service.node import nodeprocess
 
 if __name__ == "__main__":
-    setattr(nodeprocess, "open_store", lambda url: MemoryStore())  # noqa: B010
+    setattr(nodeprocess, "open_store", lambda url: MemoryBlockStore())  # noqa: B010
     main()

@@ -1,23 +1,20 @@
-"""`kvstow serve` whose requests wait for the fleet tier, and its calls to the store, as long as a busy machine needs.
+"""`kvstow serve` whose requests, and its calls to the store below its pools, wait as long as a busy machine needs.
 
-Whatever is measured, every fetch pays.
+Whatever is measured, every read pays.
 """
 
 from __future__ import annotations
 
-from functools import partial
-
-from kvstow.control import fleettier
-from kvstow.control.fleettier import TierSettings
-from kvstow.tier import lookups, rate
+from kvstow.control import pooltier
+from kvstow.tier import rate
 from kvstow_service.cli import main
-from kvstow_service.node.tier import nodetier
+from kvstow_service.stores.mooncake import mooncakeblocks
 
 SECONDS = 60.0
 
-setattr(nodetier, "TierSettings", partial(TierSettings, deadline=SECONDS, lookup_wait=SECONDS))  # noqa: B010
-setattr(rate.BreakEven, "note_prefill", lambda self, cost: None)  # noqa: B010
-setattr(fleettier, "LookupThread", partial(lookups.LookupThread, timeout=SECONDS))  # noqa: B010
+pooltier.ANSWER_SECONDS = pooltier.UNKNOWN_SECONDS = SECONDS
+setattr(pooltier.PoolTier, "note_prefill", lambda self, of, cost: None)  # noqa: B010
+mooncakeblocks._LOOKUP_SECONDS = SECONDS
 rate._BASE_TIMEOUT = SECONDS
 
 main()

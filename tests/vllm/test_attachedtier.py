@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.service.tiers.mooncake.cluster import Cluster, require_network
+from tests.service.stores.mooncake.cluster import Cluster, require_network
 from tests.vllm.engineprocess import EngineProcess
 from tests.vllm.engines import A_BLOCKS, A_HIT, SHORT, A, B, C, Reference, assert_same, eventually
 from tests.vllm.nodeservice import NodeService, is_attached
@@ -39,8 +39,8 @@ class TieredNode:
         return dict(item)
 
     def _is_connected(self) -> bool:
-        items = self.service.get("/v1/tier")["items"]
-        return bool(items) and {client["health"]["state"] for client in items[0]["clients"]} == {"connected"}
+        view = self.service.get("/v1/tier")
+        return bool(view["items"]) and {part["state"] for part in view["parts"]} == {"on"}
 
 
 MakeNode = Callable[[Path, str], TieredNode]
@@ -72,7 +72,7 @@ def test_what_an_engine_of_one_node_has_stored_one_of_another_node_hits_also_whi
 
     assert_same(here.engine.ask(A, C), [expected[A], expected[C]])
     wanted = 2 * A_BLOCKS
-    eventually(lambda: here.tier()["counters"]["put_blocks"] >= wanted, "the puts", SECONDS)
+    eventually(lambda: here.tier()["counters"]["written_blocks"] >= wanted, "the puts", SECONDS)
     idle = ("waiting_blocks", "putting_blocks")
     eventually(lambda: not any(here.tier()[count] for count in idle), "the end of all puts", SECONDS)
 
@@ -80,8 +80,8 @@ def test_what_an_engine_of_one_node_has_stored_one_of_another_node_hits_also_whi
     assert_same(answers, [expected[A]])
     assert answers[0].cached == A_HIT
     assert here.tier()["fingerprint"] == there.tier()["fingerprint"] is not None
-    assert there.tier()["counters"]["fetched_blocks"] >= A_BLOCKS
-    assert here.tier()["counters"]["fetched_blocks"] == 0
+    assert there.tier()["counters"]["read_blocks"] >= A_BLOCKS
+    assert here.tier()["counters"]["read_blocks"] == 0
     assert_same(there.engine.ask(B), [expected[B]])
 
     # The store dies while both nodes read and write.

@@ -376,25 +376,21 @@ def find_trust_eof(evidence: Evidence) -> Found:
         )
 
 
-# -- the fleet tier ---------------------------------------------------------------------------------------------------
+# -- the store below the pools -----------------------------------------------------------------------------------------
 
 
 @condition("tier_client", "tier", "tier")
-def find_failed_clients(evidence: Evidence) -> Found:
-    told = set[str]()
-    for one in evidence.tier.items:
-        for client in one.clients:
-            if client.health.state == "failed" and client.purpose not in told:  # the pools of a node share clients
-                told.add(client.purpose)
-                yield make_condition(
-                    "error",
-                    f"{client.purpose} ({_name(one)}) have failed: {client.health.reason}",
-                    "they do not try again by themselves, so nothing is put or fetched by them",
-                    "remove the cause. They start again with the service: with --state and --keep-on-stop it keeps its "
-                    "cache, otherwise a restart costs more than they bring",
-                    one,
-                    restarts=client.stats.restarts,
-                )
+def find_failed_parts(evidence: Evidence) -> Found:
+    for part in evidence.tier.parts:
+        if part.state == "failed":
+            yield make_condition(
+                "error",
+                f"{part.name} of the store {evidence.tier.url} have failed: {part.reason}",
+                "nothing is written or read by them",
+                "remove the cause. They start again with the service: with --state and --keep-on-stop it keeps its "
+                "cache, otherwise a restart costs more than they bring",
+                restarts=part.counters.restarts,
+            )
 
 
 @condition("tier_down", "tier", "tier")
@@ -403,13 +399,12 @@ def find_down(evidence: Evidence) -> Found:
         if one.state == "down":
             yield make_condition(
                 "warning",
-                f"the store {evidence.tier.url} is left alone by {_name(one)}: {one.reason}",
-                "requests compute what other nodes have; nothing else is affected",
+                f"the store {evidence.tier.url} is not used for {_name(one)}: {one.reason}",
+                "requests compute what the store has; nothing else is affected",
                 "check that the store runs and that this node reaches it: `kvstow get tier`; it is tried every 5 s",
                 one,
-                opened=one.counters.breaker_opened,
-                timeouts=sum(client.stats.timeouts for client in one.clients),
-                restarts=sum(client.stats.restarts for client in one.clients),
+                timeouts=sum(part.counters.timeouts for part in evidence.tier.parts),
+                restarts=sum(part.counters.restarts for part in evidence.tier.parts),
             )
 
 
@@ -436,46 +431,42 @@ def find_lost_time(evidence: Evidence) -> Found:
                 f"since the start, requests of {_name(one)} have waited {duration(waited)} for the store, and saved "
                 f"{duration(saved)}",
                 "without the store they would have been served sooner",
-                "compare the rate of fetches with what the network should give (`kvstow get tier`). A start without "
-                "--tier ends the loss; only with --state and --keep-on-stop it keeps the cache",
+                "compare the rate of reads with what the store should give (`kvstow get tier`). A start without the "
+                "store ends the loss; only with --state and --keep-on-stop it keeps the cache",
                 one,
                 wait_seconds=waited,
                 saved_seconds=saved,
                 cut_waits=one.counters.cut_waits,
-                fetch_bytes_per_second=one.fetch_bytes_per_second or 0.0,
+                read_bytes_per_second=sum(part.read_bytes_per_second or 0.0 for part in evidence.tier.parts),
             )
 
 
 @condition("tier_objects", "tier")
 def find_corrupt_objects(evidence: Evidence) -> Found:
-    told = set[str]()
-    for one in evidence.tier.items:
-        corrupt = sum(client.stats.corrupt_objects for client in one.clients if client.purpose not in told)
-        told |= {client.purpose for client in one.clients if client.stats.corrupt_objects}
-        if corrupt:
+    for part in evidence.tier.parts:
+        if corrupt := part.counters.corrupt_blocks:
             yield make_condition(
                 "error",
-                f"{counted(corrupt, 'object')} that {_name(one)} has fetched were not what was put",
+                f"{counted(corrupt, 'block')} that {part.name} have read were not what was written",
                 "they were not loaded, and were removed; but the store or the network changes bytes",
-                "check memory, disks and network cards of the store's machines; every object is checked before it is "
+                "check memory, disks and network cards of the store's machines; every block is checked before it is "
                 "used, so nothing has to be emptied",
-                one,
-                corrupt_objects=corrupt,
-                fetched_blocks=one.counters.fetched_blocks,
+                corrupt_blocks=corrupt,
+                read_blocks=part.counters.read_blocks,
             )
 
 
 @condition("tier_access", "tier")
 def find_access(evidence: Evidence) -> Found:
     measured = evidence.measured.tier
-    if measured is not None and measured.public_addresses and not measured.has_access_control:
+    if measured is not None and measured.public_addresses:
         yield make_condition(
             "warning",
-            f"the store {evidence.tier.url} has the public address {', '.join(measured.public_addresses)}, and has no "
-            "access control",
+            f"the store {evidence.tier.url} has the public address {', '.join(measured.public_addresses)}, and asks "
+            "nobody who he is",
             "anyone who can reach it can read and delete the blocks of all nodes",
             "bind it to an address of a private network, and let only the nodes reach its ports (in Kubernetes with a "
-            "NetworkPolicy); a Redis can ask for a password",
+            "NetworkPolicy)",
             public_addresses=len(measured.public_addresses),
         )
 
@@ -488,7 +479,7 @@ def find_tier_memlock(evidence: Evidence) -> Found:
         yield make_condition(
             "warning",
             f"RDMA has to lock {format_size(needed)} of the pools, and RLIMIT_MEMLOCK is {format_size(limit)}",
-            "the network card cannot register the memory, so nothing is put or fetched",
+            "the network card cannot register the memory, so nothing is written or read",
             "LimitMEMLOCK=infinity for the next start of the service, in Kubernetes a setting of the container runtime",
             memlock_bytes=limit,
             pool_bytes=needed,

@@ -58,7 +58,7 @@ def prefetch_context(app: App, context: Id, pool: ChosenPool) -> ContextBlocksVi
     """Bring what the fleet tier has of it into the pool, as long as nothing else needs the store or the room."""
     tier = app.directory.tier
     if tier is None:
-        raise ConflictError("there is no fleet tier to fetch from: `kvstow serve --tier URL` has one")
+        raise ConflictError("there is no store to read from: `kvstow serve --tier URL` has one")
     return ContextBlocksView(blocks=tier.prefetch(pool.name, context))
 
 

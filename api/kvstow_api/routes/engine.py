@@ -190,7 +190,7 @@ async def list_namespaces(app: App) -> NamespacesView:
     return NamespacesView(items=list(app.directory.namespaces()))
 
 
-# -- the fleet tier ---------------------------------------------------------------------------------------------------
+# -- the store below the pools ----------------------------------------------------------------------------------------
 
 
 tier_router = StrictRouter(prefix="/v1/tier", tags=["tier"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from itertools import chain
 from math import inf
@@ -19,13 +20,15 @@ from kvstow.control.session import sessions_of
 from kvstow.errors import ConflictError, InvalidRequestError, NotFoundError
 from kvstow.keys import format_key
 from kvstow.status import BypassStatus, DrainMode, DrainStatus, LookupResult
+from kvstow.tier.blockstore import Purged, PurgeWish
 
 
 class Sweep:
     """Bulk work that releases the engine's lock between slices, so that no scheduler waits for all of it.
 
     Used by one thread at a time, which steps it to the end or cancels it, even after an error. `total` and `done` count
-    slots to visit; `evicted_slots` and `evicted_bytes` (of one rank) count what was removed, or would be in a dry run.
+    slots to visit; `evicted_slots` and `evicted_bytes` (of one rank) count what was removed, or would be in a dry run,
+    and `stored_blocks` what went from the store below the pool; `notice`: see `Purged`.
     `waiting`: the next slice can do nothing until transfers or leases end; try again later.
     """
 
@@ -43,7 +46,8 @@ class Sweep:
         self.kind = kind
         self.total = total
         self.done = 0
-        self.evicted_slots = 0
+        self.evicted_slots = self.stored_blocks = 0
+        self.notice = ""
         self.waiting = False
         self.finished = False
         self.cancelled = False
@@ -54,6 +58,18 @@ class Sweep:
     @property
     def evicted_bytes(self) -> int:
         return self.evicted_slots * self._slot_bytes
+
+    def extend(self, work: Callable[[Iterator[None]], Iterator[None]], undo: Callable[[], None]) -> Sweep:
+        """Do more, in one piece with what it does already, which `work` is given. `undo`: as for the sweep."""
+        self._slices = work(self._slices)
+        before = self._undo
+
+        def undo_both() -> None:
+            undo()
+            before()
+
+        self._undo = undo_both
+        return self
 
     def step(self) -> bool:
         """Do one slice. True while there is more to do."""
@@ -79,6 +95,29 @@ class Sweep:
         if not self.finished:
             self.cancelled = self.finished = True
             self._undo()
+
+
+def purge_store(pool: Pool, sweep: Sweep, wish: PurgeWish, *, dry_run: bool) -> Sweep:
+    """Purge the store below the pool, too, if there is one. Meanwhile nothing goes from one of them to the other."""
+    tier = pool.tier
+    if tier is None:
+        return sweep
+    is_closed = ExitStack()
+
+    def work(slices: Iterator[None]) -> Iterator[None]:
+        tier.begin_purge()
+        is_closed.callback(tier.end_purge)
+        yield from slices
+        done: list[Purged] = []
+        tier.purge(wish, done.append, dry_run=dry_run)
+        is_closed.close()  # the store finds none of them any more
+        while not done:
+            sweep.waiting = True
+            yield
+        sweep.waiting = False
+        sweep.stored_blocks, sweep.notice = done[0]
+
+    return sweep.extend(work, is_closed.close)
 
 
 Wanted = Callable[[int, int], list[int]]
@@ -296,6 +335,9 @@ class Administrator(BaseSwitches):
         By all, keys, prefixes and context, leased blocks go too, and stores in flight do not become
         visible; a leased slot is reused only when its lease or load ends. The others remove evictable blocks only. The
         blocks of a context are those that its claim covers, also where others share them.
+
+        What the store below the pool has of them goes, too, except by count: of a context, what its last request has
+        used.
         """
         _exactly_one(
             all=everything or None,
@@ -307,22 +349,26 @@ class Administrator(BaseSwitches):
             bytes=num_bytes,
             context=context,
         )
+        pool, wish = self._pool, PurgeWish(keys=keys, age_seconds=age_seconds, idle_seconds=idle_seconds)
         if everything:
-            return purge_matching(self._pool, lambda key: True, dry_run)
-        if key_prefixes is not None:
+            sweep = purge_matching(pool, lambda key: True, dry_run)
+        elif key_prefixes is not None:
             prefixes = tuple(key_prefixes)
             if not prefixes or not all(prefixes):
                 raise InvalidRequestError("key_prefixes is empty or has an empty prefix; allowed: non-empty prefixes")
-            return purge_matching(self._pool, lambda key: key.startswith(prefixes), dry_run)
-        if keys is not None:
-            return purge_keys(self._pool, keys, dry_run)
-        if context is not None:
-            return self._sweep_context("purge", "purge", context, dry_run, alone=False)
-        if idle_seconds is not None:
-            return self._evict_since("purge", "purge", "used", idle_seconds, dry_run)
-        if age_seconds is not None:
-            return self._evict_since("purge", "purge", "stored", age_seconds, dry_run)
-        return evict_next(self._pool, "purge", "purge", self._count_of(slots, num_bytes), dry_run)
+            sweep, wish = purge_matching(pool, lambda key: key.startswith(prefixes), dry_run), PurgeWish(None, prefixes)
+        elif keys is not None:
+            sweep = purge_keys(pool, keys, dry_run)
+        elif context is not None:
+            used = () if pool.tier is None else pool.tier.keys_of(context)
+            sweep, wish = self._sweep_context("purge", "purge", context, dry_run, alone=False), PurgeWish(keys=used)
+        elif idle_seconds is not None:
+            sweep = self._evict_since("purge", "purge", "used", idle_seconds, dry_run)
+        elif age_seconds is not None:
+            sweep = self._evict_since("purge", "purge", "stored", age_seconds, dry_run)
+        else:
+            return evict_next(pool, "purge", "purge", self._count_of(slots, num_bytes), dry_run)
+        return purge_store(pool, sweep, wish, dry_run=dry_run)
 
     def remove_block(self, key: bytes) -> None:
         """Remove one block. Raises `NotFoundError`, or `ConflictError` if it is leased or being loaded."""

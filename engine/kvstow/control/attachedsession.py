@@ -107,10 +107,10 @@ class AttachedSession(Session):
         while True:
             for entry in self.ops.dissolve():
                 if entry.fills_slots:
-                    self.quarantined_slots += entry.op.slots
+                    self.quarantined_slots += entry.written
                 else:
-                    self._held.append(entry.held)
-                    self._held_slots += len(entry.held)
+                    self._held.append(tuple(entry.kept))
+                    self._held_slots += len(entry.kept)
             if not len(self.ops):
                 break
             yield
@@ -263,46 +263,32 @@ _BOOT = "tier"
 
 
 class TierSession(AttachedSession):
-    """A session of the host's own, for one namespace; made by `SharedPool.attach_tier`.
+    """The host's own session of a pool, for transfers to and from the store below it; made by `SharedPool.attach_tier`.
 
     Its slots are kept like those of an engine's session: until `SharedPool.process_died` was called for each process
-    that `map_memory` has named, or until `close`. Otherwise it is no engine: it does not count as a session of its
-    namespace, and no figure of the pool's engines includes it. All such sessions of a pool have one number, by which
-    the next service knows their slots.
+    that `map_memory` has named. Otherwise it is no engine: it belongs to no namespace, as its ops do, and no figure of
+    the pool's engines includes it. The next service knows its slots by its number.
     """
 
     is_engine = False
 
     def __init__(self, pool: Pool, session_id: int, namespace: Namespace) -> None:
-        self._joins = namespace
-        super().__init__(pool, session_id, "fleet tier", namespace.name)
-        self.name, self.label = "fleet tier", "fleet tier: "
+        """`namespace`: any of the pool."""
+        self._any_namespace = namespace
+        super().__init__(pool, session_id, "tier", namespace.name)
+        self.name, self.label = "tier", "tier: "
         for rank in range(len(self.ranks)):
             report = RankReport.without_pool(rank, _BOOT, "ready", pool.config.slot_bytes_of(rank))
             self.ranks.update(report, pool.clock())
         self.adapt_to_pool()
 
-    @property
-    def boot_id(self) -> str:
-        """The same for every rank."""
-        return _BOOT
-
     def join_namespace(self, name: str) -> Namespace:
-        return self._joins
+        return self._any_namespace
 
     def leave_namespace(self) -> None:
-        """Does nothing: the namespace does not count this session."""
+        """Does nothing: no namespace counts this session."""
 
     def set_registered(self, registered_slots: int, applied: int) -> None:
         """`set_memory` for every rank."""
         for rank in range(len(self.ranks)):
             self.set_memory(rank, registered_slots, applied)
-
-    def close(self) -> None:
-        """End the session. No transfer may be under way; raises `ConflictError` otherwise, and changes nothing."""
-        with self.pool.lock:
-            if len(self.ops):
-                raise ConflictError(f"{self.label}{len(self.ops)} transfers are under way")
-            self.processes.clear()
-            self.end("the node service has closed it")
-        self.pool.write_log()

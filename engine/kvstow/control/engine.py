@@ -312,7 +312,7 @@ def _defects(pool: Pool) -> list[str]:
         found.append("the transfers that may become stuck are not those that are not stuck")
     stores = [entry for session in sessions_of(pool) for entry in session.ops if entry.fills_slots]
     for name, abandoned in (("filling", False), ("quarantined", True)):
-        written = {slot for entry in stores if entry.abandoned is abandoned for slot in entry.op.slots}
+        written = {slot for entry in stores if entry.abandoned is abandoned for slot in entry.written}
         if abandoned:
             written.update(*(session.quarantined_slots for session in sessions_of(pool)))
         if written != in_use[name]:

@@ -17,6 +17,7 @@ from math import inf
 from typing import Literal
 
 from kvstow.control.claims import Claims, Context
+from kvstow.control.fetchedslots import FetchedSlots
 from kvstow.control.namespaces import Namespace, Namespaces
 from kvstow.control.policy import EvictionOrder, Links
 from kvstow.control.slots import RefCounts, SlotKeys, SlotSet, SlotTimes
@@ -64,15 +65,16 @@ class Index:
         """Used slots that some process may still write, although no store is to become visible there."""
         self.claims: Claims | None = None
         """None until a request comes with hints."""
+        self.fetched = FetchedSlots()
 
     # -- counts ---------------------------------------------------------------------------------------------
 
     @property
     def num_cached(self) -> int:
-        claimed = 0 if self.claims is None else self.claims.num_evictable
+        others = len(self.fetched) + (0 if self.claims is None else self.claims.num_evictable)
         if self.namespaces.only:
-            return len(self.namespaces.only.order) + claimed
-        return sum([len(namespace.order) for namespace in self.namespaces]) + claimed
+            return len(self.namespaces.only.order) + others
+        return sum([len(namespace.order) for namespace in self.namespaces]) + others
 
     @property
     def num_filling(self) -> int:
@@ -105,6 +107,7 @@ class Index:
 
     def _detach(self, namespace: Namespace, slots: list[int]) -> None:
         """These slots are not evictable any more."""
+        slots = self.fetched.detach(slots)
         if self.claims is not None:
             unclaimed = self.claims.unclaimed(slots)
             self.claims.num_evictable -= len(slots) - len(unclaimed)
@@ -113,6 +116,7 @@ class Index:
 
     def _attach(self, namespace: Namespace, slots: list[int]) -> None:
         """These slots are evictable; they have just been used."""
+        slots = self.fetched.attach(slots)
         if self.claims is not None:
             unclaimed = self.claims.unclaimed(slots)
             self.claims.num_evictable += len(slots) - len(unclaimed)
@@ -133,6 +137,7 @@ class Index:
         """A request has used a chain of blocks: that counts, and those that are visible, in these runs of slots, are
         marked as just used. `absent`: the keys of the others. Returns how many of the visible ones nobody had used
         before, and the least uses of the chain (`Uses.count`)."""
+        namespace.order.attach(self.unused(self.fetched.use(list(chain.from_iterable(runs)))))
         slots = self._ordered(runs)
         classes = self.uses.classes(slots)
         new = self.uses.num_unused(runs)
@@ -146,7 +151,7 @@ class Index:
 
     def _ordered(self, runs: Sequence[Sequence[int]]) -> list[int]:
         """The slots among these that are in the order of eviction, without repeats."""
-        slots = self.evictable(runs)
+        slots = self.fetched.others(self.evictable(runs))
         return slots if self.claims is None else self.claims.unclaimed(slots)
 
     def evictable(self, runs: Sequence[Sequence[int]]) -> list[int]:
@@ -162,11 +167,15 @@ class Index:
 
     # -- stores ---------------------------------------------------------------------------------------------
 
-    def admit(self, namespace: Namespace, slots: Sequence[int], now: float) -> None:
-        """The keys of these slots, in ascending order, have just become visible: the slots hold valid bytes."""
+    def admit(self, namespace: Namespace, slots: Sequence[int], now: float, *, is_fetched: bool = False) -> None:
+        """The keys of these slots, in ascending order, have just become visible: the slots hold valid bytes. Computed
+        blocks are evicted last, and blocks that were fetched from the store below the pool first."""
         self.times.mark_stored(slots, now)
         self.uses.admit(slots)
-        namespace.order.attach(list(slots))
+        if is_fetched:
+            self.fetched.add(slots)
+        else:
+            namespace.order.attach(list(slots))
 
     def lose_contents(self, low: int, now: float) -> None:
         """The contents of the slots from `low` on are lost. Stores in flight to them do not become visible; the caller
@@ -184,10 +193,30 @@ class Index:
     # -- removal --------------------------------------------------------------------------------------------
 
     def evict(self, num_slots: int) -> Removal:
-        """Remove up to `num_slots` evictable blocks; frees their slots. Namespaces without sessions go first, dropped
-        ones before others, then the one that was left first. Within one, in its order; among those with sessions, the
-        blocks with the least worth, 16 at a time. Claimed blocks go before those that are expected to be used
-        earlier."""
+        """Remove up to `num_slots` evictable blocks; frees their slots. Blocks that were fetched go first. Then
+        namespaces without sessions, dropped ones before others, then the one that was left first. Within one, in its
+        order; among those with sessions, the blocks with the least worth, 16 at a time. Claimed blocks go before those
+        that are expected to be used earlier."""
+        evicted: list[bytes] = []
+        freed: list[int] = []
+        counts: list[tuple[Namespace, int]] = []
+        for namespace, slots in self.namespaces.grouped(self.fetched.evict(num_slots)):
+            some = namespace.keys.take(slots)
+            self.uses.evict(some, slots, namespace.tag)
+            evicted += some
+            freed += slots
+            counts.append((namespace, len(slots)))
+            self.namespaces.forget_if_empty(namespace)
+        missing = num_slots - len(freed)
+        if missing:
+            rest = self._evict_others(missing)
+            if not freed:
+                return rest
+            return Removal((*evicted, *rest.keys), freed + rest.freed, counts=[*counts, *rest.counts])
+        return Removal(tuple(evicted), freed, counts=counts)
+
+    def _evict_others(self, num_slots: int) -> Removal:
+        """`evict`, when no fetched block is left."""
         if self.claims is not None:
             return self._evict_with(self.claims, num_slots)
         if only := self.namespaces.only:
@@ -259,6 +288,7 @@ class Index:
         """Remove up to `num_slots` of the next `budget` evictable blocks: those in the slots below `slot`."""
         used = (namespace for namespace in self.namespaces if namespace.num_sessions)
         order = chain.from_iterable(namespace.order for namespace in chain(self.namespaces.unused(), used))
+        order = chain(list(islice(self.fetched, budget)), order)
         if self.claims is not None:
             order = chain(order, self.unused(self.claims.next_slots(budget + _SLICE)))  # some may be held
         found = [one for one in islice(order, budget) if one < slot][:num_slots]
@@ -275,6 +305,7 @@ class Index:
         orphans = [slot for slot in visible if slot in self.held] if len(freed) < len(visible) else []
         for namespace, some in self.namespaces.grouped(freed):
             self._detach(namespace, some)
+        self.fetched.drop(visible)
         if self.claims is not None:
             self.claims.forget(visible)
         keys: list[bytes] = []
@@ -312,8 +343,9 @@ class Index:
     def _claim(self, namespace: Namespace, slots: list[int]) -> None:
         """These slots have got their first claim."""
         assert self.claims is not None
+        fetched = set(self.fetched.drop(slots))
         slots = self.unused(slots)
-        namespace.order.detach(slots)
+        namespace.order.detach([slot for slot in slots if slot not in fetched] if fetched else slots)
         self.claims.num_evictable += len(slots)
 
     def _unclaim(self, namespace: Namespace, slots: list[int]) -> None:
@@ -350,7 +382,7 @@ class Index:
         return set().union(*(namespace.keys.slots() for namespace in self.namespaces))
 
     def _cached(self) -> list[int]:
-        slots = [slot for namespace in self.namespaces for slot in namespace.order]
+        slots = [*self.fetched, *(slot for namespace in self.namespaces for slot in namespace.order)]
         return slots if self.claims is None else [*slots, *self.unused(list(self.claims.claimed.slots()))]
 
     def slots_in_use(self) -> dict[str, set[int]]:

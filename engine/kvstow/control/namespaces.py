@@ -262,6 +262,11 @@ class PendingStores:
         """The keys of each store, also disowned ones. O(stores)."""
         return [batch.keys for batch in self._batches.values()]
 
+    def slot_of(self, key: bytes) -> int | None:
+        """The slot that is written with this key's block."""
+        number = self._key_map.get(key)
+        return ~number if number is not None and number < 0 else None
+
     def slots(self) -> set[int]:
         return {slot for batch in self._batches.values() for slot in batch.slots}
 
@@ -269,11 +274,15 @@ class PendingStores:
         """The keys, also disowned ones, of the slots that were given to `start` together."""
         return self._batches[slots[0]].keys
 
-    def start(self, keys: Sequence[bytes], slots: Sequence[int]) -> None:
-        """A store of these keys, which are neither visible nor being stored, begins to write the slots."""
+    def start(self, keys: Sequence[bytes], slots: Sequence[int], *, apart: bool = False) -> None:
+        """A store of these keys, which are neither visible nor being stored, begins to write the slots. `apart`: the
+        slots end in any order, as if each was given alone."""
         if slots:
             self._key_map.link(keys, slots)
-            self._batches[slots[0]] = _Batch(keys, slots)
+            if apart:
+                self._batches.update((slot, _Batch((key,), (slot,))) for key, slot in zip(keys, slots, strict=True))
+            else:
+                self._batches[slots[0]] = _Batch(keys, slots)
             self._num_slots += len(slots)
 
     def finish(self, slots: Sequence[int]) -> tuple[Sequence[bytes], Sequence[int]]:
@@ -285,6 +294,9 @@ class PendingStores:
         if count < len(batch.slots):
             self._batches[batch.slots[count]] = _Batch(batch.keys[count:], batch.slots[count:])
             batch = _Batch(batch.keys[:count], batch.slots[:count])
+        elif count > len(batch.slots):  # they were given apart
+            others = [self._batches.pop(slot) for slot in slots[1:]]
+            batch = _Batch([batch.keys[0], *(one.keys[0] for one in others)], slots)
         self._num_slots -= count
         owned = self._owned(batch)
         self._num_disowned -= count - len(owned.slots)
@@ -380,10 +392,13 @@ class Namespace:
             outcomes[reason] = outcomes.get(reason, 0) + 1
         return fresh, [*present, scattered]
 
-    def begin(self, keys: Sequence[bytes], chosen: Sequence[int], slots: Sequence[int]) -> Sequence[bytes]:
-        """The chosen ones of the keys, by index, are written to these slots from now on. Returns them."""
+    def begin(
+        self, keys: Sequence[bytes], chosen: Sequence[int], slots: Sequence[int], *, apart: bool = False
+    ) -> Sequence[bytes]:
+        """The chosen ones of the keys, by index, are written to these slots from now on. Returns them. `apart`: see
+        `PendingStores.start`."""
         wanted = keys if len(chosen) == len(keys) else [keys[i] for i in chosen]
-        self.pending_stores.start(wanted, slots)
+        self.pending_stores.start(wanted, slots, apart=apart)
         return wanted
 
     def publish(self, slots: Sequence[int]) -> tuple[tuple[bytes, ...], Sequence[int]]:

@@ -6,37 +6,43 @@ has finished, because until then some rank may still read or write its slots and
 Completions are idempotent: one for an op that is not open, or from a rank that has finished it, is counted and changes
 nothing. Op ids are never reused, so a late completion cannot meet a later op.
 
-The other end of puts and fetches is the store of the fleet tier. A put holds its slots as a load does. Rank 0 writes
-its object when all other ranks have ended their puts, so a look-up that finds rank 0's object may expect the others. A
-fetch fills its slots as a store does: no key is visible before every rank holds its bytes, and what a rank did not get
-is a miss on all of them, with all that follows it.
+The other end of a `TierOp` is the store below the pool. A write holds its slots as a load does, and a read fills them
+as a store does. It has no ranks to wait for: the store gives slots back in pieces when nothing of any rank touches them
+any more, and says of each whether every rank's bytes have been moved.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 from logging import ERROR, WARNING
 
 from kvstow.control.namespaces import Namespace
 from kvstow.control.pool import Pool, PoolSession
-from kvstow.messages import Completion, Direction, Mark, Op, TierCompletion, TierDirection, TierOp
-from kvstow.results import Settled, TierSettled
+from kvstow.messages import Completion, Direction, Mark, Op, TierDirection
+from kvstow.results import Settled
 
 OP_SLOTS = 16
 """The end of an op, its slots apart, takes about as long as that of so many slots."""
-LAST_RANK = 0
-"""The rank whose object a put writes last."""
+
+
+@dataclass(frozen=True, slots=True)
+class TierOp:
+    """A transfer between slots and the store below the pool. Ids are those of `Op`."""
+
+    op_id: int
+    direction: TierDirection
+    slots: tuple[int, ...]
 
 
 @dataclass(slots=True)
 class OpenOp:
     """An op that some rank has not finished.
 
-    `held`: slots that a load or a put keeps from eviction. `pending`: ranks that have not finished. `reading`: ranks
-    that may still read the blocks of a store. `abandoned`: a stuck store or fetch that the host no longer waits for;
+    `held`: slots that a load keeps from eviction. `pending`: ranks that have not finished. `reading`: ranks
+    that may still read the blocks of a store. `abandoned`: a stuck store or read that the host no longer waits for;
     its slots are quarantined until it ends. `num_removed`: in how many of a failed load's slots the blocks have been
     removed, from the first one on.
     """
@@ -58,27 +64,42 @@ class OpenOp:
     @property
     def fills_slots(self) -> bool:
         """Whether the op writes slots, whose keys are not visible meanwhile."""
-        return self.op.direction in ("store", "fetch")
+        return self.op.direction in ("store", "read")
+
+    @property
+    def written(self) -> Sequence[int]:
+        """The slots that it may still write."""
+        return self.op.slots if self.fills_slots else ()
+
+    @property
+    def kept(self) -> Sequence[int]:
+        """The slots that it keeps from eviction."""
+        return self.held
 
 
 @dataclass(slots=True, kw_only=True)
 class OpenTierOp(OpenOp):
-    """A put or a fetch. `moved`: leading slots that every rank so far has moved. `waits_for_others`: rank 0 has not
-    been given this put yet."""
+    """A transfer of which some slots, those `left`, have not come back."""
 
     op: TierOp
-    moved: int
-    waits_for_others: bool
-    failed: int = 0
-    full: bool = False
-    outage: bool = False
+    left: dict[int, None]
 
-    def note(self, completion: TierCompletion) -> None:
-        """A rank has finished its part."""
-        self.moved = min(self.moved, completion.moved)
-        self.failed = max(self.failed, completion.failed)
-        self.full |= completion.full
-        self.outage |= completion.outage
+    @property
+    def written(self) -> Sequence[int]:
+        return tuple(self.left) if self.fills_slots else ()
+
+    @property
+    def kept(self) -> Sequence[int]:
+        return () if self.fills_slots else tuple(self.left)
+
+
+@dataclass(frozen=True, slots=True)
+class EndedPart:
+    """Some slots of a transfer have come back. `visible`: those of a read whose keys are visible now. `has_ended`:
+    none is left."""
+
+    visible: Sequence[int]
+    has_ended: bool
 
 
 class OpsInFlight:
@@ -98,14 +119,12 @@ class OpsInFlight:
         self.held_slots = 0
         """The slots that loads keep; a slot counts once for each of them."""
         self.num_stuck = 0
-        """Loads and stores; a tier that hangs stops neither."""
+        """Loads and stores; a store below the pool that hangs stops neither."""
+        self.stuck_tier_slots = 0
+        """The slots of stuck transfers when they became stuck."""
         self.num_abandoned = 0
         self.settled: deque[Settled] = deque()
         """Results that the host has not taken."""
-        self.tier_settled: deque[TierSettled] = deque()
-        """The same, of puts and fetches."""
-        self.tier_plans: deque[tuple[int, TierOp]] = deque()
-        """Ranks, each with a put or a fetch that it has not been given yet."""
 
     def __len__(self) -> int:
         return len(self._open)
@@ -117,8 +136,13 @@ class OpsInFlight:
     def get(self, op_id: int) -> OpenOp | None:
         return self._open.get(op_id)
 
+    def num_left(self, op_id: int) -> int:
+        """The slots of a transfer that have not come back."""
+        entry = self._open.get(op_id)
+        return len(entry.left) if isinstance(entry, OpenTierOp) else 0
+
     def oldest_copy(self) -> OpenOp | None:
-        """The oldest load or store: a tier that is slow or hangs stops neither."""
+        """The oldest load or store: a store below the pool that is slow or hangs stops neither."""
         return next(iter(self._copies.values()), None)
 
     def start(
@@ -147,46 +171,54 @@ class OpsInFlight:
         self.held_slots += len(held)
         return op
 
-    def start_tier(
-        self,
-        direction: TierDirection,
-        fingerprint: str,
-        keys: tuple[bytes, ...],
-        slots: tuple[int, ...],
-        ranks: Collection[int],
-        now: float,
-    ) -> TierOp:
-        """Start a put or a fetch with a new id, for these ranks to finish. A put holds its slots."""
+    def start_tier(self, direction: TierDirection, namespace: Namespace, slots: Sequence[int], now: float) -> TierOp:
+        """Start a transfer with a new id. The slots of a write are held by the caller, and not any more when they come
+        back: see `end_part`."""
         pool = self.pool
         pool.last_op_id += 1
-        op = TierOp(pool.last_op_id, direction, fingerprint, keys, slots)
-        is_put = direction == "put"
+        op = TierOp(pool.last_op_id, direction, tuple(slots))
         entry = OpenTierOp(
             op=op,
-            namespace=self._owner.namespace,
-            held=slots if is_put else (),
+            namespace=namespace,
+            held=(),
             request_id="",
             started=now,
-            pending=set(ranks),
-            moved=len(slots),
-            waits_for_others=is_put and len(ranks) > 1,
+            pending=set(),
+            left=dict.fromkeys(slots),
         )
         self._open[op.op_id] = self._moving[op.op_id] = entry
-        self._plan(entry)
         return op
 
-    def _plan(self, entry: OpenTierOp) -> None:
-        """Plan a transfer for its ranks. Rank 0 of a put waits for the others."""
-        ranks = entry.pending - {LAST_RANK} if entry.waits_for_others else entry.pending
-        self.tier_plans.extend((rank, entry.op) for rank in sorted(ranks))
-
-    def take_tier_plans(self) -> list[tuple[int, TierOp]]:
-        """Those since the last call. A rank that has restarted since its op was planned does not get it: its slots hold
-        other bytes now."""
-        opened = self._open
-        plans = [(rank, op) for rank, op in self.tier_plans if op.op_id in opened and rank in opened[op.op_id].pending]
-        self.tier_plans.clear()
-        return plans
+    def end_part(
+        self, op_id: int, good: Sequence[int], bad: Sequence[int], *, is_fetched: bool = True
+    ) -> EndedPart | None:
+        """Some slots of a transfer have come back. The keys of the `good` ones of a read become visible; see
+        `Index.admit` for `is_fetched`. None, and nothing changes, if they are not those of an open transfer."""
+        entry = self._open.get(op_id)
+        slots = [*good, *bad]
+        if not isinstance(entry, OpenTierOp) or any(slot not in entry.left for slot in slots):
+            self.pool.counters.faults.stale_completions += 1
+            return None
+        pool = self.pool
+        for slot in slots:
+            del entry.left[slot]
+        found: Sequence[int] = ()
+        if not entry.fills_slots:
+            pool.unhold(slots)
+        elif entry.abandoned:
+            pool.end_quarantine(slots)
+        else:
+            found = pool.publish(entry.namespace, sorted(good), is_fetched=is_fetched) if good else ()
+            if bad:
+                entry.namespace.pending_stores.abandon(bad)
+                pool.deallocate(bad)
+        if not entry.left:
+            self._forget(entry)
+        elif not entry.stuck:  # it moves: what is late is what comes after this
+            entry.started = pool.clock()
+            del self._moving[op_id]
+            self._moving[op_id] = entry
+        return EndedPart(found, not entry.left)
 
     # -- completion -----------------------------------------------------------------------------------------
 
@@ -227,11 +259,6 @@ class OpsInFlight:
             entry.queue_seconds = max(entry.queue_seconds, completion.queue_seconds)
         if completion.mark == "failed":
             entry.error = entry.error or f"rank {rank}: {completion.error or 'failed'}"
-        if isinstance(entry, OpenTierOp):
-            if isinstance(completion, TierCompletion):
-                entry.note(completion)
-            if entry.waits_for_others and entry.pending == {LAST_RANK}:
-                self._put_last(entry)
         if not entry.pending:
             self._end(entry)
         elif was_reading and not entry.reading and not entry.abandoned:
@@ -240,9 +267,6 @@ class OpsInFlight:
     def _end(self, entry: OpenOp) -> None:
         pool, op = self.pool, entry.op
         self._forget(entry)
-        if isinstance(entry, OpenTierOp):
-            self._end_tier(entry)
-            return
         assert isinstance(op, Op)
         if op.direction == "load":
             pool.end_holds([entry.held])
@@ -279,6 +303,8 @@ class OpsInFlight:
             self.num_blocks[op.direction] -= len(op.blocks)
             self.num_stuck -= entry.stuck
             self.held_slots -= len(entry.held)
+        elif entry.stuck:
+            self.stuck_tier_slots -= len(op.slots)
 
     def _end_store(self, entry: OpenOp) -> None:
         pool, op = self.pool, entry.op
@@ -291,49 +317,8 @@ class OpsInFlight:
             outcomes["failed"] += len(op.slots)
         else:
             stored = pool.publish(entry.namespace, op.slots, self._owner.on_stored)
-            outcomes["stored"] += stored
-            outcomes["dropped_purged"] += len(op.slots) - stored
-
-    def _put_last(self, entry: OpenTierOp) -> None:
-        """Give a put to rank 0, because all others have finished it."""
-        entry.waits_for_others = False
-        if entry.error or not entry.moved:
-            entry.pending.clear()
-            return
-        op, moved = entry.op, entry.moved
-        self.tier_plans.append((LAST_RANK, replace(op, keys=op.keys[:moved], slots=op.slots[:moved])))
-
-    def _end_tier(self, entry: OpenTierOp) -> None:
-        pool, slots = self.pool, entry.op.slots
-        moved = 0 if entry.error else entry.moved
-        if not entry.fills_slots:
-            pool.end_holds([entry.held])
-        elif entry.abandoned:
-            pool.end_quarantine(slots)
-        else:  # the leading slots are valid on all ranks, the others are not
-            if moved:
-                pool.publish(entry.namespace, slots[:moved])
-            if moved < len(slots):
-                entry.namespace.pending_stores.abandon(slots[moved:])
-                pool.deallocate(slots[moved:])
-        if not entry.abandoned:
-            self._settle_tier(entry, moved)
-
-    def _settle_tier(self, entry: OpenTierOp, moved: int) -> None:
-        op = entry.op
-        self.tier_settled.append(
-            TierSettled(
-                op_id=op.op_id,
-                direction=op.direction,
-                keys=op.keys,
-                moved=moved,
-                seconds=entry.seconds,
-                failed=entry.failed,
-                full=entry.full,
-                outage=entry.outage,
-                error=entry.error,
-            )
-        )
+            outcomes["stored"] += len(stored)
+            outcomes["dropped_purged"] += len(op.slots) - len(stored)
 
     def _settle(self, entry: OpenOp, mark: Mark) -> None:
         op = entry.op
@@ -383,17 +368,16 @@ class OpsInFlight:
                 pool.counters.faults.errors[f"{op.direction}_failed"] += 1
                 pool.counters.stores["failed"] += 0 if entry.abandoned or op.direction == "load" else len(op.slots)
             if entry.fills_slots and not entry.abandoned:
-                pool.index.quarantine(entry.namespace, op.slots)
-        for waiting in (self.settled, self.tier_settled, self.tier_plans):
-            waiting.clear()
+                pool.index.quarantine(entry.namespace, entry.written)
+        self.settled.clear()
         return dissolved
 
     def mark_stuck(self, now: float) -> bool:
         """Mark the oldest op that has exceeded the transfer timeout; False if there is none.
 
-        A store or a fetch fails now: its slots are quarantined, because the silent rank may still write them. A load
-        keeps waiting, because that rank may still write the host's blocks, and a put, because it may still read its
-        slots. Puts and fetches stop no others."""
+        A store fails now: its slots are quarantined, because the silent rank may still write them. So are those of a
+        read from the store below the pool. A load keeps waiting, because that rank may still write the host's blocks,
+        and a write to that store, because it may still read its slots. Transfers of that store stop no others."""
         pool = self.pool
         entry = next(iter(self._moving.values()), None)
         if entry is None or entry.started >= now - pool.config.transfer_timeout:
@@ -415,12 +399,12 @@ class OpsInFlight:
             entry.abandoned = True
             self.num_abandoned += 1
             entry.error = entry.error or reason
-            pool.index.quarantine(entry.namespace, op.slots)
-            if isinstance(entry, OpenTierOp):
-                self._settle_tier(entry, 0)
-            else:
+            pool.index.quarantine(entry.namespace, entry.written)
+            if is_copy:
                 pool.counters.stores["failed"] += len(op.slots)
                 self._settle(entry, "failed")
+        if not is_copy:
+            self.stuck_tier_slots += len(op.slots)
         return True
 
     def idle_ranks(self, entry: OpenOp, now: float) -> list[int]:
@@ -431,7 +415,7 @@ class OpsInFlight:
     def stuck_reason(self, entry: OpenOp, now: float) -> str:
         """What keeps the op from ending: ranks that work on it, or the host."""
         if isinstance(entry, OpenTierOp):
-            return f"the tier's store has not finished it for ranks {sorted(entry.pending)}"
+            return f"the store below the pool has not given back {len(entry.left)} slots"
         idle = self.idle_ranks(entry, now)
         busy = sorted(entry.pending.difference(idle))
         reasons = [f"ranks {busy} have not finished it"] if busy else []

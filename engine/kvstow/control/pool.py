@@ -35,6 +35,7 @@ from kvstow.owners import Holding
 from kvstow.results import Lease
 from kvstow.stats import Counters
 from kvstow.status import HOST_NAME, BypassStatus, DrainMode, DrainStatus, Refusal
+from kvstow.tier.blockstore import Purged, PurgeWish
 
 SLICE_SLOTS = 1024
 """Slots that bulk work visits in one slice. Evicting that many holds the lock for less than a millisecond."""
@@ -186,6 +187,18 @@ ANY_SESSION = 0
 logger = logging.getLogger("kvstow.engine")
 
 
+class PoolStore(Protocol):
+    """What administration knows of a `PoolTier`; its methods are described there."""
+
+    def purge(self, wish: PurgeWish, then: Callable[[Purged], object], *, dry_run: bool = False) -> None: ...
+
+    def begin_purge(self) -> None: ...
+
+    def end_purge(self) -> None: ...
+
+    def keys_of(self, context: bytes) -> list[bytes]: ...
+
+
 class PoolSession(Protocol):
     """What a pool, and what works on it, knows of a `Session`; its attributes are described there."""
 
@@ -268,6 +281,8 @@ class Pool:
         self.storing_ranks = frozenset(range(config.num_ranks))
         """The ranks that a store has to finish on."""
         self.last_op_id = 0
+        self.tier: PoolStore | None = None
+        """The store below it; only a `SharedPool` may have one."""
         self.journal: IndexJournal | None = None
         """Only a `SharedPool` has one, as its memory may outlive the process."""
         self.earlier: EarlierUses | None = None
@@ -371,11 +386,14 @@ class Pool:
         namespace: Namespace,
         slots: Sequence[int],
         on_stored: Callable[[Sequence[bytes]], None] | None = None,
-    ) -> int:
+        *,
+        is_fetched: bool = False,
+    ) -> Sequence[int]:
         """Make the keys of filled slots, in ascending order, visible, and free the slots of those that were disowned
-        meanwhile. Returns how many are visible. `on_stored`: called with their keys."""
+        meanwhile. Returns the slots of those that are visible. `on_stored`: called with their keys. `is_fetched`: see
+        `Index.admit`."""
         keys, kept = namespace.publish(slots)
-        self.index.admit(namespace, kept, self.clock())
+        self.index.admit(namespace, kept, self.clock(), is_fetched=is_fetched)
         if len(kept) < len(slots):
             self.deallocate(sorted(set(slots).difference(kept)))
         self.sources.forget(slots)
@@ -383,10 +401,12 @@ class Pool:
             self.journal.publish(kept, namespace.tag, keys)
         self.events.append("stored", keys, "", namespace.tag)
         if self.slots.leaving:  # a resize has passed these slots already
-            self.remove_blocks([slot for slot in slots if slot >= self.slots.limit], "resize")
+            limit = self.slots.limit
+            self.remove_blocks([slot for slot in slots if slot >= limit], "resize")
+            kept = [slot for slot in kept if slot < limit]
         if on_stored is not None:
             on_stored(keys)
-        return len(keys)
+        return kept
 
     def note_removal(self, removal: Removal, reason: str) -> None:
         """Count blocks that left the index, and free their slots."""

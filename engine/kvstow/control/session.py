@@ -131,7 +131,7 @@ class Session:
         self.watermark: int | None = None
         """Slots from it on are not for this session; None if all are."""
         self.on_stored: Callable[[Sequence[bytes]], None] | None = None
-        """Called with the lock held, with keys that a store has made visible. For the fleet tier."""
+        """Called with the lock held, with keys that a store has made visible. For the store below the pool."""
         pool.sessions.append(self)
 
     def join_namespace(self, name: str) -> Namespace:
@@ -257,6 +257,17 @@ class Session:
                 pool.end_holds(parts)
                 return NO_LEASE
             return book.grant(tuple(chain.from_iterable(parts)))
+
+    def lease_slots(self, slots: list[int], now: float) -> Lease | None:
+        """Keep the visible blocks in these slots, of the session's namespace, from eviction. None, and nothing is held,
+        if the session may hold nothing, or has not registered all of them. The caller holds the lock."""
+        if self.is_lost or self._lease_refusal(now):
+            return None
+        if self.watermark is not None and max(slots) >= self.watermark:
+            return None
+        index = self.pool.index
+        index.hold(slots)
+        return self.leases.grant(tuple(slots))
 
     def find_lease(self, lease_id: int) -> Lease:
         """The lease of this session with this id. Raises `LeaseError` if it has ended."""
@@ -606,7 +617,7 @@ class Session:
     def held_slots(self) -> Iterator[tuple[int, ...]]:
         """The slots of each lease and load. The caller holds the lock."""
         yield from (lease.slots for lease in self.leases)
-        yield from (entry.held for entry in self.ops if entry.held)
+        yield from (tuple(entry.kept) for entry in self.ops if entry.kept)
 
     def refusal(self, what: Literal["load", "store"], now: float) -> Refusal | None:
         """Why the session may not load, or store: what its pool allows, and its own state. The caller holds the

@@ -50,7 +50,6 @@ class SharedPool(Pool):
         self._populated = 0
         self._last_lowering = 0
         self.last_session_id = 0
-        self._tier_session_id = 0
         self.last_op_id = secrets.randbits(32) << 20
         """What an engine still reports about an earlier service's ops must not be taken for a report about these."""
         self._journaled: dict[int, str] = {}
@@ -68,15 +67,13 @@ class SharedPool(Pool):
             return AttachedSession(self, self.last_session_id, engine, namespace)
 
     def attach_tier(self, namespace: Namespace) -> TierSession:
-        """A session of the host's own, for transfers of the fleet tier. Raises `ConflictError` if the pool was
-        closed."""
+        """The host's own session, for transfers of the store below the pool; call it once. Raises `ConflictError` if
+        the pool was closed."""
         with self.lock:
             if self.closed:
                 raise ConflictError("the pool was closed")
-            if not self._tier_session_id:
-                self.last_session_id += 1
-                self._tier_session_id = self.last_session_id
-            return TierSession(self, self._tier_session_id, namespace)
+            self.last_session_id += 1
+            return TierSession(self, self.last_session_id, namespace)
 
     def find_session(self, session_id: int) -> AttachedSession:
         """Raises `NotFoundError` for a session that has ended and left nothing."""

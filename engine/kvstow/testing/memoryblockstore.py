@@ -8,7 +8,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from threading import Condition, RLock
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from kvstow.tier.blockstore import (
     BlockTransfer,
@@ -29,9 +29,11 @@ Name = tuple[str, bytes]
 """Fingerprint and key."""
 
 
-class _Block(NamedTuple):
+class StoredBlock(NamedTuple):
+    """`identity`: of the pool that wrote it. `ranks`: the contents of the slot on each rank."""
+
     identity: str
-    ranks: tuple[bytes, ...]
+    ranks: tuple[Any, ...]
 
 
 class MemoryBlockStore:
@@ -41,24 +43,32 @@ class MemoryBlockStore:
     begins a thread that calls it for every request, as a real store does.
 
     A test says how the store behaves: `answers_later`: `has` gives no answer at once. `fate`: what becomes of a block
-    instead of being moved. `wants`: which offered blocks are wanted, of those that it does not have. `expectation`:
-    what reading so many blocks takes. `most_in_piece`: blocks in one piece. `is_hanging`: `run` does nothing.
+    instead of being moved. `wants`: which offered blocks are wanted, of those that it does not have, when they are
+    stored and when they are used. `expectation`: what reading so many blocks takes. `most_in_piece`: blocks in one
+    piece. `is_hanging`: `run` does nothing. `held`: transfers that it does not do, or extents that it does not remove;
+    `release` ends that.
     """
 
     name = "memory"
     shown = "memory"
 
-    def __init__(self, places: int | None = None, *, most_in_piece: int = 64) -> None:
-        """`places`: blocks that the store has room for; None for no limit."""
+    def __init__(
+        self, places: int | None = None, *, most_in_piece: int = 64, shares: MemoryBlockStore | None = None
+    ) -> None:
+        """`places`: blocks that the store has room for; None for no limit. `shares`: another node's store, whose blocks
+        are the same."""
         self.places, self.most_in_piece = places, most_in_piece
         self.answers_later = self.is_hanging = False
+        self.held: set[Literal["read", "write", "remove"]] = set()
         self.fate: Callable[[Name], Fate | None] = lambda name: None
         self.wants: Callable[[bytes, bool], bool] = lambda key, again: True
         self.expectation: Callable[[int], Expectation] = lambda num_blocks: Expectation(0.0, 0, 0.0)
-        self.blocks: OrderedDict[Name, _Block] = OrderedDict()
+        self.memory: Sequence[dict[int, Any]] | None = None
+        """The contents of slots by rank, where a test has them in place of extents."""
+        self.blocks: OrderedDict[Name, StoredBlock] = OrderedDict() if shares is None else shares.blocks
         """The least recently used one first."""
         self.counts = dict.fromkeys(("read", "written", "refused", "failed", "corrupt", "evicted"), 0)
-        self.lock = RLock()
+        self.lock: RLock = RLock() if shares is None else shares.lock
         self.pools: list[MemoryStoredPool] = []
         self._changed = Condition(self.lock)
         self._is_closed = False
@@ -93,9 +103,9 @@ class MemoryBlockStore:
     def close(self) -> None:
         with self._changed:
             self._is_closed = True
-            self.is_hanging = False
             self._changed.notify_all()
             pools = list(self.pools)
+        self.release()
         for pool in pools:
             pool.leave(lambda: None)
         if self._thread is not None:
@@ -113,8 +123,19 @@ class MemoryBlockStore:
             count += len(actions)
         return count
 
+    def release(self) -> None:
+        """Do from now on what was `held`, and what hung."""
+        with self._changed:
+            self.held.clear()
+            self.is_hanging = False
+            for pool in self.pools:
+                pool.calls.extend(pool.removals)
+                pool.removals.clear()
+            self._changed.notify_all()
+
     def has_work(self) -> bool:
-        return any(pool.calls or pool.reads or pool.writes for pool in self.pools)
+        reads, writes = "read" not in self.held, "write" not in self.held
+        return any(pool.calls or (reads and pool.reads) or (writes and pool.writes) for pool in self.pools)
 
     def note_change(self) -> None:
         with self._changed:
@@ -127,7 +148,8 @@ class MemoryBlockStore:
                 if pool.calls:
                     actions, pool.calls = list(pool.calls), deque()
                     return actions
-            queues = [(pool, pool.reads) for pool in pools] + [(pool, pool.writes) for pool in pools]
+            queues = [(pool, pool.reads) for pool in pools if "read" not in self.held]
+            queues += [(pool, pool.writes) for pool in pools if "write" not in self.held]
             found: list[Callable[[], object]] = [partial(pool.move, queue) for pool, queue in queues if queue]
             return found[:1]
 
@@ -139,7 +161,7 @@ class MemoryBlockStore:
                     return
             self.run()
 
-    def put(self, name: Name, block: _Block) -> None:
+    def put(self, name: Name, block: StoredBlock) -> None:
         """The youngest block from now on. Call it with the lock held."""
         self.blocks.setdefault(name, block)
         self.blocks.move_to_end(name)
@@ -156,6 +178,7 @@ class MemoryStoredPool:
     ) -> None:
         self.layout = layout
         self.calls: deque[Callable[[], object]] = deque()
+        self.removals: list[Callable[[], object]] = []
         self.reads: deque[BlockTransfer] = deque()
         self.writes: deque[BlockTransfer] = deque()
         self._store, self._on_end = store, on_end
@@ -177,7 +200,7 @@ class MemoryStoredPool:
         with self._store.lock:
             return [not self._has_left and (namespace.fingerprint, key) in self._store.blocks for key in keys]
 
-    def offer(self, namespace: StoredNamespace, keys: Sequence[bytes], again: int) -> Sequence[int]:
+    def offer(self, namespace: StoredNamespace, keys: Sequence[bytes], *, is_use: bool) -> Sequence[int]:
         store = self._store
         with store.lock:
             names = [(namespace.fingerprint, key) for key in keys]
@@ -187,7 +210,7 @@ class MemoryStoredPool:
             return [
                 index
                 for index, name in enumerate(names)
-                if name not in store.blocks and name not in self._writing and store.wants(name[1], index < again)
+                if name not in store.blocks and name not in self._writing and store.wants(name[1], is_use)
             ]
 
     def expect(self, num_blocks: int) -> Expectation:
@@ -262,8 +285,11 @@ class MemoryStoredPool:
             return fate
         store.blocks.move_to_end(name)
         for rank, data in enumerate(block.ranks):
-            where, start = self._locate(rank, slot)
-            where[start : start + len(data)] = data
+            if store.memory is not None:
+                store.memory[rank][slot] = data
+            else:
+                where, start = self._locate(rank, slot)
+                where[start : start + len(data)] = data
         store.counts["read"] += 1
         return None
 
@@ -272,12 +298,14 @@ class MemoryStoredPool:
         if fate is not None:
             store.counts["refused" if fate == "refused" else "failed"] += 1
             return fate
-        data = []
-        if self._maps:
-            for rank, num_bytes in enumerate(self.layout.slot_bytes):
+        data: list[Any] = []
+        for rank, num_bytes in enumerate(self.layout.slot_bytes):
+            if store.memory is not None:
+                data.append(store.memory[rank][slot])
+            elif self._maps:
                 where, start = self._locate(rank, slot)
                 data.append(where[start : start + num_bytes])
-        store.put(name, _Block(self.layout.identity, tuple(data)))
+        store.put(name, StoredBlock(self.layout.identity, tuple(data)))
         store.counts["written"] += 1
         return None
 
@@ -295,7 +323,7 @@ class MemoryStoredPool:
                     del self._store.blocks[name]
             self._later(lambda: then(Purged(len(found))))
 
-    def _matches(self, wish: PurgeWish, name: Name, block: _Block) -> bool:
+    def _matches(self, wish: PurgeWish, name: Name, block: StoredBlock) -> bool:
         if wish.namespace is not None:
             return name[0] == wish.namespace.fingerprint
         if block.identity != self.layout.identity:
@@ -321,6 +349,10 @@ class MemoryStoredPool:
                 found[1].close()
             then()
 
+        with self._store.lock:
+            if "remove" in self._store.held:
+                self.removals.append(remove)
+                return
         self._later(remove)
 
     def leave(self, then: Callable[[], object]) -> None:

@@ -181,11 +181,14 @@ class StoredPool(Protocol):
         `on_answer` is called once with the answer, which is that nothing is there if the other side does not answer. A
         store that cannot be used now has nothing, and says so at once. Counts as no use."""
 
-    def offer(self, namespace: StoredNamespace, keys: Sequence[bytes], again: int) -> Sequence[int]:
-        """A request has just stored or used these blocks of a chain, root first, wherever they are. The first `again`
-        of them were used twice or more often. Notes that use of the blocks that the store has, and returns the indices
-        of those that it wants to be written now: it neither has them nor is writing them, and has room and budget. The
-        caller writes those that are in the pool and leaves out the others. Nothing is reserved by this."""
+    def offer(self, namespace: StoredNamespace, keys: Sequence[bytes], *, is_use: bool) -> Sequence[int]:
+        """A request has just stored these blocks, or used them (`is_use`), wherever they are; they are a chain or a
+        part of one, root first. What it stores counts as a use with the whole chain, when the request ends. Notes the
+        use of the blocks that the store has, and returns the indices of those that it wants to be written now: it
+        neither has them nor is writing them, and has room and budget for them. The caller writes those that are in the
+        pool and leaves out the others. Nothing is reserved by this.
+
+        A store whose budget is short wants only blocks of which an earlier use was noted. It remembers them itself."""
 
     def expect(self, num_blocks: int) -> Expectation:
         """What reading so many blocks more would take. O(1)."""

@@ -12,8 +12,6 @@ from kvstow.attach.identity import DRAFTER_WEIGHTS, FleetWeights, NamespaceIdent
 
 WEIGHTS_CHANGED: Final = "weights_changed: the engine has reset its cache, and nothing names its weights; restart it"
 """Why a session has no fingerprint after it was reset."""
-TIER_FAILED: Final = "tier_failed: an unexpected error, which the log has; restart the service"
-"""Why a session has none after a defect."""
 OWN_TENANT: Final = ""
 """The tenant of engines that run as the service's own user, where no tenants are named."""
 _DIGITS = 32

@@ -41,7 +41,6 @@ tls_client_ca: /etc/kvstow/client-ca/{{ $admin.tls.clientCa.key }}
 {{- if .Values.admin.tls.clientCa.secretName }}
 - {name: kvstow-client-ca, mountPath: /etc/kvstow/client-ca, readOnly: true}
 {{- end }}
-{{- include "kvstow.tierMounts" . }}
 {{- end -}}
 
 {{/* Secrets are readable by the pod's fsGroup, which is set with its user, and not by other users. */}}
@@ -67,7 +66,6 @@ tls_client_ca: /etc/kvstow/client-ca/{{ $admin.tls.clientCa.key }}
   secret:
     secretName: {{ . }}
 {{- end }}
-{{- include "kvstow.tierVolumes" . }}
 {{- end -}}
 
 {{/* Environment of the command line for the server at .host; .tokenFile may be empty. */}}

@@ -239,7 +239,8 @@ def _remove(call: Invocation, route: Route[RemovedView | OperationView], chosen:
                 call.emit(planned, _removed)
                 return
             plan = _result(planned)
-            effect, is_destructive = f"remove {evicted(plan)}", plan.evicted_slots > 0
+            effect = f"remove {evicted(plan)}{_stored(plan)}"
+            is_destructive = plan.evicted_slots > 0 or plan.stored_blocks > 0
         call.confirm(effect, destructive=is_destructive)
         call.emit(follow(client, route, chosen, pool=pool, no_wait=call.no_wait), _removed)
 
@@ -253,7 +254,12 @@ def _removed(answer: Any) -> str:
     removed = _result(answer)
     if removed is None:
         return started(answer)
-    return f"{'would remove' if removed.dry_run else 'removed'} {evicted(removed)}"
+    notice = f"; {removed.notice}" if removed.notice else ""
+    return f"{'would remove' if removed.dry_run else 'removed'} {evicted(removed)}{_stored(removed)}{notice}"
+
+
+def _stored(removed: RemovedView) -> str:
+    return f", and {counted(removed.stored_blocks, 'block')} in the store" if removed.stored_blocks else ""
 
 
 def _keys(arguments: Sequence[str]) -> list[str]:

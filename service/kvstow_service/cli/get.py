@@ -90,7 +90,7 @@ _NOUNS = (
             _LIMIT,
         ),
     ),
-    _Noun("tiers", "The fleet tier of each pool: state, rates, queue, what it saves.", route="get_tier"),
+    _Noun("tiers", "The store below each pool: state, what moves, what it saves.", route="get_tier"),
     _Noun(
         "curve",
         "What a pool of other sizes would have hit lately, and what follows for its size.",
@@ -170,7 +170,7 @@ def _shown(view: Any, kind: Columns, *, wide: bool) -> str:
 def _note(view: Any, options: dict[str, Any]) -> str:
     """A note for a list that is cut off, or that is empty for a reason."""
     if getattr(view, "store", "") is None:
-        return "there is no fleet tier: `kvstow serve --tier URL` has one"
+        return "there is no store below the pools: `kvstow serve --tier URL` has one"
     is_cut = getattr(view, "next_page_token", None) is not None
     return f"there are more than {options['limit']}; --limit shows them" if is_cut else ""
 

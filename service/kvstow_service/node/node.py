@@ -15,6 +15,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 
 from kvstow.control.sharedpool import EarlierSession, recover
 from kvstow.errors import ConflictError, IntegrityError
@@ -24,8 +25,8 @@ from kvstow.memory.limits import MemoryLimits, limits_of
 from kvstow.memory.nodememory import NodeMemory
 from kvstow.memory.region import memory_nodes
 from kvstow.status import MemoryFailure, MemoryStatus, UserLimit
+from kvstow.tier.blockstore import BlockStore
 from kvstow.tier.fingerprint import OWN_TENANT
-from kvstow.tier.store import TierStore
 from kvstow_api.directory import HostedPool
 from kvstow_service.node.attach.attachserver import AttachServer, AttachSocket
 from kvstow_service.node.attach.clients import REASONS
@@ -35,7 +36,8 @@ from kvstow_service.node.pools.nodepool import NodePool, PoolSettings
 from kvstow_service.node.pools.noderecords import NodeRecords
 from kvstow_service.node.settings import Settings
 from kvstow_service.node.survival.roster import SurvivingPool, SurvivingWorker, read_survivors
-from kvstow_service.node.tier.nodetier import NodeTier
+from kvstow_service.node.tier.nodestore import NodeStore
+from kvstow_service.stores.stores import measure_store
 
 logger = logging.getLogger("kvstow.node")
 
@@ -63,7 +65,7 @@ class Node:
         settings: Settings,
         *,
         attach_group: int | None = None,
-        store: TierStore | None = None,
+        store: BlockStore | None = None,
         limits: MemoryLimits | None = None,
         on_failure: Callable[[str], object] = lambda reason: None,
         clock: Callable[[], float] = time.monotonic,
@@ -96,7 +98,7 @@ class Node:
         )
         self.server: AttachServer
         """Set from `start` on."""
-        self.tier: NodeTier | None = None
+        self.tier: NodeStore | None = None
         """Set from `start` on, if there is one."""
         self.errors: Counter[str] = Counter()
         self._has_started = self._recovers = self._gives_back = False
@@ -133,9 +135,9 @@ class Node:
         if memory.records is not None:
             self._recover(memory.records)
         if self._store is not None:
-            url, post = settings.tier or "", self.server.post
             tenants = settings.tenants or {os.geteuid(): OWN_TENANT}
-            self.tier = self.host.tier = NodeTier(url, self._store, memory, post, tenants, self._clock)
+            measure = partial(measure_store, settings.tier)
+            self.tier = self.host.tier = NodeStore(self._store, memory, self.server.post, tenants, measure)
         self.populator.start()
         memory.start()
         self.server.start()

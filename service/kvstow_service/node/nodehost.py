@@ -27,7 +27,7 @@ from kvstow_service.node.pools.memorythread import MemoryThread
 from kvstow_service.node.pools.nodepool import KnownNamespace, NodePool, PoolSettings, sharing_off, unique_name
 from kvstow_service.node.pools.nodesession import NodeSession
 from kvstow_service.node.survival.roster import PoolRecord, WorkerRecord
-from kvstow_service.node.tier.nodetier import NodeTier
+from kvstow_service.node.tier.nodestore import NodeStore
 
 RANKS_OF_USER = 1024
 """Of all sessions of one user (uid). The status of each takes 20 us, several times a second."""
@@ -68,8 +68,8 @@ class NodeHost:
         self._settings = settings or PoolSettings()
         self._clock = clock
         self._lock = RLock()
-        self.tier: NodeTier | None = None
-        """The fleet tier of the node, if it has one; set once, before an engine attaches."""
+        self.tier: NodeStore | None = None
+        """The store below the pools, if there is one; set once, before an engine attaches."""
         self._pools: dict[str, NodePool] = {}
         self._closing: dict[str, NodePool] = {}
         """Pools that cannot be found any more, and whose names are still in use."""
@@ -99,7 +99,7 @@ class NodeHost:
                 raise NotFoundError(f"there is no pool {name!r}; there are: {', '.join(self._pools) or 'none'}")
             if ids := self._sessions_of(pool):
                 raise ConflictError(f"pool {name} has sessions ({', '.join(ids)}); detach them first")
-            self._close_pool(pool)
+            self._close_pool(pool, purge=True)
 
     def close_if_unused(self, pool: NodePool) -> None:
         """The pool has no memory and no worker of an engine. It ends, unless it has sessions."""
@@ -107,16 +107,16 @@ class NodeHost:
             if self._pools.get(pool.name) is pool and not self._sessions_of(pool):
                 self._close_pool(pool)
 
-    def _close_pool(self, pool: NodePool) -> None:
-        """The only way in which a pool ends: it is not found any more, then the fleet tier releases it, then its memory
-        goes back. The caller holds the lock."""
+    def _close_pool(self, pool: NodePool, *, purge: bool = False) -> None:
+        """The only way in which a pool ends: it is not found any more, then the store below it releases it, then its
+        memory goes back. `purge`: its blocks leave that store, too. The caller holds the lock."""
         self._closing[pool.name] = self._pools.pop(pool.name)
         with pool.lock:
             pool.closed = True
         if self.tier is None:
             self._end_pool(pool)
         else:
-            self.tier.drop_pool(pool, partial(self._end_pool, pool))
+            self.tier.drop_pool(pool, partial(self._end_pool, pool), purge=purge)
 
     def _end_pool(self, pool: NodePool) -> None:
         """Nothing but its memory is left. Another pool may have its name: the memory thread forgets this one first."""
@@ -287,8 +287,11 @@ class NodeHost:
 
     def reset(self, session_id: str) -> ResetDone:
         session = self._sessions[session_id]
+        before, namespace = session.tier, session.control.namespace
         session.control.on_stored = session.tier = None  # the keys no longer mean the same blocks
         name = session.control.reset()
+        if self.tier is not None and before is not None and not namespace.num_sessions:
+            self.tier.forget_reset(before)
         with self._lock:
             session.namespace = session.pool.enter_fresh(session.namespace, name)
         if self.tier is not None:
@@ -296,8 +299,11 @@ class NodeHost:
         return ResetDone(name)
 
     def next_deadline(self) -> float | None:
-        """When to call `expire`; None if no lookup waits. O(sessions whose lookups wait)."""
+        """When to call `expire`; None if no lookup waits. O(sessions whose lookups wait, and requests that wait for the
+        store below the pools)."""
         deadlines = [session.waits.next_deadline for session in self._waiting]
+        if self.tier is not None:
+            deadlines.append(self.tier.next_deadline())
         return min([deadline for deadline in deadlines if deadline is not None], default=None)
 
     def expire(self) -> None:
@@ -306,6 +312,8 @@ class NodeHost:
             session.waits.expire()
             if session.waits.next_deadline is None:
                 self._waiting.discard(session)
+        if self.tier is not None:
+            self.tier.expire()
 
     def follow_pool(self, pool: NodePool) -> None:
         """The pool has become smaller: see `NodeSession.follow_pool`."""

@@ -28,7 +28,7 @@ from kvstow_service.process.logwriter import QueuedLog, configure_logs
 from kvstow_service.process.runningclock import RunningClock
 from kvstow_service.process.stop import StopRequests
 from kvstow_service.process.switchinterval import short_switch_interval
-from kvstow_service.tiers.stores import open_store, shown_url
+from kvstow_service.stores.stores import open_store, shown_url
 
 logger = logging.getLogger("kvstow.service")
 

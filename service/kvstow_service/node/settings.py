@@ -190,8 +190,8 @@ class Settings(BaseModel):
     )
     tier: str | None = Field(
         None,
-        description="Store, shared by several nodes, for what this one has no room for: mooncake://MASTER:PORT or "
-        "redis://HOST:PORT. Docs: tier.md.",
+        description="Store, shared by several nodes, for what this one has no room for: mooncake://MASTER:PORT. Docs: "
+        "tier.md.",
     )
     tenant: Tenants = Field(
         (),

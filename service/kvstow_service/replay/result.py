@@ -134,9 +134,9 @@ class Position(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class EngineLife:
     """One process of an attached engine, as it last reported. `sessions`: how often it has attached; `problem`: why it
-    is not attached now; `waits`: look-ups that the service has answered later, because its fleet tier might have more,
-    or a rank was still registering what was found; `position` counts in the requests that it was given. `end`: empty
-    while it runs, "finished", or how it died."""
+    is not attached now; `waits`: look-ups that the service has answered later, because the store below its pools might
+    have more, or a rank was still registering what was found; `position` counts in the requests that it was given.
+    `end`: empty while it runs, "finished", or how it died."""
 
     result: ReplayResult = field(default_factory=ReplayResult)
     position: Position = field(default_factory=Position)
@@ -213,9 +213,9 @@ class AttachedResult:
         """The engines together, and a line for each where there are several or one was started again."""
         rows = self.total.rows()
         # The service alone knows what was fetched: several engines wait for the same blocks.
-        tier = "no look-up waited for the service: it has no fleet tier, or fetches do not pay; see `kvstow get tier`"
+        tier = "no look-up waited: the service has no store below its pools, or reads do not pay; see `kvstow get tier`"
         if waits := sum(engine.waits for engine in self.engines):
-            tier = f"{waits:,} look-ups waited for the service; `kvstow get tier` shows what was fetched and put"
+            tier = f"{waits:,} look-ups waited for the service; `kvstow get tier` shows what was read and written"
         rows.append(("tier", tier))
         if len(self.engines) == 1 and len(self.engines[0].lives) == 1:
             return rows

@@ -121,7 +121,7 @@ async def test_blocks_are_removed_by_context(
 async def test_there_is_nothing_to_fetch_from_without_a_tier(client: httpx.AsyncClient) -> None:
     answer = await client.post(f"/v1/contexts/{TRIP.hex()}/prefetch")
     assert answer.status_code == 409
-    assert "there is no fleet tier" in answer.json()["detail"]
+    assert "there is no store to read from" in answer.json()["detail"]
 
 
 async def test_a_context_is_fetched_where_a_namespace_knows_it(

@@ -15,6 +15,7 @@ from kvstow_api.directory import EmbeddedDirectory
 
 pytestmark = pytest.mark.anyio
 
+REMOVED = {"stored_blocks": 0, "notice": "", "dry_run": False}
 HOST = "/v1/pools/host"
 SLOT_BYTES = 4096
 SELECTORS = [
@@ -142,7 +143,7 @@ async def test_evict_removes_what_was_asked_for(
     ranks.store(keys[4:8])
     answer = await client.post(f"{HOST}/evict", json=body)
     assert answer.status_code == 200
-    assert answer.json() == {"evicted_slots": slots, "evicted_bytes": slots * SLOT_BYTES, "dry_run": False}
+    assert answer.json() == {**REMOVED, "evicted_slots": slots, "evicted_bytes": slots * SLOT_BYTES}
     assert ranks.engine.contains(keys[:8]).count(True) == 8 - slots
 
 
@@ -304,7 +305,7 @@ async def test_shrinking_removes_what_lies_above(
     body = (await client.patch(HOST, json={"capacity_slots": 6})).json()
     assert states(body)["cached"] == 6
     (operation,) = (await client.get("/v1/operations")).json()["items"]
-    assert operation["result"] == {"evicted_slots": 10, "evicted_bytes": 10 * SLOT_BYTES, "dry_run": False}
+    assert operation["result"] == {**REMOVED, "evicted_slots": 10, "evicted_bytes": 10 * SLOT_BYTES}
     engine.check_integrity()
 
 

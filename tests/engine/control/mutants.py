@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from kvstow.control.engine import OffloadEngine
-from kvstow.control.ops import OpenOp, OpenTierOp, OpsInFlight
+from kvstow.control.ops import OpenOp, OpsInFlight
 from kvstow.control.pool import Pool
-from kvstow.messages import Completion, TierCompletion
+from kvstow.messages import Completion
 
 
 def visible_at_submission(patch: pytest.MonkeyPatch) -> None:
@@ -37,21 +37,3 @@ def first_rank_decides(patch: pytest.MonkeyPatch) -> None:
         accept(self, entry, rank, completion)
 
     patch.setattr(OpsInFlight, "_accept", end_at_first_completion)
-
-
-def rank_0_puts_first(patch: pytest.MonkeyPatch) -> None:
-    def plan_all(self: OpsInFlight, entry: OpenTierOp) -> None:
-        entry.waits_for_others = False
-        self.tier_plans.extend((rank, entry.op) for rank in sorted(entry.pending))
-
-    patch.setattr(OpsInFlight, "_plan", plan_all)
-
-
-def short_ranks_do_not_count(patch: pytest.MonkeyPatch) -> None:
-    note = OpenTierOp.note
-
-    def believe_all(self: OpenTierOp, completion: TierCompletion) -> None:
-        note(self, completion)
-        self.moved = len(self.op.slots)
-
-    patch.setattr(OpenTierOp, "note", believe_all)

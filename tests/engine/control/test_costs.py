@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-from tests.engine.conftest import Eventually
 
 from kvstow.control.claims import Claims
 from kvstow.control.engine import OffloadEngine
-from kvstow.control.fleettier import FleetTier, TierSettings
 from kvstow.control.index import Index
 from kvstow.control.namespaces import KeyMap, PendingStores
 from kvstow.control.pool import SLICE_SLOTS
 from kvstow.hints import Hints, context_id
 from kvstow.testing.fakes import FakeClock
 from kvstow.testing.rank import FakeRank, make_ranks, store_keys
-from kvstow.testing.tier import ControlledStore
 
 MakeEngine = Callable[..., OffloadEngine]
 
@@ -214,121 +210,6 @@ def test_a_purge_disowns_what_is_being_stored_slice_by_slice(
     assert 0 < max(holding.counts) <= SLICE_SLOTS
     assert engine.stats().pool.slots.free == 3000
     engine.check_integrity()
-
-
-# -- requests that wait for the fleet tier -----------------------------------------------------------------------------
-
-
-class CountedKeys(Sequence[bytes]):
-    """Counts how many keys the thread that made it reads."""
-
-    def __init__(self, keys: Sequence[bytes]) -> None:
-        self._keys, self._thread, self._reads = keys, threading.get_ident(), 0
-
-    def __len__(self) -> int:
-        return len(self._keys)
-
-    def __getitem__(self, at: Any) -> Any:
-        found = self._keys[at]
-        if threading.get_ident() == self._thread:
-            self._reads += len(found) if isinstance(at, slice) else 1
-        return found
-
-    def take_reads(self) -> int:
-        """Since the last call."""
-        reads, self._reads = self._reads, 0
-        return reads
-
-
-@pytest.fixture
-def store() -> ControlledStore:
-    return ControlledStore()
-
-
-@pytest.fixture
-def make_fleet(store: ControlledStore, clock: FakeClock) -> Iterator[Callable[[OffloadEngine], FleetTier]]:
-    made: list[FleetTier] = []
-
-    def make(engine: OffloadEngine) -> FleetTier:
-        made.append(FleetTier(engine, store.open_lookups(), TierSettings(), "f", clock=clock))
-        return made[-1]
-
-    yield make
-    store.lookups.open()
-    for fleet in made:
-        fleet.close()
-
-
-MakeFleet = Callable[[OffloadEngine], FleetTier]
-FEW = 8
-"""Keys that are read where something ends."""
-
-
-def test_a_request_that_waits_for_the_store_costs_a_step_nothing(
-    make_host: MakeEngine, make_fleet: MakeFleet, store: ControlledStore, eventually: Eventually
-) -> None:
-    """Nor does its first look at keys that the store does not have, and that at its answer."""
-    engine = make_host(slots=64)
-    make_ranks(engine)
-    fleet, keys = make_fleet(engine), CountedKeys(make_keys(1000))
-    store.lookups.shut()
-    wait = fleet.look_for(keys)
-    assert wait is not None
-    assert keys.take_reads() <= FEW
-    for _ in range(10):
-        fleet.step()
-        assert not fleet.is_over(wait)
-    store.lookups.wait_arrived(1)
-    assert not fleet.is_over(wait)
-    assert keys.take_reads() == 0
-    assert store.batches == [("exists", 1000)]
-    store.lookups.open()
-    eventually(lambda: fleet.is_over(wait))
-    assert keys.take_reads() <= FEW
-
-
-def test_what_is_known_of_a_request_is_not_looked_at_again_in_each_step(
-    make_host: MakeEngine,
-    make_fleet: MakeFleet,
-    store: ControlledStore,
-    count_by_holding: Callable[[OffloadEngine], Holding],
-) -> None:
-    engine = make_host(slots=64)
-    make_ranks(engine)
-    names = make_keys(1000)
-    fleet, keys = make_fleet(engine), CountedKeys(names)
-    fleet._table.note(names[:500], present=True)
-    store.lookups.shut()
-    wait = fleet.look_for(keys)
-    assert wait is not None
-    assert 500 <= keys.take_reads() <= 3 * 1000
-    fleet.step()
-    store.lookups.wait_arrived(1)
-    keys.take_reads()
-    holding = count_by_holding(engine)
-    for _ in range(10):
-        assert not fleet.is_over(wait)
-    assert keys.take_reads() == 0
-    assert holding.counts == [], "the pool's lock was taken"
-
-
-def test_a_request_that_waits_for_fetches_costs_a_step_nothing(
-    make_host: MakeEngine, make_fleet: MakeFleet, count_by_holding: Callable[[OffloadEngine], Holding]
-) -> None:
-    engine = make_host(slots=1000)
-    make_ranks(engine)
-    names = make_keys(1000)
-    fleet, keys = make_fleet(engine), CountedKeys(names)
-    fleet._table.note(names, present=True)
-    wait = fleet.look_for(keys)
-    assert wait is not None
-    assert wait.state == "fetching"
-    keys.take_reads()
-    holding = count_by_holding(engine)
-    for _ in range(10):
-        assert not fleet.is_over(wait)
-    assert keys.take_reads() == 0
-    assert holding.counts == [], "the pool's lock was taken"
 
 
 @pytest.mark.parametrize("slots", [2048, 4096])

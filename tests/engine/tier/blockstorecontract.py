@@ -120,8 +120,8 @@ class Client:
         assert isinstance(found, Sequence)
         return list(found)
 
-    def offer(self, keys: Sequence[bytes], again: int = 0) -> list[int]:
-        return list(self.pool.offer(self.namespace, keys, again))
+    def offer(self, keys: Sequence[bytes], *, is_use: bool = False) -> list[int]:
+        return list(self.pool.offer(self.namespace, keys, is_use=is_use))
 
     def purge(self, wish: PurgeWish, *, dry_run: bool = False) -> Purged:
         result = self.wait_for(lambda then: self.pool.purge(wish, then, dry_run=dry_run))

@@ -4,9 +4,9 @@ import pytest
 
 from kvstow.prefill import PrefillCost
 from kvstow.testing.fakes import FakeClock
-from kvstow.tier.rate import BreakEven
+from kvstow.tier.blockstore import Expectation
+from kvstow.tier.breakeven import FIRST_PROBE_SECONDS, PROBE_SECONDS, BreakEven
 
-SLOT = 1000
 TOKENS = 10
 
 
@@ -17,97 +17,62 @@ def clock() -> FakeClock:
 
 @pytest.fixture
 def even(clock: FakeClock) -> BreakEven:
-    """Computes a block in 0.1 s, so it breaks even at 10,000 bytes per second."""
-    return BreakEven(SLOT, TOKENS, clock, prefill_rate=100.0)
+    """Computes a block in 0.1 s."""
+    even = BreakEven(TOKENS, clock)
+    even.prefill = PrefillCost(0.01)
+    return even
 
 
-def measure(even: BreakEven, bytes_per_second: float) -> None:
-    for _ in range(100):
-        even.note_fetch(1, SLOT / bytes_per_second)
+def takes(seconds: float | None, queued: float = 0.0) -> Expectation:
+    return Expectation(seconds, int(queued > 0), queued)
 
 
-def test_a_fetch_pays_while_the_prefill_speed_is_unknown(clock: FakeClock) -> None:
-    assert BreakEven(SLOT, TOKENS, clock).decide(5, 5, 0).pays
-    assert BreakEven(SLOT, None, clock, prefill_rate=100.0).decide(5, 5, 0).pays
+def test_a_read_pays_while_the_prefill_speed_is_unknown(clock: FakeClock) -> None:
+    even = BreakEven(TOKENS, clock)
+    assert even.decide(takes(100.0), 5, 5).pays
+    even = BreakEven(None, clock)
+    even.prefill = PrefillCost(0.01)
+    assert even.decide(takes(100.0), 5, 5).pays
 
 
 def test_no_request_waits_for_a_store_that_was_not_measured(even: BreakEven) -> None:
-    estimate = even.decide(5, 5, 0)
+    assert even.may_pay, "there was no decision"
+    estimate = even.decide(takes(None), 5, 5)
     assert not estimate.pays
     assert estimate.compute_seconds == pytest.approx(0.5)
     assert "not been measured" in estimate.reason
-
-
-def test_a_fetch_may_pay_once_the_store_was_measured(even: BreakEven, clock: FakeClock) -> None:
-    assert BreakEven(SLOT, TOKENS, clock).may_pay, "the prefill speed is unknown"
-    assert not even.may_pay
-    measure(even, 20_000)
-    assert even.may_pay
-    measure(even, 1_000)
-    assert not even.decide(5, 5, 0).pays
     assert not even.may_pay
 
 
-def test_the_decision_compares_times(even: BreakEven) -> None:
-    measure(even, 20_000)
-    estimate = even.decide(5, 5, 0)
+def test_the_decision_compares_times_and_counts_what_is_queued(even: BreakEven) -> None:
+    estimate = even.decide(takes(0.25), 5, 5)
     assert estimate.pays
-    assert estimate.fetch_seconds == pytest.approx(0.25)
-    assert estimate.reason == "5 blocks take 0.250 s to fetch and 0.500 s to compute: a fetch pays"
-    assert not even.decide(5, 5, queued=6).pays, "the fetch would wait for others"
-    assert even.decide(2, 5, 0).pays, "a few missing blocks make the others useful"
-    even.note_lookup(0.3)
-    assert not even.decide(5, 5, 0).pays
+    assert estimate.reason == "5 blocks take 0.250 s to read, and 0.500 s to compute: reading them pays"
+    estimate = even.decide(takes(0.41, queued=0.16), 5, 5)
+    assert not estimate.pays
+    assert "0.160 s of it in the queue" in estimate.reason
+    assert even.decide(takes(0.41), 2, 6).pays, "a few missing blocks make the others useful"
 
 
-def test_near_the_break_even_the_decision_stays(even: BreakEven) -> None:
-    measure(even, 11_000)
-    assert even.decide(5, 5, 0).pays
-    measure(even, 9_000)
-    assert not even.decide(5, 5, 0).pays
-    measure(even, 11_000)
-    assert not even.decide(5, 5, 0).pays, "not much quicker than computing"
-    measure(even, 13_000)
-    assert even.decide(5, 5, 0).pays
-    measure(even, 11_000)
-    assert even.decide(5, 5, 0).pays
+def test_tokens_behind_others_cost_more_to_compute(clock: FakeClock) -> None:
+    even = BreakEven(TOKENS, clock)
+    even.prefill = PrefillCost(0.01, per_context=0.001, longest=1000.0)
+    near, far = even.compute_seconds(5), even.compute_seconds(5, behind=50)
+    assert near is not None
+    assert far is not None
+    assert far > near
 
 
-def test_engines_tell_what_prefill_costs_unless_it_is_known(clock: FakeClock, even: BreakEven) -> None:
-    told = BreakEven(SLOT, TOKENS, clock)
-    for one in (told, even):
-        one.note_prefill(PrefillCost(0.02, 0.001, 1000.0))
-    assert told.compute_seconds(5) == pytest.approx(50 * (0.02 + 0.001 * 24.5))
-    assert even.compute_seconds(5) == pytest.approx(0.5)
-
-
-def test_blocks_behind_a_long_context_take_longer_to_compute(clock: FakeClock) -> None:
-    even = BreakEven(SLOT, TOKENS, clock)
-    even.note_prefill(PrefillCost(0.01, 0.0001, 1000.0))
-    measure(even, 8_000)
-    assert not even.decide(5, 5, 0).pays
-    assert even.decide(5, 5, 0, behind=50).pays
-
-
-def test_the_store_is_measured_now_and_then_while_no_fetch_pays(even: BreakEven, clock: FakeClock) -> None:
-    assert even.wants_probe()
-    for pause in (1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0):
-        clock.advance(pause - 0.1)
-        assert not even.wants_probe()
-        clock.advance(0.1)
+def test_the_pauses_between_probes_double_until_a_read_pays(even: BreakEven, clock: FakeClock) -> None:
+    pause, begun = FIRST_PROBE_SECONDS, clock()
+    for _ in range(8):
         assert even.wants_probe()
-    measure(even, 20_000)
-    assert even.decide(5, 5, 0).pays
-    clock.advance(30.0)
+        clock.advance(pause - 0.001)
+        assert not even.wants_probe()
+        clock.advance(0.001)
+        pause = min(PROBE_SECONDS, 2 * pause)
+    assert clock() - begun > PROBE_SECONDS
+    even.decide(takes(0.0), 5, 5)
     assert even.wants_probe()
-    clock.advance(1.0)
-    assert even.wants_probe(), "the pauses begin anew"
-
-
-def test_one_slow_call_changes_no_decision(even: BreakEven) -> None:
-    measure(even, 20_000)
-    for _ in range(4):
-        even.note_fetch(1, 1000.0)
-        assert even.decide(5, 5, 0).pays
-    even.note_fetch(1, 1000.0)
-    assert not even.decide(5, 5, 0).pays
+    clock.advance(FIRST_PROBE_SECONDS)
+    assert even.wants_probe()

@@ -36,7 +36,7 @@ def test_nothing_ends_before_it_is_run_and_reads_go_first() -> None:
     store.run()
     assert [(one.op_id, one.good, one.bad) for one in pieces] == [(2, (), (4,)), (1, (1, 2, 3), ())]
     assert pool.has(names, keys, lambda found: None) == [False, True, True], "the oldest has made room"
-    pool.offer(names, keys[1:2], 0)
+    pool.offer(names, keys[1:2], is_use=True)
     pool.write(BlockTransfer(3, names, keys[:1], (1,)))
     store.run()
     assert pool.has(names, keys, lambda found: None) == [True, True, False], "a use keeps a block"

@@ -64,7 +64,13 @@ def test_the_removed_amount_is_printed(kvstow: Any) -> None:
     assert kvstow("evict", "--slots", "1", "--dry-run").stdout == "would remove 1 block, 4 KiB of each rank\n"
     assert kvstow("evict", "--slots", "2", "--yes").stdout == "removed 2 blocks, 8 KiB of each rank\n"
     removed = json.loads(kvstow("purge", "--all", "--yes", "-o", "json").stdout)
-    assert removed == {"evicted_slots": 4, "evicted_bytes": 16384, "dry_run": False}
+    assert removed == {
+        "evicted_slots": 4,
+        "evicted_bytes": 16384,
+        "stored_blocks": 0,
+        "notice": "",
+        "dry_run": False,
+    }
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from tests.service.cli.conftest import CAPACITY, Host, Run
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
 from kvstow.testing.fakes import FakeClock
+from kvstow.tier.tierstatus import TierCounters
 
 
 @pytest.fixture
@@ -45,27 +46,25 @@ def tiered(server: tuple[Host, TieredHost]) -> TieredHost:
 def test_without_a_tier_the_list_is_empty_and_says_why(host: Host, run: Run) -> None:
     outcome = run("get", "tier", "--server", host.url)
     assert outcome.exit_code == 0
-    assert outcome.stderr == "there is no fleet tier: `kvstow serve --tier URL` has one\n"
+    assert outcome.stderr == "there is no store below the pools: `kvstow serve --tier URL` has one\n"
     assert json.loads(run("get", "tiers", "-o", "json", "--server", host.url).stdout)["items"] == []
 
 
 def test_a_tier_is_shown(ask: Ask, tiered: TieredHost) -> None:
     tiered.begin()
     shown = ask("get", "tier").stdout.splitlines()
-    assert shown[0].split()[:3] == ["NAMESPACE", "STATE", "FETCHES"]
+    assert shown[0].split()[:3] == ["NAMESPACE", "STATE", "READING"]
     assert shown[1].split()[:2] == ["a1", "on"]
-    assert "no request has asked for a fetch yet" in shown[1]
+    assert "no request has asked for a read yet" in shown[1]
     wide = ask("get", "tier", "-o", "wide").stdout
-    assert "transfers of rank 0 connected" in wide
     assert "FINGERPRINT" in wide
     assert ask("get", "tier", "-o", "name").stdout == "a1\n"
 
 
 def test_top_has_a_row_while_a_store_is_attached(ask: Ask, tiered: TieredHost) -> None:
-    assert "FETCHES" not in ask("top").stdout
-    tier = tiered.begin()
-    tier.counters.put_blocks = 1234
-    tier._breaker.note_outage("no answer in 0.5 s")
+    assert "READING" not in ask("top").stdout
+    counters = TierCounters(written_blocks=1234)
+    tiered.begin(state="down", reason="no answer in 0.5 s", counters=counters)
     lines = ask("top", environ={"COLUMNS": "120"}).stdout.splitlines()
     (at,) = [number for number, line in enumerate(lines) if line.startswith("NAMESPACE")]
     assert lines[at + 1].split()[:2] == ["a1", "down"]

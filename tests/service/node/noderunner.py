@@ -19,15 +19,15 @@ from pathlib import Path
 from typing import Any
 
 from kvstow.memory.limits import MemoryLimits
-from kvstow.testing.memorystore import MemoryStore, MemoryTransfers
-from kvstow.tier.store import GetStatus, SlotObject
+from kvstow.testing.memoryblockstore import MemoryBlockStore, MemoryStoredPool
+from kvstow.tier.blockstore import StoredNamespace
 from kvstow.tier.tierstatus import TierStatus
 from kvstow_service.node.node import Node
 from kvstow_service.node.pools.noderecords import NodeRecords
 from kvstow_service.node.settings import Settings
 from kvstow_service.node.survival.roster import WorkerRecord
-from kvstow_service.node.tier.pooltier import ENGINE
-from kvstow_service.tiers.stores import open_store
+from kvstow_service.node.tier.tiermemory import ENGINE
+from kvstow_service.stores.stores import open_store
 
 EXTENT_BYTES = 2 << 20
 
@@ -48,7 +48,7 @@ def settings_of(socket: Path, state: Path, extents: int, words: Sequence[str]) -
 
 def url_of(words: Sequence[str]) -> str | None:
     urls = [word.partition("=")[2] for word in words if word.startswith("tier=")]
-    return "redis://store:1" if "tier" in words else urls[0] if urls else None
+    return "mooncake://store:1" if "tier" in words else urls[0] if urls else None
 
 
 def shares_of(node: Node) -> dict[str, int]:
@@ -93,15 +93,14 @@ def tiers_of(node: Node) -> list[TierStatus]:
     return [] if node.tier is None else node.tier.tiers()
 
 
-def put_blocks(node: Node) -> int:
-    return sum(one.counters.put_blocks for one in tiers_of(node))
+def written_blocks(node: Node) -> int:
+    return sum(one.counters.written_blocks for one in tiers_of(node))
 
 
 def is_connected(node: Node) -> bool:
-    """Whether an engine has attached, and its blocks can be put from now on."""
-    tiers = tiers_of(node)
-    states = [client.health.state for one in tiers for client in one.clients]
-    return states == ["connected"] * 2 and all(one.state == "on" for one in tiers)
+    """Whether an engine has attached, and its blocks can be written from now on."""
+    parts = [] if node.tier is None else node.tier.parts()
+    return [part.state for part in parts] == ["on"] * 2 and all(one.state == "on" for one in tiers_of(node))
 
 
 def shown_tier(node: Node) -> dict[str, Any]:
@@ -109,34 +108,31 @@ def shown_tier(node: Node) -> dict[str, Any]:
     if store is None:
         return {}
     if not isinstance(store, HungStore):
-        return {"put": put_blocks(node), "connected": is_connected(node)}
-    return {"worker": None if store.worker is None else store.worker.pid, "gets": store.gets}
+        return {"put": written_blocks(node), "connected": is_connected(node)}
+    reads = sum(len(pool.reads) for pool in store.pools)
+    return {"worker": None if store.worker is None else store.worker.pid, "gets": reads}
 
 
-class HungStore(MemoryStore):
-    """Has whatever it is asked for, and never hands it out. The process of its transfers outlives the node."""
+class HungStore(MemoryBlockStore):
+    """Has whatever it is asked for, and never hands it out. Its process outlives the node."""
 
     def __init__(self) -> None:
         super().__init__()
         self.worker: subprocess.Popen[bytes] | None = None
-        self.gets = 0
+        self.held = {"read"}
 
-    def open_transfers(self, witness: int | None = None) -> MemoryTransfers:
-        assert witness is not None
+    def start(self, witness: int) -> None:
         self.worker = subprocess.Popen(["sleep", "1000"], stdout=subprocess.DEVNULL, pass_fds=[witness])
-        return _HungTransfers(self)
+        super().start(witness)
 
-    def has(self, names: Sequence[str]) -> list[bool]:
-        return [True] * len(names)
+    def join(self, *given: Any) -> MemoryStoredPool:
+        pool = super().join(*given)
 
+        def has(namespace: StoredNamespace, keys: Sequence[bytes], on_answer: object) -> list[bool]:
+            return [True] * len(keys)
 
-class _HungTransfers(MemoryTransfers):
-    def get(self, objects: Sequence[SlotObject], timeout: float) -> list[GetStatus]:
-        store = self._store
-        assert isinstance(store, HungStore)
-        store.gets += 1
-        threading.Event().wait()
-        raise AssertionError
+        setattr(pool, "has", has)  # noqa: B010
+        return pool
 
 
 def forget_transfers() -> None:

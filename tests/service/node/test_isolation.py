@@ -85,7 +85,7 @@ def test_users_share_no_blocks(service: RealService) -> None:
     assert len(admin.get("/v1/pools").json()["items"]) == 2
 
 
-TIERED = ("--tier", "redis://store:1", "--memory", "64MiB", "--extent-size", "2MiB", "--attach-group", str(ENGINES))
+TIERED = ("--tier", "mooncake://store:1", "--memory", "64MiB", "--extent-size", "2MiB", "--attach-group", str(ENGINES))
 WEIGHTS = ("--group", ENGINES, "--weights", "digest 1")
 
 

@@ -380,11 +380,11 @@ def test_without_a_readable_limit_nothing_is_refused(monkeypatch: pytest.MonkeyP
 
 def test_what_everybody_may_read_names_no_files(base: dict[str, Any], tmp_path: Path) -> None:
     paths = ("token_file", "viewer_token_file", "tls_cert", "tls_key", "tls_client_ca", "state")
-    tier = f"rediss://somebody@cache:6379?password_file={tmp_path}/password&ca_file={tmp_path}/ca"
+    tier = "mooncake://somebody@cache:6379?replicas=2"
     settings = Settings(**base, **{name: tmp_path / name for name in paths}, tier=tier)
     shown = public_settings(settings)
     assert str(tmp_path) not in json.dumps(shown)
-    assert shown["tier"] == "rediss://cache:6379"
+    assert shown["tier"] == "mooncake://cache:6379?replicas=2"
 
 
 def test_the_loggers_belong_to_the_service(base: dict[str, Any], eventually: Any) -> None:

@@ -145,7 +145,7 @@ def test_more_reserved_pages_than_there_are_is_refused_with_what_reserves_more()
 def test_a_tier_that_cannot_be_used_is_refused_before_anything_starts(
     url: str, complaint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvstow_service.tiers.mooncake.mooncakestore.find_spec", lambda package: None)
+    monkeypatch.setattr("kvstow_service.stores.mooncake.mooncakestore.find_spec", lambda package: None)
     result = serve(*SMALL, "--attach-socket", str(tmp_path / "node" / "a.sock"), "--tier", url)
     assert result.exit_code == 2
     (line,) = result.stderr.splitlines()

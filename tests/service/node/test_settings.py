@@ -97,7 +97,7 @@ def test_an_unknown_variable_is_refused(name: str) -> None:
     "given", ["ml=1001,1002 web=0", ["ml=1001,1002", "web=0"], ("ml=1001,1002 web=0",), " web=0  ml=1001,1002 "]
 )
 def test_tenants_are_read_from_flags_variables_and_lists(given: object) -> None:
-    settings = load_settings({**MEMORY, "tier": "redis://s:1", "tenant": given}, {})
+    settings = load_settings({**MEMORY, "tier": "mooncake://s:1", "tenant": given}, {})
     assert settings.tenants == {1001: "ml", 1002: "ml", 0: "web"}
 
 
@@ -125,7 +125,7 @@ def test_tenants_are_read_from_flags_variables_and_lists(given: object) -> None:
     ],
 )
 def test_wrong_tenants_are_refused(given: object, problem: str) -> None:
-    (error,) = errors_of({**MEMORY, "tier": "redis://s:1", "tenant": given})
+    (error,) = errors_of({**MEMORY, "tier": "mooncake://s:1", "tenant": given})
     assert error.startswith(f"--tenant is {given!r}; allowed: ")
     assert problem in error
 

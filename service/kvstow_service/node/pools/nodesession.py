@@ -32,6 +32,7 @@ from kvstow.attach.hello import Hello
 from kvstow.attach.peer import Peer
 from kvstow.control.attachedsession import AttachedSession
 from kvstow.control.namespaces import joined_runs, runs_without
+from kvstow.control.pooltier import TierWait
 from kvstow.errors import AttachRefusedError, LeaseError
 from kvstow.hints import Hints
 from kvstow.messages import DesiredState, RankReport
@@ -41,7 +42,7 @@ from kvstow.status import ProcessState, SessionStatus
 from kvstow_service.node.pools.memoryholder import MemoryHolder, SessionLink
 from kvstow_service.node.pools.memorythread import MemoryThread
 from kvstow_service.node.pools.nodepool import KnownNamespace, NodePool
-from kvstow_service.node.tier.namespacetier import NamespaceTier
+from kvstow_service.node.tier.nodestore import SessionTier
 
 MOST_SECONDS = 1.0
 TOKENS_PER_SECOND = 16_000
@@ -172,8 +173,8 @@ class NodeSession(MemoryHolder):
     have made up the ops, leases and extents in a call, so the session refuses those that are not its own.
     """
 
-    tier: NamespaceTier | None = None
-    """The fleet tier of its namespace."""
+    tier: SessionTier | None = None
+    """What its namespace has of the store below the pool."""
 
     def __init__(
         self,
@@ -235,8 +236,8 @@ class NodeSession(MemoryHolder):
     def _look_up(
         self, call: Lookup, later: Later | None, *, is_prompt: bool, has_waited: bool = False
     ) -> Steps[Found | Pending]:
-        """Waits for blocks in memory that the ranks are about to register. Then holds what the pool has while the tier
-        may have more."""
+        """Waits for blocks in memory that the ranks are about to register. Then holds what the pool has while the store
+        below it may have more."""
         if later is None or call.hold == Hold.ALL:
             return (yield from self._find(call))
         slots: list[int] = []
@@ -250,29 +251,37 @@ class NodeSession(MemoryHolder):
             if self.waits.put(max(slots) + 1, tokens, partial(self._answer, later, again)):
                 return Pending()
         tier = self.tier
-        if tier is None or not tier.may_have_more or (call.hold == Hold.NOTHING and not is_prompt):
+        if tier is None or not tier.pool.is_on(tier.of) or (call.hold == Hold.NOTHING and not is_prompt):
             return (yield from self._find(call))
         held = yield from self._find(Lookup(call.keys, call.hold, counted=False))
         num_found = sum(length for _, length in held.runs)
-        if num_found == len(call.keys):
-            if call.counted:
-                self.control.count_lookup(len(call.keys), num_found)
-            return held
-        ask = tier.ask_prompt if is_prompt else tier.ask
-        ask(call.keys, partial(self._answer, later, partial(self._find_anew, call, held)))
-        return Pending()
+        needs = tier.needs_of(call.keys) if is_prompt else None
+        if num_found < len(call.keys) and (needs is not None or not is_prompt):
+            first = held.runs[0][1] if held.runs and not held.runs[0][0] and not is_prompt else 0
+            waits: list[TierWait] = []
+            then = partial(self._answer, later, partial(self._find_anew, call, held, waits))
+            wait = tier.pool.look_for(tier.of, self.control, call.keys, then, first=first, needs=needs)
+            if wait is not None:
+                waits.append(wait)
+                return Pending()
+        if call.counted:
+            self.control.count_lookup(len(call.keys), num_found)
+        return held
 
     def _answer(self, later: Later, call: Callable[[], Found | Pending]) -> None:
         """What a lookup has waited for is there. On the attach server's thread."""
         if not self.control.is_lost:
             later(call)
 
-    def _find_anew(self, call: Lookup, before: Found) -> Found:
-        """`before`: what was found, and held, when the tier was asked."""
+    def _find_anew(self, call: Lookup, before: Found, waits: Sequence[TierWait]) -> Found:
+        """`before`: what was found, and held, when the store was asked. What has arrived since is held by the wait."""
         found = result_of(self._find(call))
-        if before.lease_id:
-            self.control.release_leases((before.lease_id,))
-        return Found(found.lease_id, found.runs, tuple(runs_without(found.runs, before.runs)))
+        held = [lease.lease_id for wait in waits for lease in wait.leases]
+        self.control.release_leases([before.lease_id, *held] if before.lease_id else held)
+        fetched = tuple(runs_without(found.runs, before.runs))
+        for wait in waits:
+            wait.of.counters.hit_blocks += sum(length for _, length in fetched)
+        return Found(found.lease_id, found.runs, fetched)
 
     def _find(self, call: Lookup) -> Steps[Found]:
         control, keys = self.control, call.keys
@@ -351,14 +360,14 @@ class NodeSession(MemoryHolder):
         if hints is not None and not self._hint_rate.admits(self.pool.clock()):
             hints = Hints(ignored=("rate",))
         source = Source(*call.source)
-        chain = None
+        context, release = (None, False) if hints is None else (hints.context, hints.release)
         for first in reversed(range(0, max(1, len(call.keys)), CALL_SLICE)):  # the end of a chain comes first
             part, start = call.keys[first : first + CALL_SLICE], call.start + first
-            chain = self.control.use(part, start=start, looked_up=call.looked_up, hints=hints, source=source)
+            self.control.use(part, start=start, looked_up=call.looked_up, hints=hints, source=source)
+            if self.tier is not None:
+                self.tier.pool.note_use(self.tier.of, self.control, part, start=start, context=context, release=release)
             if first:
                 yield
-        if self.tier is not None and chain is not None and hints is not None and hints.context is not None:
-            self.tier.note_use(hints.context, chain, release=hints.release)
 
     def count_lookup(self, call: CountLookup) -> None:
         self.control.count_lookup(call.queried, call.hits, Source(*call.source))
@@ -367,7 +376,7 @@ class NodeSession(MemoryHolder):
         news = call.news()
         self.control.note_prefill(news)
         if self.tier is not None:
-            self.tier.note_prefill(news.cost)
+            self.tier.pool.note_prefill(self.tier.of, news.cost)
 
     def read_events(self, call: ReadEvents) -> EventPage:
         """O(events returned), whatever the other namespaces of the pool do."""
@@ -386,6 +395,8 @@ class NodeSession(MemoryHolder):
 
     def complete_in_steps(self, call: Completions) -> Steps[None]:
         yield from self.control.complete_in_steps(call.rank, call.boot_id, call.completions)
+        if self.tier is not None:
+            self.tier.pool.write_stored()
         self.send_settled()
         self._free_owed()
 

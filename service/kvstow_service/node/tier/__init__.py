@@ -1,1 +1,1 @@
-"""The fleet tier of the node service: the node's own transfers between its pools and a store that nodes share."""
+"""The store below the pools of a node: its view of their memory, and what operators see of it."""

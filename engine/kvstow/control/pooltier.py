@@ -1,0 +1,751 @@
+"""What one pool has of the store below it: what is read and written, and what a request waits for."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import NamedTuple
+
+from kvstow.control.attachedsession import AttachedSession
+from kvstow.control.contextkeys import ContextKeys, DueContexts
+from kvstow.control.indexjournal import fit
+from kvstow.control.namespaces import Namespace
+from kvstow.control.ops import TierOp
+from kvstow.control.sharedpool import SharedPool
+from kvstow.prefill import PrefillCost
+from kvstow.results import Lease, Needed, Needs
+from kvstow.tier.blockstore import (
+    BlockStore,
+    BlockTransfer,
+    Piece,
+    Purged,
+    PurgeWish,
+    StoredLayout,
+    StoredNamespace,
+)
+from kvstow.tier.breakeven import PROBE_BLOCKS, BreakEven
+from kvstow.tier.tierstatus import TIER_FAILED, TierCounters, TierStatus
+
+WRITING_SHARE = 0.05
+"""Of the pool's slots, that writes may keep."""
+STUCK_SHARE = 0.01
+"""Of the pool's slots, that the store may keep although they are overdue. Nothing is read while it keeps more."""
+ANSWER_SECONDS = 0.02
+"""How long a request waits for a store that cannot say at once what it has."""
+UNKNOWN_SECONDS = 2.0
+"""How long it waits for reads while nobody knows how long computing takes."""
+LEAST_LEAD_SECONDS = 2.0
+"""Blocks of a context are read so long before its next request is expected, or twice as long as that takes."""
+_MOST_BEHIND = 1 << 18
+"""Keys of the end of a chain that are kept until its beginning is there."""
+
+logger = logging.getLogger("kvstow.tier")
+
+
+class LongerHit(NamedTuple):
+    """A hit that is longer than the pool's own. `keys`: all that it needs, or those from the first one on that the pool
+    lacks; `remote`: those of them to read; `ops`: reads under way that bring others. It saves computing `blocks` blocks
+    of tokens, which come behind `behind` others."""
+
+    keys: Sequence[bytes] = ()
+    remote: Sequence[bytes] = ()
+    ops: Sequence[int] = ()
+    blocks: int = 0
+    behind: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class TieredNamespace:
+    """A namespace of the pool. `stored`: its name in the store; None while the store is off for it, for the
+    `off_reason`. `model` and the namespace's name are for operators. `behind`: the end of a chain that a session gives
+    in parts, by session."""
+
+    namespace: Namespace
+    stored: StoredNamespace | None
+    off_reason: str
+    model: str
+    even: BreakEven
+    counters: TierCounters = field(default_factory=TierCounters)
+    contexts: ContextKeys = field(default_factory=ContextKeys)
+    due: DueContexts = field(default_factory=DueContexts)
+    behind: dict[int, list[bytes]] = field(default_factory=dict)
+
+
+@dataclass(slots=True, eq=False)
+class TierWait:
+    """A request that may get more than the pool has. `first`: how many leading keys the pool had. `needs`: None where a
+    hit is a leading run of `keys`. `then` is called when it is over. `until`: when it continues with what has arrived.
+    `ops`: the reads that it waits for. `leases`: of its session, on blocks that have arrived; the caller releases
+    them."""
+
+    of: TieredNamespace
+    session: AttachedSession
+    keys: Sequence[bytes]
+    first: int
+    needs: Needs | None
+    then: Callable[[], object]
+    began: float
+    until: float
+    ops: set[int] = field(default_factory=set)
+    leases: list[Lease] = field(default_factory=list)
+    is_over: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Read:
+    """A read under way. `worth`: seconds of computing that one block of it saves."""
+
+    of: TieredNamespace
+    worth: float
+    is_prefetch: bool
+    waits: list[TierWait] = field(default_factory=list)
+
+
+class PoolTier:
+    """Decides for each request whether to read from the store, takes the slots, makes what arrives visible, and has
+    every block written.
+
+    Every call may come from any thread, and none waits, except for the pool's lock, which is held for O(blocks given).
+    Attributes are used with that lock held. The store calls back on threads of its own; requests are answered through
+    `post`. An unexpected error turns the store off for the pool, and nothing else.
+
+    - Each block is offered to the store when it is stored, root first, and again at each use: so what could not be
+      written is written at the next use. Writes keep at most 5 % of the pool's slots.
+    - What was read goes to the cold end of the pool: the store still has it.
+    - A block that arrives is leased to the requests that wait for it, in the moment in which it becomes visible.
+    - A request waits no longer than computing would take, and then continues with what has arrived.
+    """
+
+    def __init__(
+        self,
+        pool: SharedPool,
+        namespace: Namespace,
+        store: BlockStore,
+        layout: StoredLayout,
+        *,
+        block_tokens: int | None = None,
+        needs_of: Callable[[Sequence[bytes]], Needs | None] | None = None,
+        post: Callable[[Callable[[], object]], object] = lambda call: call(),
+    ) -> None:
+        """`namespace`: any of the pool. `block_tokens`: by how many tokens each block lengthens a hit, where the pool's
+        configuration does not have it. `needs_of`: what a hit needs, given the keys of a prompt; None where it is a
+        leading run. Raises `ConflictError` if the pool was closed."""
+        self.session = pool.attach_tier(namespace)
+        self._pool, self._store = pool, store
+        self._clock, self._post = pool.clock, post
+        self._block_tokens = pool.config.block_tokens or block_tokens
+        self._needs_of = needs_of
+        self._namespaces: dict[Namespace, TieredNamespace] = {}
+        self._retired: dict[str, TierCounters] = {}
+        """By model: what namespaces had counted that are gone."""
+        self._waits: dict[TierWait, None] = {}
+        self._reads: dict[int, _Read] = {}
+        self._filling: dict[int, int] = {}
+        """By slot: the read that fills it."""
+        self._writes: dict[int, TieredNamespace] = {}
+        self._num_writing = 0
+        self._noted: deque[tuple[TieredNamespace, Sequence[bytes]]] = deque()
+        """Blocks that engines have stored and that were not offered yet."""
+        self._prefetching: tuple[TieredNamespace, list[bytes], bool] | None = None
+        """What is left of a context, and whether it is of use as a whole only."""
+        self._num_purges = 0
+        """Nothing is read or written while one is under way."""
+        self.is_closed = False
+        self.failure = ""
+        self.stored_pool = store.join(layout, self.take_pieces)
+        pool.tier = self
+
+    # -- engines --------------------------------------------------------------------------------------------
+
+    def enter(
+        self, session: AttachedSession, model: str, fingerprint: str | None, off_reason: str = ""
+    ) -> TieredNamespace:
+        """The engine of this session is in its namespace from now on. `fingerprint`: what its blocks are known by in
+        the store; None if nothing is read or written, for the `off_reason`."""
+        namespace = session.namespace
+        with self._pool.lock:
+            for other in [one for one in self._namespaces if one.is_dropped]:
+                self._retire(self._namespaces.pop(other))
+            of = self._namespaces.get(namespace)
+            if of is None:
+                stored = None if fingerprint is None else StoredNamespace(fingerprint, f"{model} {namespace.name}")
+                even = BreakEven(self._block_tokens, self._clock)
+                of = self._namespaces[namespace] = TieredNamespace(namespace, stored, off_reason, model, even)
+            session.on_stored = partial(self._note_stored, of) if of.stored is not None else None
+        return of
+
+    def _retire(self, of: TieredNamespace) -> None:
+        self._retired[of.model] = self._retired.get(of.model, TierCounters()) + of.counters
+
+    def is_on(self, of: TieredNamespace) -> bool:
+        """Whether the store is used for this namespace. Without the lock: it may change the next moment."""
+        return of.stored is not None and not self.is_closed and not self.failure and not self._num_purges
+
+    def note_prefill(self, of: TieredNamespace, cost: PrefillCost) -> None:
+        """So much it costs an engine to compute prompts."""
+        of.even.prefill = cost
+
+    def look_for(
+        self,
+        of: TieredNamespace,
+        session: AttachedSession,
+        keys: Sequence[bytes],
+        then: Callable[[], object],
+        *,
+        first: int = 0,
+        needs: Needs | None = None,
+    ) -> TierWait | None:
+        """A request of this session has these keys, which stay as they are. Not all of them are in the pool, but the
+        `first` ones are, as the caller has just seen. `needs`: what a hit is, if it is no leading run; `first` is 0
+        then. None: there is nothing to wait for. Otherwise `then` is called once through `post`: the request looks its
+        keys up again, computes what is not there, and releases `TierWait.leases`."""
+        if of.stored is None or not self.is_on(of):
+            return None
+        of.counters.requests += 1
+        now = self._clock()
+        wait = TierWait(of, session, keys, first, needs, then, now, now + ANSWER_SECONDS)
+        if not of.even.may_pay:
+            wait.is_over = True  # what it finds shows whether reads pay again
+        with self._pool.lock:
+            self._waits[wait] = None
+        try:
+            asked = keys[first:] if first else keys
+            has = self.stored_pool.has(of.stored, asked, partial(self._take_answer, wait))
+            if has is None:
+                if wait.is_over:
+                    of.counters.declined_requests += 1
+            else:
+                wait.is_over = False
+                if self._decide(wait, has):
+                    return wait
+        except Exception as error:  # noqa: BLE001 - the request continues with what the pool has
+            self.fail(error)
+            has = ()
+        if has is None and not wait.is_over:
+            return wait
+        with self._pool.lock:
+            self._waits.pop(wait, None)
+            wait.is_over = True
+        return None
+
+    def _take_answer(self, wait: TierWait, has: Sequence[bool]) -> None:
+        """The store says later which of the request's keys it has."""
+        try:
+            if self.is_on(wait.of) and self._decide(wait, has):
+                return
+        except Exception as error:  # noqa: BLE001 - the store's thread goes on
+            self.fail(error)
+        self._finish([wait])
+
+    def _decide(self, wait: TierWait, has: Sequence[bool]) -> bool:
+        """It is known what the store has of the request's keys. Whether the request waits for something."""
+        of = wait.of
+        hit = self._leading(wait, has) if wait.needs is None else self._needed(wait, wait.needs, has)
+        of.counters.found_blocks += len(hit.remote)
+        if not hit.remote and not hit.ops:
+            return False
+        compute = of.even.compute_seconds(hit.blocks, hit.behind)
+        if hit.remote:
+            count = len(hit.remote)
+            estimate = of.even.decide(self.stored_pool.expect(count), count, hit.blocks, hit.behind)
+            if not estimate.pays:
+                of.counters.declined_requests += not wait.is_over
+                if of.even.wants_probe():
+                    self._begin_read(of, hit.remote[:PROBE_BLOCKS], 0.0)
+                return False
+        with self._pool.lock:
+            if wait.is_over:
+                return False
+            wait.until = wait.began + (UNKNOWN_SECONDS if compute is None else compute)
+            for op_id in hit.ops:
+                self._join(wait, op_id)
+        if hit.remote:
+            worth = (compute or 0.0) / len(hit.remote)
+            self._begin_read(of, hit.keys, worth, whole=wait.needs is not None, wait=wait)
+        with self._pool.lock:
+            return bool(wait.ops)
+
+    def _join(self, wait: TierWait, op_id: int) -> None:
+        read = self._reads.get(op_id)
+        if read is not None:
+            read.waits.append(wait)
+            wait.ops.add(op_id)
+
+    def _finish(self, waits: Iterable[TierWait]) -> None:
+        """These requests wait no longer, unless that was said before."""
+        over: list[TierWait] = []
+        now = self._clock()
+        with self._pool.lock:
+            for wait in waits:
+                self._waits.pop(wait, None)
+                if not wait.is_over:
+                    wait.is_over = True
+                    wait.of.counters.wait_seconds += now - wait.began
+                    over.append(wait)
+        for wait in over:
+            self._post(wait.then)
+
+    # -- what a request can have of the pool, of reads under way and of the store together -------------------------
+
+    def _leading(self, wait: TierWait, has: Sequence[bool]) -> LongerHit:
+        """The keys from `wait.first` on that the three have. It ends at a block that an engine is storing just now. The
+        lock is held for a slice of the keys at a time."""
+        pool, keys, at = self._pool, wait.keys, wait.first
+        remote: list[bytes] = []
+        ops: dict[int, None] = {}
+        lead = end = len(keys)
+        while at < len(keys) and end == len(keys):
+            some = keys[at : at + pool.slice_slots]
+            with pool.lock:
+                for number, slot in enumerate(wait.of.namespace.keys.slots_of(some), at):
+                    if slot is not None:
+                        continue
+                    op_id, is_pending = self._filled_by(wait.of.namespace, keys[number])
+                    if op_id is not None:
+                        ops[op_id] = None
+                    elif not is_pending and has[number - wait.first]:
+                        remote.append(keys[number])
+                    else:
+                        end = number
+                        break
+                    lead = min(lead, number)
+            at += len(some)
+        return LongerHit(keys[lead:end], remote, list(ops), max(0, end - lead), lead)
+
+    def _needed(self, wait: TierWait, needs: Needs, has: Sequence[bool]) -> LongerHit:
+        """What a request needs of several groups for the longest hit that the three give together, and how much longer
+        it is than that of the pool alone. O(keys), and O(keys log keys) where the pool is short of slots."""
+        namespace = wait.of.namespace
+        stored = dict(zip(wait.keys, has, strict=True))
+        pool_hit = needs(partial(self._visible, namespace))
+        if pool_hit.blocks == needs.most:
+            return LongerHit()
+        longest = self._longest(namespace, needs, partial(self._has_any, namespace, stored), pool_hit.blocks)
+        saved = longest.blocks - pool_hit.blocks
+        if saved <= 0:
+            return LongerHit()
+        ops: dict[int, None] = {}
+        remote: list[bytes] = []
+        with self._pool.lock:
+            for key, slot in zip(longest.keys, namespace.keys.slots_of(longest.keys), strict=True):
+                op_id, is_pending = self._filled_by(namespace, key)
+                if op_id is not None:
+                    ops[op_id] = None
+                elif slot is None and not is_pending:
+                    remote.append(key)
+        return LongerHit(longest.keys, remote, list(ops), saved, pool_hit.blocks)
+
+    def _longest(
+        self, namespace: Namespace, needs: Needs, has: Callable[[Sequence[bytes]], Sequence[bool]], least: int
+    ) -> Needed:
+        """The longest hit that the three give together and that the pool has room for; if none is longer than `least`
+        blocks, a shorter one. Bisects, so it may miss a longer hit that needs fewer slots, as with chunked attention.
+        """
+        longest = needs(has)
+        if longest.blocks <= least or self._has_room(namespace, longest.keys):
+            return longest
+        longest, most = Needed((), 0), longest.blocks - 1
+        while least < most:
+            middle = (least + most + 1) // 2
+            hit = needs(has, middle)
+            if self._has_room(namespace, hit.keys):
+                longest, least = hit, middle
+            else:
+                most = hit.blocks - 1
+        return longest
+
+    def _visible(self, namespace: Namespace, keys: Sequence[bytes]) -> list[bool]:
+        with self._pool.lock:
+            return [slot is not None for slot in namespace.keys.slots_of(keys)]
+
+    def _has_any(self, namespace: Namespace, stored: dict[bytes, bool], keys: Sequence[bytes]) -> list[bool]:
+        """For each key, whether the pool, a read under way or the store has it. What the store has does not count while
+        an engine stores the same key, because a read cannot fill that slot."""
+        found: list[bool] = []
+        with self._pool.lock:
+            for key, slot in zip(keys, namespace.keys.slots_of(keys), strict=True):
+                op_id, is_pending = self._filled_by(namespace, key)
+                found.append(slot is not None or op_id is not None or (not is_pending and stored.get(key, False)))
+        return found
+
+    def _filled_by(self, namespace: Namespace, key: bytes) -> tuple[int | None, bool]:
+        """The read that brings this key, if one does, and whether anybody fills a slot with it."""
+        slot = namespace.pending_stores.slot_of(key)
+        return (None, False) if slot is None else (self._filling.get(slot), True)
+
+    def _has_room(self, namespace: Namespace, keys: Sequence[bytes]) -> bool:
+        """Whether slots can be had to read all of the keys that are neither visible nor being filled, while the visible
+        ones stay."""
+        with self._pool.lock:
+            fresh, present = namespace.select(keys, {})
+            return len(fresh) <= self.session.room(kept=len(self._pool.index.evictable(present)))
+
+    # -- reads ----------------------------------------------------------------------------------------------
+
+    def _begin_read(
+        self,
+        of: TieredNamespace,
+        keys: Sequence[bytes],
+        worth: float,
+        *,
+        whole: bool = False,
+        wait: TierWait | None = None,
+        is_prefetch: bool = False,
+    ) -> bool:
+        """Read the leading ones of those keys that are neither visible nor being filled, as far as slots can be had;
+        `whole`: all or none of them. Evicts as needed, but no blocks of these keys.
+
+        Reads nothing in a namespace that is dropped or forgotten, as nobody would find it, and none of keys that the
+        pool's journal could not publish."""
+        pool, session, namespace = self._pool, self.session, of.namespace
+        with pool.lock:
+            now = pool.clock()
+            if of.stored is None or not self.is_on(of) or namespace.is_dropped or session.refusal("store", now):
+                return False
+            if session.ops.stuck_tier_slots > STUCK_SHARE * pool.slots.limit:
+                return False
+            if pool.journal is not None and not fit(keys):
+                return False
+            fresh, present = namespace.select(keys, {})
+            slots = pool.make_room(len(fresh), present, now, session.watermark)
+            if (whole and len(slots) < len(fresh)) or not slots:
+                pool.deallocate(slots)
+                return False
+            wanted = namespace.begin(keys, fresh[: len(slots)], slots, apart=True)
+            if pool.journal is not None:
+                pool.journal.begin(slots, session.session_id)
+            op = session.ops.start_tier("read", namespace, slots, now)
+            self._reads[op.op_id] = _Read(of, worth, is_prefetch)
+            self._filling.update(dict.fromkeys(slots, op.op_id))
+            if wait is not None and not wait.is_over:
+                self._join(wait, op.op_id)
+                self._lease(wait, [slot for run in present for slot in run], now)
+        self.stored_pool.read(BlockTransfer(op.op_id, of.stored, wanted, op.slots))
+        return True
+
+    def take_pieces(self, pieces: Sequence[Piece]) -> None:
+        """Some slots have come back from the store: see `BlockStore.join`."""
+        try:
+            for piece in pieces:
+                self._finish(self._take_piece(piece))
+            self._go_on_prefetching()
+        except Exception as error:  # noqa: BLE001 - the store's thread goes on
+            self.fail(error)
+        self._pool.write_log()
+
+    def _take_piece(self, piece: Piece) -> list[TierWait]:
+        """Returns the requests that now have all that they wait for."""
+        with self._pool.lock:
+            read = self._reads.get(piece.op_id)
+            if read is None:
+                self._take_written(piece)
+                return []
+            is_fetched = not read.is_prefetch  # somebody has said that a request will come for what is prefetched
+            part = self.session.ops.end_part(piece.op_id, piece.good, piece.bad, is_fetched=is_fetched)
+            if part is None:
+                return []
+            for slot in (*piece.good, *piece.bad):
+                self._filling.pop(slot, None)
+            counters = read.of.counters
+            counters.read_blocks += len(piece.good)
+            counters.failed_read_blocks += len(piece.bad)
+            counters.saved_seconds += read.worth * len(piece.good)
+            now = self._pool.clock()
+            for wait in read.waits:
+                self._lease(wait, list(part.visible), now)
+            if not part.has_ended:
+                return []
+            del self._reads[piece.op_id]
+            for wait in read.waits:
+                wait.ops.discard(piece.op_id)
+            return [wait for wait in read.waits if not wait.ops]
+
+    def _lease(self, wait: TierWait, slots: list[int], now: float) -> None:
+        """These blocks are there, and the request that waits needs them with others that are still to come."""
+        if slots and not wait.is_over:
+            lease = wait.session.lease_slots(slots, now)
+            wait.leases += [] if lease is None else [lease]
+
+    # -- writes ---------------------------------------------------------------------------------------------
+
+    def _note_stored(self, of: TieredNamespace, keys: Sequence[bytes]) -> None:
+        """An engine has stored these blocks. Called with the lock held."""
+        if keys and self.is_on(of):
+            self._noted.append((of, keys))
+
+    def write_stored(self) -> None:
+        """Offer what engines have stored. Call it after completions."""
+        while self._noted:
+            try:
+                of, keys = self._noted.popleft()
+            except IndexError:  # another thread was faster
+                return
+            self._offer(of, keys, is_use=False)
+
+    def note_use(
+        self,
+        of: TieredNamespace,
+        session: AttachedSession,
+        keys: Sequence[bytes],
+        *,
+        start: int = 0,
+        context: bytes | None = None,
+        release: bool = False,
+    ) -> None:
+        """A request has used these blocks, which are a chain from its root on, or a part of one from key number `start`
+        on, the end first. `context`: of the request, which will need them again unless it is released."""
+        if of.stored is None or not self.is_on(of):
+            return
+        if start:
+            with self._pool.lock:
+                behind = of.behind.get(session.session_id, [])
+                whole = len(behind) + len(keys) <= _MOST_BEHIND
+                of.behind = {session.session_id: [*keys, *behind] if whole else list(keys)}
+            return
+        behind = of.behind.pop(session.session_id, [])
+        chain = [*keys, *behind] if behind else keys
+        self._offer(of, chain, is_use=True)
+        if context is not None and of.contexts.note(context, chain, release=release):
+            self._schedule(of, context)
+
+    def _offer(self, of: TieredNamespace, keys: Sequence[bytes], *, is_use: bool) -> None:
+        """Have those of the blocks written that the store wants, are in the pool, and may be written now."""
+        if of.stored is None or not self.is_on(of):
+            return
+        try:
+            wanted = self.stored_pool.offer(of.stored, keys, is_use=is_use)
+            if wanted:
+                self._write(of, of.stored, [keys[index] for index in wanted])
+        except Exception as error:  # noqa: BLE001 - the thread that serves engines goes on
+            self.fail(error)
+
+    def _write(self, of: TieredNamespace, stored: StoredNamespace, keys: Sequence[bytes]) -> None:
+        pool, session = self._pool, self.session
+        with pool.lock:
+            if not self.is_on(of) or session.refusal("load", pool.clock()):
+                return
+            slots = of.namespace.keys.slots_of(keys, session.watermark)
+            found = [(key, slot) for key, slot in zip(keys, slots, strict=True) if slot is not None]
+            room = max(0, max(1, int(WRITING_SHARE * pool.slots.limit)) - self._num_writing)
+            of.counters.postponed_blocks += max(0, len(found) - room)
+            del found[room:]
+            if not found:
+                return
+            pool.index.hold([slot for _, slot in found])
+            op: TierOp = session.ops.start_tier("write", of.namespace, [slot for _, slot in found], pool.clock())
+            self._writes[op.op_id] = of
+            self._num_writing += len(found)
+        self.stored_pool.write(BlockTransfer(op.op_id, stored, [key for key, _ in found], op.slots))
+
+    def _take_written(self, piece: Piece) -> None:
+        part = self.session.ops.end_part(piece.op_id, piece.good, piece.bad)
+        of = self._writes.get(piece.op_id)
+        if part is None or of is None:
+            return
+        self._num_writing -= len(piece.good) + len(piece.bad)
+        of.counters.written_blocks += len(piece.good)
+        of.counters.failed_write_blocks += len(piece.bad)
+        if part.has_ended:
+            del self._writes[piece.op_id]
+
+    # -- contexts -------------------------------------------------------------------------------------------
+
+    def prefetch(self, context: bytes) -> int | None:
+        """Begin to bring what the store has of the context into the pool. How many blocks its last request had used;
+        None if none is known, or the store is not used."""
+        with self._pool.lock:
+            namespaces = [of for of in self._namespaces.values() if self.is_on(of)]
+        counts = [(of, len(of.contexts.of(context))) for of in namespaces]
+        found = [(of, count) for of, count in counts if count]
+        with self._pool.lock:
+            for of, _ in found:
+                of.due.add_now(context)
+        self._go_on_prefetching()
+        return sum(count for _, count in found) if found else None
+
+    def keys_of(self, context: bytes) -> list[bytes]:
+        """What the last requests of this context have used, in all namespaces."""
+        with self._pool.lock:
+            namespaces = list(self._namespaces.values())
+        return [key for of in namespaces for key in of.contexts.of(context)]
+
+    def _schedule(self, of: TieredNamespace, context: bytes) -> None:
+        """Look again when the next request of the context is near; read now if it is. What is prefetched evicts what
+        others have, so nothing is for a context that never came back, or while hints are off."""
+        pool = self._pool
+        with pool.lock:
+            of.due.forget(context)
+            claims = pool.index.claims
+            if claims is None or not claims.is_on:
+                return
+            found = claims.find(of.namespace, context)
+            if found is None or not found.hits or found.expected is None:
+                return
+            now = pool.clock()
+            num_blocks, seconds = found.num_blocks, found.expected - now
+        if not 0 <= seconds < float("inf"):
+            return
+        expected = self.stored_pool.expect(num_blocks).seconds
+        lead = max(LEAST_LEAD_SECONDS, 2 * expected if expected else 0.0)
+        with pool.lock:
+            if seconds <= lead:
+                of.due.add_now(context)
+            else:
+                of.due.add_later(context, now + seconds - lead)
+
+    def _go_on_prefetching(self) -> None:
+        """One transfer at a time, and none while the store has anything to do for a request."""
+        pool = self._pool
+        with pool.lock:
+            if self._prefetching is None and not any(of.due for of in self._namespaces.values()):
+                return
+            if self._waits or self._reads or self.is_closed or self.stored_pool.expect(1).queued_bytes:
+                return
+            if self._prefetching is None:
+                of = next(of for of in self._namespaces.values() if of.due)
+                context = of.due.take_now()
+        if self._prefetching is None:
+            self._begin_prefetch(of, of.contexts.of(context))
+            return
+        of, keys, whole = self._prefetching
+        count = len(keys) if whole else max(1, int(STUCK_SHARE * pool.slots.limit))
+        some, rest = keys[:count], keys[count:]
+        with pool.lock:
+            self._prefetching = (of, rest, whole) if rest else None
+            has_room = some and len(some) <= self.session.room()
+        if has_room and self._begin_read(of, some, 0.0, whole=whole, is_prefetch=True):
+            of.counters.prefetched_blocks += len(some)
+        else:
+            self._prefetching = None
+
+    def _begin_prefetch(self, of: TieredNamespace, keys: Sequence[bytes]) -> None:
+        needs = None if self._needs_of is None else self._needs_of(keys)
+        if of.stored is None or not keys or (needs is None and self._needs_of is not None):
+            return
+        keys = keys if needs is not None else keys[: self._pool.slots.limit // 2]
+        wait = TierWait(of, self.session, keys, 0, needs, lambda: None, 0.0, 0.0, is_over=True)
+
+        def begin(has: Sequence[bool]) -> None:
+            hit = self._leading(wait, has) if needs is None else self._needed(wait, needs, has)
+            with self._pool.lock:
+                self._prefetching = (of, list(hit.remote), needs is not None) if hit.remote else None
+            self._go_on_prefetching()
+
+        has = self.stored_pool.has(of.stored, keys, begin)
+        if has is not None:
+            begin(has)
+
+    # -- time -----------------------------------------------------------------------------------------------
+
+    @property
+    def next_deadline(self) -> float | None:
+        """When to call `expire`. O(requests that wait)."""
+        with self._pool.lock:
+            waits = [wait.until for wait in self._waits]
+            due = [at for of in self._namespaces.values() if (at := of.due.next_at) is not None]
+        return min([*waits, *due], default=None)
+
+    def expire(self) -> None:
+        """Answer the requests that have waited as long as computing would take, and give up reads for which nobody
+        waits any more."""
+        now = self._clock()
+        with self._pool.lock:
+            late = [wait for wait in self._waits if now >= wait.until]
+            for wait in late:
+                wait.of.counters.cut_waits += not wait.is_over
+        self._finish(late)
+        with self._pool.lock:
+            op_ids = {op_id for wait in late for op_id in wait.ops}
+            unwanted = [op_id for op_id in op_ids if op_id in self._reads and self._is_unwanted(self._reads[op_id])]
+            due = [(of, context) for of in self._namespaces.values() for context in of.due.take_due(now)]
+        for op_id in unwanted:
+            self.stored_pool.cancel(op_id)
+        for of, context in due:
+            self._schedule(of, context)
+        self._go_on_prefetching()
+
+    def _is_unwanted(self, read: _Read) -> bool:
+        return not read.is_prefetch and all(wait.is_over for wait in read.waits)
+
+    # -- operators ------------------------------------------------------------------------------------------
+
+    def purge(self, wish: PurgeWish, then: Callable[[Purged], object], *, dry_run: bool = False) -> None:
+        """Remove blocks from the store; see `StoredPool.purge`. Between `begin_purge` and `end_purge`, if the pool's
+        own blocks go, too."""
+        self.stored_pool.purge(wish, then, dry_run=dry_run)
+
+    def begin_purge(self) -> None:
+        """Nothing is read or written until `end_purge`: otherwise a block could go from the pool to the store, or back,
+        when one of them has been searched already."""
+        with self._pool.lock:
+            self._num_purges += 1
+            self._noted.clear()
+
+    def end_purge(self) -> None:
+        with self._pool.lock:
+            self._num_purges -= 1
+
+    def totals(self) -> dict[str, TierCounters]:
+        """By model. They only grow."""
+        with self._pool.lock:
+            totals = dict(self._retired)
+            for of in self._namespaces.values():
+                totals[of.model] = totals.get(of.model, TierCounters()) + of.counters
+        return totals
+
+    def statuses(self) -> list[TierStatus]:
+        """One for each namespace that engines use or have used."""
+        parts = self._store.parts()
+        is_down = all(part.state != "on" for part in parts)
+        reasons = "; ".join(part.reason for part in parts if part.reason) if is_down else ""
+        with self._pool.lock:
+            return [self._status(of, reasons, is_down=is_down) for of in self._namespaces.values()]
+
+    def _status(self, of: TieredNamespace, reasons: str, *, is_down: bool) -> TierStatus:
+        last, prefill = of.even.last, of.even.prefill
+        is_off = of.stored is None or bool(self.failure) or self.is_closed
+        return TierStatus(
+            store=self._store.name,
+            pool=self._pool.name,
+            namespace=of.namespace.name,
+            model=of.model,
+            fingerprint=None if of.stored is None or is_off else of.stored.fingerprint,
+            state="off" if is_off else "down" if is_down else "on",
+            reason=(self.failure or of.off_reason) if is_off else reasons,
+            read_seconds=None if last is None else last.read_seconds,
+            prefill_tokens_per_second=None if prefill is None else prefill.tokens_per_second,
+            decision="no request has asked for a read yet" if last is None else last.reason,
+            writing_blocks=sum(self.session.ops.num_left(op_id) for op_id, one in self._writes.items() if one is of),
+            reading_blocks=sum(self.session.ops.num_left(op_id) for op_id, one in self._reads.items() if one.of is of),
+            stuck_slots=self.session.ops.stuck_tier_slots,
+            counters=replace(of.counters),
+        )
+
+    # -- ends -----------------------------------------------------------------------------------------------
+
+    def fail(self, error: Exception) -> None:
+        """Log a defect, and use the store no more for this pool. Its status gives the reason."""
+        logger.error("the store below pool %s is off: unexpected error", self._pool.name, exc_info=error)
+        with self._pool.lock:
+            self.failure = TIER_FAILED
+            self._pool.counters.faults.errors["host"] += 1
+            self._noted.clear()
+            self._prefetching = None
+            waits = list(self._waits)
+        self._finish(waits)
+
+    def close(self, then: Callable[[], object]) -> None:
+        """Begin nothing any more, and answer the requests that wait. `then` is called when no process of the store
+        touches the pool's memory, and every slot was given back. Idempotent, except for `then`."""
+        with self._pool.lock:
+            self.is_closed = True
+            self._noted.clear()
+            self._prefetching = None
+            for session in self._pool.attached():
+                session.on_stored = None
+            waits = list(self._waits)
+        self._finish(waits)
+        self.stored_pool.leave(then)

@@ -1,0 +1,218 @@
+"""The store below the pools of a node, for those that use it and those that operate it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from threading import Lock
+from typing import Final, NamedTuple
+
+from msgspec.structs import replace
+
+from kvstow.attach.identity import FleetWeights
+from kvstow.control.pooltier import PoolTier, TieredNamespace
+from kvstow.errors import ConflictError, NotFoundError
+from kvstow.results import Needs
+from kvstow.tier.blockstore import BlockStore, PurgeWish, StoredLayout, StorePart
+from kvstow.tier.fingerprint import WEIGHTS_CHANGED, Fingerprint, fingerprint
+from kvstow.tier.tierstatus import TierCounters, TierStatus
+from kvstow_api.directory import TierLabels, TierMeasurements
+from kvstow_service.node.pools.memoryholder import MemoryHolder
+from kvstow_service.node.pools.memorythread import MemoryThread
+from kvstow_service.node.pools.nodepool import KnownNamespace, NodePool
+from kvstow_service.node.tier.hitneeds import groups_of, needs_of
+from kvstow_service.node.tier.tiermemory import TierMemory
+
+logger = logging.getLogger("kvstow.tier")
+
+_END_SECONDS = 60.0
+"""For what is under way in a store when the service ends."""
+_GROUPS: Final = "groups_unknown: the model has kinds of KV groups that this version of KVStow does not know"
+
+
+class SessionTier(NamedTuple):
+    """What an engine's session has of the store. `needs_of`: see `PoolTier`; also where a hit is a leading run."""
+
+    pool: PoolTier
+    of: TieredNamespace
+    needs_of: Callable[[Sequence[bytes]], Needs | None]
+
+
+class NodeStore:
+    """Has a `PoolTier` made for each pool whose engines may use the store. What operators see is that of
+    `kvstow_api.directory.HostTier`.
+
+    `enter`, `follow_pool`, `next_deadline` and `expire` are for the attach server's thread. Nothing waits but `close`
+    and `measure`. Until `close`, this process and each process of the store hold the other end of `_end`. It becomes
+    readable, also for the next service, when none of the latter has memory any more.
+    """
+
+    def __init__(
+        self,
+        store: BlockStore,
+        memory: MemoryThread,
+        post: Callable[[Callable[[], object]], object],
+        tenants: Mapping[int, str],
+        measure: Callable[[], TierMeasurements] = lambda: TierMeasurements(()),
+    ) -> None:
+        """`post` has the attach server's thread call something. `tenants`: the names of the users (uids) whose blocks
+        leave the memory. `measure`: what the doctor wants to know of the store."""
+        self.store, self.url = store.name, store.shown
+        self._store, self._memory, self._post, self._tenants = store, memory, post, tenants
+        self.measure = measure
+        self._lock = Lock()
+        """Guards what follows. Held for moments."""
+        self._is_closed = False
+        self._pools: dict[str, TierMemory] = {}
+        self._ending: list[TierMemory] = []
+        self._end, self._witness = os.pipe()
+        try:
+            store.start(self._witness)
+        except BaseException:
+            os.close(self._end)
+            os.close(self._witness)
+            raise
+
+    # -- engines --------------------------------------------------------------------------------------------
+
+    def enter(self, session: MemoryHolder, weights: FleetWeights) -> SessionTier | None:
+        """The engine of this session is in its namespace from now on; None after `close`. Raises `ConflictError` if the
+        pool was closed."""
+        pool, namespace = session.pool, session.namespace
+        with self._lock:
+            if self._is_closed:
+                return None
+            memory = self._pools.get(pool.name)
+            if memory is None:
+                memory = self._pools[pool.name] = self._join(session)
+        name = self._fingerprint_of(pool, namespace, weights)
+        of = memory.tier.enter(session.control, namespace.identity.model, name.value, name.reason)
+        groups = groups_of(pool.identity)
+        return SessionTier(memory.tier, of, lambda keys: None if groups is None else needs_of(groups, keys))
+
+    def _join(self, session: MemoryHolder) -> TierMemory:
+        pool = session.pool
+        groups = groups_of(pool.identity)
+        is_plain = groups is None or groups.is_plain
+        owner = self._tenants.get(-1 if pool.identity.uid is None else pool.identity.uid, "")
+        sizes = tuple(pool.config.slot_bytes_of(rank) for rank in sorted(pool.storing_ranks))
+        tier = PoolTier(
+            pool,
+            session.control.namespace,
+            self._store,
+            StoredLayout(pool.name, sizes, _identity_of(pool, owner), owner),
+            block_tokens=None if groups is None else groups.alignment,
+            needs_of=None if is_plain or groups is None else partial(needs_of, groups),
+            post=self._post,
+        )
+        memory = TierMemory(pool, session.namespace, tier, self._memory, self._post)
+        memory.join(self._end)
+        return memory
+
+    def _fingerprint_of(self, pool: NodePool, namespace: KnownNamespace, weights: FleetWeights) -> Fingerprint:
+        """The name under which engines in this namespace have their blocks in the store."""
+        if namespace.is_reset:
+            return Fingerprint(None, WEIGHTS_CHANGED)
+        if groups_of(pool.identity) is None:
+            return Fingerprint(None, _GROUPS)
+        uid = pool.identity.uid
+        assert uid is not None, "each pool of a node has an owner"
+        return fingerprint(pool.identity, namespace.identity, weights, self._tenants.get(uid))
+
+    def follow_pool(self, pool: NodePool) -> None:
+        """The pool has become smaller."""
+        with self._lock:
+            found = self._pools.get(pool.name)
+        if found is not None:
+            found.follow_pool()
+
+    def next_deadline(self) -> float | None:
+        """When to call `expire`. O(requests that wait)."""
+        deadlines = [one.tier.next_deadline for one in self._members()]
+        return min([deadline for deadline in deadlines if deadline is not None], default=None)
+
+    def expire(self) -> None:
+        """See `PoolTier.expire`."""
+        for one in self._members():
+            one.tier.expire()
+
+    def forget_reset(self, tier: SessionTier) -> None:
+        """An engine has reset its cache, and no other is in its former namespace: what the store has of it goes."""
+        if tier.of.stored is not None:
+            tier.pool.purge(PurgeWish(namespace=tier.of.stored), lambda purged: None)
+
+    def drop_pool(self, pool: NodePool, then: Callable[[], object], *, purge: bool) -> None:
+        """The pool ends: release its memory, then call `then`, from any thread. `purge`: what the store has of it goes,
+        because an operator has deleted it."""
+        with self._lock:
+            found = None if self._is_closed else self._pools.pop(pool.name, None)
+            if found is not None:
+                self._ending.append(found)
+        if found is None:
+            then()
+            return
+        if purge:
+            found.tier.purge(PurgeWish(), lambda purged: None)
+        found.begin_end(then)
+
+    def _members(self) -> list[TierMemory]:
+        with self._lock:
+            return list(self._pools.values())
+
+    # -- operators, on any thread -----------------------------------------------------------------------------
+
+    def tiers(self) -> list[TierStatus]:
+        return [status for one in self._members() for status in one.tier.statuses()]
+
+    def parts(self) -> list[StorePart]:
+        problems = [one.problem for one in self._members() if one.problem]
+        parts = list(self._store.parts())
+        if problems and parts:
+            parts[0] = StorePart(name=parts[0].name, state="failed", reason=problems[0], counters=parts[0].counters)
+        return parts
+
+    def totals(self) -> dict[TierLabels, TierCounters]:
+        return {
+            (self.store, one.pool.name, model): counters
+            for one in self._members()
+            for model, counters in one.tier.totals().items()
+        }
+
+    def prefetch(self, pool: str, context: bytes) -> int:
+        with self._lock:
+            found = self._pools.get(pool)
+        count = None if found is None else found.tier.prefetch(context)
+        if count is not None:
+            return count
+        if found is None or not any(one.state == "on" for one in found.tier.statuses()):
+            raise ConflictError(f"pool {pool} does not use the store now: `kvstow get tier` says why")
+        raise NotFoundError(f"no request of context {context.hex()} is known")
+
+    # -- ends -----------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Wait until no process of the store touches a slot, for a bounded time. Idempotent."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            members, self._ending = [*self._ending, *self._pools.values()], []
+            pools = list(self._pools.values())
+        for one in pools:
+            one.begin_end()
+        self._store.close()
+        for one in members:
+            if not one.has_ended.wait(_END_SECONDS):
+                logger.error("the store still has slots of pool %s; they stay in quarantine", one.pool.name)
+        os.close(self._end)
+        os.close(self._witness)
+
+
+def _identity_of(pool: NodePool, owner: str) -> str:
+    """See `StoredLayout`."""
+    parts = {"owner": owner, "pool": replace(pool.identity, uid=None).canonical_value()}
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode("ascii")).hexdigest()[:32]

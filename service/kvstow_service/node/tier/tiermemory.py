@@ -1,0 +1,154 @@
+"""The memory of a pool, as the store below it has it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from functools import partial
+
+from kvstow.attach.calls import ExtentBytes, ExtentGrant, ExtentSlots, GrantedExtents, PopulatedExtents
+from kvstow.attach.calls import RevokedExtents as Revoked
+from kvstow.attach.channel import close_fds, duplicates_of
+from kvstow.attach.hello import Hello
+from kvstow.attach.peer import Peer
+from kvstow.attach.wire import Message
+from kvstow.control.pooltier import PoolTier
+from kvstow.tier.blockstore import StoredExtent
+from kvstow_service.node.pools.memoryholder import MemoryHolder
+from kvstow_service.node.pools.memorythread import MemoryThread
+from kvstow_service.node.pools.nodepool import KnownNamespace, NodePool
+
+logger = logging.getLogger("kvstow.tier")
+
+ENGINE = "tier"
+"""By which records name what is no engine."""
+
+
+class TierMemory(MemoryHolder):
+    """The processes of the store as a client of a pool's memory, like the workers of an engine. They get the pool's
+    extents, release them when they are recalled, and are recorded for the next service. They are no engine: the host
+    does not list them, and they ask for one slot, the least that a session can ask for.
+
+    It is its own `SessionLink`, through which the memory thread grants and revokes extents. The store gets an extent
+    once all of it is populated. An extent is reported as released once no process of the store maps it. Until then no
+    other session gets it.
+    """
+
+    def __init__(
+        self,
+        pool: NodePool,
+        namespace: KnownNamespace,
+        tier: PoolTier,
+        memory: MemoryThread,
+        post: Callable[[Callable[[], object]], object],
+    ) -> None:
+        """`post` has the attach server's thread call something."""
+        super().__init__(secrets.token_hex(8), self, pool, namespace, tier.session, 1)
+        self.tier = tier
+        self._memory, self._post = memory, post
+        self.stored_ranks = sorted(pool.storing_ranks)
+        """The ranks with bytes of their own in the store, in the order of `StoredLayout.slot_bytes`."""
+        self._waiting: dict[int, tuple[ExtentGrant, int, int]] = {}
+        """Extents that were granted and are not populated yet, with their descriptors, which this object owns, and the
+        stride of their slots. Used by the memory thread alone."""
+        self._is_closed = False
+        self.problem = ""
+        """Why some of the pool's memory is not used by the store. Its blocks are neither written nor read."""
+        self.has_ended = threading.Event()
+        """Set when no process of the store has memory of the pool, and nothing is under way."""
+
+    def join(self, end: int) -> None:
+        """Ask for the pool's extents. `end` becomes readable, also for the next service, when no process of the store
+        has them any more."""
+        host, token = socket.gethostname(), secrets.token_hex(16)
+        for rank in self.stored_ranks:
+            hello = Hello(role="worker", engine=ENGINE, host=host, pid=os.getpid(), rank=rank, token=token)
+            self._memory.add_worker(self, hello, Peer(os.getpid(), os.geteuid(), os.getegid(), end))
+
+    def _update_control(self, rank: int) -> None:
+        memories = [self._memory_of(one) for one in self.stored_ranks]
+        self.tier.session.set_registered(
+            min(memory.registered_slots for memory in memories), min(memory.applied for memory in memories)
+        )
+
+    # -- the memory thread ------------------------------------------------------------------------------------
+
+    def push(self, message: Message, *, rank: int | None = None, fds: Sequence[int] = ()) -> None:
+        """See `SessionLink`."""
+        if rank is None:
+            return
+        match message:
+            case GrantedExtents():
+                if not self._is_closed:
+                    self.tier.session.map_memory(self.client(rank))
+                    for grant, fd in zip(message.extents, duplicates_of(fds), strict=True):
+                        self._waiting[grant.extent_id] = grant, fd, message.slot_stride
+                    populated = [ExtentBytes(one.extent_id, one.populated_bytes) for one in message.extents]
+                    self._note_populated(rank, populated)
+            case PopulatedExtents():
+                self._note_populated(rank, message.extents)
+            case Revoked():
+                self._release(rank, message.extent_ids)
+
+    def _note_populated(self, rank: int, extents: Iterable[ExtentBytes]) -> None:
+        for extent_id, num_bytes in extents:
+            if extent_id not in self._waiting or num_bytes < self._waiting[extent_id][0].num_bytes:
+                continue
+            grant, fd, stride = self._waiting.pop(extent_id)
+            extent = StoredExtent(extent_id, grant.first_slot, grant.num_slots, stride, grant.num_bytes)
+            then = partial(self._note_added, rank, extent)
+            try:
+                self.tier.stored_pool.add_extent(self.stored_ranks.index(rank), extent, fd, then)
+            finally:
+                os.close(fd)
+
+    def _note_added(self, rank: int, extent: StoredExtent, problem: str) -> None:
+        if problem:
+            self.problem = problem
+            logger.error("the store below pool %s: %s", self.pool.name, problem)
+            self.pool.facade.count_error("host")
+        else:
+            self._post(partial(self.registered, rank, [ExtentSlots(extent.extent_id, extent.num_slots)]))
+
+    def _release(self, rank: int, extent_ids: Sequence[int]) -> None:
+        for extent_id in extent_ids:
+            if extent_id in self._waiting:
+                os.close(self._waiting.pop(extent_id)[1])
+            then = partial(self._post, partial(self._note_released, rank, extent_id))
+            self.tier.stored_pool.remove_extent(self.stored_ranks.index(rank), extent_id, then)
+
+    def _note_released(self, rank: int, extent_id: int) -> None:
+        """On the attach server's thread."""
+        self.released(rank, (extent_id,))
+        self._memory.do(self._memory.release, self.client(rank), (extent_id,))
+
+    def _close_fds(self) -> None:
+        self._is_closed = True
+        waiting, self._waiting = self._waiting, {}  # what the memory thread still pushes finds nothing
+        close_fds([fd for _, fd, _ in waiting.values()])
+
+    # -- the end ----------------------------------------------------------------------------------------------
+
+    def begin_end(self, then: Callable[[], object] = lambda: None) -> None:
+        """Begin nothing any more, and release everything; then call `then`, on any thread."""
+        self._memory.do(self._memory.lose_session, self)
+        self._memory.do(self._close_fds)
+        self.tier.close(partial(self._end, then))
+
+    def _end(self, then: Callable[[], object]) -> None:
+        try:
+            with ExitStack() as stack:  # all of it is done, the last one first
+                stack.callback(self.has_ended.set)
+                stack.callback(then)
+                self.tier.session.lose("the node service has closed the store")
+                for rank in self.stored_ranks:
+                    self.pool.process_died(self.client(rank))
+                    self._memory.do(self._memory.end_client, self.client(rank))
+        except Exception:
+            logger.exception("the end of the store below pool %s has failed", self.pool.name)
+            self.pool.facade.count_error("host")

@@ -1,0 +1,72 @@
+"""The circuit breaker: a store that does not work gets nothing but a probe now and then."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+BreakerState = Literal["closed", "open", "half_open"]
+
+PROBE_SECONDS = 5.0
+"""Between probes of an open breaker."""
+_MAX_FAILURES = 3
+"""In a row, of calls that the store answered and that moved less than half of what they should."""
+
+
+class Breaker:
+    """Closed while the store works. An outage opens it, and so do three failures in a row; then only a probe that
+    succeeds closes it. What began before it opened has no say. Not locked."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self.state: BreakerState = "closed"
+        self.reason = ""
+        """Why it is not closed."""
+        self.opened = 0
+        """How often it has opened."""
+        self._failures = 0
+        self._probe_at = 0.0
+
+    @property
+    def is_closed(self) -> bool:
+        return self.state == "closed"
+
+    def note_success(self) -> None:
+        self._failures = 0
+
+    def note_failure(self, reason: str) -> bool:
+        """The store answered, and moved too little. True if this opens the breaker."""
+        self._failures += 1
+        return self._failures >= _MAX_FAILURES and self.note_outage(reason)
+
+    def note_outage(self, reason: str) -> bool:
+        """The store gave no answer. True if this opens the breaker."""
+        if self.state != "closed":
+            return False
+        self.state, self.reason = "open", reason
+        self.opened += 1
+        self._failures = 0
+        self._probe_at = self._clock() + PROBE_SECONDS
+        return True
+
+    def wants_probe(self) -> bool:
+        """Whether a probe is to be sent now; then its result is awaited, and no other one is sent."""
+        if self.state != "open" or self._clock() < self._probe_at:
+            return False
+        self.state = "half_open"
+        return True
+
+    def note_probe(self, error: str | None) -> bool:
+        """The result of the probe. True if this closes the breaker."""
+        if self.state != "half_open":
+            return False
+        if error is None:
+            self.state, self.reason = "closed", ""
+            return True
+        self.state, self.reason = "open", error
+        self._probe_at = self._clock() + PROBE_SECONDS
+        return False
+
+    def seconds_to_probe(self) -> float | None:
+        """Until `wants_probe` may be true; None while it is not open."""
+        return max(0.0, self._probe_at - self._clock()) if self.state == "open" else None

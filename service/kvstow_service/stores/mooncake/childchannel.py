@@ -1,0 +1,380 @@
+"""Keeps one child process, which runs Mooncake's library, connected to the store, and makes calls through it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import IO, NamedTuple
+
+from kvstow.errors import InvalidRequestError, TierTimeoutError, TierUnavailableError
+from kvstow_service.stores.mooncake.childmessages import (
+    AddMemory,
+    Answer,
+    Connect,
+    Lane,
+    RemoveMemory,
+)
+from kvstow_service.stores.mooncake.objects import ClientHealth, ClientStats, MemoryRange
+
+_MODULE = "kvstow_service.stores.mooncake.storechild"
+_LAST_LINES = 3
+_LAST_LINES_SECONDS = 1.0  # if another process has inherited the pipe, it stays open
+
+# What an operator has set stays.
+_SETTINGS = {
+    "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "8192",  # with its default of 1,024, batches have hung
+    "MC_STORE_CLIENT_SETUP_RETRIES": "1",  # of 4 s each: this side tries again
+    "MC_RPC_TIMEOUT_MS": "5000",  # connecting to a master that hangs would take 30 s
+    "GLOG_minloglevel": "2",  # errors
+}
+
+_log = logging.getLogger(__name__)
+
+
+class ChildProcess:
+    """Starts at once. Each lane is used by one thread at a time; `kill` may be called by any thread."""
+
+    def __init__(self, lanes: Sequence[str], inherited: Sequence[int] = ()) -> None:
+        """`lanes`: names; the first one connects and adds memory. `inherited`: descriptors that the process has until
+        it ends; they stay the caller's. Raises `OSError`."""
+        self.lanes: dict[str, Lane] = {}
+        theirs = []
+        for name in lanes:
+            ours, end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            self.lanes[name] = Lane(ours)
+            theirs.append(end)
+        path = os.pathsep.join(entry for entry in sys.path if entry)  # as here, also from a bare checkout
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", _MODULE, *(str(end.fileno()) for end in theirs)],
+                pass_fds=[*(end.fileno() for end in theirs), *inherited],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                env=_SETTINGS | os.environ | {"PYTHONPATH": path},
+            )
+        except BaseException:
+            for lane in self.lanes.values():
+                lane.close()
+            raise
+        finally:
+            for end in theirs:
+                end.close()
+        self.pid = self._process.pid
+        self._last_lines: deque[str] = deque(maxlen=_LAST_LINES)
+        assert self._process.stdout is not None
+        self._reader = threading.Thread(
+            target=self._read_lines, args=(self._process.stdout,), name="kvstow-mooncake-log", daemon=True
+        )
+        self._reader.start()
+
+    def ask(self, lane: str, request: object, timeout: float, *, fds: Sequence[int] = ()) -> Answer:
+        """The answer. Raises `TimeoutError`, after which nothing more may be asked on this lane, or `EOFError` if the
+        process has ended."""
+        end = time.monotonic() + timeout
+        self.lanes[lane].send(request, fds=fds, timeout=timeout)
+        answer: Answer = self.lanes[lane].receive(max(0.001, end - time.monotonic()))[0]
+        return answer
+
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
+
+    def kill(self) -> None:
+        """End the process, and wait until the kernel has taken its memory apart: nothing that it mapped is read or
+        written after this, nor are transfers of its network card. Idempotent."""
+        self._process.kill()
+        self._process.wait()
+
+    def close(self) -> None:
+        """Kill the process and give up its lanes, which no thread may use any more. Idempotent."""
+        self.kill()
+        for lane in self.lanes.values():
+            lane.close()
+        self._reader.join(_LAST_LINES_SECONDS)
+
+    def describe_end(self) -> str:
+        """How the process has ended, and what it wrote last. Only after `kill`, or once `has_ended`."""
+        status = self._process.returncode
+        how = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+        self._reader.join(_LAST_LINES_SECONDS)
+        return "; ".join([how, *self._last_lines])
+
+    def _read_lines(self, stream: IO[bytes]) -> None:
+        """Mooncake writes a line for each failure, so they are no news for operators."""
+        with suppress(ValueError), stream:
+            for line in stream:
+                text = line.decode(errors="replace").strip()
+                self._last_lines.append(text)
+                _log.debug("process %d: %s", self.pid, text)
+
+
+CONTROL = "control"
+"""The lane of each child that connects it and adds memory."""
+
+_START_SECONDS = 20.0  # imports take 2 s on a busy machine, and each of Mooncake's attempts up to 5 s
+_MEMORY_SECONDS = 120.0  # a network card takes as long for a terabyte
+_LOOK_SECONDS = 0.5  # how often an idle child that has ended is noticed
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 15.0
+
+
+class _Range(NamedTuple):
+    """Memory that each child gets. `fd` is this channel's."""
+
+    range_id: int
+    memory: MemoryRange
+    fd: int
+
+
+class ChildChannel:
+    """A connection to the store that outlives the processes which make it. Thread-safe; each lane is used by one thread
+    at a time.
+
+    A thread of its own starts the child, connects it, gives it all memory, and starts another one when it has ended: at
+    once, and after pauses that double until a call succeeds. A call that finds no connected child waits for the attempt
+    that is under way; between attempts it fails at once.
+
+    Guarantee: when a call ends, in whatever way, no process of this channel touches the memory that the call was about.
+    """
+
+    def __init__(self, purpose: str, start_child: Callable[[], ChildProcess], connect: Callable[[], Connect]) -> None:
+        """`purpose` names the thread and log lines. The channel's thread calls `start_child` and `connect`, which may
+        raise `OSError`."""
+        self._purpose, self._start_child, self._make_connect = purpose, start_child, connect
+        self._changed = threading.Condition()
+        # Under the condition's lock:
+        self._child: ChildProcess | None = None  # connected, with all memory
+        self._starting: ChildProcess | None = None
+        self._users = 0  # threads that talk to a child; the next one starts when there are none
+        self._is_trying = True
+        self._problem = "it has not connected yet"
+        self._has_failed = self._is_closed = False
+        self._starts = self._starts_without_success = self._timeouts = 0
+        # Taken before the condition's lock. Held while memory is registered, so that no child misses any.
+        self._memory_lock = threading.Lock()
+        self._ranges: tuple[_Range, ...] = ()
+        self._num_ranges = 0
+        self._thread = threading.Thread(target=self._run, name=f"kvstow-mooncake-{purpose}", daemon=True)
+        self._thread.start()
+
+    def call(self, lane: str, request: object, timeout: float) -> tuple[int, ...]:
+        """Status codes. Raises `TierTimeoutError` or another `TierUnavailableError`, and `InvalidRequestError` if the
+        child has refused the request."""
+        end = time.monotonic() + timeout
+        with self._use(end) as child:
+            try:
+                answer = child.ask(lane, request, max(0.001, end - time.monotonic()))
+            except TimeoutError:
+                self._end(child, f"did not answer for {timeout:.3g} s", timeouts=1)
+                raise TierTimeoutError(f"Mooncake did not answer for {timeout:.3g} s; its process was ended") from None
+            except (EOFError, OSError):
+                raise TierUnavailableError(self._end(child, "ended during a call")) from None
+        if isinstance(answer, str):
+            raise InvalidRequestError(answer)
+        with self._changed:
+            self._starts_without_success = 0
+        return answer
+
+    def stats(self) -> ClientStats:
+        with self._changed:
+            return ClientStats(timeouts=self._timeouts, restarts=max(0, self._starts - 1))
+
+    def health(self) -> ClientHealth:
+        with self._changed:
+            if self._is_closed:
+                return ClientHealth("closed", "it was closed")
+            if self._has_failed:
+                return ClientHealth("failed", self._problem)
+            return ClientHealth("connected") if self._child is not None else ClientHealth("connecting", self._problem)
+
+    @property
+    def pid(self) -> int | None:
+        with self._changed:
+            return None if self._child is None else self._child.pid
+
+    def ranges(self) -> list[MemoryRange]:
+        """Raises `TierUnavailableError` once the channel was closed."""
+        if self._is_closed:
+            raise TierUnavailableError("the client was closed")
+        return [one.memory for one in self._ranges]
+
+    def locate(self, address: int) -> tuple[int, int]:
+        """The id of the range that `address` lies in, and where in it. Raises `InvalidRequestError`."""
+        for one in self._ranges:
+            if one.memory.address <= address < one.memory.address + one.memory.num_bytes:
+                return one.range_id, address - one.memory.address
+        raise InvalidRequestError(f"address {address:#x} lies in no memory range")
+
+    def add_memory(self, memory: MemoryRange) -> None:
+        with self._memory_lock:
+            added = _Range(self._num_ranges, memory, os.dup(memory.fd))
+            self._num_ranges += 1
+            self._ranges = (*self._ranges, added)
+            with suppress(TierUnavailableError), self._use() as child:
+                self._add(child, added)
+
+    def remove_memory(self, memory: MemoryRange) -> None:
+        with self._memory_lock:
+            removed = [one for one in self._ranges if one.memory.address == memory.address]
+            self._ranges = tuple(one for one in self._ranges if one not in removed)
+            for one in removed:
+                with suppress(TierUnavailableError), self._use() as child:
+                    self._change_memory(child, RemoveMemory(one.range_id))
+                os.close(one.fd)
+
+    def close(self) -> None:
+        """End the child, and with it the calls under way. Idempotent."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+            children = [child for child in (self._child, self._starting) if child is not None]
+        for child in children:
+            child.kill()
+        with self._changed:
+            self._changed.notify_all()
+        self._thread.join()
+        with self._memory_lock:
+            for one in self._ranges:
+                os.close(one.fd)
+            self._ranges = ()
+
+    @contextmanager
+    def _use(self, end: float = 0.0) -> Iterator[ChildProcess]:
+        """The connected child, whose lanes stay open meanwhile; waits for it until `end`. Raises
+        `TierUnavailableError`."""
+        with self._changed:
+            while self._child is None or self._is_closed:
+                if self._is_closed:
+                    raise TierUnavailableError("the client was closed")
+                left = end - time.monotonic()
+                if self._has_failed or not self._is_trying or left <= 0:
+                    raise TierUnavailableError(f"not connected to Mooncake: {self._problem}")
+                self._changed.wait(left)
+            child = self._child
+            self._users += 1
+        try:
+            yield child
+        finally:
+            with self._changed:
+                self._users -= 1
+                if self._child is not child:  # what waits for the last user waits then; else each call wakes a thread
+                    self._changed.notify_all()
+
+    def _end(self, child: ChildProcess, what: str, *, timeouts: int = 0) -> str:
+        """Kill a child and wait until it is gone: the slots of its calls are free only then. Returns what has
+        happened."""
+        child.kill()
+        problem = f"process {child.pid} {what}: {child.describe_end()}"
+        with self._changed:
+            if self._child is child:
+                self._child, self._problem = None, problem
+            self._timeouts += timeouts
+            self._changed.notify_all()
+        return problem
+
+    def _add(self, child: ChildProcess, one: _Range) -> bool:
+        return self._change_memory(child, AddMemory(one.range_id, one.memory.num_bytes, 0), one.fd)
+
+    def _change_memory(self, child: ChildProcess, request: AddMemory | RemoveMemory, *fds: int) -> bool:
+        """Whether it did. A child that did not is killed, so that it has no memory at all."""
+        try:
+            answer = child.ask(CONTROL, request, _MEMORY_SECONDS, fds=fds)
+        except (TimeoutError, EOFError, OSError):
+            self._end(child, "did not change its memory")
+            return False
+        if isinstance(answer, str):
+            self._end(child, f"refused memory ({answer})")
+            with self._changed:
+                self._problem, self._has_failed = answer, True
+                self._changed.notify_all()
+            return False
+        return True
+
+    def _run(self) -> None:
+        while not self._is_closed and not self._has_failed:
+            with self._changed:
+                self._starts_without_success += 1
+            try:
+                self._host(self._start_child())
+            except OSError as error:
+                with self._changed:
+                    self._problem = f"no process can be started: {error}"
+            except Exception as error:  # noqa: BLE001 - no call would ever have a process again
+                _log.exception("Mooncake, %s: unexpected error", self._purpose)
+                with self._changed:
+                    self._problem = repr(error)
+            self._pause()
+
+    def _host(self, child: ChildProcess) -> None:
+        """Connect a child, and watch it until it has ended and nobody talks to it."""
+        with self._changed:
+            self._starts += 1
+            self._starting = child
+            is_closed = self._is_closed
+        try:
+            if not is_closed and self._connect(child):
+                _log.info("Mooncake, %s: process %d is connected", self._purpose, child.pid)
+                self._watch(child)
+        finally:
+            child.kill()
+            with self._changed:
+                self._starting = None
+                self._changed.wait_for(lambda: self._users == 0)
+            child.close()
+        if not self._is_closed:
+            _log.warning("Mooncake, %s: %s", self._purpose, self._problem)
+
+    def _watch(self, child: ChildProcess) -> None:
+        with self._changed:
+            self._starting = None
+            while self._child is child and not child.has_ended():
+                self._changed.wait(_LOOK_SECONDS)
+            nobody_has_noticed = self._child is child
+        if nobody_has_noticed:
+            self._end(child, "ended")
+
+    def _connect(self, child: ChildProcess) -> bool:
+        """Whether the child is connected and has all memory."""
+        try:
+            answer = child.ask(CONTROL, self._make_connect(), _START_SECONDS)
+            problem = answer if isinstance(answer, str) else None
+        except TimeoutError:
+            problem = f"process {child.pid} did not connect within {_START_SECONDS:.0f} s"
+        except EOFError:
+            child.kill()
+            problem = f"process {child.pid} ended before it was connected: {child.describe_end()}"
+        except OSError as error:
+            problem = str(error)
+        if problem is not None:
+            with self._changed:
+                self._problem = problem
+            return False
+        with self._memory_lock:
+            if not all(self._add(child, one) for one in self._ranges):
+                return False
+            with self._changed:
+                self._child = child
+                self._changed.notify_all()
+        return True
+
+    def _pause(self) -> None:
+        with self._changed:
+            seconds = pause_after(self._starts_without_success)
+            if seconds and not self._is_closed:
+                self._is_trying = False
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._is_closed, seconds)
+            self._is_trying = True
+
+
+def pause_after(starts: int) -> float:
+    """Seconds before the next start, after so many without a call that succeeded."""
+    return 0.0 if starts <= 1 else min(_FIRST_PAUSE * 2 ** min(starts - 2, 16), _LONGEST_PAUSE)

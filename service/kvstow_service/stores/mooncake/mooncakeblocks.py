@@ -1,0 +1,552 @@
+"""Mooncake Store as a store below the pools: objects, each of one rank's block, behind the protocol of blocks."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from typing import Literal, NamedTuple
+
+from kvstow.errors import CopyError, KvstowError, TierUnavailableError
+from kvstow.tier.blockstore import (
+    BlockTransfer,
+    Expectation,
+    Fate,
+    PartCounters,
+    PartState,
+    Piece,
+    Purged,
+    PurgeWish,
+    StoredExtent,
+    StoredLayout,
+    StoredNamespace,
+    StorePart,
+)
+from kvstow.tier.rate import RecentRate
+from kvstow_service.stores.actionthread import ActionThread
+from kvstow_service.stores.mooncake.answers import Answers
+from kvstow_service.stores.mooncake.breaker import Breaker
+from kvstow_service.stores.mooncake.objects import (
+    MAX_BATCH_BYTES,
+    MAX_BATCH_OBJECTS,
+    ClientHealth,
+    LookupClient,
+    MemoryRange,
+    MooncakeClients,
+    ObjectName,
+    SlotObject,
+    TransferClient,
+)
+
+logger = logging.getLogger("kvstow.tier")
+
+Kind = Literal["put", "get"]
+
+_LOOKUP_SECONDS = 1.0
+"""Timeout of a look-up."""
+_FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 30.0
+"""While the store is full, nothing is put."""
+_END_SECONDS = 60.0
+"""For transfers under way; each ends within 30 s for each rank."""
+_PROBE_KEY = bytes(34)
+_LOOKUP_WEIGHT = 0.2
+_STATES: dict[str, PartState] = {
+    "connected": "on",
+    "connecting": "starting",
+    "failed": "failed",
+    "closed": "closed",
+}
+KEPT = "Mooncake Store keeps its copies: other nodes may use them, and it drops them when it needs room"
+
+
+class _Job(NamedTuple):
+    """A part of a transfer that fits into one call of the client for each rank."""
+
+    pool: MooncakePool
+    transfer: BlockTransfer
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.transfer.keys) * sum(self.pool.layout.slot_bytes)
+
+
+class _Question(NamedTuple):
+    """What a request wants to know."""
+
+    num_ranks: int
+    fingerprint: str
+    keys: Sequence[bytes]
+    on_answer: Callable[[Sequence[bool]], object]
+
+
+class MooncakeBlocks:
+    """See `kvstow.tier.blockstore.BlockStore`.
+
+    Threads: one puts, one gets, one asks, each with one call at a time; and one adds and removes memory, which takes as
+    long as a network card needs. So nothing that a request waits for waits for puts.
+
+    Rank 0's object of a block is put when those of all others are there, so a look-up that finds it may expect them. A
+    block counts as got when every rank's object was.
+    """
+
+    name = "mooncake"
+
+    def __init__(self, clients: MooncakeClients, shown: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self.shown, self._clients, self._clock = shown, clients, clock
+        self.changed = threading.Condition()
+        """Guards everything that follows, and what pools queue."""
+        self.is_closed = False
+        self.queues: dict[Kind, deque[_Job]] = {"put": deque(), "get": deque()}
+        self.questions: deque[_Question] = deque()
+        self.answers = Answers(clock)
+        self._running: dict[Kind, _Job] = {}
+        self._breaker = Breaker(clock)
+        self._pause = self._paused_until = 0.0
+        self._lookup_seconds = 0.0
+        self._rates: dict[Kind, RecentRate] = {"put": RecentRate(), "get": RecentRate()}
+        self._counters = PartCounters()
+        self._num_addresses = 1 << 40
+        """Where the next range begins. Addresses mean nothing in this process, which maps no memory."""
+        self._transfers: TransferClient
+        self._lookups: LookupClient
+        self._mapper: ActionThread
+        self._threads: list[threading.Thread] = []
+
+    def start(self, witness: int) -> None:
+        self._transfers = self._clients.open_transfers(witness)
+        self._lookups = self._clients.open_lookups()
+        self._mapper = ActionThread("kvstow-tier-memory")
+        tasks: dict[str, Callable[[], None]] = {
+            "put": partial(self._move_all, "put"),
+            "get": partial(self._move_all, "get"),
+            "lookup": self._ask_all,
+        }
+        for purpose, task in tasks.items():
+            self._threads.append(threading.Thread(target=task, name=f"kvstow-tier-{purpose}", daemon=True))
+            self._threads[-1].start()
+
+    def join(self, layout: StoredLayout, on_end: Callable[[Sequence[Piece]], object]) -> MooncakePool:
+        return MooncakePool(self, layout, on_end)
+
+    def do_later(self, action: Callable[[], object]) -> None:
+        """Make a call on the thread that may wait."""
+        self._mapper.do(action)
+
+    # -- what pools ask -------------------------------------------------------------------------------------
+
+    @property
+    def is_working(self) -> bool:
+        return self._breaker.is_closed and not self.is_closed
+
+    @property
+    def is_full(self) -> bool:
+        return self._clock() < self._paused_until
+
+    def expect(self, num_bytes: int) -> Expectation:
+        with self.changed:
+            queued = sum(job.num_bytes for job in self.queues["get"])
+            queued += sum(job.num_bytes for kind, job in self._running.items() if kind == "get")
+            rate = self._rates["get"].per_second
+            if rate is None:
+                return Expectation(None, queued, 0.0)
+            return Expectation(self._lookup_seconds + (queued + num_bytes) / rate, queued, queued / rate)
+
+    def add_memory(self, num_bytes: int, fd: int) -> MemoryRange:
+        """On the thread that may wait. The caller keeps `fd`."""
+        with self.changed:
+            address = self._num_addresses
+            self._num_addresses += num_bytes
+        memory = MemoryRange(address, num_bytes, fd)
+        self._transfers.add_memory(memory)
+        return memory
+
+    def remove_memory(self, memory: MemoryRange) -> None:
+        """On the thread that may wait. When this returns, no process of the store maps the memory."""
+        self._transfers.remove_memory(memory)
+
+    def wait_until_left(self, pool: MooncakePool) -> None:
+        """On the thread that may wait: until nothing of the pool is queued or under way."""
+        with self.changed:
+            self.changed.wait_for(
+                lambda: (
+                    not any(job.pool is pool for queue in self.queues.values() for job in queue)
+                    and not any(job.pool is pool for job in self._running.values())
+                )
+            )
+
+    # -- transfers ------------------------------------------------------------------------------------------
+
+    def _move_all(self, kind: Kind) -> None:
+        queue = self.queues[kind]
+        while True:
+            with self.changed:
+                self._running.pop(kind, None)
+                self.changed.notify_all()
+                self.changed.wait_for(lambda: queue or self.is_closed)
+                if not queue:
+                    return
+                job = self._running[kind] = queue.popleft()
+            try:
+                pieces = self._move(kind, job)
+            except Exception as error:
+                logger.exception("a %s of %d blocks has failed: unexpected error", kind, len(job.transfer.keys))
+                pieces = [_all_bad(job, "failed", repr(error))]
+            with self.changed:
+                job.pool.forget(job)
+            job.pool.end(pieces)
+
+    def _move(self, kind: Kind, job: _Job) -> list[Piece]:
+        transfer, pool = job.transfer, job.pool
+        if self.is_closed or pool.is_cancelled(transfer.op_id):
+            return [_all_bad(job, "cancelled")]
+        left = list(range(len(transfer.keys)))
+        bad: dict[Fate, list[int]] = {}
+        last = len(pool.layout.slot_bytes)
+        ranks = (*range(1, last), 0) if kind == "put" else range(last)
+        try:
+            for rank in ranks:
+                if left:
+                    left = self._move_rank(kind, job, rank, left, bad)
+        except TierUnavailableError as outage:
+            with self.changed:
+                self._log_opened(self._breaker.note_outage(str(outage)))
+                self._count(failed_blocks=len(transfer.keys))
+            logger.warning("a %s of %d blocks has failed: %s", kind, len(transfer.keys), outage)
+            return [_all_bad(job, "failed", str(outage))]
+        except CopyError as gone:
+            return [_all_bad(job, "failed", str(gone))]
+        self._note_moved(kind, job, [transfer.keys[index] for index in left], bad)
+        pieces = [Piece(transfer.op_id, [transfer.slots[index] for index in left])] if left else []
+        pieces += [
+            Piece(transfer.op_id, (), [transfer.slots[index] for index in some], fate) for fate, some in bad.items()
+        ]
+        return pieces
+
+    def _move_rank(
+        self, kind: Kind, job: _Job, rank: int, indices: Sequence[int], bad: dict[Fate, list[int]]
+    ) -> list[int]:
+        """Move the objects of one rank. Returns the indices of those that were, and adds the others to `bad`."""
+        transfer, layout, rate = job.transfer, job.pool.layout, self._rates[kind]
+        num_bytes, num_ranks = layout.slot_bytes[rank], len(layout.slot_bytes)
+        objects = [
+            SlotObject(
+                ObjectName(transfer.namespace.fingerprint, transfer.keys[index], rank, num_ranks),
+                job.pool.address(rank, transfer.slots[index]),
+                num_bytes,
+            )
+            for index in indices
+        ]
+        begun, total = self._clock(), num_bytes * len(objects)
+        statuses: Sequence[str]
+        if kind == "put":
+            statuses = self._transfers.put(objects, rate.timeout(total))
+        else:
+            statuses = self._transfers.get(objects, rate.timeout(total))
+        moved: list[int] = []
+        for index, status in zip(indices, statuses, strict=True):
+            if status in ("stored", "found"):
+                moved.append(index)
+            else:
+                bad.setdefault(_FATES[status], []).append(index)
+        with self.changed:
+            if len(moved) == len(objects):
+                rate.observe(total, self._clock() - begun)
+            self._note_full("full" in statuses, kind)
+        return moved
+
+    def _note_full(self, is_full: bool, kind: Kind) -> None:
+        if is_full:
+            self._pause = min(_LONGEST_PAUSE, 2 * self._pause or _FIRST_PAUSE)
+            self._paused_until = self._clock() + self._pause
+        elif kind == "put":
+            self._pause = 0.0
+
+    def _note_moved(self, kind: Kind, job: _Job, keys: Sequence[bytes], bad: dict[Fate, list[int]]) -> None:
+        transfer, num_bytes = job.transfer, len(keys) * sum(job.pool.layout.slot_bytes)
+        corrupt, failed = len(bad.get("corrupt", ())), len(bad.get("failed", ()))
+        with self.changed:
+            self.answers.note_moved(transfer.namespace.fingerprint, keys)
+            if kind == "get":
+                gone = [transfer.keys[index] for some in bad.values() for index in some]
+                self.answers.note(transfer.namespace.fingerprint, gone, present=False)
+                self._count(read_blocks=len(keys), read_bytes=num_bytes, corrupt_blocks=corrupt, failed_blocks=failed)
+            else:
+                refused = len(bad.get("refused", ()))
+                self._count(
+                    written_blocks=len(keys), written_bytes=num_bytes, failed_blocks=failed, refused_blocks=refused
+                )
+            if 2 * failed > len(transfer.keys):
+                reason = f"{failed} of {len(transfer.keys)} blocks could not be moved"
+                self._log_opened(self._breaker.note_failure(reason))
+            else:
+                self._breaker.note_success()
+        if corrupt:
+            logger.error("%d of %d blocks that were got are not what was put", corrupt, len(transfer.keys))
+
+    def _count(self, **more: int) -> None:
+        counters = self._counters
+        self._counters = replace(counters, **{name: getattr(counters, name) + count for name, count in more.items()})
+
+    def _log_opened(self, has_opened: bool) -> None:
+        if has_opened:
+            logger.warning("the store is left alone until it answers again: %s", self._breaker.reason)
+
+    # -- look-ups -------------------------------------------------------------------------------------------
+
+    def _ask_all(self) -> None:
+        while True:
+            with self.changed:
+                while not (self.questions or self.is_closed or self._breaker.seconds_to_probe() == 0.0):
+                    self.changed.wait(self._breaker.seconds_to_probe())
+                if self.is_closed:
+                    break
+                is_probe = self._breaker.wants_probe()
+                question = self.questions.popleft() if self.questions and not is_probe else None
+            if question is not None:
+                self._answer(question)
+            elif is_probe:
+                error = self._exists([ObjectName("probe", _PROBE_KEY, 0, 1)])[1]
+                with self.changed:
+                    if self._breaker.note_probe(error):
+                        logger.info("the store answers again")
+        for question in self.questions:
+            question.on_answer([False] * len(question.keys))
+
+    def _answer(self, question: _Question) -> None:
+        """Ask about those keys of which nothing is known by now."""
+        fingerprint, keys = question.fingerprint, question.keys
+        with self.changed:
+            known = self.answers.known(fingerprint, keys)
+            is_closed = self._breaker.is_closed
+        asked = list(dict.fromkeys(key for key, one in zip(keys, known, strict=True) if one is None))
+        found: dict[bytes, bool] = {}
+        if asked and is_closed:
+            begun = self._clock()
+            answers, error = self._exists([ObjectName(fingerprint, key, 0, question.num_ranks) for key in asked])
+            found = dict(zip(asked, answers, strict=True))
+            with self.changed:
+                self.answers.note(fingerprint, [key for key in asked if found[key]], present=True)
+                self.answers.note(fingerprint, [key for key in asked if not found[key]], present=False)
+                if error is None:
+                    self._lookup_seconds += _LOOKUP_WEIGHT * (self._clock() - begun - self._lookup_seconds)
+                else:
+                    self._log_opened(self._breaker.note_outage(error))
+        question.on_answer(
+            [found.get(key, False) if one is None else one for key, one in zip(keys, known, strict=True)]
+        )
+
+    def _exists(self, names: list[ObjectName]) -> tuple[list[bool], str | None]:
+        """What the store has of these, and why it gave no answer."""
+        try:
+            found = self._lookups.exists(names, _LOOKUP_SECONDS)
+            if len(found) != len(names):
+                raise ValueError(f"the store gave {len(found)} answers for {len(names)} objects")
+            return found, None
+        except TierUnavailableError as outage:
+            error = str(outage)
+        except Exception as defect:
+            logger.exception("a look-up of %d objects has failed: unexpected error", len(names))
+            error = repr(defect)
+        return [False] * len(names), error
+
+    # -- for operators, and the end ---------------------------------------------------------------------------
+
+    def parts(self) -> Sequence[StorePart]:
+        transfers, lookups = self._transfers.health(), self._lookups.health()
+        counts = (self._transfers.stats(), self._lookups.stats())
+        with self.changed:
+            counters = replace(self._counters, restarts=counts[0].restarts, timeouts=counts[0].timeouts)
+            asking = PartCounters(restarts=counts[1].restarts, timeouts=counts[1].timeouts)
+            return [
+                replace(
+                    self._part("transfers of the node", transfers, counters),
+                    queued_read_bytes=sum(job.num_bytes for job in self.queues["get"]),
+                    queued_write_bytes=sum(job.num_bytes for job in self.queues["put"]),
+                    read_bytes_per_second=self._rates["get"].per_second,
+                    write_bytes_per_second=self._rates["put"].per_second,
+                ),
+                self._part("look-ups of the node", lookups, asking),
+            ]
+
+    def _part(self, name: str, health: ClientHealth, counters: PartCounters) -> StorePart:
+        if health.state == "connected" and not self._breaker.is_closed:
+            reason = f"it is left alone until it answers again: {self._breaker.reason}"
+            return StorePart(name=name, state="starting", reason=reason, counters=counters)
+        return StorePart(name=name, state=_STATES[health.state], reason=health.reason, counters=counters)
+
+    def close(self) -> None:
+        with self.changed:
+            if self.is_closed:
+                return
+            self.is_closed = True
+            self.changed.notify_all()
+        if not self._threads:
+            return
+        self._transfers.close()  # what is under way ends with it
+        self._lookups.close()
+        for thread in self._threads:
+            thread.join(_END_SECONDS)
+        self._mapper.close(_END_SECONDS)
+
+
+_FATES: dict[str, Fate] = {"full": "refused", "failed": "failed", "missing": "missing", "corrupt": "corrupt"}
+
+
+def _all_bad(job: _Job, fate: Fate, error: str = "") -> Piece:
+    return Piece(job.transfer.op_id, (), job.transfer.slots, fate, error)
+
+
+class MooncakePool:
+    """See `kvstow.tier.blockstore.StoredPool`."""
+
+    def __init__(
+        self, store: MooncakeBlocks, layout: StoredLayout, on_end: Callable[[Sequence[Piece]], object]
+    ) -> None:
+        self.layout = layout
+        self._store, self._on_end = store, on_end
+        self._extents: list[dict[int, tuple[StoredExtent, MemoryRange]]] = [{} for _ in layout.slot_bytes]
+        """Of each rank, each with where it is. Replaced by one thread, and read by any."""
+        self._writing: set[tuple[str, bytes]] = set()
+        self._cancelled: set[int] = set()
+        self._has_left = False
+        self._most = max(1, min(MAX_BATCH_OBJECTS, MAX_BATCH_BYTES // max(layout.slot_bytes)))
+        """Blocks in one call."""
+
+    # -- what the store has -----------------------------------------------------------------------------------
+
+    def has(
+        self, namespace: StoredNamespace, keys: Sequence[bytes], on_answer: Callable[[Sequence[bool]], object]
+    ) -> Sequence[bool] | None:
+        store = self._store
+        with store.changed:
+            if self._has_left or not store.is_working:
+                return [False] * len(keys)
+            known = store.answers.known(namespace.fingerprint, keys)
+            if None not in known:
+                return [bool(one) for one in known]
+            ranks = len(self.layout.slot_bytes)
+            store.questions.append(_Question(ranks, namespace.fingerprint, keys, on_answer))
+            store.changed.notify_all()
+        return None
+
+    def offer(self, namespace: StoredNamespace, keys: Sequence[bytes], *, is_use: bool) -> Sequence[int]:
+        """What this node has put or got before is expected to be there: Mooncake keeps its own order."""
+        store, name = self._store, namespace.fingerprint
+        with store.changed:
+            if self._has_left or not store.is_working or store.is_full:
+                return ()
+            return [
+                index
+                for index, key in enumerate(keys)
+                if (name, key) not in self._writing and not store.answers.is_moved(name, key)
+            ]
+
+    def expect(self, num_blocks: int) -> Expectation:
+        return self._store.expect(num_blocks * sum(self.layout.slot_bytes))
+
+    # -- transfers --------------------------------------------------------------------------------------------
+
+    def read(self, transfer: BlockTransfer) -> None:
+        self._queue("get", transfer)
+
+    def write(self, transfer: BlockTransfer) -> None:
+        with self._store.changed:
+            self._writing.update((transfer.namespace.fingerprint, key) for key in transfer.keys)
+        self._queue("put", transfer)
+
+    def _queue(self, kind: Kind, transfer: BlockTransfer) -> None:
+        store, step = self._store, self._most
+        parts = [
+            transfer._replace(keys=transfer.keys[at : at + step], slots=transfer.slots[at : at + step])
+            for at in range(0, len(transfer.keys), step)
+        ]
+        with store.changed:
+            if not store.is_closed:
+                store.queues[kind].extend(_Job(self, part) for part in parts)
+                store.changed.notify_all()
+                return
+        store.do_later(lambda: self.end([_all_bad(_Job(self, part), "cancelled") for part in parts]))
+
+    def cancel(self, op_id: int) -> None:
+        with self._store.changed:
+            if any(job.transfer.op_id == op_id for queue in self._store.queues.values() for job in queue):
+                self._cancelled.add(op_id)
+
+    def is_cancelled(self, op_id: int) -> bool:
+        """Whether nothing more of the transfer is to begin."""
+        return self._has_left or op_id in self._cancelled
+
+    def end(self, pieces: Sequence[Piece]) -> None:
+        """Give slots back, on one of the store's threads."""
+        try:
+            self._on_end(pieces)
+        except Exception:
+            logger.exception("the end of a transfer of pool %s could not be noted", self.layout.pool)
+
+    def forget(self, job: _Job) -> None:
+        """A part of a transfer has ended. With the store's lock held."""
+        name = job.transfer.namespace.fingerprint
+        self._writing.difference_update((name, key) for key in job.transfer.keys)
+
+    def purge(self, wish: PurgeWish, then: Callable[[Purged], object], *, dry_run: bool = False) -> None:
+        self._store.do_later(lambda: then(Purged(0, KEPT)))
+
+    # -- memory: the thread that may wait ---------------------------------------------------------------------
+
+    def address(self, rank: int, slot: int) -> int:
+        """Raises `CopyError` for a slot whose extent was not added."""
+        for extent, memory in list(self._extents[rank].values()):
+            if extent.first_slot <= slot < extent.first_slot + extent.num_slots:
+                return memory.address + (slot - extent.first_slot) * extent.slot_stride
+        raise CopyError("some of the slots are in memory that the node's transfers do not have")
+
+    def add_extent(self, rank: int, extent: StoredExtent, fd: int, then: Callable[[str], object]) -> None:
+        own = os.dup(fd)
+        self._store.do_later(lambda: self._add(rank, extent, own, then))
+
+    def _add(self, rank: int, extent: StoredExtent, fd: int, then: Callable[[str], object]) -> None:
+        problem = "the pool has left the store" if self._has_left else ""
+        try:
+            if not problem:
+                memory = self._store.add_memory(extent.num_bytes, fd)
+                self._extents[rank] = {**self._extents[rank], extent.extent_id: (extent, memory)}
+        except (OSError, KvstowError) as error:
+            problem = f"memory of rank {rank} could not be mapped: {error}"
+        finally:
+            os.close(fd)
+        then(problem)
+
+    def remove_extent(self, rank: int, extent_id: int, then: Callable[[], object]) -> None:
+        self._store.do_later(lambda: self._remove(rank, extent_id, then))
+
+    def _remove(self, rank: int, extent_id: int, then: Callable[[], object] = lambda: None) -> None:
+        extents = dict(self._extents[rank])
+        found = extents.pop(extent_id, None)
+        self._extents[rank] = extents
+        if found is not None:
+            self._store.remove_memory(found[1])
+        then()
+
+    def leave(self, then: Callable[[], object]) -> None:
+        with self._store.changed:
+            if self._has_left:
+                return
+            self._has_left = True
+            self._store.changed.notify_all()
+        self._store.do_later(lambda: self._leave(then))
+
+    def _leave(self, then: Callable[[], object]) -> None:
+        try:
+            with ExitStack() as stack:  # each is done, also after an error
+                for rank, extents in enumerate(self._extents):
+                    for extent_id in list(extents):
+                        stack.callback(self._remove, rank, extent_id)
+                stack.callback(self._store.wait_until_left, self)
+        finally:
+            then()

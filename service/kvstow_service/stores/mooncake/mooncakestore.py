@@ -1,0 +1,214 @@
+"""Mooncake Store as the store of a tier: where it is, as the URL of a setting says it, and what its status codes mean
+for one object of a batch."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Literal
+from urllib.parse import parse_qsl, urlsplit
+
+from kvstow.errors import ConfigError, MissingPackageError, TierUnavailableError
+from kvstow_service.stores.mooncake.childchannel import CONTROL, ChildChannel, ChildProcess
+from kvstow_service.stores.mooncake.childmessages import CORRUPT, Connect, Exists, Move, SlotPart
+from kvstow_service.stores.mooncake.objects import (
+    GetStatus,
+    ObjectName,
+    PutStatus,
+    SlotObject,
+    check_batch,
+)
+
+SCHEME = "mooncake"
+FORM = "mooncake://MASTER:PORT, with ?ha=etcd where HOST:PORT[,HOST:PORT...] are those of etcd"
+
+_PROTOCOLS = ("tcp", "rdma")
+_REPLICAS = ("1", "2", "3", "4", "5", "6", "7", "8")
+
+
+@dataclass(frozen=True, slots=True)
+class MooncakeLocation:
+    """A store, and how this node reaches it."""
+
+    endpoints: tuple[str, ...]
+    """HOST:PORT of the master, or of etcd."""
+    is_ha: bool = False
+    """The endpoints are etcd's, which names the master that leads."""
+    protocol: str = "tcp"
+    devices: str = ""
+    """RDMA devices, separated by commas; empty: those that Mooncake finds."""
+    host: str = ""
+    """This node's address, which the store's processes know it by; empty: the one that the master is reached from."""
+    replicas: int = 1
+
+    @classmethod
+    def parse(cls, url: str) -> MooncakeLocation:
+        """Raises `ConfigError`, which names the part that is wrong."""
+        try:
+            parts = urlsplit(url)
+            given = parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query))
+        except ValueError:
+            raise ConfigError("tier", url, FORM) from None
+        if parts.scheme != SCHEME or parts.path not in ("", "/") or parts.fragment:
+            raise ConfigError("tier", url, FORM)
+        if "@" in parts.netloc:  # without the URL: it may hold a password
+            raise ConfigError("tier", "a URL with a user name", "no user name or password: Mooncake knows none")
+        options: dict[str, str] = {}
+        for name, value in given:
+            if name not in _OPTIONS:
+                raise ConfigError(f"tier option {name}", value, f"only the options {', '.join(sorted(_OPTIONS))}")
+            if name in options:
+                raise ConfigError(f"tier option {name}", value, "each option once")
+            options[name] = value
+        endpoints = tuple(_endpoint(text, url) for text in parts.netloc.split(","))
+        is_ha = _one_of("tier option ha", options.get("ha", "none"), ("none", "etcd")) == "etcd"
+        if len(endpoints) > 1 and not is_ha:
+            raise ConfigError("tier", url, "one master; several endpoints are etcd's, with ?ha=etcd")
+        protocol = _one_of("tier option protocol", options.get("protocol", "tcp"), _PROTOCOLS)
+        if options.get("devices") and protocol != "rdma":
+            raise ConfigError("tier option devices", options["devices"], "RDMA devices, with protocol=rdma")
+        replicas = options.get("replicas", "1")
+        if replicas not in _REPLICAS:
+            raise ConfigError("tier option replicas", replicas, f"a whole number from 1 to {len(_REPLICAS)}")
+        return cls(endpoints, is_ha, protocol, options.get("devices", ""), options.get("host", ""), int(replicas))
+
+    @property
+    def master(self) -> str:
+        """The master's address as Mooncake wants it."""
+        return f"etcd://{';'.join(self.endpoints)}" if self.is_ha else self.endpoints[0]
+
+    def local_host(self) -> str:
+        """This node's address. Raises `OSError` if the master's name cannot be resolved or no route leads there."""
+        return self.host or _address_towards(self.endpoints[0])
+
+    def __str__(self) -> str:
+        return f"{SCHEME}://{','.join(self.endpoints)}"
+
+
+def _address_towards(endpoint: str) -> str:
+    host, _, port = endpoint.rpartition(":")
+    family, kind, number, _, address = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, number) as probe:
+        probe.connect(address)  # a datagram socket: nothing is sent
+        return str(probe.getsockname()[0])
+
+
+def _endpoint(text: str, url: str) -> str:
+    host, _, port = text.rpartition(":")
+    if not host.strip("[]") or not port.isascii() or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ConfigError("tier", url, FORM)
+    return text
+
+
+def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> str:
+    if value not in allowed:
+        raise ConfigError(name, value, ", ".join(allowed))
+    return value
+
+
+_OPTIONS: frozenset[str] = frozenset({"ha", "protocol", "devices", "host", "replicas"})
+
+
+INVALID_PARAMS = -600
+"""A defect of ours, or an object of another length than its name says."""
+_NO_ROOM = -200
+_MISSING = frozenset({-703, -704, -707})
+"""Its replica is not complete; there is no such object; its lease ended during the transfer."""
+_RPC_ERRORS = range(-999, -899)
+"""The master did not answer."""
+
+
+def put_status(code: int) -> PutStatus:
+    if code == 0:
+        return "stored"
+    return "full" if code == _NO_ROOM else "failed"
+
+
+def get_status(code: int) -> GetStatus:
+    if code == 0:
+        return "found"
+    if code == CORRUPT:
+        return "corrupt"
+    return "missing" if code in _MISSING else "failed"
+
+
+def require_master(codes: Sequence[int]) -> None:
+    """Raises `TierUnavailableError` if the master answered for none of the objects."""
+    if codes and all(code in _RPC_ERRORS for code in codes):
+        raise TierUnavailableError(f"Mooncake's master does not answer (code {codes[0]})")
+
+
+_NAMES_IN_MESSAGE = 500  # of 250 bytes at most
+_EXISTS = "exists"
+
+_log = logging.getLogger(__name__)
+
+
+class MooncakeStore:
+    """See `kvstow_service.stores.mooncake.objects.MooncakeClients`. Each client has a process of its own."""
+
+    def __init__(self, location: MooncakeLocation) -> None:
+        """Raises `MissingPackageError`."""
+        for package in ("mooncake", "xxhash"):
+            if find_spec(package) is None:
+                raise MissingPackageError("a tier in Mooncake", package, "mooncake")
+        self._location = location
+
+    def open_transfers(self, witness: int) -> MooncakeTransfers:
+        return MooncakeTransfers(
+            "transfers", lambda: ChildProcess((CONTROL, "put", "get"), (witness,)), self._connect_message
+        )
+
+    def open_lookups(self) -> MooncakeLookups:
+        return MooncakeLookups("look-ups", lambda: ChildProcess((CONTROL, _EXISTS)), self._connect_message)
+
+    def _connect_message(self) -> Connect:
+        where = self._location
+        return Connect(where.local_host(), where.master, where.protocol, where.devices, where.replicas)
+
+
+class MooncakeTransfers(ChildChannel):
+    """See `kvstow_service.stores.mooncake.objects.TransferClient`. Its process maps the memory of the rank."""
+
+    def put(self, objects: Sequence[SlotObject], timeout: float) -> list[PutStatus]:
+        return [put_status(code) for code in self._move("put", objects, timeout)]
+
+    def get(self, objects: Sequence[SlotObject], timeout: float) -> list[GetStatus]:
+        return [get_status(code) for code in self._move("get", objects, timeout)]
+
+    def _move(self, kind: Literal["put", "get"], objects: Sequence[SlotObject], timeout: float) -> tuple[int, ...]:
+        check_batch(objects, self.ranges())
+        parts = tuple(
+            SlotPart(one.name.fingerprint, str(one.name), *self.locate(one.address), one.num_bytes) for one in objects
+        )
+        if not parts:
+            return ()
+        codes = self.call(kind, Move(kind, parts), timeout)
+        require_master(codes)
+        if INVALID_PARAMS in codes:
+            _log.error("Mooncake calls %d of %d %ss invalid", codes.count(INVALID_PARAMS), len(codes), kind)
+        return codes
+
+
+class MooncakeLookups(ChildChannel):
+    """See `kvstow_service.stores.mooncake.objects.LookupClient`."""
+
+    def __init__(self, purpose: str, start_child: Callable[[], ChildProcess], connect: Callable[[], Connect]) -> None:
+        super().__init__(purpose, start_child, connect)
+        self._turn = threading.Lock()
+
+    def exists(self, names: Sequence[ObjectName], timeout: float) -> list[bool]:
+        texts, found = [str(name) for name in names], list[bool]()
+        with self._turn:
+            end = time.monotonic() + timeout
+            for at in range(0, len(texts), _NAMES_IN_MESSAGE):
+                part = tuple(texts[at : at + _NAMES_IN_MESSAGE])
+                codes = self.call(_EXISTS, Exists(part), end - time.monotonic())
+                require_master(codes)
+                found.extend(code == 1 for code in codes)
+        return found

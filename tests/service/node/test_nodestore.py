@@ -1,0 +1,536 @@
+"""The store below the pools of a whole node; the store is in this process."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+from tests.service.conftest import Eventually
+from tests.service.node.rawengine import HELLO, NAMESPACE, POOL, SLOT_BYTES, RawEngine, key_of
+
+from kvstow.attach.calls import Detach, Found, Hold, Lookup, LookupPrompt, Prefill, Reset, ResetDone, Use
+from kvstow.attach.identity import FleetWeights
+from kvstow.control import pooltier
+from kvstow.hints import Hints, context_id
+from kvstow.keys import make_key
+from kvstow.memory.limits import MemoryLimits
+from kvstow.prefill import PrefillCost
+from kvstow.testing.memoryblockstore import MemoryBlockStore, MemoryStoredPool
+from kvstow.tier.tierstatus import TIER_FAILED
+from kvstow_service.node.node import Node
+from kvstow_service.node.settings import Settings
+from kvstow_service.node.tier.nodestore import NodeStore, SessionTier
+
+MIB = 1 << 20
+EXTENT = 2 * MIB
+ROW_SLOTS = EXTENT // SLOT_BYTES
+NAMED = replace(HELLO, fleet_weights=FleetWeights("digest 1"))
+ONE_RANK = replace(NAMED, pool=replace(POOL, slot_bytes=(SLOT_BYTES,), tensor_parallel=1))
+
+MakeNode = Callable[..., Node]
+Engines = Callable[..., RawEngine]
+
+
+def descriptors() -> Counter[str]:
+    """What the descriptors of this process are open for. Sockets and pipes have a number of their own."""
+    found: Counter[str] = Counter()
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # the one that lists them
+            found[os.readlink(f"/proc/self/fd/{name}")] += 1
+    return found
+
+
+@pytest.fixture
+def make_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeNode]:
+    """Nodes that use a store, and wait for it as long as it takes. They are closed at the end; none leaves a descriptor
+    open."""
+    monkeypatch.setattr(pooltier, "ANSWER_SECONDS", 60.0)
+    monkeypatch.setattr(pooltier, "UNKNOWN_SECONDS", 60.0)
+    (tmp_path / "meminfo").write_text(f"MemAvailable: {1 << 30} kB\n")
+    limits = MemoryLimits(tmp_path / "meminfo", tmp_path / "cgroup", tmp_path / "fs")
+    before = descriptors()
+    nodes: list[Node] = []
+
+    def make(extents: int = 8, *, store: MemoryBlockStore | None = None, **options: Any) -> Node:
+        settings = Settings(
+            memory=extents * EXTENT,
+            attach_socket=tmp_path / "node" / f"attach{len(nodes)}.sock",
+            extent_size=EXTENT,
+            pin_pause=0,
+            **options,
+        )
+        nodes.append(Node(settings, store=store or MemoryBlockStore(), limits=limits))
+        nodes[-1].start()
+        return nodes[-1]
+
+    yield make
+    for node in nodes:
+        node.close()
+    assert descriptors() - before == Counter()  # those of earlier tests may have been closed meanwhile
+
+
+@pytest.fixture
+def engines() -> Iterator[Engines]:
+    made: list[RawEngine] = []
+
+    def make(node: Node, hello: Any = NAMED) -> RawEngine:
+        made.append(RawEngine(node.settings.attach_path, hello))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.close()
+
+
+def keys_of(first: int, count: int) -> list[bytes]:
+    return [key_of(number) for number in range(first, first + count)]
+
+
+def node_store(node: Node) -> NodeStore:
+    assert node.tier is not None
+    return node.tier
+
+
+def store_of(node: Node) -> MemoryBlockStore:
+    store = node_store(node)._store
+    assert isinstance(store, MemoryBlockStore)
+    return store
+
+
+def tier_of(node: Node) -> SessionTier:
+    sessions = [one for one in node.host._sessions.values() if not one.control.is_lost]
+    (tier,) = [one.tier for one in sessions if one.tier is not None]
+    return tier
+
+
+def only_pool(node: Node) -> Any:
+    (pool,) = node.host.pools()
+    return pool
+
+
+def leave(engine: RawEngine) -> None:
+    """Its only worker says that nothing of the pool is mapped or under way in it, as this process goes on."""
+    (worker,) = engine.workers
+    worker.connection.close(Detach("done"))
+
+
+def elsewhere(make_node: MakeNode, engines: Engines, keys: list[bytes], hello: Any = NAMED) -> MemoryBlockStore:
+    """A store in which another node has these blocks."""
+    node = make_node()
+    engine = engines(node, hello)
+    engine.store_until_found(keys)
+    engine.wait_for(lambda: written_by(engine, store_of(node), keys))
+    return MemoryBlockStore(shares=store_of(node))
+
+
+def written_by(engine: RawEngine, store: MemoryBlockStore, keys: list[bytes]) -> bool:
+    """Whether all of them are in the store; a request uses them again, as some may have had to wait."""
+    engine.scheduler.send(Use(keys, 0, (0, 0)))
+    return len(store.blocks) >= len(keys)
+
+
+def looked_up(engine: RawEngine, node: Node, keys: list[bytes]) -> Any:
+    """A look-up that waits for the store, which holds its reads."""
+    calls = [engine.scheduler.call(Lookup(keys))]
+
+    def has_begun() -> bool:
+        if calls[-1].done:
+            calls.append(engine.scheduler.call(Lookup(keys)))
+        return any(pool.reads for pool in store_of(node).pools)
+
+    engine.wait_for(has_begun)
+    return calls[-1]
+
+
+# -- requests -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("answers_later", [False, True])
+def test_what_one_node_has_stored_another_one_hits(
+    make_node: MakeNode, engines: Engines, *, answers_later: bool
+) -> None:
+    keys = keys_of(0, 10)
+    store = elsewhere(make_node, engines, keys)
+    store.answers_later = answers_later
+    there = make_node(store=store)
+    engine = engines(there)
+    engine.wait_for(lambda: engine.load(keys) == 10)  # every byte of both ranks is verified
+    assert only_pool(there).facade.stats().pool.slots.cached == 10
+    only_pool(there).facade.check_integrity()
+
+
+def test_an_answer_that_takes_time_delays_no_other_one(make_node: MakeNode, engines: Engines) -> None:
+    store = elsewhere(make_node, engines, keys_of(0, 4))
+    store.held = {"read"}
+    node = make_node(store=store)
+    engine = engines(node)
+    engine.store_until_found(keys_of(100, 4))
+    call = looked_up(engine, node, keys_of(0, 4))
+    assert engine.lookup(keys_of(100, 4)).leading == 4
+    assert not call.done
+    store.release()
+    engine.wait_for(lambda: call.done)
+    assert call.answer(Found).leading == 4
+    assert call.is_pending
+
+
+def test_an_answer_says_which_blocks_the_store_has_brought(make_node: MakeNode, engines: Engines) -> None:
+    store = elsewhere(make_node, engines, keys_of(0, 6))
+    store.held = {"read"}
+    node = make_node(store=store)
+    engine = engines(node)
+    engine.store_until_found(keys_of(0, 2))
+    engine.wait_for(lambda: engine.lookup(keys_of(0, 2)).leading == 2)
+    found = looked_up(engine, node, keys_of(0, 6))
+    store.release()
+    engine.wait_for(lambda: found.done)
+    assert (found.answer(Found).runs, found.answer(Found).fetched) == (((0, 6),), ((2, 4),))
+    assert engine.lookup(keys_of(0, 6)).fetched == (), "by now they are in host memory"
+    assert [one.hit_blocks for one in node_store(node).totals().values()] == [4]
+
+
+WINDOW = replace(POOL.groups[0], kind="window a", window=40)
+WINDOWED = replace(NAMED, pool=replace(POOL, groups=(*POOL.groups, WINDOW)))
+"""A window of two blocks and a half."""
+
+
+def test_of_several_groups_what_a_hit_needs_is_read(make_node: MakeNode, engines: Engines) -> None:
+    full = [make_key(0, key_of(number)[2:]) for number in range(8)]
+    window = [make_key(3, key_of(number)[2:]) for number in range(8)]  # groups of scratch have numbers, too
+    store = elsewhere(make_node, engines, full + window[:6], WINDOWED)
+    node = make_node(store=store)
+    engine = engines(node, WINDOWED)
+    engine.wait_for(lambda: only_pool(node).slots.in_service >= 9)  # of each group what the hit needs
+    calls = [engine.scheduler.call(LookupPrompt(full + window))]
+
+    def has_arrived() -> bool:
+        if calls[-1].done and not calls[-1].answer(Found).runs:
+            calls.append(engine.scheduler.call(LookupPrompt(full + window)))
+        return calls[-1].done
+
+    engine.wait_for(has_arrived)
+    assert calls[-1].is_pending
+    assert calls[-1].answer(Found).runs == ((0, 6), (8 + 3, 3)), "6 blocks, and of the window the last ones"
+    engine.wait_for(lambda: [totals.read_blocks for totals in node_store(node).totals().values()] == [9])
+    lease = engine.lookup([*full[:6], *window[3:6]], Hold.ALL)
+    assert lease.leading == 9
+    engine.release(lease.lease_id)
+    assert engine.lookup(full + window, Hold.NOTHING).runs == ((0, 6), (11, 3)), "it does not wait for the store"
+    call = engine.scheduler.call(LookupPrompt(full[:6] + window[:6]))
+    engine.wait_for(lambda: call.done)
+    assert not call.is_pending, "no hit can be longer"
+
+
+def test_reads_and_writes_outlive_the_engine(make_node: MakeNode, engines: Engines, eventually: Eventually) -> None:
+    here = make_node()
+    store_of(here).held = {"write"}
+    engine = engines(here, ONE_RANK)
+    engine.store_until_found(keys_of(0, 1))
+    engine.wait_for(lambda: written_by(engine, store_of(here), []) and store_of(here).pools[0].writes)
+    leave(engine)
+    eventually(lambda: not here.host.sessions(), "the end of the session")
+    store_of(here).release()
+    eventually(lambda: len(store_of(here).blocks) == 1, "the writes")
+
+    store = MemoryBlockStore(shares=store_of(here))
+    store.held = {"read"}
+    there = make_node(store=store)
+    engine = engines(there, ONE_RANK)
+    engine.wait_for(lambda: only_pool(there).slots.in_service)
+    looked_up(engine, there, keys_of(0, 1))
+    leave(engine)
+    eventually(lambda: not there.host.sessions(), "the end of the session")
+    assert only_pool(there).facade.stats().pool.slots.cached == 0
+    store.release()
+    eventually(lambda: only_pool(there).facade.stats().pool.slots.cached == 1, "the blocks")
+    for node in (here, there):
+        only_pool(node).facade.check_integrity()
+
+
+def test_the_speed_of_prefill_comes_from_the_engines(make_node: MakeNode, engines: Engines) -> None:
+    node = make_node()
+    engine = engines(node)
+    engine.scheduler.send(Prefill((0.0005, 0.0, 0.0)))
+    engine.wait_for(lambda: tier_of(node).of.even.prefill == PrefillCost(0.0005))
+
+
+def test_a_request_whose_deadline_passes_is_answered_without_another_message(
+    make_node: MakeNode, engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = elsewhere(make_node, engines, keys_of(0, 4))
+    monkeypatch.setattr(pooltier, "UNKNOWN_SECONDS", 0.05)
+    store.held = {"read"}
+    node = make_node(store=store)
+    engine = engines(node)
+    engine.wait_for(lambda: only_pool(node).slots.in_service)
+    call = looked_up(engine, node, keys_of(0, 4))
+    engine.wait_for(lambda: call.done)
+    assert call.answer(Found).leading == 0
+    assert tier_of(node).of.counters.cut_waits > 0
+
+
+# -- who uses it ----------------------------------------------------------------------------------------------------
+
+
+def test_the_node_s_own_session_counts_as_no_engine(
+    make_node: MakeNode, engines: Engines, eventually: Eventually
+) -> None:
+    node = make_node()
+    engine = engines(node, ONE_RANK)
+    engine.store_until_found(keys_of(0, 4))
+    pool = only_pool(node)
+    assert len(node.host.sessions()) == len(pool.facade.readiness().ranks) == 1
+    assert [one.sessions for one in node.host.namespaces()] == [1]
+    leave(engine)
+    eventually(lambda: not node.host.sessions(), "the end of the session")
+    assert [one.sessions for one in node.host.namespaces()] == [0]
+    eventually(lambda: node.memory_thread.memory.budget.fair_shares() == {}, "the end of what was asked for")
+    node.host.delete_pool(pool.name)
+    eventually(
+        lambda: node.memory_thread.figures.spare_bytes == node.memory_thread.budget.total_bytes, "the pool's memory"
+    )
+    assert node.memory_thread.faults == 0
+    eventually(lambda: not node.host._closing, "the pool's name")
+
+
+def test_a_pool_that_an_operator_deletes_leaves_no_block_in_the_store(
+    make_node: MakeNode, engines: Engines, eventually: Eventually
+) -> None:
+    node = make_node()
+    engine = engines(node, ONE_RANK)
+    engine.store_until_found(keys_of(0, 4))
+    engine.wait_for(lambda: written_by(engine, store_of(node), keys_of(0, 4)))
+    leave(engine)
+    eventually(lambda: not node.host.sessions(), "the end of the session")
+    node.host.delete_pool(only_pool(node).name)
+    assert not store_of(node).blocks
+    eventually(lambda: not node.host._closing, "the pool's name")
+
+
+def test_after_a_reset_nothing_is_written_or_read_and_the_former_blocks_are_gone(
+    make_node: MakeNode, engines: Engines
+) -> None:
+    node = make_node()
+    engine = engines(node)
+    engine.store_until_found(keys_of(0, 4))
+    engine.wait_for(lambda: written_by(engine, store_of(node), keys_of(0, 4)))
+    engine.ask(Reset(), ResetDone)
+    assert not store_of(node).blocks
+    engine.store_until_found(keys_of(4, 4))
+    engine.scheduler.send(Use(keys_of(4, 4), 0, (0, 0)))
+    call = engine.scheduler.call(Lookup(keys_of(50, 2)))
+    engine.wait_for(lambda: call.done)
+    assert (call.is_pending, len(store_of(node).blocks)) == (False, 0)
+    status = node_store(node).tiers()[-1]
+    assert (status.state, "reset its cache" in status.reason) == ("off", True)
+
+
+@pytest.mark.parametrize(
+    ("hello", "reason"),
+    [
+        (HELLO, "weights_unknown"),
+        (replace(NAMED, namespace=replace(NAMESPACE, unshared="hashes_not_reproducible: ...")), "hashes_not_repro"),
+        (replace(NAMED, namespace=replace(NAMESPACE, epoch=7)), "weights_changed"),
+        (replace(NAMED, pool=replace(POOL, groups=(replace(POOL.groups[0], kind="torus"),))), "KV groups"),
+    ],
+)
+def test_without_an_identity_across_lives_the_store_is_off_and_says_why(
+    make_node: MakeNode, engines: Engines, hello: Any, reason: str
+) -> None:
+    node = make_node()
+    engine = engines(node, hello)
+    engine.store_until_found(keys_of(0, 4))
+    (one,) = node_store(node).tiers()
+    assert one.state == "off"
+    assert reason in one.reason
+    call = engine.scheduler.call(Lookup(keys_of(50, 2)))
+    engine.wait_for(lambda: call.done)
+    assert (call.is_pending, len(store_of(node).blocks)) == (False, 0)
+
+
+def test_where_tenants_are_named_nobody_else_uses_the_store(make_node: MakeNode, engines: Engines) -> None:
+    others = make_node(tier="mooncake://store:1", tenant=f"web={os.geteuid() + 1}")
+    engines(others).store_until_found(keys_of(0, 4))
+    (one,) = node_store(others).tiers()
+    assert (one.state, one.fingerprint, len(store_of(others).blocks)) == ("off", None, 0)
+    assert f"--tenant NAME={os.geteuid()}" in one.reason
+
+
+def test_nodes_exchange_the_blocks_of_a_tenant_by_its_name(make_node: MakeNode, engines: Engines) -> None:
+    """Whoever the uid is on each of them."""
+    names = [f"ml={os.geteuid()}", f"web={os.geteuid()}", f"ml={os.geteuid() + 1},{os.geteuid()}"]
+    found = []
+    for name in names:
+        store = node_store(node := make_node(tier="mooncake://store:1", tenant=name))
+        engines(node).wait_for(store.tiers)
+        found.append(store.tiers()[0].fingerprint)
+    assert found[0] == found[2] != found[1]
+
+
+def test_blocks_that_are_the_same_on_all_ranks_are_stored_once(make_node: MakeNode, engines: Engines) -> None:
+    node = make_node()
+    engine = engines(node, replace(NAMED, pool=replace(POOL, replicated=True)))
+    engine.wait_for(lambda: store_of(node).pools)
+    assert store_of(node).pools[0].layout.slot_bytes == POOL.slot_bytes[:1]
+
+
+# -- contexts -------------------------------------------------------------------------------------------------------
+
+
+def use_in_context(engine: RawEngine, keys: list[bytes], name: str, resume_in: float | None = None) -> None:
+    engine.scheduler.send(Use(keys, 0, (0, 0), hints=Hints(context=context_id(name), resume_in=resume_in)))
+
+
+def test_blocks_of_a_context_are_read_when_an_operator_asks_for_it(make_node: MakeNode, engines: Engines) -> None:
+    node = make_node()
+    engine = engines(node, ONE_RANK)
+    keys = keys_of(0, 4)
+    engine.store_until_found(keys)
+    engine.wait_for(lambda: written_by(engine, store_of(node), keys))
+    use_in_context(engine, keys, "c")
+    pool = only_pool(node)
+    engine.wait_for(lambda: tier_of(node).of.contexts.of(context_id("c")))
+    pool.facade.admin.evict(slots=100).run()
+    assert node_store(node).prefetch(pool.name, context_id("c")) == 4
+    engine.wait_for(lambda: engine.lookup(keys, Hold.NOTHING).leading == 4)
+
+
+# -- defects and ends -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("broken", ["has", "offer"])
+def test_a_defect_switches_the_store_off_for_the_pool(
+    make_node: MakeNode, engines: Engines, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    node = make_node()
+    engine = engines(node)
+    engine.wait_for(lambda: node_store(node).tiers())
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("injected")
+
+    monkeypatch.setattr(MemoryStoredPool, broken, fail)
+    call = engine.scheduler.call(Lookup(keys_of(50, 4)))
+    engine.wait_for(lambda: call.done)
+    assert call.answer(Found).leading == 0
+    engine.store_until_found(keys_of(0, 4))
+    engine.scheduler.send(Use(keys_of(0, 4), 0, (0, 0)))
+    engine.wait_for(lambda: node_store(node).tiers()[0].state == "off")
+    assert node_store(node).tiers()[0].reason == TIER_FAILED
+    assert engine.load(keys_of(0, 4)) == 4
+
+
+def test_memory_that_cannot_be_mapped_is_shown_and_costs_hits_alone(
+    make_node: MakeNode, engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: MemoryStoredPool, rank: int, extent: object, fd: int, then: Callable[[str], object]) -> None:
+        self._later(lambda: then(f"memory of rank {rank} could not be mapped: injected"))
+
+    monkeypatch.setattr(MemoryStoredPool, "add_extent", refuse)
+    node = make_node()
+    engine = engines(node)
+    engine.store_until_found(keys_of(0, 4))
+    assert engine.load(keys_of(0, 4)) == 4
+    engine.wait_for(lambda: node_store(node).parts()[0].state == "failed")
+    assert "could not be mapped: injected" in node_store(node).parts()[0].reason
+    engine.wait_for(lambda: only_pool(node).facade.stats().faults.errors["host"])
+    assert not store_of(node).blocks
+
+
+def test_the_end_of_the_service_gives_up_what_hangs(make_node: MakeNode, engines: Engines) -> None:
+    node = make_node()
+    engine = engines(node)
+    store_of(node).held = {"write"}
+    engine.store_until_found(keys_of(0, 4))
+    engine.wait_for(lambda: store_of(node).pools[0].writes)
+    pool = only_pool(node)
+    node_store(node).close()
+    assert [session for session in pool.attached() if not session.is_engine] == []
+    assert engine.lookup(keys_of(0, 4)).leading == 4
+    pool.facade.check_integrity()
+
+
+def is_known_to_map(make_node: MakeNode, engines: Engines) -> bool:
+    """Another pool needs memory that the store maps, and it is asked to let go of it. Whether the node counts the store
+    among those who map it until it does not."""
+    node = make_node(extents=2)
+    engine = engines(node, ONE_RANK)
+    engine.store_until_found(keys_of(0, ROW_SLOTS + 1))
+    engine.wait_for(lambda: len(store_of(node).pools[0]._maps) == 2)
+    (memory,) = node_store(node)._pools.values()
+    budget = node.memory_thread.memory.budget
+    last = budget.pool(memory.pool.name).rows[1].extents[0]
+    store_of(node).held = {"remove"}
+    leave(engine)
+    assert ONE_RANK.pool is not None
+    other = engines(node, replace(ONE_RANK, pool=replace(ONE_RANK.pool, kv_cache_dtype="fp8")))
+    other.wait_for(lambda: store_of(node).pools[0].removals)
+    for pass_on in (node.server.post, node.memory_thread.do):  # what was said before has been heard now
+        heard = threading.Event()
+        pass_on(heard.set)
+        assert heard.wait(60)
+    is_known = budget.mappers(last) == [memory.client(0)]
+    store_of(node).release()
+    other.store_until_found(keys_of(0, 1))
+    return is_known
+
+
+def test_an_extent_stays_with_the_store_until_no_process_maps_it(make_node: MakeNode, engines: Engines) -> None:
+    assert is_known_to_map(make_node, engines)
+
+
+def test_mutant_extents_are_released_before_they_are_unmapped(
+    make_node: MakeNode, engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remove = MemoryStoredPool.remove_extent
+
+    def report_first(self: MemoryStoredPool, rank: int, extent_id: int, then: Callable[[], object]) -> None:
+        then()
+        remove(self, rank, extent_id, lambda: None)
+
+    monkeypatch.setattr(MemoryStoredPool, "remove_extent", report_first)
+    assert not is_known_to_map(make_node, engines)
+
+
+def test_a_store_that_cannot_be_started_leaves_nothing_open(
+    make_node: MakeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`make_node` counts the descriptors."""
+
+    def fail(*_: object) -> None:
+        raise OSError("injected")
+
+    monkeypatch.setattr(MemoryBlockStore, "start", fail)
+    with pytest.raises(OSError, match="injected"):
+        make_node()
+
+
+@pytest.mark.parametrize("broken", ["lose", "process_died"])
+def test_a_defect_at_the_end_of_a_pool_keeps_nobody_waiting(
+    make_node: MakeNode, engines: Engines, monkeypatch: pytest.MonkeyPatch, eventually: Eventually, broken: str
+) -> None:
+    node = make_node()
+    engine = engines(node, ONE_RANK)
+    engine.store_until_found(keys_of(0, 4))
+    pool = only_pool(node)
+    (memory,) = node_store(node)._pools.values()
+    owner: Any = memory.tier.session if broken == "lose" else pool
+    done = getattr(owner, broken)
+
+    def fail(*given: object) -> None:
+        done(*given)
+        raise RuntimeError("injected")
+
+    monkeypatch.setattr(owner, broken, fail)
+    has_ended = threading.Event()
+    node_store(node).drop_pool(pool, has_ended.set, purge=False)
+    assert has_ended.wait(30)
+    assert memory.has_ended.wait(30)
+    eventually(lambda: pool.facade.stats().faults.errors["host"] >= 1, "the count of errors")

@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+from tests.service.stores.mooncake.cluster import Cluster, require_network
+
+# They import what only the child process does.
+collect_ignore = [] if find_spec("xxhash") else ["test_childmemory.py", "test_objectbuffers.py", "test_objectheader.py"]
+
+
+@pytest.fixture(scope="session")
+def alone() -> None:
+    require_network()
+
+
+@pytest.fixture(autouse=True)
+def no_thread_left() -> Iterator[None]:
+    """Every thread that a test has started must end with it."""
+    before = set(threading.enumerate())
+    yield
+    left = [one.name for one in threading.enumerate() if one not in before and one.name.startswith("kvstow")]
+    assert left == []
+
+
+@pytest.fixture(scope="session")
+def shared_cluster(alone: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """For tests that leave it as it is."""
+    cluster = Cluster(tmp_path_factory.mktemp("mooncake") / "log")
+    yield cluster
+    cluster.close()
+
+
+@pytest.fixture
+def make_cluster(alone: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Cluster]]:
+    clusters: list[Cluster] = []
+
+    def make(segment_bytes: int = 1 << 30, **options: Any) -> Cluster:
+        clusters.append(Cluster(tmp_path_factory.mktemp("mooncake") / "log", segment_bytes, **options))
+        return clusters[-1]
+
+    yield make
+    for cluster in clusters:
+        cluster.close()

@@ -1,0 +1,116 @@
+"""Clients of a Mooncake in the memory of this process, which do what the test says."""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections.abc import Callable, Sequence
+
+from kvstow.errors import TierUnavailableError
+from kvstow_service.stores.mooncake.objects import (
+    ClientHealth,
+    ClientStats,
+    GetStatus,
+    MemoryRange,
+    ObjectName,
+    PutStatus,
+    SlotObject,
+    check_batch,
+)
+
+
+class MemoryClients:
+    """`status`: what becomes of an object instead of being moved. `error`: what each call raises. `gate`: calls wait
+    for it. `calls`: kind and number of objects of each."""
+
+    def __init__(self) -> None:
+        self.objects: dict[str, bytes] = {}
+        self.status: Callable[[ObjectName], str | None] = lambda name: None
+        self.error: Exception | None = None
+        self.gate = threading.Event()
+        self.gate.set()
+        self.calls: list[tuple[str, int]] = []
+        self.order: list[ObjectName] = []
+
+    def open_transfers(self, witness: int) -> MemoryTransfers:
+        return MemoryTransfers(self)
+
+    def open_lookups(self) -> MemoryLookups:
+        return MemoryLookups(self)
+
+    def enter(self, kind: str, count: int) -> None:
+        self.calls.append((kind, count))
+        assert self.gate.wait(60), "the test has left the gate shut"
+        if self.error is not None:
+            raise self.error
+
+
+class _Client:
+    def __init__(self, clients: MemoryClients) -> None:
+        self._clients, self._is_closed = clients, False
+
+    def health(self) -> ClientHealth:
+        return ClientHealth("closed", "it was closed") if self._is_closed else ClientHealth("connected")
+
+    def stats(self) -> ClientStats:
+        return ClientStats()
+
+    def close(self) -> None:
+        self._is_closed = True
+        self._clients.gate.set()
+
+    def _enter(self, kind: str, count: int) -> None:
+        self._clients.enter(kind, count)
+        if self._is_closed:
+            raise TierUnavailableError("the client was closed")
+
+
+class MemoryTransfers(_Client):
+    def __init__(self, clients: MemoryClients) -> None:
+        super().__init__(clients)
+        self.memory: dict[MemoryRange, mmap.mmap] = {}
+
+    def add_memory(self, memory: MemoryRange) -> None:
+        self.memory[memory] = mmap.mmap(memory.fd, memory.num_bytes)
+
+    def remove_memory(self, memory: MemoryRange) -> None:
+        self.memory.pop(memory).close()
+
+    def put(self, objects: Sequence[SlotObject], timeout: float) -> list[PutStatus]:
+        self._enter("put", len(objects))
+        check_batch(objects, list(self.memory))
+        found: list[PutStatus] = []
+        for one in objects:
+            status = self._clients.status(one.name)
+            if status is None:
+                where, start = self._locate(one)
+                self._clients.objects.setdefault(str(one.name), where[start : start + one.num_bytes])
+                self._clients.order.append(one.name)
+            found.append("stored" if status is None else "full" if status == "full" else "failed")
+        return found
+
+    def get(self, objects: Sequence[SlotObject], timeout: float) -> list[GetStatus]:
+        self._enter("get", len(objects))
+        check_batch(objects, list(self.memory))
+        found: list[GetStatus] = []
+        for one in objects:
+            status, data = self._clients.status(one.name), self._clients.objects.get(str(one.name))
+            if status is None and data is not None:
+                where, start = self._locate(one)
+                where[start : start + len(data)] = data
+                found.append("found")
+            else:
+                found.append("corrupt" if status == "corrupt" else "failed" if status == "failed" else "missing")
+        return found
+
+    def _locate(self, one: SlotObject) -> tuple[mmap.mmap, int]:
+        for memory, where in self.memory.items():
+            if memory.address <= one.address < memory.address + memory.num_bytes:
+                return where, one.address - memory.address
+        raise LookupError
+
+
+class MemoryLookups(_Client):
+    def exists(self, names: Sequence[ObjectName], timeout: float) -> list[bool]:
+        self._enter("exists", len(names))
+        return [str(name) in self._clients.objects for name in names]
