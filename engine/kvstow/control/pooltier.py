@@ -39,6 +39,8 @@ UNKNOWN_SECONDS = 2.0
 """How long it waits for reads while nobody knows how long computing takes."""
 LEAST_LEAD_SECONDS = 2.0
 """Blocks of a context are read so long before its next request is expected, or twice as long as that takes."""
+_MOST_NOTED = 1024
+"""Stores and uses, parts of which wait to be written."""
 _MOST_BEHIND = 1 << 18
 """Keys of the end of a chain that are kept until its beginning is there."""
 
@@ -129,13 +131,14 @@ class PoolTier:
         block_tokens: int | None = None,
         needs_of: Callable[[Sequence[bytes]], Needs | None] | None = None,
         post: Callable[[Callable[[], object]], object] = lambda call: call(),
+        on_taken: Callable[[], object] = lambda: None,
     ) -> None:
         """`namespace`: any of the pool. `block_tokens`: by how many tokens each block lengthens a hit, where the pool's
         configuration does not have it. `needs_of`: what a hit needs, given the keys of a prompt; None where it is a
-        leading run. Raises `ConflictError` if the pool was closed."""
+        leading run. `on_taken`: called when reads have taken slots. Raises `ConflictError` if the pool was closed."""
         self.session = pool.attach_tier(namespace)
         self._pool, self._store = pool, store
-        self._clock, self._post = pool.clock, post
+        self._clock, self._post, self._on_taken = pool.clock, post, on_taken
         self._block_tokens = pool.config.block_tokens or block_tokens
         self._needs_of = needs_of
         self._namespaces: dict[Namespace, TieredNamespace] = {}
@@ -148,7 +151,8 @@ class PoolTier:
         self._writes: dict[int, TieredNamespace] = {}
         self._num_writing = 0
         self._noted: deque[tuple[TieredNamespace, Sequence[bytes]]] = deque()
-        """Blocks that engines have stored and that were not offered yet."""
+        """Blocks that engines have stored, or used, and that were not written yet. Bounded: what finds no place here
+        waits for its next use."""
         self._prefetching: tuple[TieredNamespace, list[bytes], bool] | None = None
         """What is left of a context, and whether it is of use as a whole only."""
         self._num_purges = 0
@@ -424,6 +428,7 @@ class PoolTier:
                 self._join(wait, op.op_id)
                 self._lease(wait, [slot for run in present for slot in run], now)
         self.stored_pool.read(BlockTransfer(op.op_id, of.stored, wanted, op.slots))
+        self._on_taken()
         return True
 
     def take_pieces(self, pieces: Sequence[Piece]) -> None:
@@ -431,6 +436,7 @@ class PoolTier:
         try:
             for piece in pieces:
                 self._finish(self._take_piece(piece))
+            self.write_stored()
             self._go_on_prefetching()
         except Exception as error:  # noqa: BLE001 - the store's thread goes on
             self.fail(error)
@@ -474,16 +480,27 @@ class PoolTier:
     def _note_stored(self, of: TieredNamespace, keys: Sequence[bytes]) -> None:
         """An engine has stored these blocks. Called with the lock held."""
         if keys and self.is_on(of):
-            self._noted.append((of, keys))
+            self._postpone(of, keys)
 
     def write_stored(self) -> None:
-        """Offer what engines have stored. Call it after completions."""
-        while self._noted:
+        """Offer what engines have stored, as far as writes leave slots. Call it after completions."""
+        while self._noted and self._num_writing < self._most_writing:
             try:
                 of, keys = self._noted.popleft()
             except IndexError:  # another thread was faster
                 return
             self._offer(of, keys, is_use=False)
+
+    def _postpone(self, of: TieredNamespace, keys: Sequence[bytes]) -> None:
+        """With the lock held: write these blocks later."""
+        if len(self._noted) < _MOST_NOTED:
+            self._noted.append((of, keys))
+        else:
+            of.counters.postponed_blocks += len(keys)
+
+    @property
+    def _most_writing(self) -> int:
+        return max(1, int(WRITING_SHARE * self._pool.slots.limit))
 
     def note_use(
         self,
@@ -529,9 +546,10 @@ class PoolTier:
                 return
             slots = of.namespace.keys.slots_of(keys, session.watermark)
             found = [(key, slot) for key, slot in zip(keys, slots, strict=True) if slot is not None]
-            room = max(0, max(1, int(WRITING_SHARE * pool.slots.limit)) - self._num_writing)
-            of.counters.postponed_blocks += max(0, len(found) - room)
-            del found[room:]
+            room = max(0, self._most_writing - self._num_writing)
+            if rest := found[room:]:
+                self._postpone(of, [key for key, _ in rest])
+                del found[room:]
             if not found:
                 return
             pool.index.hold([slot for _, slot in found])

@@ -38,7 +38,7 @@ class TierCounters:
         int,
         Exposed(
             "tier_postponed_blocks",
-            "Blocks that were not written when they were stored or used, as too much was being written",
+            "Blocks that are written at their next use only, as too much was waiting to be written",
         ),
     ] = 0
 

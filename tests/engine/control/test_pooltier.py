@@ -8,6 +8,7 @@ import pytest
 from tests.engine.control.sharedhost import Host
 from tests.engine.control.tieredpool import KEYS, TieredPool
 
+from kvstow.control import pooltier
 from kvstow.control.administration import Sweep, purge_store
 from kvstow.control.indexjournal import IndexJournal
 from kvstow.control.pooltier import ANSWER_SECONDS, WRITING_SHARE
@@ -162,6 +163,7 @@ def test_what_was_read_goes_first_and_what_was_computed_stays() -> None:
     tiered = TieredPool(slots=12)
     tiered.put(KEYS[:4])
     tiered.store_blocks(KEYS[10:18])
+    tiered.run()
     tiered.use(KEYS[10:18])
     assert tiered.fetch(KEYS[:4]) == 4
     tiered.use(KEYS[:4])
@@ -175,6 +177,7 @@ def test_the_request_that_fetched_is_no_use_and_the_next_hit_is() -> None:
     tiered = TieredPool(slots=12)
     tiered.put(KEYS[:4])
     tiered.store_blocks(KEYS[10:18])
+    tiered.run()
     tiered.use(KEYS[10:18])
     assert tiered.fetch(KEYS[:4]) == 4
     tiered.use(KEYS[:4])
@@ -310,19 +313,35 @@ def test_what_could_not_be_written_is_written_at_its_next_use(fate: Fate) -> Non
     assert tiered.in_store(KEYS[:6]) == [True] * 6
 
 
-def test_writes_keep_at_most_a_twentieth_of_the_pool_and_the_rest_waits_for_its_next_use() -> None:
+def test_writes_keep_at_most_a_twentieth_of_the_pool_and_the_rest_follows() -> None:
     tiered = TieredPool(slots=100)
     most = int(WRITING_SHARE * 100)
     tiered.store_blocks(KEYS[:12])
     assert tiered.counts["leased"] == most
-    assert tiered.of.counters.postponed_blocks == 12 - most
     tiered.store_blocks(KEYS[20:22])
     assert tiered.counts["leased"] == most
+    held: list[int] = []
+    while tiered.store.has_work():
+        pool = tiered.store.pools[0]
+        pool.move(pool.writes)
+        held.append(tiered.counts["leased"])
+    assert max(held) <= most
+    assert tiered.in_store([*KEYS[:12], *KEYS[20:22]]) == [True] * 14
+
+
+def test_what_waits_to_be_written_is_bounded_and_the_rest_is_written_at_its_next_use(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pooltier, "_MOST_NOTED", 1)
+    tiered = TieredPool(slots=100)
+    for first in (0, 10, 20):
+        tiered.store_blocks(KEYS[first : first + 8])
+    assert tiered.of.counters.postponed_blocks == 16
     tiered.run()
-    assert tiered.in_store(KEYS[:12]) == [True] * most + [False] * (12 - most)
-    tiered.use(KEYS[:12])
+    assert tiered.in_store([*KEYS[:8], *KEYS[10:18]]) == [True] * 8 + [False] * 8
+    tiered.use(KEYS[10:18])
     tiered.run()
-    assert tiered.in_store(KEYS[:12]) == [True] * 2 * most + [False] * (12 - 2 * most)
+    assert tiered.in_store(KEYS[10:18]) == [True] * 8
 
 
 def test_a_slot_that_is_being_written_is_not_reused() -> None:

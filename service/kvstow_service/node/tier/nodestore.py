@@ -108,10 +108,16 @@ class NodeStore:
             block_tokens=None if groups is None else groups.alignment,
             needs_of=None if is_plain or groups is None else partial(needs_of, groups),
             post=self._post,
+            on_taken=partial(self._grow, pool),
         )
         memory = TierMemory(pool, session.namespace, tier, self._memory, self._post)
         memory.join(self._end)
         return memory
+
+    def _grow(self, pool: NodePool) -> None:
+        """Reads take slots as stores do: a pool that was emptied by a restart grows by them, too."""
+        if pool.used_slots > pool.grow_above >= 0:
+            self._memory.do(self._memory.grow, pool)
 
     def _fingerprint_of(self, pool: NodePool, namespace: KnownNamespace, weights: FleetWeights) -> Fingerprint:
         """The name under which engines in this namespace have their blocks in the store."""
