@@ -1,0 +1,1 @@
+"""Blocks in files on the node's own disks."""

@@ -1,0 +1,331 @@
+"""Blocks in the two files of a path: how they are written, read, verified and removed.
+
+A place gets a block in three steps: its record says `dirty`, then the data is written, then the record says what it is.
+So whatever kills this process, no record is valid whose data was not written whole. After a power cut any part of what
+was not synced may be missing, and then the checksum of the block decides. It is seeded with the digest of the block's
+name, so that data of another block, in a place where it does not belong, is found out too.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Lock
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import xxhash
+
+from kvstow_service.stores.disk import diskformat
+from kvstow_service.stores.disk.diskfiles import PathFiles
+from kvstow_service.stores.disk.diskformat import (
+    CHUNK_BYTES,
+    DIRTY,
+    EMPTY,
+    HEADER_BYTES,
+    MOST_CHUNKS,
+    MOST_NAMESPACES,
+    NAMESPACES_AT,
+    RECORD_BYTES,
+    WRITTEN,
+    ChunkEntry,
+    Header,
+    NamespaceEntry,
+    Record,
+)
+from kvstow_service.stores.disk.places import Assignment, BlockName, FoundChunk, Place, PlaceKind
+
+_PIECE_BYTES = 1 << 20
+"""Of a checksum. Another thread runs meanwhile from 256 KiB on."""
+_MIN_CHUNKS = 64
+"""A small disk has smaller chunks, so that several lengths can share it."""
+
+
+class BlockPart(NamedTuple):
+    """A rank's part of a block: the slot, padded to the alignment, and how many of its bytes count."""
+
+    buffer: memoryview
+    num_bytes: int
+
+
+ReadResult = Literal["read", "missing", "corrupt"]
+
+
+class FoundFiles(NamedTuple):
+    """All that the files of a path say at a start. `namespaces`: by row of their table."""
+
+    header: Header
+    namespaces: dict[int, NamespaceEntry]
+    generations: dict[int, int]
+    chunks: list[FoundChunk]
+
+
+def boot_id() -> bytes:
+    """16 bytes that are others after each boot of the machine."""
+    return bytes.fromhex(Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", ""))
+
+
+def chunk_bytes_for(size_bytes: int, alignment: int) -> int:
+    """The size of a chunk: 1 GiB, or less on a small disk."""
+    size = CHUNK_BYTES
+    while size > max(alignment, 1 << 20) and size * _MIN_CHUNKS > size_bytes:
+        size //= 2
+    return max(size, alignment)
+
+
+class BlockFile:
+    """Thread-safe. Every call may wait for the disk, and raises `OSError` if the disk does not work. Two calls at the
+    same time never concern the same place, except reads."""
+
+    def __init__(self, files: PathFiles, header: Header) -> None:
+        """Use `open`."""
+        self._files, self.header = files, header
+        self._lock = Lock()
+        self._changes = self._under_way = 0
+
+    @classmethod
+    def open(
+        cls, files: PathFiles, size_bytes: int | None, default_bytes: int, alignment: int, boot: bytes
+    ) -> BlockFile:
+        """`size_bytes`: of the data file; None: what it was before, or `default_bytes` if it is new. Raises
+        `FormatError` for files of another format, and changes nothing then."""
+        data = files.read_records(0, 2 * HEADER_BYTES)
+        if any(data):
+            before = diskformat.read_header(data)
+        else:
+            wanted = default_bytes if size_bytes is None else size_bytes
+            chunk_bytes = chunk_bytes_for(wanted, alignment)
+            before = Header(0, 0, chunk_bytes, alignment, 0, True, boot)
+            size_bytes = wanted
+        num_chunks = before.num_chunks
+        if size_bytes is not None:
+            num_chunks = max(1, min(MOST_CHUNKS, size_bytes // before.chunk_bytes))
+        was_cut = before.boot != boot and not before.is_clean
+        header = before._replace(
+            sequence=before.sequence + 1,
+            num_chunks=num_chunks,
+            epoch=before.epoch + was_cut,
+            is_clean=False,
+            boot=boot,
+        )
+        if num_chunks < before.num_chunks:  # the header first: no record may point behind the end of the data
+            files.write_records(header.at, header.pack())
+            files.sync_records()
+        files.resize(num_chunks * header.chunk_bytes, header.records_end)
+        opened = cls(files, header)
+        opened._finish_assignments()
+        if was_cut:
+            opened._forget_the_unsynced()
+        files.write_records(header.at, header.pack())
+        files.sync_records()
+        return opened
+
+    def _forget_the_unsynced(self) -> None:
+        """After a power cut, places without a block may hold bytes of blocks whose records were lost."""
+        for chunk, entry in self._chunk_entries().items():
+            at, count = self.header.records_at(chunk), self._num_places(entry)
+            data = self._files.read_records(at, count * RECORD_BYTES)
+            records, is_valid = diskformat.valid_records(data, chunk, entry.generation)
+            is_lost = ~is_valid | (records["state"] != WRITTEN)
+            self._files.write_records(at, diskformat.with_dirty(records, is_lost, chunk, entry.generation))
+
+    def _finish_assignments(self) -> None:
+        """A chunk that was between two kinds when its process was killed has none now."""
+        for chunk, entry in self._chunk_entries().items():
+            if not entry.place_bytes:
+                self._files.zero_data(chunk * self.header.chunk_bytes, self.header.chunk_bytes)
+
+    def load(self) -> FoundFiles:
+        """O(places)."""
+        entries = self._chunk_entries()
+        namespaces = self._files.read_records(NAMESPACES_AT, diskformat.CHUNKS_AT - NAMESPACES_AT)
+        known = diskformat.read_namespaces(namespaces)
+        numbers = np.array([one.number for one in known.values()], np.uint32)
+        chunks = [
+            self._load_chunk(chunk, entry, numbers)
+            for chunk, entry in entries.items()
+            if entry.place_bytes and chunk < self.header.num_chunks
+        ]
+        return FoundFiles(self.header, known, {chunk: one.generation for chunk, one in entries.items()}, chunks)
+
+    def _load_chunk(self, chunk: int, entry: ChunkEntry, numbers: Any) -> FoundChunk:
+        count, header = self._num_places(entry), self.header
+        data = self._files.read_records(header.records_at(chunk), count * RECORD_BYTES)
+        uses = np.frombuffer(self._files.read_records(header.uses_at(chunk), count * 4), "<u4")
+        records, is_valid = diskformat.valid_records(data, chunk, entry.generation)
+        is_written = is_valid & (records["state"] == WRITTEN)
+        is_found = is_written & np.isin(records["namespace"], numbers)
+        indices = np.flatnonzero(is_found)
+        chosen = records[indices]
+        written = chosen["written_at"].astype(np.float64)
+        return FoundChunk(
+            Assignment(chunk, PlaceKind(entry.owner, entry.place_bytes), entry.generation),
+            indices,
+            chosen["digest"].tobytes(),
+            chosen["namespace"],
+            chosen["key_start"],
+            written,
+            np.maximum(written, uses[indices]),
+            np.flatnonzero((is_valid & (records["state"] == DIRTY)) | (is_written & ~is_found)),
+        )
+
+    def _chunk_entries(self) -> dict[int, ChunkEntry]:
+        size = diskformat.chunk_at(self.header.num_chunks) - diskformat.CHUNKS_AT
+        return diskformat.read_chunks(self._files.read_records(diskformat.CHUNKS_AT, size))
+
+    def _num_places(self, entry: ChunkEntry) -> int:
+        if not entry.place_bytes:
+            return 0
+        return min(self.header.most_places, self.header.chunk_bytes // entry.place_bytes)
+
+    # -- blocks ---------------------------------------------------------------------------------------------
+
+    def write(
+        self, place: Place, block: BlockName, parts: Sequence[BlockPart], is_lent: Callable[[], bool] = lambda: True
+    ) -> bool:
+        """Whether the block was written. `is_lent` is called when its bytes have been read, and says whether they were
+        this block's until then; otherwise they are not found."""
+        with self._change():
+            self._write_record(place, Record(DIRTY, place.generation))
+            self._files.write_data([part.buffer for part in parts], place.offset)
+            checksum = checksum_of(block.digest, parts)
+            if not is_lent():
+                return False
+            now = int(time.time())
+            record = Record(
+                WRITTEN,
+                place.generation,
+                block.digest,
+                checksum,
+                block.key_start,
+                block.namespace,
+                self.header.epoch,
+                now,
+            )
+            self._write_record(place, record)
+            return True
+
+    def read(self, place: Place, block: BlockName, parts: Sequence[BlockPart]) -> ReadResult:
+        """Fill the parts with a block, verified. `corrupt`: it was written after the last power cut, and is not what
+        was written."""
+        at = self.header.records_at(place.chunk) + place.number * RECORD_BYTES
+        record = Record.read(self._files.read_records(at, RECORD_BYTES), place.chunk, place.number)
+        if record is None:
+            return "corrupt"
+        is_this = (
+            record.state == WRITTEN
+            and record.generation == place.generation
+            and record.digest == block.digest
+            and record.namespace == block.namespace
+        )
+        if not is_this:
+            return "missing"
+        self._files.read_data([part.buffer for part in parts], place.offset)
+        if checksum_of(block.digest, parts) == record.checksum:
+            return "read"
+        return "corrupt" if record.epoch == self.header.epoch else "missing"
+
+    def mark_dirty(self, places: Iterable[Place]) -> None:
+        """When this returns, no block of these places is ever found again, whatever happens to the machine."""
+        with self._change():
+            for place in places:
+                self._write_record(place, Record(DIRTY, place.generation))
+            self._files.sync_records()
+
+    def overwrite(self, places: Sequence[Place], place_bytes: int) -> None:
+        """Overwrite dirty places, all of this size, with zeros. They are empty then."""
+        with self._change():
+            ordered = sorted(places, key=lambda place: place.offset)
+            first = 0
+            for at, place in enumerate(ordered):
+                if at + 1 == len(ordered) or ordered[at + 1].offset != place.offset + place_bytes:
+                    start = ordered[first].offset
+                    self._files.zero_data(start, place.offset + place_bytes - start)
+                    first = at + 1
+            self._files.sync()
+            for place in ordered:
+                self._write_record(place, Record(EMPTY, place.generation))
+
+    # -- tables ---------------------------------------------------------------------------------------------
+
+    def assign(self, assignment: Assignment) -> None:
+        """Give a chunk places of another kind. Nothing of what it held is left."""
+        chunk, kind, generation = assignment
+        with self._change():
+            for place_bytes in (0, kind.place_bytes):
+                entry = ChunkEntry(place_bytes, generation, kind.owner)
+                self._files.write_records(diskformat.chunk_at(chunk), entry.pack(chunk))
+                self._files.sync_records()
+                if not place_bytes:
+                    self._files.zero_data(chunk * self.header.chunk_bytes, self.header.chunk_bytes)
+
+    def add_namespace(self, row: int, entry: NamespaceEntry) -> None:
+        assert row < MOST_NAMESPACES
+        with self._change():
+            self._files.write_records(diskformat.namespace_at(row), entry.pack())
+
+    def write_uses(self, chunk: int, first: int, times: bytes) -> None:
+        """The times of last use of the places of a chunk from `first` on, 4 bytes each."""
+        self._files.write_records(self.header.uses_at(chunk) + first * diskformat.USE_BYTES, times)
+
+    def sync(self) -> None:
+        """What was written until now survives a power cut."""
+        with self._lock:
+            changes, was_quiet = self._changes, not self._under_way
+        self._files.sync()
+        with self._lock:
+            if was_quiet and self._changes == changes and not self.header.is_clean:
+                self._set_clean(True)
+
+    def probe(self) -> None:
+        """Write and read a little."""
+        with self._lock:
+            self._set_clean(self.header.is_clean)
+        if self._files.read_records(self.header.at, HEADER_BYTES) != self.header.pack():
+            raise OSError("its files do not keep what is written")
+
+    def close(self, *, is_synced: bool = True) -> None:
+        """`is_synced`: nothing is under way, so everything can be synced now."""
+        try:
+            if is_synced:
+                self._files.sync()
+                with self._lock:
+                    self._set_clean(True)
+        finally:
+            self._files.close()
+
+    @contextmanager
+    def _change(self) -> Iterator[None]:
+        """Meanwhile, and until everything is synced, the header says that a power cut would lose something."""
+        with self._lock:
+            self._changes += 1
+            self._under_way += 1
+            if self.header.is_clean:
+                self._set_clean(False)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._under_way -= 1
+
+    def _set_clean(self, is_clean: bool) -> None:
+        header = self.header._replace(sequence=self.header.sequence + 1, is_clean=is_clean)
+        self._files.write_records(header.at, header.pack())
+        self._files.sync_records()
+        self.header = header
+
+    def _write_record(self, place: Place, record: Record) -> None:
+        at = self.header.records_at(place.chunk) + place.number * RECORD_BYTES
+        self._files.write_records(at, record.pack(place.chunk, place.number))
+
+
+def checksum_of(digest: bytes, parts: Sequence[BlockPart]) -> int:
+    """Of the bytes that count, for a block with the name of this digest. Takes 100 us for each MiB."""
+    state = xxhash.xxh3_64(seed=int.from_bytes(digest[:8], "little"))
+    for part in parts:
+        for at in range(0, part.num_bytes, _PIECE_BYTES):
+            state.update(part.buffer[at : min(at + _PIECE_BYTES, part.num_bytes)])
+    checksum: int = state.intdigest()
+    return checksum
