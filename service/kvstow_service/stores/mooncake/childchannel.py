@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import IO, NamedTuple
+from typing import NamedTuple
 
 from kvstow.errors import InvalidRequestError, TierTimeoutError, TierUnavailableError
+from kvstow_service.stores.childprocess import IsolatedProcess, pause_after
 from kvstow_service.stores.mooncake.childmessages import (
     AddMemory,
     Answer,
@@ -26,8 +23,6 @@ from kvstow_service.stores.mooncake.childmessages import (
 from kvstow_service.stores.mooncake.objects import ClientHealth, ClientStats, MemoryRange
 
 _MODULE = "kvstow_service.stores.mooncake.storechild"
-_LAST_LINES = 3
-_LAST_LINES_SECONDS = 1.0  # if another process has inherited the pipe, it stays open
 
 # What an operator has set stays.
 _SETTINGS = {
@@ -40,7 +35,7 @@ _SETTINGS = {
 _log = logging.getLogger(__name__)
 
 
-class ChildProcess:
+class ChildProcess(IsolatedProcess):
     """Starts at once. Each lane is used by one thread at a time; `kill` may be called by any thread."""
 
     def __init__(self, lanes: Sequence[str], inherited: Sequence[int] = ()) -> None:
@@ -52,16 +47,8 @@ class ChildProcess:
             ours, end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             self.lanes[name] = Lane(ours)
             theirs.append(end)
-        path = os.pathsep.join(entry for entry in sys.path if entry)  # as here, also from a bare checkout
         try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", _MODULE, *(str(end.fileno()) for end in theirs)],
-                pass_fds=[*(end.fileno() for end in theirs), *inherited],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                env=_SETTINGS | os.environ | {"PYTHONPATH": path},
-            )
+            super().__init__(_MODULE, [end.fileno() for end in theirs], inherited, _SETTINGS, _log)
         except BaseException:
             for lane in self.lanes.values():
                 lane.close()
@@ -69,13 +56,6 @@ class ChildProcess:
         finally:
             for end in theirs:
                 end.close()
-        self.pid = self._process.pid
-        self._last_lines: deque[str] = deque(maxlen=_LAST_LINES)
-        assert self._process.stdout is not None
-        self._reader = threading.Thread(
-            target=self._read_lines, args=(self._process.stdout,), name="kvstow-mooncake-log", daemon=True
-        )
-        self._reader.start()
 
     def ask(self, lane: str, request: object, timeout: float, *, fds: Sequence[int] = ()) -> Answer:
         """The answer. Raises `TimeoutError`, after which nothing more may be asked on this lane, or `EOFError` if the
@@ -85,36 +65,12 @@ class ChildProcess:
         answer: Answer = self.lanes[lane].receive(max(0.001, end - time.monotonic()))[0]
         return answer
 
-    def has_ended(self) -> bool:
-        return self._process.poll() is not None
-
-    def kill(self) -> None:
-        """End the process, and wait until the kernel has taken its memory apart: nothing that it mapped is read or
-        written after this, nor are transfers of its network card. Idempotent."""
-        self._process.kill()
-        self._process.wait()
-
     def close(self) -> None:
         """Kill the process and give up its lanes, which no thread may use any more. Idempotent."""
         self.kill()
         for lane in self.lanes.values():
             lane.close()
-        self._reader.join(_LAST_LINES_SECONDS)
-
-    def describe_end(self) -> str:
-        """How the process has ended, and what it wrote last. Only after `kill`, or once `has_ended`."""
-        status = self._process.returncode
-        how = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
-        self._reader.join(_LAST_LINES_SECONDS)
-        return "; ".join([how, *self._last_lines])
-
-    def _read_lines(self, stream: IO[bytes]) -> None:
-        """Mooncake writes a line for each failure, so they are no news for operators."""
-        with suppress(ValueError), stream:
-            for line in stream:
-                text = line.decode(errors="replace").strip()
-                self._last_lines.append(text)
-                _log.debug("process %d: %s", self.pid, text)
+        self.join_reader()
 
 
 CONTROL = "control"
@@ -123,7 +79,6 @@ CONTROL = "control"
 _START_SECONDS = 20.0  # imports take 2 s on a busy machine, and each of Mooncake's attempts up to 5 s
 _MEMORY_SECONDS = 120.0  # a network card takes as long for a terabyte
 _LOOK_SECONDS = 0.5  # how often an idle child that has ended is noticed
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 15.0
 
 
 class _Range(NamedTuple):
@@ -373,8 +328,3 @@ class ChildChannel:
                 self._changed.notify_all()
                 self._changed.wait_for(lambda: self._is_closed, seconds)
             self._is_trying = True
-
-
-def pause_after(starts: int) -> float:
-    """Seconds before the next start, after so many without a call that succeeded."""
-    return 0.0 if starts <= 1 else min(_FIRST_PAUSE * 2 ** min(starts - 2, 16), _LONGEST_PAUSE)

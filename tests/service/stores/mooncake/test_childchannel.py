@@ -14,7 +14,8 @@ from tests.service.conftest import Eventually
 
 from kvstow.errors import InvalidRequestError, TierTimeoutError, TierUnavailableError
 from kvstow.memfd import create_memfd
-from kvstow_service.stores.mooncake.childchannel import ChildChannel, ChildProcess, pause_after
+from kvstow_service.stores.childprocess import pause_after
+from kvstow_service.stores.mooncake.childchannel import ChildChannel, ChildProcess
 from kvstow_service.stores.mooncake.childmessages import AddMemory, Answer, Connect, Exists, RemoveMemory
 from kvstow_service.stores.mooncake.objects import MemoryRange
 
