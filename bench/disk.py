@@ -79,6 +79,7 @@ class ModelDisk:
     """A `BlockStore` and its only pool. Pieces come when `run` is called. It moves no bytes."""
 
     name = shown = "disk"
+    slot_alignment = 1
 
     def __init__(self, places: int, clock: FakeClock) -> None:
         self._places, self._clock = places, clock

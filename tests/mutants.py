@@ -60,6 +60,7 @@ ADMISSION = "api/kvstow_api/middleware.py"
 HEADER = "service/kvstow_service/stores/mooncake/objectheader.py"
 MOONCAKE_BLOCKS = "service/kvstow_service/stores/mooncake/mooncakeblocks.py"
 NODE_STORE = "service/kvstow_service/node/tier/nodestore.py"
+DISK, DISK_TESTS = "service/kvstow_service/stores/disk", "tests/service/stores/disk"
 POOL_TIER = "engine/kvstow/control/pooltier.py"
 FETCHED = "engine/kvstow/control/fetchedslots.py"
 POOL_TIER_TESTS = "tests/engine/control/test_pooltier.py"
@@ -1761,6 +1762,125 @@ MUTANTS = [
         "tests/service/node/pools/test_poolmemory.py::test_memory_that_an_engine_has_sealed_is_handed_out_no_more",
     ),
     Mutant(
+        "records_count_before_their_data",
+        f"{DISK}/blockfile.py",
+        "            self._write_record(place, Record(DIRTY, place.generation))\n            self._files.write_data(",
+        "            self._files.write_data(",
+        f"{DISK_TESTS}/test_blockfile.py::test_a_process_that_is_killed_within_a_write_leaves_no_record",
+    ),
+    Mutant(
+        "a_disk_publishes_for_a_service_that_is_gone",
+        f"{DISK}/blockfile.py",
+        "            if not is_lent():\n",
+        "            if False:\n",
+        f"{DISK_TESTS}/test_blockfile.py::test_what_was_read_from_slots_after_the_service_had_ended_is_not_found",
+    ),
+    Mutant(
+        "a_purge_is_answered_before_it_is_synced",
+        f"{DISK}/blockfile.py",
+        "Record(DIRTY, place.generation))\n            self._files.sync_records()\n",
+        "Record(DIRTY, place.generation))\n",
+        f"{DISK_TESTS}/test_blockfile.py::test_purged_blocks_stay_purged_after_a_power_cut",
+    ),
+    Mutant(
+        "a_chunk_that_moves_keeps_its_bytes",
+        f"{DISK}/blockfile.py",
+        "                if not place_bytes:\n                    self._files.zero_data",
+        "                if False:\n                    self._files.zero_data",
+        f"{DISK_TESTS}/test_blockfile.py::test_a_chunk_that_moves_holds_nothing_of_before",
+    ),
+    Mutant(
+        "places_of_lost_records_count_as_empty",
+        f"{DISK}/blockfile.py",
+        "        if was_cut:\n            opened._forget",
+        "        if False:\n            opened._forget",
+        f"{DISK_TESTS}/test_blockfile.py::test_a_power_cut_never_gives_wrong_bytes",
+    ),
+    Mutant(
+        "blocks_on_disks_are_not_verified",
+        f"{DISK}/blockfile.py",
+        "        if checksum_of(block.digest, parts) == record.checksum:\n",
+        "        if True:\n",
+        f"{DISK_TESTS}/test_blockfile.py::test_a_flipped_bit_is_corruption",
+    ),
+    Mutant(
+        "records_of_a_former_generation_count",
+        f"{DISK}/diskformat.py",
+        'is_valid & (records["generation"] == generation)',
+        "is_valid",
+        f"{DISK_TESTS}/test_blockfile.py::test_a_chunk_that_moves_holds_nothing_of_before",
+    ),
+    Mutant(
+        "records_count_wherever_they_are",
+        f"{DISK}/diskformat.py",
+        "    mixed = (np.uint64(chunk + 1) << np.uint64(32)) + places\n",
+        "    mixed = np.ones_like(places)\n",
+        f"{DISK_TESTS}/test_blockfile.py::test_the_data_of_a_misdirected_write_is_found_out",
+    ),
+    Mutant(
+        "places_are_evicted_while_they_are_read",
+        f"{DISK}/places.py",
+        "            self._unlink(self._groups[chunk.kind], place)\n            chunk.busy += 1\n        self._readers",
+        "            chunk.busy += 1\n        self._readers",
+        f"{DISK_TESTS}/test_places.py::test_a_block_that_is_being_read_or_written_stays",
+    ),
+    Mutant(
+        "owners_of_disks_take_everything",
+        f"{DISK}/places.py",
+        "            if one is not group and not is_protected:\n",
+        "            if one is not group:\n",
+        f"{DISK_TESTS}/test_places.py::test_a_second_owner_gets_its_share_and_no_more",
+    ),
+    Mutant(
+        "writes_to_disks_go_beside_reads",
+        f"{DISK}/pathqueue.py",
+        ' or (direction == "write" and not self.lanes["read"].is_empty)',
+        "",
+        f"{DISK_TESTS}/test_diskpath.py::test_reads_go_first",
+    ),
+    Mutant(
+        "one_owner_has_every_turn",
+        f"{DISK}/pathqueue.py",
+        "                lane.had_turn(owner)\n",
+        "",
+        f"{DISK_TESTS}/test_diskpath.py::test_owners_take_turns",
+    ),
+    Mutant(
+        "a_purge_forgets_what_is_being_written",
+        f"{DISK}/diskpath.py",
+        "                    job.is_purged = True\n",
+        "                    pass\n",
+        f"{DISK_TESTS}/test_diskpath.py::test_a_purge_waits_for_a_write_that_is_under_way_and_undoes_it",
+    ),
+    Mutant(
+        "the_end_of_a_process_undoes_purges",
+        f"{DISK}/diskpath.py",
+        "            if job.is_purged and self.places is not None and job.place is not None:",
+        "            if False and self.places is not None and job.place is not None:",
+        f"{DISK_TESTS}/test_diskpath.py::test_a_process_that_ends_does_not_bring_a_purged_block_back",
+    ),
+    Mutant(
+        "requests_wait_for_a_disk_that_hangs",
+        f"{DISK}/diskpath.py",
+        '            self._empty_queue()\n        if self.state == "failed"',
+        '            pass\n        if self.state == "failed"',
+        f"{DISK_TESTS}/test_diskpath.py::test_an_operation_that_hangs_stops_what_has_not_begun",
+    ),
+    Mutant(
+        "the_budget_of_writes_is_spent_on_anything",
+        f"{DISK}/writebudget.py",
+        "        return was_used_again or available >= self._size / len(self._level) / 2\n",
+        "        return True\n",
+        f"{DISK_TESTS}/test_writebudget.py::test_below_half_only_blocks_that_were_used_twice_are_written",
+    ),
+    Mutant(
+        "two_paths_share_a_disk",
+        f"{DISK}/startcheck.py",
+        "        if one.device in devices:\n",
+        "        if False:\n",
+        f"{DISK_TESTS}/test_startcheck.py::test_two_paths_on_one_file_system_are_refused",
+    ),
+    Mutant(
         "workers_of_an_idle_engine_say_nothing",
         "engine/kvstow/attach/worker.py",
         "            return self._settle()\n",
@@ -2102,8 +2222,8 @@ MUTANTS = [
     Mutant(
         "users_of_no_tenant_use_the_store",
         NODE_STORE,
-        "self._tenants.get(uid))",
-        'self._tenants.get(uid, ""))',
+        "self._tenant_of(_uid_of(pool)))",
+        'self._tenant_of(_uid_of(pool)) or "")',
         "tests/service/node/test_nodestore.py::test_where_tenants_are_named_nobody_else_uses_the_store",
     ),
     Mutant(

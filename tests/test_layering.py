@@ -92,7 +92,9 @@ ORDER = {
     "engine/kvstow/devices": "base cpu cuda.driver cuda.context cuda.plan cuda.copier cuda.layerloader cuda.device "
     "jax.shards jax.programs jax.hostcopies jax.deviceloads jax.devicestores jax.device",
     "engine/kvstow/tier": "blockstore breakeven fingerprint rate tierstatus",
-    "service/kvstow_service/stores": "actionthread mooncake.objects mooncake.objectheader mooncake.answers "
+    "service/kvstow_service/stores": "actionthread childprocess disk.diskformat disk.diskfiles disk.places "
+    "disk.writebudget disk.blockfile disk.diskmessages disk.diskchild disk.pathqueue disk.pathchannel disk.diskpath "
+    "disk.startcheck disk.diskstore mooncake.objects mooncake.objectheader mooncake.answers "
     "mooncake.breaker mooncake.childmessages mooncake.childchannel mooncake.mooncakestore mooncake.storechild "
     "mooncake.mooncakeblocks stores",
     "service/kvstow_service/replay": "trace importing kv processes remoteranks offload ranks hittable result driver "
@@ -109,7 +111,7 @@ ORDER = {
     "attach.attachserver settings node nodeprocess",
     "api/kvstow_api": "figures answers hostsettings journal operations problems openapi bodies texts directory host "
     "health hostwatch auth columns overview sampler sizing readings client.client client.routes "
-    "conditions.evidence conditions.pools conditions.hosts conditions.table middleware streams "
+    "conditions.evidence conditions.pools conditions.hosts conditions.disks conditions.table middleware streams "
     "appstate queries metrics routes.contexts routes.engine routes.pools page.status "
     "routes.server routes.clienttable app",
     "service/kvstow_service/cli": "failures keeper localserver output connection plotting blocks board get serve "

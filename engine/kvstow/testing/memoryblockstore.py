@@ -50,6 +50,7 @@ class MemoryBlockStore:
     """
 
     name = "memory"
+    slot_alignment = 1
     shown = "memory"
 
     def __init__(

@@ -237,6 +237,11 @@ class BlockStore(Protocol):
         """The label of metrics: `disk` or `mooncake`."""
 
     @property
+    def slot_alignment(self) -> int:
+        """Slots must begin at multiples of so many bytes to be lent: 1 where any address will do. A read may fill a
+        slot up to the next multiple."""
+
+    @property
     def shown(self) -> str:
         """Where it is, as every reader of the admin API may see it: an URL without secrets, or paths."""
 

@@ -96,6 +96,7 @@ class MooncakeBlocks:
     """
 
     name = "mooncake"
+    slot_alignment = 1
 
     def __init__(self, clients: MooncakeClients, shown: str, clock: Callable[[], float] = time.monotonic) -> None:
         self.shown, self._clients, self._clock = shown, clients, clock

@@ -1,0 +1,176 @@
+"""What the service and the child process of a path send each other, over one socket that keeps the borders of messages.
+
+All are pickled: the child runs this package's code with the service's rights. Requests have numbers, and are answered
+in any order."""
+
+from __future__ import annotations
+
+import array
+import errno
+import pickle
+import socket
+from collections.abc import Sequence
+from threading import Lock
+from typing import Any, Literal, NamedTuple
+
+from kvstow_service.stores.disk.diskformat import NamespaceEntry
+from kvstow_service.stores.disk.places import Assignment, BlockName, Place
+
+MAX_MESSAGE_BYTES = 160 << 10  # less than the kernel's send buffer, 208 KiB, which holds a message whole
+MOST_PLACES = 2000
+"""In one message."""
+MOST_USES = 32_768
+
+
+class Open(NamedTuple):
+    """The first message: open the files in the folder `kvstow` of this path. `size_bytes`: see `BlockFile.open`."""
+
+    path: str
+    size_bytes: int | None
+
+
+class Problem(NamedTuple):
+    """The files cannot be used now. The child tries again by itself."""
+
+    state: Literal["in use", "failed"]
+    reason: str
+
+
+class Opened(NamedTuple):
+    """The files are open. The `FoundFiles` of `BlockFile.load`, pickled, is in the memfd that comes with this.
+    `file_system_bytes`: its size."""
+
+    num_bytes: int
+    file_system_bytes: int
+
+
+class AddExtent(NamedTuple):
+    """Map the memfd that comes with this."""
+
+    extent: int
+    num_bytes: int
+
+
+class RemoveExtent(NamedTuple):
+    """Answered when the extent is not mapped any more."""
+
+    number: int
+    extent: int
+
+
+class PartAt(NamedTuple):
+    """A rank's part of a block: `num_bytes` at `offset` of an extent; up to the alignment they are padding."""
+
+    extent: int
+    offset: int
+    num_bytes: int
+
+
+class BlockAt(NamedTuple):
+    place: Place
+    name: BlockName
+    parts: tuple[PartAt, ...]
+
+
+class MoveBlocks(NamedTuple):
+    number: int
+    direction: Literal["read", "write"]
+    blocks: tuple[BlockAt, ...]
+
+
+class Assign(NamedTuple):
+    number: int
+    assignment: Assignment
+
+
+class AddNamespace(NamedTuple):
+    number: int
+    row: int
+    entry: NamespaceEntry
+
+
+class MarkDirty(NamedTuple):
+    number: int
+    places: tuple[Place, ...]
+
+
+class Overwrite(NamedTuple):
+    number: int
+    places: tuple[Place, ...]
+    place_bytes: int
+
+
+class WriteUses(NamedTuple):
+    number: int
+    chunk: int
+    first: int
+    times: bytes
+
+
+class Sync(NamedTuple):
+    number: int
+
+
+class ProbeFiles(NamedTuple):
+    number: int
+
+
+class CloseFiles(NamedTuple):
+    """End when what is under way has ended, with everything synced."""
+
+
+Result = Literal["read", "written", "missing", "corrupt", "failed"]
+
+
+class Done(NamedTuple):
+    """`results`: of each block of a transfer. `error`: what the disk said, if it did not work."""
+
+    number: int
+    results: tuple[Result, ...] = ()
+    error: str = ""
+
+
+Request = (
+    AddExtent
+    | RemoveExtent
+    | MoveBlocks
+    | Assign
+    | AddNamespace
+    | MarkDirty
+    | Overwrite
+    | WriteUses
+    | Sync
+    | ProbeFiles
+    | CloseFiles
+)
+
+
+class DiskSocket:
+    """One end. Any thread may send; one thread receives."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self.end = end
+        self._lock = Lock()
+
+    def send(self, message: object, fd: int | None = None, *, waits: bool = True) -> bool:
+        """False if the other end has ended, or, unless it `waits`, has no room now."""
+        data = pickle.dumps(message)
+        fds = [] if fd is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))]
+        with self._lock:
+            try:
+                self.end.sendmsg([data], fds, 0 if waits else socket.MSG_DONTWAIT)
+            except OSError as error:
+                if error.errno in (errno.EPIPE, errno.ECONNRESET, errno.EAGAIN, errno.EBADF, errno.ENOTCONN):
+                    return False
+                raise
+        return True
+
+    def receive(self) -> tuple[Any, Sequence[int]]:
+        """A message, and its descriptors, which are the caller's. Raises `EOFError` if the other end was closed."""
+        try:
+            data, fds, _, _ = socket.recv_fds(self.end, MAX_MESSAGE_BYTES, 1)
+        except ConnectionError:
+            data, fds = b"", []
+        if not data:
+            raise EOFError("the other end was closed")
+        return pickle.loads(data), fds

@@ -1,0 +1,654 @@
+"""One path of the node's disks, as the service knows it: its blocks, its queue, and whether it works."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final, NamedTuple, Protocol
+
+from kvstow.tier.blockstore import Fate, PartCounters, PartState, StorePart
+from kvstow_service.stores.disk.blockfile import FoundFiles
+from kvstow_service.stores.disk.diskformat import MOST_NAMESPACES, NamespaceEntry
+from kvstow_service.stores.disk.diskmessages import (
+    MOST_PLACES,
+    MOST_USES,
+    AddNamespace,
+    Assign,
+    BlockAt,
+    Done,
+    MarkDirty,
+    MoveBlocks,
+    Overwrite,
+    PartAt,
+    ProbeFiles,
+    Problem,
+    Request,
+    Result,
+    Sync,
+    WriteUses,
+)
+from kvstow_service.stores.disk.pathqueue import Direction, Job, PathQueue, PurgeTicket, UnderWay
+from kvstow_service.stores.disk.places import BlockName, Place, PlaceKind, Places
+from kvstow_service.stores.disk.writebudget import WriteBudget, WrittenBytes
+
+STUCK_SECONDS: Final = 30.0
+PROBE_SECONDS: Final = 5.0
+_SYNC_SECONDS = 60.0
+
+logger = logging.getLogger("kvstow.disk")
+
+
+class Selection(NamedTuple):
+    """Which blocks a purge removes. `digests`: these, if it is not None. Otherwise those of the namespaces with these
+    `fingerprints`, or with this `identity`, whose keys begin with one of `prefixes` (none: all). Only those that were
+    written, or last used, before these times."""
+
+    digests: frozenset[bytes] | None = None
+    fingerprints: frozenset[bytes] = frozenset()
+    identity: bytes | None = None
+    prefixes: tuple[bytes, ...] = ()
+    written_before: float | None = None
+    used_before: float | None = None
+
+    def takes_job(self, job: Job, fingerprint: bytes, identity: bytes) -> bool:
+        """Whether it is about a block that is being written now, which is younger than any age."""
+        if self.written_before is not None or self.used_before is not None:
+            return False
+        if self.digests is not None:
+            return job.digest in self.digests
+        if fingerprint not in self.fingerprints and identity != self.identity:
+            return False
+        return not self.prefixes or job.key.startswith(self.prefixes)
+
+
+@dataclass(slots=True, eq=False)
+class _Mark:
+    """Blocks must never be found again: their places, with their numbers, and a purge that waits for that."""
+
+    places: list[Place]
+    numbers: list[int]
+    ticket: PurgeTicket | None
+
+
+@dataclass(slots=True)
+class _Gone:
+    """What must never be found again. `marks`: what the records do not say yet, and `marked` the numbers of those
+    places; `wishes`: purges that wait for the files to be opened; `dirty`: places to be overwritten."""
+
+    marks: list[_Mark] = field(default_factory=list)
+    marked: set[int] = field(default_factory=set)
+    wishes: list[tuple[Selection, PurgeTicket]] = field(default_factory=list)
+    dirty: list[int] = field(default_factory=list)
+    is_overwriting: bool = False
+
+
+class PathHost(Protocol):
+    """What the path's owner does for it. All calls are made with the store's lock held."""
+
+    def parts_of(self, job: Job) -> tuple[PartAt, ...] | None:
+        """Where the job's slot is in memory; None if the pool has lost it."""
+
+    def give_back(self, jobs: Sequence[Job], fate: Fate | None, error: str = "") -> None:
+        """The slots of these jobs come back, good if `fate` is None."""
+
+    def send(self, request: Request) -> None:
+        """To the path's child process."""
+
+    def send_extents(self) -> None:
+        """A new child process has opened the files: it gets all memory."""
+
+
+@dataclass(slots=True)
+class _Counts:
+    read_blocks: int = 0
+    read_bytes: int = 0
+    written_blocks: int = 0
+    written_bytes: int = 0
+    corrupt_blocks: int = 0
+    failed_blocks: int = 0
+    refused_blocks: int = 0
+    evicted_blocks: int = 0
+    restarts: int = 0
+    timeouts: int = 0
+
+
+class _Namespaces:
+    """The path's table of namespaces, by row."""
+
+    def __init__(self, found: dict[int, NamespaceEntry]) -> None:
+        self.rows = found
+        self.of_fingerprint = {entry.fingerprint: entry for entry in found.values()}
+        self.is_written = {entry.number for entry in found.values()}
+        self._next_number = max((entry.number for entry in found.values()), default=0) + 1
+
+    def add(
+        self, fingerprint: bytes, identity: bytes, owner: str, label: str, used: Callable[[], set[int]]
+    ) -> tuple[int, NamespaceEntry] | None:
+        """A new entry and its row; None if all rows are used. `used`: the numbers that are."""
+        row = next((row for row in range(MOST_NAMESPACES) if row not in self.rows), None)
+        if row is None:
+            kept = used()
+            row = next((row for row, entry in self.rows.items() if entry.number not in kept), None)
+            if row is None:
+                return None
+            del self.of_fingerprint[self.rows[row].fingerprint]
+        entry = NamespaceEntry(self._next_number, fingerprint, identity, owner, label)
+        self._next_number += 1
+        self.rows[row] = self.of_fingerprint[fingerprint] = entry
+        return row, entry
+
+    def numbers_for(self, selection: Selection) -> list[int]:
+        return [
+            entry.number
+            for entry in self.rows.values()
+            if entry.fingerprint in selection.fingerprints or entry.identity == selection.identity
+        ]
+
+
+class DiskPath:
+    """Used with the store's lock held. O(blocks given), except `opened` and `purge`, which are O(places)."""
+
+    def __init__(
+        self,
+        name: str,
+        host: PathHost,
+        writes_per_day: int | None,
+        clock: Callable[[], float],
+        wall: Callable[[], float],
+    ) -> None:
+        """`clock`: seconds that never go back. `wall`: seconds since 1970, by which blocks are ordered."""
+        self.name, self._host, self._clock, self._wall = name, host, clock, wall
+        self.state: PartState = "starting"
+        self.reason = "its process starts"
+        self.places: Places | None = None
+        self.counts = _Counts()
+        self.written = WrittenBytes(clock())
+        self.budget = None if writes_per_day is None else WriteBudget(writes_per_day, clock())
+        self._writes_per_day = writes_per_day
+        self.queue = PathQueue()
+        self._namespaces = _Namespaces({})
+        self._file_system_bytes = 0
+        self._next_number = 1
+        self._since = clock()
+        """When it got its state, or when it was last tried."""
+        self._synced_at = clock()
+        self._touched: set[int] = set()
+        self._gone = _Gone()
+        self._again: list[tuple[Any, Callable[[], None]]] = []
+        """Requests that have failed, and are repeated when the disk works again."""
+
+    # -- blocks ---------------------------------------------------------------------------------------------
+
+    @property
+    def is_on(self) -> bool:
+        return self.state == "on"
+
+    def place_of(self, digest: bytes) -> int | None:
+        return self.places.index.get(digest) if self.places is not None and self.state == "on" else None
+
+    def use(self, place: int) -> None:
+        assert self.places is not None
+        self.places.use(place, self._wall())
+        self._touched.add(self.places.where(place).chunk)
+
+    def fingerprints_of(self, identity: bytes) -> list[bytes]:
+        """Of the namespaces that pools with this identity have written."""
+        return [entry.fingerprint for entry in self._namespaces.rows.values() if entry.identity == identity]
+
+    def can_write(self, kind: PlaceKind, *, was_used_again: bool) -> bool:
+        if self.places is None or not self.is_on or not self.places.fits(kind):
+            return False
+        return self.budget is None or self.budget.allows(
+            kind.owner, kind.place_bytes, was_used_again=was_used_again, now=self._clock()
+        )
+
+    def read(self, job: Job) -> None:
+        """`job.place` is where the block is."""
+        assert self.places is not None
+        assert job.place is not None
+        self.places.hold(job.place)
+        self.queue.lanes["read"].add(job)
+
+    def write(self, job: Job) -> None:
+        if self.budget is not None:
+            self.budget.spend(job.kind.owner, job.kind.place_bytes)
+        self.queue.lanes["write"].add(job)
+
+    def withdraw(self, direction: Direction, job: Job) -> None:
+        """End a job that has not begun. The caller gives it back."""
+        self.queue.lanes[direction].withdraw(job)
+        if direction == "read":
+            self._let_go(job)
+
+    def pump(self) -> None:
+        """Begin what may begin."""
+        if not self.is_on:
+            return
+        for direction in ("read", "write"):
+            while jobs := self.queue.next(direction, self._can_begin if direction == "write" else lambda job: True):
+                self._begin(direction, jobs)
+        if self._gone.dirty and not self._gone.is_overwriting:
+            self._overwrite()
+
+    def _begin(self, direction: Direction, jobs: Sequence[Job]) -> None:
+        assert self.places is not None
+        blocks: list[BlockAt] = []
+        for job in jobs:
+            assert job.place is not None
+            parts = self._host.parts_of(job)
+            assert parts is not None
+            blocks.append(BlockAt(self.places.where(job.place), self._name_of(job), parts))
+        number = self._number()
+        self.queue.begin(number, direction, tuple(jobs), self._clock())
+        self._host.send(MoveBlocks(number, direction, tuple(blocks)))
+
+    def _name_of(self, job: Job) -> BlockName:
+        entry = self._namespaces.of_fingerprint[job.name.fingerprint]
+        return BlockName(job.digest, entry.number, key_start(job.key))
+
+    def _can_begin(self, job: Job) -> bool:
+        """Give a write its place."""
+        assert self.places is not None
+        if not self._knows_namespace(job):
+            return False
+        taken = self.places.take(job.kind, self._wall())
+        self.counts.evicted_blocks += len(taken.evicted)
+        if taken.assign is not None:
+            chunk = taken.assign.chunk
+            number = self._number()
+            self._request(Assign(number, taken.assign), lambda: self._note_assigned(chunk))
+        if taken.place is None and not taken.waits:
+            self._refuse(job)
+        job.place = taken.place
+        return taken.place is not None
+
+    def _knows_namespace(self, job: Job) -> bool:
+        """Whether the namespace is in the table of the path; otherwise it is written there."""
+        entry = self._namespaces.of_fingerprint.get(job.name.fingerprint)
+        if entry is None:
+            added = self._namespaces.add(*job.name, self._used_numbers)
+            if added is None:
+                self._refuse(job)
+                return False
+            row, entry = added
+            self._request(AddNamespace(self._number(), row, entry), lambda: self._note_written(entry.number))
+        return entry.number in self._namespaces.is_written
+
+    def _used_numbers(self) -> set[int]:
+        assert self.places is not None
+        under_way = {
+            entry.number
+            for done in self.queue.under_way.values()
+            for job in done.jobs
+            if (entry := self._namespaces.of_fingerprint.get(job.name.fingerprint)) is not None
+        }
+        return set(self.places.count_by_namespace()) | under_way
+
+    def _note_assigned(self, chunk: int) -> None:
+        assert self.places is not None
+        self.places.assigned(chunk)
+
+    def _note_written(self, number: int) -> None:
+        self._namespaces.is_written.add(number)
+
+    def _refuse(self, job: Job) -> None:
+        self.queue.lanes["write"].withdraw(job)
+        self.counts.refused_blocks += 1
+        self._host.give_back([job], "refused", "the disk has no room for it now")
+
+    # -- answers --------------------------------------------------------------------------------------------
+
+    def done(self, answer: Done) -> None:
+        """The child has answered a request."""
+        found = self.queue.under_way.get(answer.number)
+        if found is None:
+            return
+        if found.jobs:
+            self._take_results(answer, found)
+        else:
+            del self.queue.under_way[answer.number]
+            (found.or_else if answer.error else found.then)()
+        if answer.error:
+            self._fail(answer.error)
+        elif self.state == "stuck" and not self._is_overdue():
+            self._set_state("on", "")
+        self.pump()
+
+    def _take_results(self, answer: Done, found: UnderWay) -> None:
+        direction: Direction = "read" if found.jobs[0].is_read else "write"
+        jobs = self.queue.end(answer.number, direction, self._clock(), is_good=not answer.error)
+        by_fate: dict[Fate | None, list[Job]] = {}
+        for job, result in zip(jobs, answer.results, strict=True):
+            fate = self._take_read(job, result) if direction == "read" else self._take_write(job, result)
+            by_fate.setdefault(fate, []).append(job)
+        for fate, ended in by_fate.items():
+            self._host.give_back(ended, fate, "" if fate is None else answer.error)
+
+    def _take_read(self, job: Job, result: Result) -> Fate | None:
+        assert self.places is not None
+        assert job.place is not None
+        if result == "read":
+            self.counts.read_blocks += 1
+            self.counts.read_bytes += job.kind.place_bytes
+            self._let_go(job)
+            return None
+        if result == "failed":
+            self.counts.failed_blocks += 1
+            self._let_go(job)
+            return "failed"
+        if result == "corrupt":
+            self.counts.corrupt_blocks += 1
+            where = self.places.where(job.place)
+            logger.error("a block on disk %s is corrupt: place %d of chunk %d", self.name, where.number, where.chunk)
+        if self.places.index.get(job.digest) == job.place:  # not yet removed by a purge or another read
+            self.places.remove(job.place)
+            self._mark([job.place], None)
+        self._let_go(job)
+        return "corrupt" if result == "corrupt" else "missing"
+
+    def _take_write(self, job: Job, result: Result) -> Fate | None:
+        assert self.places is not None
+        assert job.place is not None
+        if result == "written" and not job.is_purged and job.digest not in self.places.index:
+            self.places.publish(job.place, self._name_of(job), self._wall())
+            self.counts.written_blocks += 1
+            self.counts.written_bytes += job.kind.place_bytes
+            self.written.note(job.kind.place_bytes, self._clock())
+            return None
+        self.places.abandon(job.place)
+        if result == "written":  # its record is valid
+            self._mark([job.place], job.ticket)
+        else:
+            self._gone.dirty.append(job.place)
+            if job.ticket is not None:
+                job.ticket.done()
+        if result == "failed":
+            self.counts.failed_blocks += 1
+            return "failed"
+        return "cancelled"
+
+    def _let_go(self, job: Job) -> None:
+        assert self.places is not None
+        assert job.place is not None
+        if self.places.let_go(job.place) and job.place not in self._gone.marked:
+            self._gone.dirty.append(job.place)
+
+    # -- what must go -----------------------------------------------------------------------------------------
+
+    def purge(self, selection: Selection, ticket: PurgeTicket | None) -> int:
+        """How many blocks go. `ticket`: None to count only."""
+        if self.places is None:
+            if ticket is not None and self.state == "starting":
+                ticket.add()
+                self._gone.wishes.append((selection, ticket))
+            return 0
+        chosen = self._select(self.places, selection)
+        if ticket is None:
+            return len(chosen)
+        self._purge_writes(selection, ticket)
+        for place in chosen:
+            self.places.remove(place)
+        if chosen:
+            if self.is_on:
+                ticket.add()
+            self._mark(chosen, ticket if self.is_on else None)
+        return len(chosen)
+
+    def _select(self, places: Places, selection: Selection) -> list[int]:
+        if selection.digests is not None:
+            found = [place for digest in selection.digests if (place := places.index.get(digest)) is not None]
+            if selection.written_before is None and selection.used_before is None:
+                return found
+            chosen = set(
+                places.select(
+                    [entry.number for entry in self._namespaces.rows.values()],
+                    written_before=selection.written_before,
+                    used_before=selection.used_before,
+                )
+            )
+            return [place for place in found if place in chosen]
+        return places.select(
+            self._namespaces.numbers_for(selection),
+            key_starts=[start_of_keys(prefix) for prefix in selection.prefixes],
+            written_before=selection.written_before,
+            used_before=selection.used_before,
+        )
+
+    def _purge_writes(self, selection: Selection, ticket: PurgeTicket) -> None:
+        """None of the blocks that are being written becomes visible."""
+        lane = self.queue.lanes["write"]
+        waiting = [job for job in lane.jobs() if selection.takes_job(job, job.name.fingerprint, job.name.identity)]
+        for job in waiting:
+            lane.withdraw(job)
+        if waiting:
+            self._host.give_back(waiting, "cancelled")
+        for done in self.queue.under_way.values():
+            for job in done.jobs:
+                if job.is_read or job.is_purged:
+                    continue
+                if selection.takes_job(job, job.name.fingerprint, job.name.identity):
+                    job.is_purged = True
+                    if self.is_on:
+                        job.ticket = ticket
+                        ticket.add()
+
+    def _mark(self, places: Sequence[int], ticket: PurgeTicket | None) -> None:
+        """Have the records of these places say that their blocks are gone, then overwrite the places. `ticket` was
+        added to for this."""
+        assert self.places is not None
+        mark = _Mark([self.places.where(place) for place in places], list(places), ticket)
+        self._gone.marks.append(mark)
+        self._gone.marked.update(places)
+        self._send_mark(mark)
+
+    def _send_mark(self, mark: _Mark) -> None:
+        parts = [mark.places[at : at + MOST_PLACES] for at in range(0, len(mark.places), MOST_PLACES)] or [[]]
+        left = [len(parts)]
+
+        def note() -> None:
+            left[0] -= 1
+            if not left[0]:
+                self._note_marked(mark)
+
+        for part in parts:
+            self._request(MarkDirty(self._number(), tuple(part)), note)
+
+    def _note_marked(self, mark: _Mark) -> None:
+        assert self.places is not None
+        self._gone.marks.remove(mark)
+        self._gone.marked.difference_update(mark.numbers)
+        self._gone.dirty += [place for place in mark.numbers if not self.places.is_read(place)]
+        if mark.ticket is not None:
+            mark.ticket.done()
+
+    def _overwrite(self) -> None:
+        """Overwrite some of the dirty places, all of one length."""
+        assert self.places is not None
+        size = self.places.kind_of(self._gone.dirty[-1]).place_bytes
+        chosen: list[int] = []
+        while (
+            self._gone.dirty
+            and len(chosen) < MOST_PLACES
+            and self.places.kind_of(self._gone.dirty[-1]).place_bytes == size
+        ):
+            chosen.append(self._gone.dirty.pop())
+        self._gone.is_overwriting = True
+        where = tuple(self.places.where(place) for place in chosen)
+        self._request(Overwrite(self._number(), where, size), lambda: self._note_overwritten(chosen))
+
+    def _note_overwritten(self, places: Iterable[int]) -> None:
+        assert self.places is not None
+        self._gone.is_overwriting = False
+        for place in places:
+            self.places.clean(place)
+
+    # -- its process ----------------------------------------------------------------------------------------
+
+    def opened(self, found: FoundFiles, file_system_bytes: int) -> None:
+        header = found.header
+        self.places = Places(header.num_chunks, header.chunk_bytes)
+        self._namespaces = _Namespaces(dict(found.namespaces))
+        self._file_system_bytes = file_system_bytes
+        self._gone.dirty = self.places.restore(found.chunks, found.generations)
+        self._gone.is_overwriting = False
+        self._gone.marked = set()
+        for mark in self._gone.marks:
+            self._forget_again(mark)
+        self._set_state("on", "")
+        self._host.send_extents()
+        for mark in self._gone.marks:
+            self._send_mark(mark)
+        wishes, self._gone.wishes = self._gone.wishes, []
+        for selection, ticket in wishes:
+            self.purge(selection, ticket)
+            ticket.done()
+        self.pump()
+
+    def _forget_again(self, mark: _Mark) -> None:
+        """The process has ended before it did this, or before it said so. What is dirty already needs to be synced
+        only."""
+        assert self.places is not None
+        found = [(place, where) for where in mark.places if (place := self.places.cached_at(where)) is not None]
+        for place, _ in found:
+            self.places.remove(place)
+        mark.places, mark.numbers = [where for _, where in found], [place for place, _ in found]
+        self._gone.marked.update(mark.numbers)
+
+    def has_problem(self, problem: Problem) -> None:
+        self._set_state(problem.state, problem.reason)
+
+    def ended(self, reason: str) -> None:
+        """Its process is gone, and nothing touches a slot any more."""
+        self.counts.restarts += 1
+        under_way = [job for done in self.queue.under_way.values() for job in done.jobs]
+        for job in under_way:
+            if job.is_purged and self.places is not None and job.place is not None:  # its record may be valid
+                self._gone.marks.append(_Mark([self.places.where(job.place)], [], job.ticket))
+        waiting = [job for lane in self.queue.lanes.values() for job in lane.drain()]
+        self.places, self.queue = None, PathQueue()
+        self._again.clear()
+        self._set_state("starting", reason)
+        self._give_back_failed([*under_way, *waiting], reason)
+
+    def tick(self) -> None:
+        """Look for what is overdue, and do what is due."""
+        now = self._clock()
+        if self.state == "starting" and now - self._since > STUCK_SECONDS:
+            self._set_state("stuck", f"its files did not open within {STUCK_SECONDS:.0f} s")
+        if self.is_on and self._is_overdue():
+            self.counts.timeouts += 1
+            self._set_state("stuck", f"an operation has taken more than {STUCK_SECONDS:.0f} s")
+            self._empty_queue()
+        if self.state == "failed" and self.places is not None and now - self._since >= PROBE_SECONDS:
+            self._since = now
+            self._send(ProbeFiles(self._number()), lambda: self._set_state("on", ""))
+        if self.is_on and now - self._synced_at >= _SYNC_SECONDS:
+            self._synced_at = now
+            self._write_uses()
+            self._send(Sync(self._number()), lambda: None)
+        self.pump()
+
+    def _is_overdue(self) -> bool:
+        oldest = self.queue.oldest()
+        return oldest is not None and self._clock() - oldest.began > STUCK_SECONDS
+
+    def _write_uses(self) -> None:
+        assert self.places is not None
+        touched, self._touched = self._touched, set()
+        for chunk in touched:
+            times = self.places.uses_of(chunk)
+            for first in range(0, len(times), MOST_USES):
+                part = times[first : first + MOST_USES].tobytes()
+                self._send(WriteUses(self._number(), chunk, first, part), lambda: None)
+
+    def _fail(self, reason: str) -> None:
+        self._set_state("failed", reason)
+        self._empty_queue()
+
+    def _empty_queue(self) -> None:
+        """Nothing waits for a disk that does not work, neither reads and writes nor purges."""
+        tickets = [job.ticket for done in self.queue.under_way.values() for job in done.jobs]
+        for waiting in (*tickets, *(mark.ticket for mark in self._gone.marks)):
+            if waiting is not None:
+                waiting.done()
+        for done in self.queue.under_way.values():
+            for job in done.jobs:
+                job.ticket = None
+        for mark in self._gone.marks:
+            mark.ticket = None
+        for direction, lane in self.queue.lanes.items():
+            jobs = lane.drain()
+            if direction == "read":
+                for job in jobs:
+                    self._let_go(job)
+            self._give_back_failed(jobs, self.reason)
+
+    def _give_back_failed(self, jobs: Sequence[Job], reason: str) -> None:
+        if jobs:
+            self.counts.failed_blocks += len(jobs)
+            self._host.give_back(jobs, "failed", f"disk {self.name}: {reason}")
+
+    def _set_state(self, state: PartState, reason: str) -> None:
+        if state != self.state:
+            self._since = self._clock()
+            log = logger.info if state in ("on", "starting") else logger.warning
+            log("disk %s: %s%s", self.name, state, f" ({reason})" if reason else "")
+        self.state, self.reason = state, reason
+        if state == "on":
+            again, self._again = self._again, []
+            for request, then in again:
+                self._send(request._replace(number=self._number()), then)
+
+    def _number(self) -> int:
+        self._next_number += 1
+        return self._next_number
+
+    def _request(self, request: Any, then: Callable[[], None]) -> None:
+        """Have this done, if need be when the disk works again, and call `then`."""
+        if self.state == "failed":
+            self._again.append((request, then))
+        else:
+            self._send(request, then, lambda: self._again.append((request, then)))
+
+    def _send(self, request: Any, then: Callable[[], None], or_else: Callable[[], None] = lambda: None) -> None:
+        self.queue.under_way[request.number] = UnderWay(self._clock(), 0, (), then, or_else)
+        self._host.send(request)
+
+    # -- operators ------------------------------------------------------------------------------------------
+
+    def part(self) -> StorePart:
+        now, places, lanes = self._clock(), self.places, self.queue.lanes
+        overdue = [done for done in self.queue.under_way.values() if now - done.began > STUCK_SECONDS]
+        per_day = self.written.per_day(now)
+        has_wear = per_day is not None and self._file_system_bytes
+        return StorePart(
+            name=self.name,
+            state=self.state,
+            reason=self.reason,
+            counters=PartCounters(**asdict(self.counts)),
+            blocks=None if places is None else len(places.index),
+            size_bytes=None if places is None else places.size_bytes,
+            used_bytes=None if places is None else places.used_bytes,
+            queued_read_bytes=lanes["read"].all_bytes,
+            queued_write_bytes=lanes["write"].all_bytes,
+            read_bytes_per_second=lanes["read"].rate.per_second,
+            write_bytes_per_second=lanes["write"].rate.per_second,
+            written_bytes_today=self.written.today(now),
+            write_budget_bytes=self._writes_per_day,
+            drive_writes_per_day=(per_day or 0.0) / self._file_system_bytes if has_wear else None,
+            stuck_slots=sum(len(done.jobs) for done in overdue),
+        )
+
+
+def key_start(key: bytes) -> int:
+    """The first 8 bytes."""
+    return int.from_bytes(key[:8].ljust(8, b"\0"), "big")
+
+
+def start_of_keys(prefix: bytes) -> tuple[int, int]:
+    """A mask and a value: keys that begin with `prefix` have such starts. Of a longer prefix, the first 8 bytes
+    count."""
+    used = prefix[:8]
+    mask = int.from_bytes((b"\xff" * len(used)).ljust(8, b"\0"), "big")
+    return mask, key_start(used)

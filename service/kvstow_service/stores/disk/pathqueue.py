@@ -1,0 +1,212 @@
+"""What waits for one path, and what its child process does now."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from kvstow_service.stores.disk.diskchild import READERS, WRITERS
+from kvstow_service.stores.disk.places import PlaceKind
+
+Direction = Literal["read", "write"]
+
+
+class NamespaceName(NamedTuple):
+    """Digests of the texts that name a namespace and the layout of its pool; who owns it, and its name for people."""
+
+    fingerprint: bytes
+    identity: bytes
+    owner: str
+    label: str
+
+
+class PurgeTicket:
+    """Calls `then` when all paths have done their part. Used with the store's lock held."""
+
+    def __init__(self, then: Callable[[], object]) -> None:
+        self._then = then
+        self._left = 1
+
+    def add(self) -> None:
+        self._left += 1
+
+    def done(self) -> None:
+        self._left -= 1
+        if not self._left:
+            self._then()
+
+
+_BATCH_BYTES, _BATCH_BLOCKS = 4 << 20, 16
+"""One thread of the child does that much at a time."""
+_RATE_SECONDS = 4.0
+"""A rate is that of about the last seconds in which there was something to do."""
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """One block of a transfer. `place`: where it is read from; of a write, None until it begins. `is_over`: it was
+    given back, or is about to be. `is_purged`: a write whose block must not be found; `ticket`: the purge that waits
+    for it. `is_counted`: among the blocks that are being written."""
+
+    op_id: int
+    is_read: bool
+    name: NamespaceName
+    key: bytes
+    digest: bytes
+    slot: int
+    kind: PlaceKind
+    place: int | None = None
+    is_over: bool = False
+    has_begun: bool = False
+    is_counted: bool = False
+    is_purged: bool = False
+    ticket: PurgeTicket | None = None
+
+
+@dataclass(slots=True)
+class UnderWay:
+    """A request that the child has. `jobs`: none for what is no transfer. Such a request has `then`, which is called
+    when it was done, and `or_else`, for an error."""
+
+    began: float
+    num_bytes: int
+    jobs: tuple[Job, ...]
+    then: Callable[[], None] = lambda: None
+    or_else: Callable[[], None] = lambda: None
+
+
+class BusyRate:
+    """Bytes per second while something is done. Not locked."""
+
+    def __init__(self) -> None:
+        self._bytes = self._seconds = 0.0
+        self._last = 0.0
+
+    def note(self, num_bytes: int, now: float, *, began: float) -> None:
+        """A request has ended that began then. Several may be under way at a time."""
+        seconds = max(0.0, now - max(self._last, began))
+        self._last = now
+        keep = max(0.0, 1 - seconds / _RATE_SECONDS)
+        self._bytes, self._seconds = self._bytes * keep + num_bytes, self._seconds * keep + seconds
+
+    @property
+    def per_second(self) -> float | None:
+        return self._bytes / self._seconds if self._seconds > 0 else None
+
+
+@dataclass(slots=True)
+class JobLane:
+    """One direction. Owners take turns."""
+
+    most_under_way: int
+    waiting: OrderedDict[str, deque[Job]] = field(default_factory=OrderedDict)
+    queued_bytes: int = 0
+    under_way_bytes: int = 0
+    num_under_way: int = 0
+    rate: BusyRate = field(default_factory=BusyRate)
+
+    def add(self, job: Job) -> None:
+        self.waiting.setdefault(job.kind.owner, deque()).append(job)
+        self.queued_bytes += job.kind.place_bytes
+
+    def withdraw(self, job: Job) -> None:
+        """It was given back; it leaves the queue when its turn comes."""
+        job.is_over = True
+        self.queued_bytes -= job.kind.place_bytes
+
+    def first(self, owner: str) -> Job | None:
+        """The next one of an owner."""
+        queue = self.waiting[owner]
+        while queue and queue[0].is_over:
+            queue.popleft()
+        return queue[0] if queue else None
+
+    def pop(self, owner: str) -> Job:
+        job = self.waiting[owner].popleft()
+        self.queued_bytes -= job.kind.place_bytes
+        return job
+
+    def turns(self) -> Iterator[str]:
+        """The owners with something to do, each once; the one whose turn it is comes first."""
+        for owner in list(self.waiting):
+            if self.first(owner) is None:
+                del self.waiting[owner]
+            else:
+                yield owner
+
+    def had_turn(self, owner: str) -> None:
+        if owner in self.waiting:
+            self.waiting.move_to_end(owner)
+
+    def drain(self) -> list[Job]:
+        """All that waits, which leaves the queue."""
+        found = [job for queue in self.waiting.values() for job in queue if not job.is_over]
+        self.waiting.clear()
+        self.queued_bytes = 0
+        return found
+
+    def jobs(self) -> Iterator[Job]:
+        return (job for queue in self.waiting.values() for job in queue if not job.is_over)
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.queued_bytes
+
+    @property
+    def all_bytes(self) -> int:
+        return self.queued_bytes + self.under_way_bytes
+
+
+class PathQueue:
+    """Reads go first: a write begins only while no read waits. Not locked."""
+
+    def __init__(self) -> None:
+        self.lanes: dict[Direction, JobLane] = {"read": JobLane(READERS), "write": JobLane(WRITERS)}
+        self.under_way: dict[int, UnderWay] = {}
+        """By number of the request, the oldest first."""
+
+    def next(self, direction: Direction, is_ready: Callable[[Job], bool]) -> tuple[Job, ...]:
+        """What may begin now; nothing if nothing can. `is_ready` gives a write its place, or says that it must wait; it
+        may also end the job (`is_over`)."""
+        lane = self.lanes[direction]
+        if lane.num_under_way >= lane.most_under_way or (direction == "write" and not self.lanes["read"].is_empty):
+            return ()
+        for owner in list(lane.turns()):
+            jobs: list[Job] = []
+            num_bytes = 0
+            while (job := lane.first(owner)) is not None and (not jobs or job.op_id == jobs[0].op_id):
+                if jobs and (num_bytes + job.kind.place_bytes > _BATCH_BYTES or len(jobs) == _BATCH_BLOCKS):
+                    break
+                if not is_ready(job):
+                    if job.is_over:
+                        continue
+                    break
+                jobs.append(lane.pop(owner))
+                num_bytes += job.kind.place_bytes
+            if jobs:
+                lane.had_turn(owner)
+                return tuple(jobs)
+        return ()
+
+    def begin(self, number: int, direction: Direction, jobs: tuple[Job, ...], now: float) -> None:
+        num_bytes = sum(job.kind.place_bytes for job in jobs)
+        for job in jobs:
+            job.has_begun = True
+        lane = self.lanes[direction]
+        lane.num_under_way += 1
+        lane.under_way_bytes += num_bytes
+        self.under_way[number] = UnderWay(now, num_bytes, jobs)
+
+    def end(self, number: int, direction: Direction, now: float, *, is_good: bool) -> tuple[Job, ...]:
+        done = self.under_way.pop(number)
+        lane = self.lanes[direction]
+        lane.num_under_way -= 1
+        lane.under_way_bytes -= done.num_bytes
+        if is_good:
+            lane.rate.note(done.num_bytes, now, began=done.began)
+        return done.jobs
+
+    def oldest(self) -> UnderWay | None:
+        return next(iter(self.under_way.values()), None)

@@ -1,0 +1,378 @@
+"""What one path does with its queue, with a process that answers when a test says so."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvstow.tier.blockstore import Fate
+from kvstow_service.stores.disk.blockfile import FoundFiles
+from kvstow_service.stores.disk.diskchild import READERS, WRITERS
+from kvstow_service.stores.disk.diskformat import Header, NamespaceEntry, digest_of
+from kvstow_service.stores.disk.diskmessages import (
+    AddNamespace,
+    Assign,
+    Done,
+    MarkDirty,
+    MoveBlocks,
+    Overwrite,
+    PartAt,
+    ProbeFiles,
+    Problem,
+    Result,
+    Sync,
+    WriteUses,
+)
+from kvstow_service.stores.disk.diskpath import PROBE_SECONDS, STUCK_SECONDS, DiskPath, Selection
+from kvstow_service.stores.disk.pathqueue import Job, NamespaceName, PurgeTicket
+from kvstow_service.stores.disk.places import Assignment, FoundChunk, PlaceKind
+
+MIB = 1 << 20
+PLACE = 2 * MIB
+CHUNK = 64 * MIB
+NAME = NamespaceName(digest_of("fingerprint"), digest_of("identity"), "1000", "label")
+OTHER = NamespaceName(digest_of("another"), digest_of("identity"), "2000", "label")
+
+
+class Host:
+    """The store and the process of a path."""
+
+    def __init__(self, num_chunks: int = 4) -> None:
+        self.now = 1000.0
+        self.sent: list[Any] = []
+        self.returned: list[tuple[int, Fate | None]] = []
+        self.disk = DiskPath("/disk", self, None, lambda: self.now, lambda: self.now + 1e9)
+        self.found = FoundFiles(Header(1, num_chunks, CHUNK, 4096, 0, False, b"b" * 16), {}, {}, [])
+        self._ops = 0
+        self.disk.opened(self.found, 1 << 40)
+
+    @property
+    def state(self) -> str:
+        return self.disk.state
+
+    def parts_of(self, job: Job) -> tuple[PartAt, ...] | None:
+        return (PartAt(1, job.slot * PLACE, PLACE),)
+
+    def give_back(self, jobs: Sequence[Job], fate: Fate | None, error: str = "") -> None:
+        for job in jobs:
+            job.is_over = True
+        self.returned += [(job.slot, fate) for job in jobs]
+
+    def send(self, request: object) -> None:
+        self.sent.append(request)
+
+    def send_extents(self) -> None:
+        pass
+
+    def write(self, slots: Sequence[int], name: NamespaceName = NAME) -> list[Job]:
+        jobs = [self._job(slot, name, is_read=False) for slot in slots]
+        self._ops += 1
+        for job in jobs:
+            self.disk.write(job)
+        self.disk.pump()
+        return jobs
+
+    def read(self, slots: Sequence[int], name: NamespaceName = NAME) -> list[Job]:
+        jobs = [self._job(slot, name, is_read=True) for slot in slots]
+        self._ops += 1
+        for job in jobs:
+            job.place = self.disk.place_of(job.digest)
+            assert job.place is not None
+            self.disk.read(job)
+        self.disk.pump()
+        return jobs
+
+    def _job(self, slot: int, name: NamespaceName, *, is_read: bool) -> Job:
+        key = b"\0\0" + slot.to_bytes(32, "big")
+        return Job(self._ops, is_read, name, key, digest_of(f"{slot}"), slot, PlaceKind(name.owner, PLACE))
+
+    def take(self, kind: type) -> list[Any]:
+        """The requests of this kind that wait for an answer, which the test gives."""
+        found = [one for one in self.sent if isinstance(one, kind)]
+        self.sent = [one for one in self.sent if not isinstance(one, kind)]
+        return found
+
+    def answer(self, kind: type, error: str = "") -> int:
+        """Answer all of this kind. How many there were."""
+        found = self.take(kind)
+        for one in found:
+            results: tuple[Result, ...] = ()
+            if isinstance(one, MoveBlocks):
+                good: Result = "read" if one.direction == "read" else "written"
+                results = ("failed" if error else good,) * len(one.blocks)
+            self.disk.done(Done(one.number, results, error))
+        return len(found)
+
+    def run(self) -> None:
+        """Answer everything until nothing is asked any more."""
+        while sum(
+            self.answer(kind) for kind in (AddNamespace, Assign, MoveBlocks, MarkDirty, Overwrite, Sync, WriteUses)
+        ):
+            pass
+
+
+@pytest.fixture
+def host() -> Host:
+    return Host()
+
+
+def moving(host: Host) -> list[str]:
+    return [one.direction for one in host.sent if isinstance(one, MoveBlocks)]
+
+
+def test_a_write_waits_for_the_namespace_and_the_chunk(host: Host) -> None:
+    host.write([1])
+    assert [type(one) for one in host.sent] == [AddNamespace]
+    host.answer(AddNamespace)
+    assert [type(one) for one in host.sent] == [Assign]
+    host.answer(Assign)
+    assert moving(host) == ["write"]
+    assert host.disk.place_of(digest_of("1")) is None, "not found before it is written"
+    host.answer(MoveBlocks)
+    assert host.disk.place_of(digest_of("1")) is not None
+    assert host.returned == [(1, None)]
+
+
+def test_reads_go_first(host: Host) -> None:
+    host.write(range(80))
+    host.run()
+    host.returned.clear()
+    for slot in range(0, 80, 2):
+        host.read([slot, slot + 1])
+    host.write([100, 101])
+    assert moving(host) == ["read"] * READERS
+    while len(host.returned) < 80:
+        assert set(moving(host)) == {"read"}, "a read waits, so no write begins"
+        one = next(one for one in host.sent if isinstance(one, MoveBlocks))
+        host.sent.remove(one)
+        results: list[Result] = ["read"] * len(one.blocks)
+        host.disk.done(Done(one.number, tuple(results)))
+        if host.disk.queue.lanes["read"].is_empty:
+            break
+    host.run()
+    assert {slot for slot, fate in host.returned if fate is None} == {*range(80), 100, 101}
+
+
+def test_no_more_begins_than_the_process_has_threads(host: Host) -> None:
+    host.write(range(60))
+    host.answer(AddNamespace)
+    host.answer(Assign)
+    assert len(moving(host)) == WRITERS
+    assert all(len(one.blocks) * PLACE <= 4 * MIB for one in host.take(MoveBlocks))
+
+
+def test_owners_take_turns(host: Host) -> None:
+    host.write(range(60))
+    host.write([200, 201], OTHER)
+    host.answer(AddNamespace)
+    host.answer(Assign)
+    assert host.answer(MoveBlocks) == WRITERS
+    owners = [one.blocks[0].name.namespace for one in host.take(MoveBlocks)]
+    assert len(set(owners)) == 2, "the second one does not wait for all of the first one"
+
+
+def test_a_disk_that_fails_gives_everything_back_and_is_probed(host: Host) -> None:
+    host.write(range(10))
+    host.run()
+    host.read(range(10))
+    host.returned.clear()
+    host.disk.done(Done(host.take(MoveBlocks)[0].number, ("failed", "failed"), "Input/output error"))
+    assert (host.state, host.disk.reason) == ("failed", "Input/output error")
+    assert host.disk.place_of(digest_of("1")) is None
+    host.now += PROBE_SECONDS
+    host.disk.tick()
+    host.answer(ProbeFiles, "Read-only file system")
+    assert host.state == "failed"
+    host.now += PROBE_SECONDS
+    host.disk.tick()
+    host.answer(ProbeFiles)
+    assert host.state == "on"
+    assert host.disk.place_of(digest_of("1")) is not None
+
+
+def test_an_operation_that_hangs_stops_what_has_not_begun(host: Host) -> None:
+    host.write(range(60))
+    host.run()
+    host.returned.clear()
+    host.read(range(60))
+    under_way = sum(len(one.blocks) for one in host.sent)
+    host.now += STUCK_SECONDS + 1
+    host.disk.tick()
+    assert host.state == "stuck"
+    assert host.disk.part().stuck_slots == under_way
+    assert [fate for _, fate in host.returned] == ["failed"] * (60 - under_way)
+    assert host.disk.part().counters.timeouts == 1
+    host.answer(MoveBlocks)
+    assert host.state == "on"
+    assert len(host.returned) == 60
+
+
+def test_a_failed_assignment_is_repeated_when_the_disk_works_again(host: Host) -> None:
+    host.write([1])
+    host.answer(AddNamespace)
+    host.answer(Assign, "No space left on device")
+    assert host.state == "failed"
+    host.now += PROBE_SECONDS
+    host.disk.tick()
+    host.answer(ProbeFiles)
+    assert host.answer(Assign) == 1
+    host.write([2])
+    host.run()
+    assert host.disk.place_of(digest_of("2")) is not None
+
+
+def ticket() -> tuple[PurgeTicket, list[bool]]:
+    called: list[bool] = []
+    return PurgeTicket(lambda: called.append(True)), called
+
+
+def purge(host: Host, selection: Selection) -> tuple[int, list[bool]]:
+    wanted, called = ticket()
+    count = host.disk.purge(selection, wanted)
+    wanted.done()
+    return count, called
+
+
+ALL = Selection(identity=NAME.identity)
+
+
+def test_a_purge_answers_when_the_records_are_synced_and_overwrites_after_that(host: Host) -> None:
+    host.write(range(4))
+    host.run()
+    count, called = purge(host, ALL)
+    assert (count, called) == (4, [])
+    assert host.disk.place_of(digest_of("1")) is None
+    assert not host.take(Overwrite)
+    host.answer(MarkDirty)
+    assert called == [True]
+    assert host.answer(Overwrite) == 1
+
+
+def test_a_purge_waits_for_a_write_that_is_under_way_and_undoes_it(host: Host) -> None:
+    host.write([1])
+    host.answer(AddNamespace)
+    host.answer(Assign)
+    assert purge(host, ALL)[0] == 0
+    _, called = purge(host, ALL._replace(prefixes=(b"\xff",)))
+    assert called == [True], "it is about other keys"
+    wanted, called = ticket()
+    host.disk.purge(Selection(digests=frozenset([digest_of("2")])), wanted)
+    wanted.done()
+    assert called == [True]
+    host.answer(MoveBlocks)
+    assert host.disk.place_of(digest_of("1")) is None
+    assert host.returned == [(1, "cancelled")]
+    assert host.answer(MarkDirty) == 1, "its record is valid by now"
+
+
+def test_a_purged_place_that_is_being_read_is_overwritten_after_the_read(host: Host) -> None:
+    host.write([1])
+    host.run()
+    host.read([1])
+    purge(host, ALL)
+    host.answer(MarkDirty)
+    assert not host.take(Overwrite)
+    host.answer(MoveBlocks)
+    assert len(host.take(Overwrite)) == 1
+
+
+@pytest.mark.parametrize("answers_first", [True, False])
+def test_a_process_that_ends_does_not_bring_a_purged_block_back(host: Host, answers_first: bool) -> None:
+    """Its record may have become valid before the end."""
+    jobs = host.write([1])
+    host.answer(AddNamespace)
+    host.answer(Assign)
+    _, called = purge(host, ALL)
+    if answers_first:
+        host.answer(MoveBlocks)
+    assert jobs[0].place is not None
+    places = host.disk.places
+    assert places is not None
+    where = places.where(jobs[0].place)
+    host.disk.ended("its process has ended")
+    assert called == []
+    assert host.state == "starting"
+    before = host.disk.places
+    assert before is None
+    host.sent.clear()
+    host.disk.opened(found_with(host, where.number, jobs[0].digest), 1 << 40)
+    assert host.disk.place_of(jobs[0].digest) is None
+    host.answer(MarkDirty)
+    assert called == [True]
+
+
+def found_with(host: Host, number: int, digest: bytes) -> FoundFiles:
+    chunk = FoundChunk(
+        Assignment(0, PlaceKind("1000", PLACE), 1),
+        np.array([number]),
+        digest,
+        np.array([1], np.uint32),
+        np.array([0], np.uint64),
+        np.array([5.0]),
+        np.array([5.0]),
+        np.array([], np.int64),
+    )
+    entry = NamespaceEntry(1, NAME.fingerprint, NAME.identity, "1000", "label")
+    return host.found._replace(namespaces={0: entry}, generations={0: 1}, chunks=[chunk])
+
+
+def test_a_purge_while_the_files_are_opened_is_done_then(host: Host) -> None:
+    host.disk.ended("its process has ended")
+    count, called = purge(host, ALL)
+    assert (count, called) == (0, [])
+    host.disk.opened(found_with(host, 3, digest_of("1")), 1 << 40)
+    assert host.disk.place_of(digest_of("1")) is None
+    host.answer(MarkDirty)
+    assert called == [True]
+
+
+def test_a_purge_does_not_wait_for_a_disk_that_does_not_work(host: Host) -> None:
+    host.write(range(4))
+    host.run()
+    host.disk.has_problem(Problem("failed", "it does not work"))
+    assert purge(host, ALL) == (4, [True])
+    host.now += PROBE_SECONDS
+    host.disk.tick()
+    host.answer(ProbeFiles)
+    assert host.disk.place_of(digest_of("1")) is None
+    assert host.answer(MarkDirty) == 1
+
+
+def test_times_of_use_are_written_once_a_minute(host: Host) -> None:
+    host.write(range(4))
+    host.run()
+    host.now += 61
+    host.disk.tick()
+    assert not host.take(WriteUses), "nothing was used since it was written"
+    assert host.answer(Sync) == 1
+    place = host.disk.place_of(digest_of("2"))
+    assert place is not None
+    host.disk.use(place)
+    host.now += 61
+    host.disk.tick()
+    (uses,) = host.take(WriteUses)
+    assert int.from_bytes(uses.times[8:12], "little") == int(1e9 + 1061)
+
+
+def test_wear_is_known_after_an_hour(host: Host) -> None:
+    host.write(range(64))
+    host.run()
+    assert host.disk.part().drive_writes_per_day is None
+    host.now += 3600
+    assert host.disk.part().drive_writes_per_day == pytest.approx(64 * PLACE * 24 / (1 << 40))
+
+
+def test_a_corrupt_block_is_counted_and_removed(host: Host) -> None:
+    host.write([1])
+    host.run()
+    host.returned.clear()
+    host.read([1])
+    host.disk.done(Done(host.take(MoveBlocks)[0].number, ("corrupt",)))
+    assert host.returned == [(1, "corrupt")]
+    assert host.disk.part().counters.corrupt_blocks == 1
+    assert host.disk.place_of(digest_of("1")) is None
+    host.answer(MarkDirty)
+    assert len(host.take(Overwrite)) == 1
