@@ -18,7 +18,7 @@ from kvstow_service.node.settings import Settings, flag_name, load_settings
 _CONFIG_HELP = "TOML file with settings, named like the flags but with underscores. Default: KVSTOW_CONFIG."
 
 
-_REPEATED = frozenset({"tenant"})
+_REPEATED = frozenset({"tenant", "disk"})
 """Settings whose flag may be given more than once."""
 
 

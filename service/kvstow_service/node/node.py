@@ -88,7 +88,8 @@ class Node:
             on_empty=lambda pool: self.host.close_if_unused(pool),
             on_failure=on_failure,
         )
-        pools = PoolSettings(settings.policy, settings.curve, settings.transfer_timeout)
+        alignment = 1 if store is None else store.slot_alignment
+        pools = PoolSettings(settings.policy, settings.curve, settings.transfer_timeout, slot_alignment=alignment)
         self.host = NodeHost(self.memory_thread, settings=pools, clock=clock)
         self.engine_id, self.switches = self.host.engine_id, self.host.switches
         self.sessions, self.namespaces, self.delete_pool = (
@@ -135,9 +136,8 @@ class Node:
         if memory.records is not None:
             self._recover(memory.records)
         if self._store is not None:
-            tenants = settings.tenants or {os.geteuid(): OWN_TENANT}
             measure = partial(measure_store, settings.tier)
-            self.tier = self.host.tier = NodeStore(self._store, memory, self.server.post, tenants, measure)
+            self.tier = self.host.tier = NodeStore(self._store, memory, self.server.post, tenants_of(settings), measure)
         self.populator.start()
         memory.start()
         self.server.start()
@@ -343,6 +343,17 @@ class Node:
 
     def count_error(self, code: str) -> None:
         self.errors[code] += 1
+
+
+def tenants_of(settings: Settings) -> Callable[[int], str | None]:
+    """The tenant of a user (uid), with whom he shares blocks in the store below the pools; None for nobody. On the
+    node's own disks, every user is a tenant of his own unless tenants are named."""
+    if settings.tenants:
+        return settings.tenants.get
+    own = os.geteuid()
+    if settings.disk:
+        return lambda uid: OWN_TENANT if uid == own else f"uid:{uid}"
+    return {own: OWN_TENANT}.get
 
 
 def raise_descriptor_limit() -> None:

@@ -28,7 +28,7 @@ from kvstow_service.process.logwriter import QueuedLog, configure_logs
 from kvstow_service.process.runningclock import RunningClock
 from kvstow_service.process.stop import StopRequests
 from kvstow_service.process.switchinterval import short_switch_interval
-from kvstow_service.stores.stores import open_store, shown_url
+from kvstow_service.stores.stores import shown_url, store_for
 
 logger = logging.getLogger("kvstow.service")
 
@@ -58,7 +58,7 @@ def _serve(settings: Settings, log: QueuedLog) -> int:
             None if name is None else group_id(setting, name)
             for setting, name in (("attach_group", settings.attach_group), ("admin_group", settings.admin_group))
         )
-        store = None if settings.tier is None else open_store(settings.tier)
+        store = store_for(settings)
         require_memory(settings.budget_bytes, limits_of(settings.huge_pages))
         if tls is not None:
             stops.on_reload = tls.renew

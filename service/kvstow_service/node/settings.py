@@ -107,6 +107,19 @@ def _tenants(value: object) -> tuple[Tenant, ...]:
     return tuple(tenants)
 
 
+def _disks(value: object) -> tuple[Path, ...]:
+    """One text may have several paths, separated by colons, because a variable has only one text."""
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list | tuple) or not all(isinstance(text, str | Path) for text in texts):
+        raise ConfigError("", value, "the path of a folder on a disk, or a list of these")
+    paths = tuple(Path(part) for text in texts for part in str(text).split(":"))
+    if not all(path.is_absolute() for path in paths):
+        raise ConfigError("", value, "absolute paths, such as /mnt/nvme0")
+    if len(set(paths)) < len(paths):
+        raise ConfigError("", value, "each path once")
+    return paths
+
+
 def _tenant(value: object) -> Tenant:
     found = _TENANT.fullmatch(value) if isinstance(value, str) else None
     if found is None:
@@ -139,6 +152,7 @@ TrustEOF = Annotated[float, _reads(_trust_eof)]
 Port = Annotated[int, _reads(_port)]
 Flag = Annotated[bool, _reads(_flag)]
 Checks = Annotated[tuple[str, ...], _reads(_checks)]
+Disks = Annotated[tuple[Path, ...], _reads(_disks)]
 Tenants = Annotated[tuple[Tenant, ...], _reads(_tenants)]
 HostNames = Annotated[tuple[str, ...], _reads(partial(parse_host_names, ""))]
 Policy = Annotated[str, _reads(parse_policy)]
@@ -192,6 +206,21 @@ class Settings(BaseModel):
         None,
         description="Store, shared by several nodes, for what this one has no room for: mooncake://MASTER:PORT. Docs: "
         "tier.md.",
+    )
+    disk: Disks = Field(
+        (),
+        description="Folder on a disk of this node (ext4 or XFS) for what memory has no room for. KVStow makes a "
+        "folder kvstow in it. May be repeated, with another disk each time. Docs: disk.md.",
+    )
+    disk_size: PositiveSize | None = Field(
+        None,
+        description="Size of the data file on each disk. Default: 80 % of the space that is free at the first start, "
+        "with 15 % of the file system left free; on the root file system there is no default.",
+    )
+    disk_writes: PositiveSize | None = Field(
+        None,
+        description="How much may be written to each disk in a day, such as 8TB, so that it lasts; without it, there "
+        "is no bound.",
     )
     tenant: Tenants = Field(
         (),
@@ -280,8 +309,13 @@ class Settings(BaseModel):
                 yield key, "needs --state, the folder of the keeper that holds the memory"
         if "keep_timeout" in self.model_fields_set and not self.start_keeper:
             yield "keep_timeout", "has no effect with --no-start-keeper: `kvstow keeper` takes it"
-        if self.tenant and self.tier is None:
-            yield "tenant", "needs --tier, the store through which tenants share blocks"
+        if self.tenant and self.tier is None and not self.disk:
+            yield "tenant", "needs --tier or --disk, the store through which tenants share blocks"
+        if self.disk and self.tier is not None:
+            yield "disk", "cannot be given together with --tier: a node has one store below its pools"
+        for key in ("disk_size", "disk_writes"):
+            if getattr(self, key) is not None and not self.disk:
+                yield key, "needs --disk"
         for key in ("tls_key", "tls_client_ca"):
             if getattr(self, key) is not None and self.tls_cert is None:
                 yield key, "needs --tls-cert"

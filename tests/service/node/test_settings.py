@@ -130,10 +130,35 @@ def test_wrong_tenants_are_refused(given: object, problem: str) -> None:
     assert problem in error
 
 
-def test_tenants_need_a_tier() -> None:
+def test_tenants_need_a_store() -> None:
     assert errors_of({**MEMORY, "tenant": "ml=1"}) == [
-        "--tenant ml=1 needs --tier, the store through which tenants share blocks"
+        "--tenant ml=1 needs --tier or --disk, the store through which tenants share blocks"
     ]
+    assert load_settings({**MEMORY, "tenant": "ml=1", "disk": ("/mnt/a",)}, {}).tenants == {1: "ml"}
+
+
+@pytest.mark.parametrize("given", ["/mnt/a:/mnt/b", ["/mnt/a", "/mnt/b"], ("/mnt/a", "/mnt/b")])
+def test_disks_are_read_from_flags_variables_and_lists(given: object) -> None:
+    settings = load_settings({**MEMORY, "disk": given, "disk_size": "2TiB", "disk_writes": "8TB"}, {})
+    assert settings.disk == (Path("/mnt/a"), Path("/mnt/b"))
+    assert (settings.disk_size, settings.disk_writes) == (2 << 40, 8 * 10**12)
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ({"disk": "mnt"}, "--disk is 'mnt'; allowed: absolute paths, such as /mnt/nvme0"),
+        ({"disk": ["/mnt/a", "/mnt/a"]}, "allowed: each path once"),
+        ({"disk": 1}, "allowed: the path of a folder on a disk"),
+        ({"disk": "/mnt/a", "disk_size": "0"}, "--disk-size is '0'; allowed: a size of more than 0 bytes"),
+        ({"disk_size": "1TiB"}, "--disk-size 1TiB needs --disk"),
+        ({"disk_writes": "1TiB"}, "--disk-writes 1TiB needs --disk"),
+        ({"disk": "/mnt/a", "tier": "mooncake://s:1"}, "--disk /mnt/a cannot be given together with --tier"),
+    ],
+)
+def test_wrong_disks_are_refused(given: dict[str, object], problem: str) -> None:
+    (error,) = errors_of({**MEMORY, **given})
+    assert problem in error
 
 
 def test_an_unknown_variable_is_named_with_the_allowed_ones() -> None:

@@ -36,13 +36,15 @@ MAX_RANKS = 64
 
 @dataclass(frozen=True, slots=True)
 class PoolSettings:
-    """Settings that all pools of a node share. Times are in seconds."""
+    """Settings that all pools of a node share. Times are in seconds. `slot_alignment`: slots of a new pool begin at
+    multiples of so many bytes."""
 
     policy: str = "auto"
     curve: bool = True
     transfer_timeout: float = 30.0
     report_timeout: float = 5.0
     event_buffer: int = 4096
+    slot_alignment: int = 1
 
 
 @dataclass(slots=True)
@@ -79,6 +81,7 @@ class NodePool(SharedPool):
         self.name = name
         self.identity = identity
         self.model = model
+        self._slot_alignment = settings.slot_alignment
         self.facade = PoolFacade(self)
         self.known: dict[str, KnownNamespace] = {}
         self.grow_above = -1
@@ -114,7 +117,7 @@ class NodePool(SharedPool):
         return 0 if self.identity.replicated else rank
 
     def record(self, owner: int, extent_bytes: int) -> PoolRecord:
-        return PoolRecord(self.name, self.model, owner, self.identity, extent_bytes)
+        return PoolRecord(self.name, self.model, owner, self.identity, extent_bytes, self._slot_alignment)
 
     def namespace_of(self, identity: NamespaceIdentity) -> KnownNamespace:
         """The namespace of this identity, which may be new."""

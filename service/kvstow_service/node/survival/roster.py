@@ -25,23 +25,27 @@ from kvstow.errors import JournalError, KeeperError, KvstowError
 from kvstow.memfd import MemfdIdentity, create_memfd, identify_memfd, require_memfd
 from kvstow.memory.budget import MemoryBudget
 from kvstow.memory.extents import Extent
+from kvstow.memory.region import round_up
 from kvstow.memory.rows import PoolLayout, RankLayout
 from kvstow_service.node.survival.keeper import is_readable
 
 
 class PoolRecord(Struct, frozen=True):
-    """`extent_bytes` is that of the service that made the pool. It determines the pool's rows."""
+    """`extent_bytes` and `slot_alignment` are those of the service that made the pool, and determine its rows."""
 
     name: str
     model: str
     owner: int
     identity: PoolIdentity
     extent_bytes: int
+    slot_alignment: int = 1
 
     @property
     def layout(self) -> PoolLayout:
-        """How the pool's slots lie in extents."""
-        return PoolLayout(self.owner, tuple(map(RankLayout, self.identity.stored_slot_bytes)), self.extent_bytes)
+        """How the pool's slots lie in extents. A store below the pools may need slots that begin at a multiple of some
+        size."""
+        strides = [round_up(num_bytes, self.slot_alignment) for num_bytes in self.identity.stored_slot_bytes]
+        return PoolLayout(self.owner, tuple(map(RankLayout, strides)), self.extent_bytes)
 
 
 class WorkerRecord(Struct, frozen=True, kw_only=True):

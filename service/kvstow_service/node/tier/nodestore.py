@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from threading import Lock
 from typing import Final, NamedTuple
@@ -56,13 +56,13 @@ class NodeStore:
         store: BlockStore,
         memory: MemoryThread,
         post: Callable[[Callable[[], object]], object],
-        tenants: Mapping[int, str],
+        tenant_of: Callable[[int], str | None],
         measure: Callable[[], TierMeasurements] = lambda: TierMeasurements(()),
     ) -> None:
-        """`post` has the attach server's thread call something. `tenants`: the names of the users (uids) whose blocks
-        leave the memory. `measure`: what the doctor wants to know of the store."""
+        """`post` has the attach server's thread call something. `tenant_of`: the tenant of a user (uid); without one,
+        his blocks do not leave the memory. `measure`: what the doctor wants to know of the store."""
         self.store, self.url = store.name, store.shown
-        self._store, self._memory, self._post, self._tenants = store, memory, post, tenants
+        self._store, self._memory, self._post, self._tenant_of = store, memory, post, tenant_of
         self.measure = measure
         self._lock = Lock()
         """Guards what follows. Held for moments."""
@@ -98,7 +98,7 @@ class NodeStore:
         pool = session.pool
         groups = groups_of(pool.identity)
         is_plain = groups is None or groups.is_plain
-        owner = self._tenants.get(-1 if pool.identity.uid is None else pool.identity.uid, "")
+        owner = self._tenant_of(_uid_of(pool)) or f"uid:{_uid_of(pool)}"
         sizes = tuple(pool.config.slot_bytes_of(rank) for rank in sorted(pool.storing_ranks))
         tier = PoolTier(
             pool,
@@ -125,9 +125,7 @@ class NodeStore:
             return Fingerprint(None, WEIGHTS_CHANGED)
         if groups_of(pool.identity) is None:
             return Fingerprint(None, _GROUPS)
-        uid = pool.identity.uid
-        assert uid is not None, "each pool of a node has an owner"
-        return fingerprint(pool.identity, namespace.identity, weights, self._tenants.get(uid))
+        return fingerprint(pool.identity, namespace.identity, weights, self._tenant_of(_uid_of(pool)))
 
     def follow_pool(self, pool: NodePool) -> None:
         """The pool has become smaller."""
@@ -216,6 +214,11 @@ class NodeStore:
                 logger.error("the store still has slots of pool %s; they stay in quarantine", one.pool.name)
         os.close(self._end)
         os.close(self._witness)
+
+
+def _uid_of(pool: NodePool) -> int:
+    assert pool.identity.uid is not None, "each pool of a node has an owner"
+    return pool.identity.uid
 
 
 def _identity_of(pool: NodePool, owner: str) -> str:

@@ -1,0 +1,256 @@
+"""A real `kvstow serve` with a disk: its blocks survive the service, its keeper and its engines."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import httpx
+import pytest
+from msgspec.structs import replace
+from tests.service.conftest import Eventually
+from tests.service.node.keepers import end_keeper
+from tests.service.node.rawengine import HELLO, RawEngine, key_of
+from tests.service.node.realservice import RealService
+from tests.service.stores.disk.conftest import LoopDisk
+
+from kvstow.attach.calls import Prefill, Use
+from kvstow.attach.identity import FleetWeights
+from kvstow_service.stores.disk.diskfiles import PathError, open_folder
+
+pytestmark = pytest.mark.process
+
+NAMED = replace(HELLO, fleet_weights=FleetWeights("digest 1"))
+MEMORY = ("--memory", "16MiB", "--extent-size", "2MiB", "--pin-pause", "0s")
+
+
+class DiskService:
+    """Services, one after the other, with the same disk and state folder."""
+
+    def __init__(self, folder: Path, eventually: Any, disk: Path) -> None:
+        self._folder, self._eventually = folder, eventually
+        self._real = RealService(folder, eventually)
+        self.disk = disk
+        try:
+            os.close(open_folder(self.disk))
+        except PathError as error:
+            pytest.skip(str(error))
+        self.engines: list[RawEngine] = []
+        self.client: httpx.Client
+
+    def start(self, *options: str, waits: bool = True) -> None:
+        state = ("--state", str(self._folder / "state"))
+        disk = ("--disk", str(self.disk), "--disk-size", "64MiB")
+        self.client = self._real.serve(*MEMORY, *disk, *state, *options)
+        if waits:
+            self.wait_for_disk()
+
+    def wait_for_disk(self) -> None:
+        self._eventually(lambda: [part["state"] for part in self.parts()] == ["on"], "the disk")
+
+    def parts(self) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = self.client.get("/v1/tier").json()["parts"]
+        return found
+
+    def part(self) -> dict[str, Any]:
+        (part,) = self.parts()
+        return part
+
+    def attach(self, hello: Any = NAMED) -> RawEngine:
+        self.engines.append(RawEngine(self._real.socket, hello))
+        self.engines[-1].scheduler.send(Prefill((0.01, 0.0, 0.0)))  # so slow that every read pays
+        return self.engines[-1]
+
+    def child(self) -> int:
+        """The process of the disk."""
+        (pid,) = (
+            int(entry)
+            for entry in os.listdir("/proc")
+            if entry.isdecimal()
+            and b"kvstow_service.stores.disk.diskchild" in command_of(int(entry))
+            and parent_of(int(entry)) == self._real.process.pid
+        )
+        return pid
+
+    def kill_service(self) -> None:
+        self._real.process.send_signal(signal.SIGKILL)
+        self._real.process.wait()
+
+    def kill(self) -> None:
+        """The service, its keeper and its engines."""
+        self.kill_service()
+        end_keeper(self._folder / "state")
+        self.close_engines()
+
+    def stop(self) -> int:
+        self._real.process.send_signal(signal.SIGTERM)
+        return self._real.process.wait(60)
+
+    def close_engines(self) -> None:
+        for engine in self.engines:
+            engine.close()
+        self.engines.clear()
+
+    def close(self) -> None:
+        self.close_engines()
+        self._real.running.close()
+        end_keeper(self._folder / "state")
+
+
+def command_of(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+@pytest.fixture
+def service(tmp_path: Path, eventually: Eventually) -> Iterator[DiskService]:
+    (tmp_path / "disk").mkdir()
+    made = DiskService(tmp_path, eventually, tmp_path / "disk")
+    yield made
+    made.close()
+
+
+def keys_of(first: int, count: int) -> list[bytes]:
+    return [key_of(number) for number in range(first, first + count)]
+
+
+def store_on_disk(service: DiskService, engine: RawEngine, keys: list[bytes]) -> None:
+    before = service.part()["counters"]["written_blocks"]
+    engine.store_until_found(keys)
+
+    def are_written() -> bool:
+        engine.scheduler.send(Use(keys, 0, (0, 0)))
+        return bool(service.part()["counters"]["written_blocks"] >= before + len(keys))
+
+    engine.wait_for(are_written)
+
+
+def read_again(engine: RawEngine, keys: list[bytes], least: int = 40) -> None:
+    """Every byte of both ranks is verified."""
+    engine.wait_for(lambda: engine.load(keys) >= least)
+
+
+@pytest.mark.parametrize("end", ["kill", "stop"])
+def test_blocks_survive_service_keeper_and_engines(service: DiskService, end: str) -> None:
+    service.start()
+    keys = keys_of(0, 40)
+    store_on_disk(service, service.attach(), keys)
+    if end == "kill":
+        service.kill()
+    else:
+        assert service.stop() == 0
+        service.close_engines()
+    service.start()
+    assert service.part()["blocks"] == 40
+    read_again(service.attach(), keys)
+    (pool,) = service.client.get("/v1/tier").json()["items"]
+    assert pool["counters"]["read_blocks"] >= 40
+
+
+def test_more_than_memory_holds_is_found(service: DiskService) -> None:
+    service.start()
+    engine = service.attach()
+    for first in range(0, 240, 40):  # 30 MiB
+        store_on_disk(service, engine, keys_of(first, 40))
+    for first in range(0, 240, 40):
+        read_again(engine, keys_of(first, 40))
+
+
+def test_a_child_that_is_killed_costs_no_block_and_no_request(service: DiskService) -> None:
+    service.start()
+    engine, keys = service.attach(), keys_of(0, 40)
+    store_on_disk(service, engine, keys)
+    for first in range(100, 260, 40):  # out of memory
+        store_on_disk(service, engine, keys_of(first, 40))
+    child = service.child()
+    os.kill(child, signal.SIGKILL)
+    engine.wait_for(lambda: service.part()["state"] == "on" and service.part()["counters"]["restarts"] == 1)
+    assert service.child() != child
+    read_again(engine, keys)
+
+
+def test_engines_without_named_weights_are_not_written(service: DiskService) -> None:
+    service.start()
+    engine = service.attach(HELLO)
+    engine.store_until_found(keys_of(0, 8))
+    (pool,) = service.client.get("/v1/tier").json()["items"]
+    assert pool["state"] == "off"
+    assert "weights_unknown" in pool["reason"]
+    assert service.part()["blocks"] == 0
+
+
+def test_the_child_has_none_of_the_services_sockets(service: DiskService) -> None:
+    service.start()
+    service.attach()
+    held = [os.readlink(f"/proc/{service.child()}/fd/{fd}") for fd in os.listdir(f"/proc/{service.child()}/fd")]
+    assert len([name for name in held if name.startswith("socket:")]) == 1, held
+
+
+def test_random_kills_lose_nothing_that_was_written(service: DiskService) -> None:
+    random, written = Random(int(os.environ.get("KVSTOW_DISK_SEED", "1"))), 0
+    for _ in range(int(os.environ.get("KVSTOW_DISK_ROUNDS", "3"))):
+        service.start()
+        engine = service.attach()
+        for first in range(max(0, written - 320), written, 40):
+            keys = keys_of(first, 40)
+            read_again(engine, keys, 39)
+        for _ in range(random.randrange(1, 4)):
+            store_on_disk(service, engine, keys_of(written, 40))
+            written += 40
+        engine.store_until_found(keys_of(10_000, 40))  # some of it is under way at the end
+        if random.random() < 0.5:
+            os.kill(service.child(), signal.SIGKILL)
+        service.kill()
+
+
+@pytest.fixture
+def loop_disk(tmp_path: Path) -> Iterator[LoopDisk]:
+    if os.geteuid():
+        pytest.skip("only root mounts file systems")
+    (tmp_path / "image").mkdir()
+    try:
+        disk = LoopDisk(tmp_path / "image", "ext4", 512 << 20)
+    except (subprocess.CalledProcessError, FileNotFoundError) as error:
+        pytest.skip(f"no file system can be mounted: {error}")
+    yield disk
+    disk.unmount()
+
+
+def test_engines_of_a_killed_service_see_its_end_at_once_also_while_its_disk_hangs(
+    tmp_path: Path, eventually: Eventually, loop_disk: LoopDisk
+) -> None:
+    service = DiskService(tmp_path, eventually, loop_disk.folder)
+    try:
+        service.start()
+        engine, keys = service.attach(), keys_of(0, 40)
+        store_on_disk(service, engine, keys)
+        loop_disk.freeze()
+        engine.store_until_found(keys_of(100, 40))
+        engine.wait_for(lambda: service.part()["queued_write_bytes"] > 0)
+        assert engine.lookup(keys_of(100, 40)).leading == 40, "requests go on"
+        child = service.child()
+        service.kill_service()
+        engine.wait_for(lambda: engine.scheduler.state != "attached")
+        assert os.path.exists(f"/proc/{child}"), "its child still waits for the disk"
+        service.close_engines()
+        service.start(waits=False)
+        engine = service.attach()
+        engine.store_until_found(keys_of(200, 40))
+        assert [part["state"] for part in service.parts()] != ["on"]
+        loop_disk.thaw()
+        service.wait_for_disk()
+        read_again(engine, keys)
+    finally:
+        loop_disk.thaw()
+        service.close()
