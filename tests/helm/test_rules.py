@@ -94,6 +94,7 @@ def cases() -> Iterator[Case]:
     yield from thrashing()
     yield from switched_off()
     yield from tier_down()
+    yield from disks()
     yield from tier_loses_time()
     yield from tier_corrupts()
     yield from unbalanced()
@@ -297,6 +298,16 @@ def tier_down() -> Iterator[Case]:
     summary = f"The fleet tier of {OF_POOL} gives no answers."
     for name in ("tier_down", "tier_client"):
         yield from lasting("KvstowTierDown", name, 5, summary)
+
+
+def disks() -> Iterator[Case]:
+    for alert, name, hold, summary in (
+        ("KvstowDiskDown", "disk_ready", 5, f"A disk of {WHERE} does not work, or another process has its files."),
+        ("KvstowDiskStuck", "disk_stuck", 1, f"An operation on a disk of {WHERE} hangs."),
+        ("KvstowDiskWears", "disk_wear", 60, f"More than the capacity of a disk of {WHERE} is written to it in a day."),
+        ("KvstowDiskCorrupt", "disk_corrupt", 1, f"Blocks on a disk of {WHERE} were not what was written there."),
+    ):
+        yield from lasting(alert, name, hold, summary, of_pool=False)
 
 
 def tier_loses_time() -> Iterator[Case]:

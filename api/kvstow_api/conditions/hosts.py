@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from kvstow.bytesize import format_size
 from kvstow.status import KeeperState, MemoryFailure
+from kvstow.tier.blockstore import StorePart
 from kvstow.tier.tierstatus import TierStatus
 from kvstow_api.conditions.evidence import Evidence, Found, NothingToMeasure, condition, make_condition
 from kvstow_api.conditions.pools import session_name
@@ -381,7 +382,7 @@ def find_trust_eof(evidence: Evidence) -> Found:
 
 @condition("tier_client", "tier", "tier")
 def find_failed_parts(evidence: Evidence) -> Found:
-    for part in evidence.tier.parts:
+    for part in _clients(evidence):
         if part.state == "failed":
             yield make_condition(
                 "error",
@@ -443,7 +444,7 @@ def find_lost_time(evidence: Evidence) -> Found:
 
 @condition("tier_objects", "tier")
 def find_corrupt_objects(evidence: Evidence) -> Found:
-    for part in evidence.tier.parts:
+    for part in _clients(evidence):
         if corrupt := part.counters.corrupt_blocks:
             yield make_condition(
                 "error",
@@ -484,6 +485,11 @@ def find_tier_memlock(evidence: Evidence) -> Found:
             memlock_bytes=limit,
             pool_bytes=needed,
         )
+
+
+def _clients(evidence: Evidence) -> Sequence[StorePart]:
+    """The processes that are clients of a fleet's store. Disks have conditions of their own."""
+    return () if evidence.tier.store == "disk" else evidence.tier.parts
 
 
 def loses_time(tier: TierStatus) -> bool:

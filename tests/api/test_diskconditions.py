@@ -1,0 +1,54 @@
+"""The conditions of disks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from tests.api.test_conditions import diagnose, evidence
+
+from kvstow.tier.blockstore import PartCounters, StorePart
+from kvstow_api.answers import TierView
+from kvstow_api.conditions.evidence import Evidence
+
+DISK = StorePart(name="/mnt/nvme0", state="on", counters=PartCounters())
+
+
+def disks(store: str = "disk", **changes: Any) -> Evidence:
+    view = TierView(store=store, url="/mnt/nvme0, /mnt/nvme1", items=[], parts=[DISK, replace(DISK, **changes)])
+    return evidence(tier=view)
+
+
+@pytest.mark.parametrize(
+    ("changes", "name", "severity"),
+    [
+        ({"state": "failed", "reason": "Input/output error"}, "disk_ready", "error"),
+        ({"state": "in use", "reason": "another process has its files"}, "disk_ready", "warning"),
+        (
+            {"state": "stuck", "reason": "an operation has taken more than 30 s", "stuck_slots": 3},
+            "disk_stuck",
+            "error",
+        ),
+        ({"drive_writes_per_day": 1.5, "written_bytes_today": 1 << 40}, "disk_wear", "warning"),
+        ({"counters": PartCounters(corrupt_blocks=2)}, "disk_corrupt", "error"),
+    ],
+)
+def test_each_state_of_a_disk_is_a_condition(changes: dict[str, Any], name: str, severity: str) -> None:
+    found = [one for one in diagnose(disks(**changes)).conditions if one.name.startswith("disk_")]
+    assert [(one.name, one.severity) for one in found] == [(name, severity)]
+    assert "/mnt/nvme0" in found[0].what
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"state": "starting", "reason": "its process starts"},
+        {"drive_writes_per_day": 1.5, "write_budget_bytes": 1 << 40},
+        {"drive_writes_per_day": 0.9},
+        {"store": "mooncake", "state": "failed"},
+    ],
+)
+def test_a_disk_that_works_is_none(changes: dict[str, Any]) -> None:
+    assert not [one for one in diagnose(disks(**changes)).conditions if one.name.startswith("disk_")]
