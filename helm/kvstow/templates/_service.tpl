@@ -53,6 +53,7 @@ their pods make the folder too; mode node sets its owner. */}}
 - --tenant={{ $name }}={{ join "," $numbers }}
 {{- end }}
 {{- end }}
+{{- include "kvstow.diskArgs" . }}
 {{- if not .Values.pool.curve }}
 - --no-curve
 {{- end }}
@@ -130,6 +131,9 @@ volumeMounts:
   {{- include "kvstow.secretMounts" . | nindent 2 }}
   - {name: kvstow-tmp, mountPath: /tmp}
   - {name: kvstow-socket, mountPath: /run/kvstow}
+  {{- with include "kvstow.diskMounts" . | trim }}
+  {{- . | nindent 2 }}
+  {{- end }}
   {{- if .Values.service.keeper.enabled }}
   - {name: kvstow-state, mountPath: /var/lib/kvstow}
   {{- end }}
@@ -175,6 +179,7 @@ volumeMounts:
 - name: kvstow-tmp
   emptyDir: {}
 {{ include "kvstow.socketVolume" . }}
+{{- include "kvstow.diskVolumes" . }}
 {{- if .Values.service.keeper.enabled }}
 {{ include "kvstow.stateVolume" . }}
 {{- end }}
