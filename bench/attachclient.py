@@ -191,7 +191,7 @@ class AttachedSubject:
     request = use
 
     def end(self, keys: Sequence[bytes]) -> None:
-        self.engine.use(keys)
+        self.engine.end_request(self.engine.admit(keys))
 
     def own_operations(self) -> dict[str, Callable[[Sequence[bytes]], object]]:
         return {}

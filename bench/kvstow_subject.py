@@ -84,18 +84,19 @@ class EngineSubject:
         if hits < len(keys):
             self.store(keys[hits:])
         self.engine.release_lease(lease)
-        self.engine.use(keys)
+        self.end(keys)
         return hits
 
     def end(self, keys: Sequence[bytes]) -> None:
-        self.engine.use(keys)
+        """A request that uses these keys begins, and ends at once."""
+        self.engine.end_request(self.engine.admit(keys))
 
     def own_operations(self) -> dict[str, Callable[[Sequence[bytes]], object]]:
         engine = self.engine
-        return {"store_present": lambda keys: engine.begin_store(keys, range(len(keys))), "use_long": engine.use}
+        return {"store_present": lambda keys: engine.begin_store(keys, range(len(keys))), "use_long": self.end}
 
     def comparison_seconds(self, chains: Iterable[Sequence[bytes]]) -> float:
-        """What the comparison with other orders and sizes takes of a request that ends, mean over these."""
+        """What the curve takes of a request, mean over these."""
         pool = self.engine.pool
         comparison = pool.comparison
         assert comparison is not None
@@ -112,10 +113,9 @@ class EngineSubject:
 
             return wrapped
 
-        part, use = timed(comparison.part), timed(comparison.use)
-        with patch.object(comparison, "part", part), patch.object(comparison, "use", use):
+        with patch.object(comparison, "use", timed(comparison.use)):
             for keys in chains:
-                self.engine.use(keys)
+                self.end(keys)
                 count += 1
         return spent / count
 
@@ -128,7 +128,7 @@ class EngineSubject:
             page = self.engine.blocks(slot, limit - slot)
             kept += [bytes.fromhex(block.key) for block in page.blocks]
             slot = page.next_slot
-        self.engine.use(kept)
+        self.end(kept)
         sweep = self.engine.admin.resize(limit)
         started = time.perf_counter()
         self.engine.begin_store(keys, range(len(keys)))

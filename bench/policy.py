@@ -13,8 +13,8 @@ from itertools import chain
 
 from bench.policytraces import TRACES, Trace
 from bench.report import Table, verdict
-from kvstow.control.comparison import CHOICES, SIZES
-from kvstow.control.shadows import POOLS_FOLLOWED, Floats, Shadows, Tally, spread
+from kvstow.control.comparison import SIZES
+from kvstow.control.shadows import Shadows, Tally, spread
 from kvstow.keys import make_key
 from kvstow_service.replay.hittable import TimedPool, foresight_hits
 
@@ -64,29 +64,22 @@ def _table(trace: Trace, name: str, say: Callable[[str], None]) -> Table:
     for slots in POOLS[name]:
         began = time.perf_counter()
         auto, lru = (100 * sum(hits(trace, keys, slots, policy)) / blocks for policy in ("auto", "lru"))
-        fixed = (100 * _hits_of_choices(trace, keys, slots) / blocks).tolist()
         optimum = 100 * foresight_hits(trace.requests, slots) / blocks
         arc = _ARC.get(name, {}).get(slots)
-        cells = [f"{share:.2f}" for share in (auto, lru, *fixed[1:])]
+        cells = [f"{share:.2f}" for share in (auto, lru)]
         cells += ["" if arc is None else f"{arc:.2f}", f"{optimum:.2f}"]
-        rows.append([f"{slots:,}", *cells, f"{auto - lru:+.2f}", f"{auto - max(fixed):+.2f}"])
+        rows.append([f"{slots:,}", *cells, f"{auto - lru:+.2f}"])
         say(f"{trace.name}, {slots:,} slots, {time.perf_counter() - began:.0f} s: {rows[-1]}")
-    head = ["slots", "auto", "lru", *(f"k = {k:g}" for k in CHOICES[1:]), "ARC", "MIN", "auto to lru", "to the best k"]
+    head = ["slots", "auto", "lru", "ARC", "MIN", "auto to lru"]
     return Table(f"{trace.name}: {len(keys):,} requests, % of {blocks:,} blocks that hit", head, rows)
 
 
-def _hits_of_choices(trace: Trace, keys: Sequence[Sequence[bytes]], slots: int) -> Floats:
-    """With each `k`, all of the trace: of shadows that follow every key."""
-    shadows = Shadows([(k, 1.0) for k in CHOICES], slots, most=POOLS_FOLLOWED * slots * 2)
-    return spread(_follow(shadows, trace, keys).hits, len(CHOICES))
-
-
-def _follow(shadows: Shadows, trace: Trace, keys: Sequence[Sequence[bytes]]) -> Tally:
+def _follow(shadows: Shadows, keys: Sequence[Sequence[bytes]]) -> Tally:
     """The whole trace."""
     tally = Tally()
-    for each, now in zip(keys, trace.times, strict=True):
+    for each in keys:
         (chain_keys,) = shadows.choose([shadows.part(each)])
-        shadows.use(chain_keys, range(len(each)), now, tally)
+        shadows.use(chain_keys, range(len(each)), tally)
     return tally
 
 
@@ -108,24 +101,23 @@ def _leading_repeats(trace: Trace) -> int:
 def _curve(trace: Trace, slots: int, say: Callable[[str], None]) -> Table:
     keys = keys_of(trace)
     blocks = sum(map(len, keys))
-    variants = [(k, times) for k in (0.0, 1.0) for times in SIZES]
-    shadows = Shadows(variants, slots)
-    tally = _follow(shadows, trace, keys)
-    found = spread(tally.hits, len(variants))
+    shadows = Shadows(SIZES, slots)
+    tally = _follow(shadows, keys)
+    found = spread(tally.hits, len(SIZES))
     rows, errors = [], list[float]()
-    for (k, times), predicted in zip(variants, 100 * found / tally.sampled, strict=True):
+    for times, predicted in zip(SIZES, 100 * found / tally.sampled, strict=True):
         size = round(times * slots)
-        replayed = 100 * sum(hits(trace, keys, size, f"{k:g}")) / blocks
+        replayed = 100 * sum(hits(trace, keys, size, "lru")) / blocks
         errors.append(abs(predicted - replayed))
-        rows.append([f"{size:,}", f"{k:g}", f"{predicted:.2f}", f"{replayed:.2f}", f"{predicted - replayed:+.2f}"])
+        rows.append([f"{size:,}", f"{predicted:.2f}", f"{replayed:.2f}", f"{predicted - replayed:+.2f}"])
         say(f"{trace.name}: {rows[-1]}")
     everything, repeated = 100 * tally.seen_hits / tally.seen_blocks, 100 * _leading_repeats(trace) / blocks
     errors.append(abs(everything - repeated))
-    rows.append(["everything", "", f"{everything:.2f}", f"{repeated:.2f}", f"{everything - repeated:+.2f}"])
+    rows.append(["everything", f"{everything:.2f}", f"{repeated:.2f}", f"{everything - repeated:+.2f}"])
     mean, most = sum(errors) / len(errors), max(errors)
     bar = verdict(mean <= _MEAN_ERROR and most <= _LARGEST_ERROR)
-    rows.append(["error", "", "", "", f"mean {mean:.2f}, largest {most:.2f}: {bar}"])
-    head = ["slots", "k", "predicted", "replayed", ""]
+    rows.append(["error", "", "", f"mean {mean:.2f}, largest {most:.2f}: {bar}"])
+    head = ["slots", "predicted", "replayed", ""]
     title = (
         f"{trace.name}: % of blocks that hit, predicted by a pool of {slots:,} slots ({shadows.rate:.3f} of the keys)"
     )

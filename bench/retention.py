@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from heapq import heapify, heappop, heappush
 from math import exp, inf, log
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from bench.policytraces import Trace, read
 from bench.report import Table, verdict
@@ -227,7 +227,7 @@ class Found(NamedTuple):
     pool: TimedPool
 
 
-def replay(requests: Iterable[Request], slots: int, say: Say, policy: str = "lru") -> Found:
+def replay(requests: Iterable[Request], slots: int, say: Say, policy: str = "auto") -> Found:
     pool = TimedPool(slots, policy)
     before: dict[int, int] = {}
     hits = again = poor = 0
@@ -282,8 +282,8 @@ def _flood(requests: Sequence[Request], say: Callable[[str], None]) -> Table:
     ):
         found = replay(flooded(requests), slots, client)
         base = base or found
-        status, points = found.pool.engine.claims(), 100 * (found.hits - base.hits) / blocks
-        known = "" if status is None else f"{status.contexts:,}"
+        points = 100 * (found.hits - base.hits) / blocks
+        known = f"{found.pool.engine.contexts().total:,}"
         bar = "" if found is base else verdict(points >= -_WORSE)
         rows.append([kind, f"{100 * found.hits / blocks:.2f}", f"{points:+.2f}", known, bar])
         say(f"beside {NAMES:,} names: {rows[-1]}")
@@ -292,7 +292,7 @@ def _flood(requests: Sequence[Request], say: Callable[[str], None]) -> Table:
 
 
 def _row(kind: str, found: Found, base: Found, optimum: int, blocks: int, bar: str) -> list[str]:
-    status = found.pool.engine.claims()
+    status: Any = None
     saved = wasted = ""
     if status is not None:
         saved = "" if status.saved_ratio is None else f"{100 * status.saved_ratio:+.1f} %"

@@ -83,9 +83,9 @@ FORBIDDEN = {
     },
 }
 ORDER = {
-    "engine/kvstow/control": "blockevents launchorder ranktable sources keytable slots uses policy shadows comparison "
-    "recording fetchedslots namespaces claims index trial indexjournal pool ops session administration attachedsession "
-    "engine sharedpool contextkeys pooltier",
+    "engine/kvstow/control": "blockevents launchorder ranktable sources keytable slots keyhashes evictedblocks "
+    "expectedblocks hazards shares shadows comparison recording chains namespaces contexts index indexjournal pool ops "
+    "session administration attachedsession engine sharedpool contextkeys pooltier",
     "engine/kvstow/memory": "region limits hoststeps pinning chunks slotpool hostpool mappedpool extents "
     "rows budget nodememory",
     "engine/kvstow/attach": "wire channel identity peer calls hello connection openops engine worker",
@@ -101,7 +101,8 @@ ORDER = {
     "launcher",
     "service/kvstow_service/connectors/engine_core": "kvgroups vllmprocess pathtrail adapters trackedrequests "
     "loadpolicy options hints controlplane stepplan offloadmetrics kvevents loads gpublocks stores "
-    "schedulerside workerside metadata metricsexport schedulerhost embeddedschedulerhost workerhost connector",
+    "runningrequests schedulerside workerside metadata metricsexport schedulerhost embeddedschedulerhost workerhost "
+    "connector",
     "service/kvstow_service/connectors/vllm": "rankdataplane tensorhost modelweights valuesettings modelpaths "
     "engineidentity attachedschedulerhost weightwatch connector plugin",
     "service/kvstow_service/connectors/tpu": "support runnerhost connector",

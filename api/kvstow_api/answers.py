@@ -15,7 +15,6 @@ from kvstow.stats import EngineState, PendingTransfers, SlotCounts
 from kvstow.status import (
     HOST_NAME,
     BlockStatus,
-    ClaimsStatus,
     ContextStatus,
     DrainMode,
     MemoryStatus,
@@ -136,9 +135,7 @@ class ProblemView:
     retry_after: int | None
 
 
-EventType = Literal[
-    "state", "session", "rank", "tier", "policy", "hints", "operation", "change", "stored", "removed", "lost"
-]
+EventType = Literal["state", "session", "rank", "tier", "operation", "change", "stored", "removed", "lost"]
 EVENT_TYPES: tuple[EventType, ...] = get_args(EventType)
 BLOCK_EVENTS: tuple[EventType, ...] = ("stored", "removed")
 """One for each batch of blocks: sent only to clients that ask for them."""
@@ -151,10 +148,7 @@ class EventView:
     `state`: pool (null for a node), state, reason. `session`: pool, session, engine, model, state, reason; the state is
     `over` when none of its processes can reach the memory any more. `rank`: pool, session, rank, state, error, boot_id.
     `tier`: pool, namespace, store, state, reason, of the use that a namespace makes of the store below the pools; the
-    state is `over` when the namespace is gone. `policy`: pool, before, k, ratio_before, ratio, requests, blocks: the
-    policy `auto` keeps often used blocks for longer (a larger k) or shorter from now on, because the last requests
-    would have hit the share `ratio` of their blocks so, and `ratio_before` as before. `hints`: pool, is_on, ratio_with,
-    ratio_without, requests: hints of clients are not used any more, or again. `operation`: id, pool, kind, dry_run,
+    state is `over` when the namespace is gone. `operation`: id, pool, kind, dry_run,
     state, error. `change`: actor, method, path, status, request_id. `stored`: pool, keys. `removed`: pool, keys,
     reason. `lost`: the number of events that a slow reader has missed, or null if the id is of an earlier life of the
     server.
@@ -205,7 +199,6 @@ class PoolView:
     granted_bytes: int
     slots: SlotCounts
     policy: str
-    claims: ClaimsStatus | None
     pinning_paused: bool
     leases: int
     num_ranks: int
@@ -241,11 +234,11 @@ class PoolCurveView:
     `items`: the sizes, the smallest first. While there is not enough evidence, or without a curve, `items` is empty,
     all figures below it are null, and `advice` says why.
 
-    `slot_bytes` are of one rank, all other bytes of all ranks together. `k`: the pool's own order of eviction.
-    `everything`: the share that a pool would hit that never evicts. `advice`: what follows for the size, in a sentence.
-    `next_useful`: the smallest larger size whose doublings each add two points on the average. `enough`: the smallest
-    smaller size that would lose no more than half a point. `end`: the smallest size, not smaller than the pool, above
-    which less than a point is left. Each is null if there is no such size.
+    `slot_bytes` are of one rank, all other bytes of all ranks together. `everything`: the share that a pool would
+    hit that never evicts. `advice`: what follows for the size, in a sentence. `next_useful`: the smallest larger
+    size whose doublings each add two points on the average. `enough`: the smallest smaller size that would lose no
+    more than half a point. `end`: the smallest size, not smaller than the pool, above which less than a point is
+    left. Each is null if there is no such size.
 
     `saved_seconds_per_hour`: seconds of prefill that hits have saved, from the last five minutes; null if unknown.
     """
@@ -259,7 +252,6 @@ class PoolCurveView:
     requests: int
     blocks: int
     items: list[SizeView]
-    k: float | None = None
     everything: float | None = None
     next_useful: SizeView | None = None
     enough: SizeView | None = None

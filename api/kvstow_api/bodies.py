@@ -17,7 +17,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from kvstow.config import ALLOWED_POLICIES, parse_policy
+from kvstow.config import POLICIES, parse_policy
 from kvstow.control.recording import MOST_BYTES, MOST_SECONDS
 from kvstow.errors import ConfigError, InvalidRequestError
 from kvstow.hints import CONTEXT_BYTES, LONGEST_PAUSE
@@ -106,7 +106,7 @@ def _policy(value: Any) -> str:
 Policy = Annotated[
     str,
     BeforeValidator(_policy),
-    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "number"}], "description": ALLOWED_POLICIES}),
+    WithJsonSchema({"type": "string", "enum": list(POLICIES)}),
 ]
 
 

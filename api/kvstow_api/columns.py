@@ -237,14 +237,13 @@ BLOCKS = _columns(
 def _expected(context: ContextStatus) -> str:
     seconds = context.resume_in_seconds
     if seconds is None:
-        return "no more"
-    words = f"in {duration(seconds)}" if seconds >= 0 else f"overdue for {duration(-seconds)}"
-    return words if context.is_hinted else f"{words} (learned)"
+        return ABSENT
+    return f"in {duration(seconds)}" if seconds >= 0 else f"overdue for {duration(-seconds)}"
 
 
 CONTEXTS = _columns(
     "context",
-    "context, name, blocks, size=bytes, tokens, expected, requests, hits, idle=idle_seconds",
+    "context, name, blocks, size=bytes, tokens, expected, requests, idle=idle_seconds",
     wide="namespace",
     name=lambda one: one.name or ABSENT,
     expected=_expected,

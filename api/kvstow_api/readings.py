@@ -59,7 +59,6 @@ def _view(sampler: Sampler, hosted: HostedPool, states: Counter[SessionState]) -
         usable_bytes=pool.usable_slots * pool.slot_bytes,
         slots=pool.slots,
         policy=pool.policy,
-        claims=facade.claims(),
         pinning_paused=desired.paused,
         leases=pool.leases,
         num_ranks=facade.config.num_ranks,

@@ -191,12 +191,6 @@ class Sampler:
         samples, facade = self._pools.get(pool.name), pool.facade
         if samples is None or samples.engine_id != facade.engine_id:
             samples = PoolSamples(facade.engine_id)
-        samples.policy_changes, changes = facade.policy_changes(samples.policy_changes)
-        for change in changes:
-            self._journal.add("policy", pool=pool.name, **change._asdict())
-        samples.claim_switches, switches = facade.claim_switches(samples.claim_switches)
-        for switch in switches:
-            self._journal.add("hints", pool=pool.name, **switch._asdict())
         samples.add(Sample(time.monotonic(), facade.stats()))
         return samples
 
@@ -232,12 +226,10 @@ def _what(data: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 class PoolSamples:
-    """The samples of one life of a pool. `policy_changes`: how many of the pool's own changes of its order of eviction
-    are in the journal; `claim_switches`: the same, for hints that were switched off or on."""
+    """The samples of one life of a pool."""
 
     def __init__(self, engine_id: str) -> None:
         self.engine_id = engine_id
-        self.policy_changes = self.claim_switches = 0
         self.kept: deque[Sample] = deque(maxlen=CURVE_POINTS + 1)
         self.recent: deque[Sample] = deque(maxlen=round(NOW_SECONDS / _INTERVAL) + 1)
         self._ticks = 0

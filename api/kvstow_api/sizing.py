@@ -37,8 +37,7 @@ def with_sizes(view: PoolCurveView, curve: SizeCurve, seconds_per_ratio: float |
     at = distances.index(min(distances))
     if distances[at] > 0.5:
         return view
-    # The curve keeps the present k for all sizes, while a pool that chooses it would take a better one.
-    expected = [max(point.lru, point.own) if view.policy == "auto" else point.own for point in points]
+    expected = [point.own for point in points]
     ratios = list(accumulate(expected, max))  # a larger pool does not hit less; that is noise of the sample
     slot_bytes = view.num_bytes // view.num_slots
     sizes = [
@@ -59,7 +58,6 @@ def with_sizes(view: PoolCurveView, curve: SizeCurve, seconds_per_ratio: float |
         requests=curve.requests,
         blocks=curve.blocks,
         items=sizes,
-        k=curve.k,
         everything=everything,
         next_useful=next((size for doublings, size in larger if size.ratio - now.ratio >= GAIN * doublings), None),
         enough=next((size for size in sizes[:at] if now.ratio - size.ratio <= LOSS), None),

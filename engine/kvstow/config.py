@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 from kvstow.errors import ConfigError
 
 POLICIES = ("auto", "lru")
-_MOST_K = 64
-ALLOWED_POLICIES = f"auto, lru, or a number from 0 to {_MOST_K}"
+ALLOWED_POLICIES = "auto, lru"
 
 CopyStrategy = Literal["auto", "staged", "direct"]
 COPY_STRATEGIES: tuple[CopyStrategy, ...] = get_args(CopyStrategy)
@@ -20,26 +18,11 @@ HUGE_PAGES: tuple[HugePages, ...] = get_args(HugePages)
 
 
 def parse_policy(value: object, key: str = "policy") -> str:
-    """How a pool chooses what it evicts, as text: `lru`; a number, which says how much more than their age the uses of
-    blocks count (0 is `lru`); or `auto`, with which the pool chooses the number. Raises `ConfigError` for `key`."""
-    if value in POLICIES:
-        return str(value)
-    try:
-        if not isinstance(value, (str, int, float)) or isinstance(value, bool) or "_" in str(value):
-            raise ValueError
-        k = float(value)
-    except (ValueError, OverflowError):
-        k = -1.0
-    if not 0 <= k <= _MOST_K or math.copysign(1.0, k) < 0:  # -0.0 would be shown as -0
+    """How a pool chooses what it evicts: `auto` learns from its traffic when blocks are used again; `lru` takes what
+    was used last the longest time ago. Raises `ConfigError` for `key`."""
+    if value not in POLICIES:
         raise ConfigError(key, value, ALLOWED_POLICIES)
-    return f"{k:g}"
-
-
-def fixed_k(policy: str) -> float | None:
-    """The number that a parsed policy stands for; None if the pool chooses it."""
-    if policy == "auto":
-        return None
-    return 0.0 if policy == "lru" else float(policy)
+    return str(value)
 
 
 @dataclass(frozen=True, slots=True)

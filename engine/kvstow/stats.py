@@ -25,6 +25,7 @@ STORE_OUTCOMES = (
     "skipped_in_flight",
     "skipped_duplicate",
     "skipped_bypass",
+    "deferred",
     "dropped_cpu_full",
     "dropped_not_ready",
     "dropped_draining",
@@ -115,14 +116,13 @@ class SlotCounts:
 @dataclass(frozen=True, slots=True)
 class PoolStats:
     """Slots are of one rank; every rank has the same. Where slots differ in size among the ranks, `slot_bytes` is the
-    largest size. `k`: see `kvstow.control.uses`."""
+    largest size."""
 
     name: str
     capacity_slots: int
     usable_slots: int
     slot_bytes: int
     policy: str
-    k: float
     leases: int
     slots: SlotCounts
 

@@ -57,12 +57,11 @@ class CurvePoint:
 
 @dataclass(frozen=True, slots=True)
 class SizeCurve:
-    """What the requests of the window would have hit in pools of other sizes, by size. `k`: the pool's own order.
+    """What the requests of the window would have hit in pools of other sizes, by size.
     `everything`: the share that a pool would hit that never evicts."""
 
     points: tuple[CurvePoint, ...]
     everything: float
-    k: float
     requests: int
     blocks: int
 
@@ -266,12 +265,11 @@ class ContextStatus:
     """What the pool knows of a context that clients have named in hints. `context`: its id in hex, see
     `kvstow.hints.context_id`; it means something in `namespace` alone. `name`: what clients call it. Both are null for
     readers who are no admins: the id is a hash of the name and the cache salt, which could be guessed by it. `blocks`:
-    those that it claims now; null tokens if the host does not know how many a block has.
+    those of its last request, whether the pool has them or not; null tokens if the host does not know how many a block
+    has.
 
-    `requests`: how many have named it. `hits`: blocks that its requests have used again after they were claimed.
-    `idle_seconds`: since the last request's end. `resume_in_seconds`: when its next request is expected, from now;
-    negative while it is overdue, null if none is expected, as after a `release`. `is_hinted`: whether that time comes
-    from the client's hint; otherwise the pool has learned it.
+    `requests`: how many have named it. `idle_seconds`: since the last request's end. `resume_in_seconds`: when the next
+    one comes, from now, as its client or an operator has said; negative while it is overdue, null if nobody has said.
     """
 
     context: str | None
@@ -281,10 +279,8 @@ class ContextStatus:
     bytes: int
     tokens: int | None
     requests: int
-    hits: int
     idle_seconds: float
     resume_in_seconds: float | None
-    is_hinted: bool
 
 
 class ContextPage(NamedTuple):
@@ -294,27 +290,6 @@ class ContextPage(NamedTuple):
     contexts: tuple[ContextStatus, ...]
     next_rank: int | None
     total: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClaimsStatus:
-    """What hints do in a pool. `is_on`: false while the pool does better without them. `claimed_slots`: evictable or
-    not. `kept_slots`: those of them that are kept longer than the policy would; contexts that have not proved
-    themselves may have `allowed_slots` of these. `used_again` and `never_used`: blocks that were kept so, since the
-    start, by whether they were used again. `saved_ratio`: the share of the blocks that were looked up in the last
-    `window_requests` that hit because of claims, negative if they cost hits, null before there is evidence. `switches`:
-    how often hints were switched off or on."""
-
-    is_on: bool
-    contexts: int
-    claimed_slots: int
-    kept_slots: int
-    allowed_slots: int
-    used_again: int
-    never_used: int
-    saved_ratio: float | None
-    window_requests: int
-    switches: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
 from kvstow.messages import DesiredState
 from kvstow.stats import EngineState, SlotCounts
-from kvstow.status import BypassStatus, ClaimsStatus, DrainStatus, RankStatus, Readiness, SessionStatus
+from kvstow.status import BypassStatus, DrainStatus, RankStatus, Readiness, SessionStatus
 from kvstow.testing.fakes import FakeClock
 from kvstow_api.answers import DoctorView, PoolCurveView
 from kvstow_api.conditions import hosts, pools
@@ -75,7 +75,6 @@ def host(**changes: Any) -> Measured:
 LARGER = msgspec.convert(EXAMPLES["PoolCurveView"], PoolCurveView)
 """A curve on which twice the size would be worth its memory."""
 FITS = replace(LARGER, next_useful=None)
-CLAIMS = msgspec.convert(EXAMPLES["PoolView"]["claims"], ClaimsStatus)
 SESSION = replace(msgspec.convert(EXAMPLES["SessionStatus"], SessionStatus), state="attached", registered_slots=8)
 EMBEDDED = {one.name for one in TABLE if one.of in ("host", "pool")}
 
@@ -172,7 +171,6 @@ FIRING = [
     ("links", "warning", evidence(RANK, replace(RANK, rank=1, load_busy_seconds=0.21))),
     ("links", "warning", evidence(RANK, replace(RANK, rank=1, store_busy_seconds=0.21))),
     ("thrashing", "warning", evidence(kept=[sample(0), sample(5, evicted=8)])),
-    ("hints", "info", evidence(claims=CLAIMS)),
     ("pool_size", "info", evidence(curve=LARGER)),
     ("pool_size", "info", evidence(curve=replace(FITS, enough=FITS.items[1]))),
     ("share", "warning", evidence(granted_bytes=2 * GIB - 1, due_bytes=4 * GIB)),
@@ -273,7 +271,6 @@ def test_checks_without_evidence_are_skipped_with_a_reason() -> None:
             certificate_seconds_left=None,
             exposed_files=None,
             curve=replace(FITS, items=[], advice="nothing can be said yet"),
-            claims=replace(CLAIMS, saved_ratio=None),
         )
     )
     named = {
@@ -288,7 +285,6 @@ def test_checks_without_evidence_are_skipped_with_a_reason() -> None:
         "thrashing",
         "token_files",
         "pool_size",
-        "hints",
     }
     assert set(told.skipped) == named
     assert all(told.skipped.values())

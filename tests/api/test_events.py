@@ -11,7 +11,6 @@ from tests.api.conftest import AGENT
 from tests.api.tieredhost import TieredHost
 
 from kvstow.config import EngineConfig
-from kvstow.control.comparison import Change
 from kvstow.control.engine import OffloadEngine
 from kvstow_api.answers import EventView
 from kvstow_api.client.client import parse_events
@@ -204,22 +203,6 @@ def test_the_watch_notes_each_change_once(engine: OffloadEngine, ranks: Any, jou
         ("rank", "degraded"),
     ]
     assert journal.after(0)[0][-1].data["error"] == "no more memory"
-
-
-def test_the_watch_notes_how_the_order_of_eviction_changes(engine: OffloadEngine, ranks: Any, journal: Journal) -> None:
-    sampler, pool = Sampler(EmbeddedDirectory(engine, 16), journal), engine.pool
-    assert pool.comparison is not None
-    for k in (4.0, 1.0):
-        pool.apply_change(pool.comparison, Change(0.0, k, 0.25, 0.5, 300, 9000))
-        for _ in range(2):
-            sampler.tick()
-    told = [entry.data for entry in journal.after(0)[0] if entry.type == "policy"]
-    assert [each["k"] for each in told] == [4.0, 1.0]
-    assert (told[0]["pool"], told[0]["ratio_before"], told[0]["ratio"], told[0]["blocks"]) == ("host", 0.25, 0.5, 9000)
-    for _ in range(40):
-        pool.apply_change(pool.comparison, Change(0.0, 2.0, 0.25, 0.5, 300, 9000))
-    sampler.tick()
-    assert 2 < sum(entry.type == "policy" for entry in journal.after(0)[0]) < 40, "the pool keeps a few"
 
 
 def test_the_watch_notes_what_the_tier_does(tiered_host: TieredHost, journal: Journal) -> None:

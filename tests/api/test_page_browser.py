@@ -16,6 +16,7 @@ from tests.api.fakenode import FakeNode
 from tests.api.tieredhost import URL, TieredHost
 
 from kvstow.testing.fakes import FakeClock
+from kvstow.testing.rank import use_keys
 from kvstow_api.page.status import STREAMS_PER_CLIENT
 
 pytestmark = pytest.mark.browser
@@ -290,7 +291,7 @@ def test_hits_by_size_appear_with_the_evidence_and_mark_the_present_size(
     browser.until(f"{LIVE} === 'live'")
     assert "too early to tell" in browser.evaluate(f"{_SIZES}.innerText")
     for number in range(400):
-        engine.use([LOOP[number % len(LOOP)]])
+        use_keys(engine, [LOOP[number % len(LOOP)]])
     browser.until(f"{_SIZES}.querySelectorAll('.spot').length === 7")
     assert browser.evaluate(f"{_SIZES}.querySelector('li.now').innerText").split() == ["0.0", "%", "128", "KiB"]
     assert browser.evaluate(f"{_SIZES}.querySelector('li.next').innerText").endswith("256 KiB")

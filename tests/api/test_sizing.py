@@ -23,7 +23,7 @@ def curve(ratios: Sequence[float], everything: float = 0.0, lru: Sequence[float]
     """Seven sizes from an eighth to eight times the pool."""
     pairs = zip(ratios, lru or ratios, strict=True)
     points = tuple(CurvePoint(NOW * 2**number // 8, other, own) for number, (own, other) in enumerate(pairs))
-    return SizeCurve(points, max(everything, *ratios), 1.0, 2600, 33_280)
+    return SizeCurve(points, max(everything, *ratios), 2600, 33_280)
 
 
 def view(num_slots: int = NOW, policy: str = "auto") -> PoolCurveView:
@@ -83,14 +83,6 @@ def test_no_size_helps_prompts_that_never_repeat() -> None:
     assert words([0.0, 0.0, 0.0, 0.001, 0.001, 0.002, 0.003]).startswith(
         "no size would help: a pool that never evicts would hit 0.3 % of the blocks"
     )
-
-
-def test_a_pool_that_chooses_its_order_is_expected_to_choose_the_better_one() -> None:
-    own, lru = [0.05, 0.1, 0.2, 0.3, 0.3, 0.3, 0.3], [0.01, 0.02, 0.1, 0.2, 0.4, 0.4, 0.4]
-    chosen = sizing(own, lru=lru)
-    assert chosen.next_useful is not None
-    assert chosen.next_useful.ratio == 0.4
-    assert sizing(own, lru=lru, policy="4").next_useful is None
 
 
 def test_nothing_follows_where_the_curve_is_of_another_size() -> None:

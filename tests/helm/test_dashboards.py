@@ -13,6 +13,7 @@ import pytest
 from tests.api.fakenode import FakeNode
 
 from kvstow.testing.fakes import FakeClock
+from kvstow.testing.rank import use_keys
 from kvstow_api.app import create_app
 from kvstow_api.host import ApiHost
 
@@ -96,7 +97,7 @@ def families_of_pools() -> set[str]:
     engine = node.attach("pool")
     engine.report(pin_rate_bytes_per_second=1.0, numa_bytes={"0": 1})
     for number in range(200):  # enough for a curve, of a size that fits
-        engine.control.use([(number % 12).to_bytes(32, "big")])
+        use_keys(engine.control, [(number % 12).to_bytes(32, "big")])
     host = ApiHost(directory=node, version="1", mode="node")
     create_app(host)
     samples = [sample for family in host.registry.collect() for sample in family.samples]

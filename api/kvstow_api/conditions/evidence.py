@@ -8,7 +8,6 @@ from typing import Literal, NamedTuple
 from kvstow.messages import DesiredState
 from kvstow.status import (
     BypassStatus,
-    ClaimsStatus,
     DrainStatus,
     MemoryStatus,
     MemoryWait,
@@ -36,8 +35,7 @@ class Evidence(NamedTuple):
     `rejected`: connections in the last minutes, by reason. `tier` has no store while none is attached.
 
     `pool`: the pool whose evidence this is; empty for that of the host. `granted_bytes` and `due_bytes`: see
-    `HostedPool`; `slot_bytes` are those of all ranks together. `curve`: what other sizes would hit. `claims`: what
-    hints do."""
+    `HostedPool`; `slot_bytes` are those of all ranks together. `curve`: what other sizes would hit."""
 
     readiness: Readiness
     drain: DrainStatus
@@ -67,7 +65,6 @@ class Evidence(NamedTuple):
     slot_bytes: int = 0
     integrity_error: str | None = None
     curve: PoolCurveView | None = None
-    claims: ClaimsStatus | None = None
 
     @property
     def bytes_to_come(self) -> int:

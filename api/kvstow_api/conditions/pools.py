@@ -10,7 +10,7 @@ from kvstow.stats import EngineStats
 from kvstow.status import RankStatus, SessionStatus
 from kvstow_api.conditions.evidence import Evidence, Found, NothingToMeasure, condition, make_condition
 from kvstow_api.figures import ends_of_now
-from kvstow_api.texts import counted, duration, percent
+from kvstow_api.texts import counted, duration
 
 SHARE_RATIO = 0.5
 GIVEN_BACK_BYTES = 64 << 20  # less is no matter
@@ -463,33 +463,4 @@ def find_size(evidence: Evidence) -> Found:
         better_ratio=better.ratio,
         requests=curve.requests,
         blocks=curve.blocks,
-    )
-
-
-@condition("hints", "pool")
-def find_hints(evidence: Evidence) -> Found:
-    claims = evidence.claims
-    if claims is None:
-        return
-    ended = claims.used_again + claims.never_used
-    if claims.saved_ratio is None or not ended:
-        raise NothingToMeasure("too few requests have come with hints")
-    unused = claims.never_used / ended
-    verb = "saved" if claims.saved_ratio >= 0 else "cost"
-    words = (
-        f"claims {verb} {percent(abs(claims.saved_ratio))} of prefill; "
-        f"{percent(unused)} of what was kept for them was never used again"
-    )
-    yield make_condition(
-        "info",
-        words if claims.is_on else f"hints are not used, because the pool does better without them: {words}",
-        "clients say when they come back; the pool keeps blocks for them as far as that has proved true",
-        f"`kvstow get contexts{evidence.of_pool}` shows whose blocks are kept; `kvstow release CONTEXT` ends a claim",
-        saved_ratio=claims.saved_ratio,
-        never_used_ratio=unused,
-        claimed_slots=claims.claimed_slots,
-        kept_slots=claims.kept_slots,
-        allowed_slots=claims.allowed_slots,
-        contexts=claims.contexts,
-        requests=claims.window_requests,
     )

@@ -152,7 +152,6 @@ class Conditions:
             slot_bytes=pool.stored_slot_bytes or facade.config.total_slot_bytes,
             integrity_error=facade.integrity_error,
             curve=curve_view(self._sampler, pool),
-            claims=facade.claims(),
             drain=_NO_DRAIN if whole.drain.active else admin.drain_status,
             bypass=_NO_BYPASS if whole.bypass.load or whole.bypass.store else admin.bypass,
         )

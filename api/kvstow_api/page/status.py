@@ -246,13 +246,6 @@ def _words(kind: str, data: Mapping[str, Any]) -> str:
             return f"{data['rank']} is {data['state']}" + (f": {data['error']}" if data["error"] else "")
         case "tier":
             return f"tier of {data['namespace']} is {data['state']}" + (f": {data['reason']}" if data["reason"] else "")
-        case "policy":
-            return (
-                f"k of the order of eviction is {data['k']:g}: {data['ratio_before']:.1%} to {data['ratio']:.1%} hits"
-            )
-        case "hints":
-            way = "used again" if data["is_on"] else "not used any more"
-            return f"hints are {way}: {data['ratio_with']:.1%} hits with them, {data['ratio_without']:.1%} without"
         case "operation":
             noun = f"dry run of {data['kind']}" if data["dry_run"] else data["kind"]
             return f"{noun} {data['state']}" + (f": {data['error']}" if data["error"] else "")

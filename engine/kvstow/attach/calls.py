@@ -40,6 +40,7 @@ from kvstow.attach.wire import (
     U64s,
     decoded,
 )
+from kvstow.endings import Status
 from kvstow.hints import CONTEXT_BYTES, LONGEST_PAUSE, MOST_NAME_CHARS, Hints
 from kvstow.messages import Completion, DesiredState, Direction, Mark, RankReport
 from kvstow.plaintext import is_plain, plain
@@ -163,7 +164,9 @@ class BeginStore(Packed, frozen=True):
 class StoreBegun(Packed, frozen=True):
     """The op of a store. Block `accepted[i]`, an index into the requested keys, goes to `slots[i]`. `op_id` is 0 if
     there is nothing to store. `outcomes` and `unplaced` are those of `StoreGrant`. `room` is the number of blocks that
-    the next store would find a slot for."""
+    the next store would find a slot for. `incomplete`: numbers of running requests of the session that lack blocks from
+    now on, because their slots were lent to others or their store was deferred: it is worth offering their chains when
+    they end."""
 
     KIND: ClassVar = Kind.STORE_BEGUN
     op_id: U64
@@ -172,6 +175,7 @@ class StoreBegun(Packed, frozen=True):
     unplaced: U32s = ()
     outcomes: Counts = msgspec.field(default_factory=dict)
     room: U64 = 0
+    incomplete: U64s = ()
 
     def check(self) -> None:
         if len(self.accepted) != len(self.slots):
@@ -216,19 +220,21 @@ class SettledOp(PackedPart, frozen=True):
 
 
 class SettledOps(Packed, frozen=True):
-    """Results that became final, in order. Sent unasked. `room` as in `StoreBegun`."""
+    """Results that became final, in order. Sent unasked. `room` and `incomplete` as in `StoreBegun`."""
 
     KIND: ClassVar = Kind.SETTLED
     ops: tuple[SettledOp, ...]
     room: U64 = 0
+    incomplete: U64s = ()
 
 
-class Use(Packed, frozen=True):
-    """A request has used these keys; see `OffloadEngine.use`. `source`: see `Source`. No answer."""
+class Admit(Packed, frozen=True):
+    """The request with this number, which the engine has chosen, begins to compute; see `Session.admit`. `source`: see
+    `Source`. No answer."""
 
-    KIND: ClassVar = Kind.USE
+    KIND: ClassVar = Kind.ADMIT
+    number: U64
     keys: Keys
-    start: U32
     looked_up: tuple[U32, U32]
     hints: Hints | None = None
     source: tuple[Digest, Digest, Digest] = (b"", b"", b"")
@@ -239,6 +245,18 @@ class Use(Packed, frozen=True):
             raise ValueError(f"it has looked up blocks from {first} to {stop}")
         if self.hints is not None:
             _check_hints(self.hints)
+
+
+class End(Packed, frozen=True):
+    """The request with this number has ended; see `Session.end_request`, also for `more` and `others`, and `Ending` for
+    `status` and `tokens`. No answer."""
+
+    KIND: ClassVar = Kind.END
+    number: U64
+    status: Status = "other"
+    tokens: tuple[U64, U64] | None = None
+    more: Keys = ()
+    others: Keys = ()
 
 
 def _check_hints(hints: Hints) -> None:

@@ -15,11 +15,13 @@ from typing import NamedTuple, TypeVar
 from msgspec.structs import replace
 
 from kvstow.attach.calls import (
+    Admit,
     BeginLoad,
     BeginStore,
     Completions,
     CountLookup,
     Detach,
+    End,
     EventPage,
     Found,
     Hold,
@@ -33,7 +35,6 @@ from kvstow.attach.calls import (
     ResetDone,
     SettledOps,
     StoreBegun,
-    Use,
     listed,
 )
 from kvstow.attach.channel import Frame
@@ -42,6 +43,7 @@ from kvstow.attach.hello import Hello, SessionTicket, Welcome, count_of, number_
 from kvstow.attach.identity import UNNAMED_WEIGHTS, FleetWeights, NamespaceIdentity, PoolIdentity
 from kvstow.attach.openops import OpenOps
 from kvstow.attach.wire import MOST_STORED, Kind, Message
+from kvstow.endings import NO_ENDING, Ending
 from kvstow.errors import AttachError, InvalidRequestError, ProtocolError
 from kvstow.hints import Hints
 from kvstow.messages import Completion, Direction, Op
@@ -141,6 +143,9 @@ class AttachedEngine:
         """Leases of answers that were discarded before they arrived."""
         self._unsent: dict[tuple[int, str], list[Completion]] = {}
         """Completions to send, by rank and boot."""
+        self._last_request = 0
+        self._incomplete: set[int] = set()
+        """Numbers of requests of which the service has said that they lack blocks."""
         self._room = 0
         self._probe_at = float("-inf")
         self.ticket: SessionTicket | None = None
@@ -289,18 +294,34 @@ class AttachedEngine:
             return self._room
         return PROBE_BLOCKS
 
-    def use(
+    def admit(
         self,
         keys: Sequence[bytes],
         *,
-        start: int = 0,
         looked_up: tuple[int, int] | None = None,
         hints: Hints | None = None,
         source: Source = NO_SOURCE,
-    ) -> None:
-        """See `Session.use`. Sends nothing if there are neither keys nor hints."""
-        if keys or hints is not None:
-            self._send(Use(keys, start, looked_up or (0, len(keys)), hints, source))
+    ) -> int:
+        """See `Session.admit`. Numbers are never used twice, not even in another session."""
+        self._last_request += 1
+        self._send(Admit(self._last_request, keys, looked_up or (0, len(keys)), hints, source))
+        return self._last_request
+
+    def end_request(
+        self,
+        number: int,
+        ending: Ending = NO_ENDING,
+        *,
+        more: Sequence[bytes] = (),
+        others: Sequence[bytes] = (),
+    ) -> bool:
+        """See `Session.end_request`. Returns whether the request lacks blocks in the pool, as far as the service has
+        said by now. A call sent after this one finds the request ended."""
+        self._send(End(number, ending.status, ending.tokens, more, others))
+        if number not in self._incomplete:
+            return False
+        self._incomplete.discard(number)
+        return True
 
     def reset(self, reason: str = "") -> Answer[str]:
         """Switch to a fresh namespace. This engine finds no block stored so far again, in this session or a later one.
@@ -378,6 +399,7 @@ class AttachedEngine:
         self.ticket = None
         self._unsent.clear()
         self._unwanted.clear()
+        self._incomplete.clear()
         self._ops.end_session()
 
     def _is_of_session(self, identifier: int) -> bool:
@@ -418,6 +440,7 @@ class AttachedEngine:
                 self._connection.disconnect(str(error))
                 return
             self._room = results.room
+            self._incomplete.update(results.incomplete)
             self._ops.take_results(results.ops)
 
     def _read_found(self, num_keys: int, call: Call) -> Hits:
@@ -444,6 +467,7 @@ class AttachedEngine:
         if max(begun.accepted, default=0) >= max(1, len(blocks)):
             raise ProtocolError("malformed", f"the service stores more than the {len(blocks)} blocks it was asked for")
         self._room = begun.room
+        self._incomplete.update(begun.incomplete)
         op = None
         if begun.op_id:
             moved = tuple([blocks[number] for number in begun.accepted])

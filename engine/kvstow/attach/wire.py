@@ -48,7 +48,7 @@ class Kind(IntEnum):
     STORE_BEGUN = 22
     COMPLETIONS = 23
     SETTLED = 24
-    USE = 25
+    ADMIT = 25
     COUNT_LOOKUP = 26
     RESET = 27
     RESET_DONE = 28
@@ -57,6 +57,7 @@ class Kind(IntEnum):
     PENDING = 31
     PREFILL = 32
     LOOKUP_PROMPT = 33
+    END = 34
 
     REPORT = 48
     DESIRED = 49
@@ -69,7 +70,7 @@ class Kind(IntEnum):
 
 _OF_ENGINES = {Kind.HELLO, Kind.DETACH, Kind.COMPLETIONS}
 _OF_WORKERS = {Kind.REPORT, Kind.REGISTERED, Kind.RELEASED}
-_CALLS = {Kind.LOOKUP, Kind.LOOKUP_PROMPT, Kind.RELEASE, Kind.BEGIN_LOAD, Kind.BEGIN_STORE, Kind.USE}
+_CALLS = {Kind.LOOKUP, Kind.LOOKUP_PROMPT, Kind.RELEASE, Kind.BEGIN_LOAD, Kind.BEGIN_STORE, Kind.ADMIT, Kind.END}
 _CALLS |= {Kind.COUNT_LOOKUP, Kind.RESET, Kind.READ_EVENTS, Kind.PREFILL}
 SENT_BY: Final[Mapping[Sender, frozenset[Kind]]] = {
     "scheduler": frozenset(_OF_ENGINES | _CALLS),

@@ -13,10 +13,11 @@ from threading import Lock
 from typing import Literal
 
 from kvstow.config import parse_policy
-from kvstow.control.claims import Context
+from kvstow.control.contexts import Context
 from kvstow.control.namespaces import Namespace
 from kvstow.control.pool import Pool, PoolAcceptance
 from kvstow.control.session import sessions_of
+from kvstow.endings import RELEASED
 from kvstow.errors import ConflictError, InvalidRequestError, NotFoundError
 from kvstow.keys import format_key
 from kvstow.status import BypassStatus, DrainMode, DrainStatus, LookupResult
@@ -307,8 +308,8 @@ class Administrator(BaseSwitches):
         dry_run: bool = False,
     ) -> Sweep:
         """Remove evictable blocks: the next `slots`, or as many as hold `num_bytes`, in the policy's order, all that
-        were last used `idle_seconds` ago or earlier, or those that only this context has claimed. Blocks in use
-        stay."""
+        were last used `idle_seconds` ago or earlier, or those of a context that no other request has used since. Blocks
+        in use stay."""
         _exactly_one(slots=slots, bytes=num_bytes, idle_seconds=idle_seconds, context=context)
         if context is not None:
             return self._sweep_context("evict", "operator", context, dry_run, alone=True)
@@ -334,7 +335,7 @@ class Administrator(BaseSwitches):
 
         By all, keys, prefixes and context, leased blocks go too, and stores in flight do not become
         visible; a leased slot is reused only when its lease or load ends. The others remove evictable blocks only. The
-        blocks of a context are those that its claim covers, also where others share them.
+        blocks of a context are those that its last request has used, also where others share them.
 
         What the store below the pool has of them goes, too, except by count: of a context, what its last request has
         used.
@@ -490,62 +491,64 @@ class Administrator(BaseSwitches):
     # -- contexts -------------------------------------------------------------------------------------------
 
     def release_context(self, context: bytes) -> int:
-        """No further request of this context is expected, in any namespace: its claims end, and blocks that nothing
-        else has used are the first to be evicted. Returns how many blocks it had claimed. Raises `NotFoundError`."""
-        return self._expect(context, None)
-
-    def set_context(self, context: bytes, resume_in: float) -> None:
-        """The next request of this context is expected in so many seconds. Raises `NotFoundError`."""
-        if not 0 <= resume_in < inf:
-            raise InvalidRequestError(f"resume_in is {resume_in}; allowed: 0 or more seconds")
-        self._expect(context, resume_in)
-
-    def _expect(self, context: bytes, resume_in: float | None) -> int:
+        """No further request of this context is expected, in any namespace: its blocks that no other request has used
+        since are worth what such blocks are, and the name is forgotten. Returns how many blocks it had used. Raises
+        `NotFoundError`."""
         pool = self._pool
         with pool.lock:
-            contexts = self._find_contexts(context)
-            blocks = sum(each.num_blocks for each in contexts)
-            for each in contexts:
-                pool.use_claims().expect(each, resume_in, pool.clock())
+            found, blocks = self._find_contexts(context), 0
+            for each in found:
+                blocks += len(each.chain)
+                pool.index.chains.end_anew(each.watches, RELEASED, pool.clock())
+                pool.contexts.drop(each)
         return blocks
+
+    def set_context(self, context: bytes, resume_in: float) -> None:
+        """The next request of this context is expected in so many seconds: that is when what the store below the pool
+        has of it is fetched. It changes nothing else. Raises `NotFoundError`."""
+        if not 0 <= resume_in < inf:
+            raise InvalidRequestError(f"resume_in is {resume_in}; allowed: 0 or more seconds")
+        pool = self._pool
+        with pool.lock:
+            for each in self._find_contexts(context):
+                each.expected = pool.clock() + resume_in
 
     def _find_contexts(self, context: bytes) -> list[Context]:
         """The caller holds the lock."""
-        found = self._pool.index.find_contexts(context)
+        found = self._pool.contexts.find(context)
         if not found:
             raise NotFoundError(f"there is no context {context.hex()}")
         return found
 
     def _sweep_context(self, kind: str, reason: str, context: bytes, dry_run: bool, *, alone: bool) -> Sweep:
-        """Remove the blocks that a context claims. `alone`: those that nobody else uses, if they are evictable.
-        Otherwise all stores in flight in its namespaces are disowned: whose they are is known when they have ended."""
+        """Remove the blocks that the last request of a context has used. `alone`: those that no other request has used
+        since, if they are evictable. Otherwise all of them, and stores of them in flight do not become visible."""
         pool = self._pool
         with pool.lock:
             contexts = self._find_contexts(context)
-            claims = pool.use_claims()
-            total = sum(each.num_blocks for each in contexts)
+            total = sum(len(each.chain) for each in contexts)
 
         def work(sweep: Sweep) -> Iterator[None]:
             for each in contexts:
-                if not alone and not dry_run:
+                own: set[int] | None = None
+                if alone:
                     with pool.lock:
-                        each.namespace.pending_stores.disown_from(0)
-                for number in reversed(range(len(each.chain))):
+                        own = set(pool.index.chains.still_watched(each.watches))
+                for start in range(0, len(each.chain), pool.slice_slots):
+                    keys = each.chain[start : start + pool.slice_slots]
                     with pool.lock:
-                        if number >= len(each.chain):
-                            continue
-                        part = each.chain[number]
-                        found = claims.blocks_of(part, alone=alone)
-                        if alone:
-                            found = pool.index.unused(found)
-                        if dry_run:
-                            sweep.evicted_slots += len(found)
-                        else:
-                            sweep.evicted_slots += pool.remove_blocks(found, reason)
-                            claims.leave(each, sum(len(before.slots) for before in each.chain[:number]))
-                        sweep.done += len(part.slots)
+                        found = [slot for slot in each.namespace.keys.slots_of(keys) if slot is not None]
+                        if own is not None:
+                            found = pool.index.unused([slot for slot in found if slot in own])
+                        elif not dry_run:
+                            each.namespace.pending_stores.disown(keys)
+                        sweep.evicted_slots += len(found) if dry_run else pool.remove_blocks(found, reason)
+                    sweep.done += len(keys)
                     yield
-            sweep.done = sweep.total
+            if not dry_run:
+                with pool.lock:
+                    for each in contexts:
+                        pool.contexts.drop(each)
 
         return Sweep(kind, total, pool.config.slot_bytes, work)
 

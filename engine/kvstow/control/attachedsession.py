@@ -82,6 +82,7 @@ class AttachedSession(Session):
             return
         self.is_lost = self.closed = True
         self._ended_leases, self.leases = self.leases, LeaseBook()
+        self.leave_requests()
         self.leave_namespace()
         held, written = self._ended_leases.num_slots + self.ops.held_slots, self.ops.num_blocks["store"]
         self.pool.log(
@@ -174,6 +175,7 @@ class AttachedSession(Session):
                 namespace = pool.index.namespaces.fresh_name(self.namespace.name, pool.desired.engine_id)
             joined = pool.join_namespace(namespace)
             pool.index.namespaces.leave(self.namespace)
+            self.leave_requests()
             self.namespace = joined
             self.leases.break_all()
             return joined.name

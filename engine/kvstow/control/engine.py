@@ -7,15 +7,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from heapq import merge
 from itertools import chain, islice
-from math import inf
 
 from kvstow.config import EngineConfig
 from kvstow.control.administration import Administrator
-from kvstow.control.claims import Context, Switch
-from kvstow.control.comparison import Change, CurveEvidence
+from kvstow.control.comparison import CurveEvidence
+from kvstow.control.contexts import Context, seconds_to
 from kvstow.control.ops import OpenOp, OpenTierOp
 from kvstow.control.pool import SLICE_SLOTS, Pool
 from kvstow.control.recording import Recording
@@ -30,7 +28,6 @@ from kvstow.status import (
     HOST_NAME,
     BlockPage,
     BlockStatus,
-    ClaimsStatus,
     ContextPage,
     ContextStatus,
     Readiness,
@@ -121,12 +118,6 @@ class PoolFacade:
                 if pool.recording is recording:
                     pool.recording = None
 
-    def policy_changes(self, seen: int) -> tuple[int, list[Change]]:
-        """How often the policy `auto` has chosen another order of eviction, and the changes after the first `seen` of
-        them, as far as they are kept. O(1)."""
-        with self._pool.lock:
-            return self._pool.changes.count, self._pool.changes.after(seen)
-
     def sources(self, by: SourceOrder = "hits", most: int = MOST_SOURCES) -> list[SourceStatus]:
         """The `most` sources of each kind, those with most of this first. Visits 4,096 slots at most, some at a time
         with the lock held."""
@@ -149,8 +140,8 @@ class PoolFacade:
         lock."""
         pool = self._pool
         with pool.lock:
-            known = [] if pool.index.claims is None else pool.index.claims.contexts()
-        known.sort(key=lambda context: context.num_blocks, reverse=True)
+            known = pool.contexts.all()
+        known.sort(key=lambda context: len(context.chain), reverse=True)
         page = known[start_rank : start_rank + limit]
         with pool.lock:
             now = pool.clock()
@@ -159,41 +150,11 @@ class PoolFacade:
         return ContextPage(found, following if following < len(known) else None, len(known))
 
     def context(self, context: bytes) -> list[ContextStatus]:
-        """The contexts with this id, at most one for each namespace."""
+        """The contexts with this id, in all namespaces."""
         pool = self._pool
         with pool.lock:
             now = pool.clock()
-            return [_context(pool, found, now) for found in pool.index.find_contexts(context)]
-
-    def claims(self) -> ClaimsStatus | None:
-        """What hints do in the pool; None if none have come. O(1)."""
-        pool = self._pool
-        with pool.lock:
-            claims, trial = pool.index.claims, pool.trial
-            if claims is None:
-                return None
-            found = ClaimsStatus(
-                is_on=claims.is_on,
-                contexts=len(claims),
-                claimed_slots=len(claims.claimed),
-                kept_slots=claims.kept,
-                allowed_slots=claims.allowed,
-                used_again=claims.used_again,
-                never_used=claims.never_used,
-                saved_ratio=None,
-                window_requests=0,
-                switches=pool.switches.count,
-            )
-        if trial is None:
-            return found
-        ratio, requests = trial.saved_ratio()
-        return replace(found, saved_ratio=ratio, window_requests=requests)
-
-    def claim_switches(self, seen: int) -> tuple[int, list[Switch]]:
-        """How often hints were switched off or on, and the switches after the first `seen` of them, as far as they are
-        kept. O(1)."""
-        with self._pool.lock:
-            return self._pool.switches.count, self._pool.switches.after(seen)
+            return [_context(pool, found, now) for found in pool.contexts.find(context)]
 
     # -- snapshots ------------------------------------------------------------------------------------------
 
@@ -208,7 +169,6 @@ class PoolFacade:
                 usable_slots=pool.slots.in_service,
                 slot_bytes=config.slot_bytes,
                 policy=pool.policy,
-                k=pool.index.uses.k,
                 leases=pool.num_leases,
                 slots=_slot_counts(pool),
             )
@@ -442,8 +402,7 @@ def _transfer(entry: OpenOp, session: Session, now: float) -> TransferStatus:
 
 
 def _context(pool: Pool, context: Context, now: float) -> ContextStatus:
-    blocks, tokens = context.num_blocks, pool.config.block_tokens
-    expected = context.expected
+    blocks, tokens = len(context.chain), pool.config.block_tokens
     return ContextStatus(
         context=context.context_id.hex(),
         name=context.name,
@@ -452,10 +411,8 @@ def _context(pool: Pool, context: Context, now: float) -> ContextStatus:
         bytes=blocks * pool.config.slot_bytes,
         tokens=None if tokens is None else blocks * tokens,
         requests=context.requests,
-        hits=context.hits,
         idle_seconds=now - context.ended_at,
-        resume_in_seconds=None if expected is None or expected == inf else expected - now,
-        is_hinted=context.hint is not None,
+        resume_in_seconds=seconds_to(context, now),
     )
 
 

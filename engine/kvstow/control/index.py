@@ -3,7 +3,7 @@
 Every used slot is in exactly one of these sets:
 
     filling      a store is writing it; its key is invisible
-    cached       visible and evictable; exactly these are in an order of eviction
+    cached       visible and evictable
     held         leased (by `hold`); visible, or an orphan whose key was removed meanwhile
     quarantined  a store was given up while some rank may still write it
 """
@@ -13,19 +13,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
-from math import inf
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from kvstow.control.claims import Claims, Context
-from kvstow.control.fetchedslots import FetchedSlots
+from kvstow.control.chains import NO_LIMIT, Chains, FoundKeys, Limit, Running
+from kvstow.control.hazards import Hazards
 from kvstow.control.namespaces import Namespace, Namespaces
-from kvstow.control.policy import EvictionOrder, Links
 from kvstow.control.slots import RefCounts, SlotKeys, SlotSet, SlotTimes
-from kvstow.control.uses import Uses
 
-_VISITS_PER_SLOT, _SLICE = 4, 256
-"""The most claimed blocks that are visited for each block that is to be evicted, and how many more. Where only claimed
-blocks are left, a store may find fewer than it wants; what was visited is found sooner by the next one."""
 _SHARE = 16
 """Blocks that are evicted from one namespace before the next one is chosen."""
 
@@ -43,38 +37,37 @@ class Removal:
     counts: Sequence[tuple[Namespace, int]] = ()
 
 
+class AdmittedSlice(NamedTuple):
+    """Blocks of a chain: runs of the slots of the visible ones, and how many of those no request had used before."""
+
+    runs: Sequence[Sequence[int]]
+    new: int
+
+
 class Index:
     """Keys and the use of slots. Not locked; each call is O(keys or slots given).
 
     Sequences of keys and slots are in prefix order, root first; the root is evicted last.
     """
 
-    def __init__(self, k: float = 0.0) -> None:
-        """`k`: see `Uses`."""
-        links = self._links = Links()
+    def __init__(self, hazards: Hazards | None = None) -> None:
+        """`hazards`: see `Chains`; None for those of the index's own."""
         self.times = SlotTimes()
-        uses = self.uses = Uses(self.times, k)
         self.slot_keys = SlotKeys()
-        self.namespaces = Namespaces(self.slot_keys, lambda: EvictionOrder(links, uses))
         self.held = RefCounts()
         """Who keeps which slot from eviction; see `hold`."""
         self._num_orphans = 0
         """Held slots whose key was removed."""
-        self._num_slots = 0
+        self.chains = Chains(hazards or Hazards(), self.held, learns=hazards is None)
+        self.namespaces = Namespaces(self.slot_keys, self.chains.make_order)
         self.quarantined = SlotSet()
         """Used slots that some process may still write, although no store is to become visible there."""
-        self.claims: Claims | None = None
-        """None until a request comes with hints."""
-        self.fetched = FetchedSlots()
 
     # -- counts ---------------------------------------------------------------------------------------------
 
     @property
     def num_cached(self) -> int:
-        others = len(self.fetched) + (0 if self.claims is None else self.claims.num_evictable)
-        if self.namespaces.only:
-            return len(self.namespaces.only.order) + others
-        return sum([len(namespace.order) for namespace in self.namespaces]) + others
+        return self.num_visible - len(self.held) + self._num_orphans
 
     @property
     def num_filling(self) -> int:
@@ -87,10 +80,8 @@ class Index:
     # -- holds ----------------------------------------------------------------------------------------------
 
     def hold(self, slots: list[int]) -> None:
-        """Keep visible slots of one namespace from eviction until `unhold` with the same slots."""
-        slots = self.held.increment(slots)
-        if slots:
-            self._detach(self.namespaces.of_slot(slots[0]), slots)
+        """Keep visible slots from eviction until `unhold` with the same slots."""
+        self.held.increment(slots)
 
     def unhold(self, slots: list[int]) -> list[int]:
         """End a hold. Returns the slots that this frees, because their keys were removed meanwhile."""
@@ -100,59 +91,37 @@ class Index:
             key_of = self.slot_keys.key_of
             freed = [slot for slot in slots if key_of[slot] is None]
             self._num_orphans -= len(freed)
-            slots = [slot for slot in slots if key_of[slot] is not None]
-        if slots:
-            self._attach(self.namespaces.of_slot(slots[0]), slots)
+        self.chains.unhold(slots)
         return freed
 
-    def _detach(self, namespace: Namespace, slots: list[int]) -> None:
-        """These slots are not evictable any more."""
-        slots = self.fetched.detach(slots)
-        if self.claims is not None:
-            unclaimed = self.claims.unclaimed(slots)
-            self.claims.num_evictable -= len(slots) - len(unclaimed)
-            slots = unclaimed
-        namespace.order.detach(slots)
+    # -- requests -------------------------------------------------------------------------------------------
 
-    def _attach(self, namespace: Namespace, slots: list[int]) -> None:
-        """These slots are evictable; they have just been used."""
-        slots = self.fetched.attach(slots)
-        if self.claims is not None:
-            unclaimed = self.claims.unclaimed(slots)
-            self.claims.num_evictable += len(slots) - len(unclaimed)
-            slots = unclaimed
-        namespace.order.attach(slots)
-
-    def refresh(self, runs: Sequence[Sequence[int]], now: float) -> None:
-        """Mark these visible slots of one namespace as just used. Held ones return to the order as just used
-        anyway."""
+    def extend(self, running: Running, namespace: Namespace, keys: Sequence[bytes], now: float) -> AdmittedSlice:
+        """The next blocks of the chain of a request that is being admitted; see `Chains.extend`."""
+        if len(set(keys)) < len(keys):  # no chain repeats a block, but a client may
+            keys = list(dict.fromkeys(keys))
+        runs = namespace.keys.leading_runs(keys)
+        found = FoundKeys(runs)
+        leading = sum(map(len, runs))
+        if leading < len(keys):
+            rest = keys[leading:]
+            found = FoundKeys(runs, rest, namespace.keys.slots_of(rest))
         self.times.mark_used(runs, now)
-        slots = self._ordered(runs)
-        if slots:
-            self.namespaces.of_slot(slots[0]).order.refresh(slots)
+        return AdmittedSlice(runs, self.chains.extend(running, keys, found, now))
 
-    def use(
-        self, namespace: Namespace, runs: Sequence[Sequence[int]], absent: Sequence[bytes], now: float, least: int = 0
-    ) -> tuple[int, int]:
-        """A request has used a chain of blocks: that counts, and those that are visible, in these runs of slots, are
-        marked as just used. `absent`: the keys of the others. Returns how many of the visible ones nobody had used
-        before, and the least uses of the chain (`Uses.count`)."""
-        namespace.order.attach(self.unused(self.fetched.use(list(chain.from_iterable(runs)))))
-        slots = self._ordered(runs)
-        classes = self.uses.classes(slots)
-        new = self.uses.num_unused(runs)
-        self.uses.recall(runs, self.slot_keys, namespace.tag)
-        least = self.uses.count(runs, least)
-        self.times.mark_used(runs, now)
-        namespace.order.reclassify(slots, classes)
-        if absent:
-            self.uses.count_absent(absent, namespace.tag)
-        return new, least
-
-    def _ordered(self, runs: Sequence[Sequence[int]]) -> list[int]:
-        """The slots among these that are in the order of eviction, without repeats."""
-        slots = self.fetched.others(self.evictable(runs))
-        return slots if self.claims is None else self.claims.unclaimed(slots)
+    def absorb(self, running: Running, namespace: Namespace, keys: Sequence[bytes], now: float) -> None:
+        """See `Chains.absorb`; blocks of a request that has none of its own count as its own."""
+        keys = list(dict.fromkeys(keys))
+        found = namespace.keys.slots_of(keys)
+        slots = [slot for slot in found if slot is not None]
+        self.times.mark_used([slots], now)
+        if any(part.request is running for part in running.parts):
+            pairs = zip(keys, found, strict=True)
+            stores = namespace.pending_stores
+            self.chains.absorb(running, [(key, slot) for key, slot in pairs if slot is not None or key in stores])
+        elif slots:
+            present = [key for key, slot in zip(keys, found, strict=True) if slot is not None]
+            self.chains.extend(running, present, FoundKeys([slots]), now)
 
     def evictable(self, runs: Sequence[Sequence[int]]) -> list[int]:
         """The slots among these that are evictable, without repeats."""
@@ -167,15 +136,13 @@ class Index:
 
     # -- stores ---------------------------------------------------------------------------------------------
 
-    def admit(self, namespace: Namespace, slots: Sequence[int], now: float, *, is_fetched: bool = False) -> None:
-        """The keys of these slots, in ascending order, have just become visible: the slots hold valid bytes. Computed
-        blocks are evicted last, and blocks that were fetched from the store below the pool first."""
+    def admit(
+        self, namespace: Namespace, keys: Sequence[bytes], slots: Sequence[int], now: float, *, fetched: bool = False
+    ) -> None:
+        """The keys of these slots, in ascending order, have just become visible: the slots hold valid bytes. `fetched`:
+        see `Chains.publish`."""
         self.times.mark_stored(slots, now)
-        self.uses.admit(slots)
-        if is_fetched:
-            self.fetched.add(slots)
-        else:
-            namespace.order.attach(list(slots))
+        self.chains.publish(namespace.order, keys, slots, now, fetched=fetched)
 
     def lose_contents(self, low: int, now: float) -> None:
         """The contents of the slots from `low` on are lost. Stores in flight to them do not become visible; the caller
@@ -192,109 +159,49 @@ class Index:
 
     # -- removal --------------------------------------------------------------------------------------------
 
-    def evict(self, num_slots: int) -> Removal:
-        """Remove up to `num_slots` evictable blocks; frees their slots. Blocks that were fetched go first. Then
-        namespaces without sessions, dropped ones before others, then the one that was left first. Within one, in its
-        order; among those with sessions, the blocks with the least worth, 16 at a time. Claimed blocks go before those
-        that are expected to be used earlier."""
+    def evict(self, num_slots: int, limit: Limit = NO_LIMIT) -> Removal:
+        """Remove up to `num_slots` evictable blocks; frees their slots. Namespaces without sessions go first, dropped
+        ones before others, then the one that was left first; their blocks have no limit. Among those with sessions, the
+        blocks with the lowest place, 16 at a time."""
         evicted: list[bytes] = []
         freed: list[int] = []
         counts: list[tuple[Namespace, int]] = []
-        for namespace, slots in self.namespaces.grouped(self.fetched.evict(num_slots)):
-            some = namespace.keys.take(slots)
-            self.uses.evict(some, slots, namespace.tag)
-            evicted += some
-            freed += slots
-            counts.append((namespace, len(slots)))
-            self.namespaces.forget_if_empty(namespace)
-        missing = num_slots - len(freed)
-        if missing:
-            rest = self._evict_others(missing)
-            if not freed:
-                return rest
-            return Removal((*evicted, *rest.keys), freed + rest.freed, counts=[*counts, *rest.counts])
-        return Removal(tuple(evicted), freed, counts=counts)
-
-    def _evict_others(self, num_slots: int) -> Removal:
-        """`evict`, when no fetched block is left."""
-        if self.claims is not None:
-            return self._evict_with(self.claims, num_slots)
-        if only := self.namespaces.only:
-            keys, slots = self._evict_from(only, num_slots)
-            return Removal(keys, slots, counts=((only, len(slots)),))
-        evicted: list[bytes] = []
-        freed: list[int] = []
-        counts: list[tuple[Namespace, int]] = []
-        while len(freed) < num_slots and (namespace := self._next_to_evict()):
-            missing = num_slots - len(freed)
-            some, slots = self._evict_from(namespace, min(missing, _SHARE) if namespace.num_sessions else missing)
-            evicted += some
-            freed += slots
-            counts.append((namespace, len(slots)))
-            self.namespaces.forget_if_empty(namespace)
-        return Removal(tuple(evicted), freed, counts=counts)
-
-    def _evict_with(self, claims: Claims, num_slots: int) -> Removal:
-        keys: list[bytes] = []
-        freed: list[int] = []
-        counts: list[tuple[Namespace, int]] = []
-        claims.settle(num_slots)
-        most = _VISITS_PER_SLOT * num_slots + _SLICE
-        while len(freed) < num_slots:
-            missing = min(num_slots - len(freed), _SHARE)
-            namespace, idle = self._next_to_evict(), None
-            if namespace is not None:
-                idle = claims.now - self.times.used_at(namespace.order.next_slot()) if namespace.num_sessions else inf
-            if namespace is None and most <= 0:
+        while len(freed) < num_slots and (namespace := self.namespaces.only or self._next_to_evict()):
+            wanted = num_slots - len(freed)
+            if self.namespaces.only is None and namespace.num_sessions:
+                wanted = min(wanted, _SHARE)
+            before = len(freed)
+            for part, slots in self.chains.evict(
+                namespace.order, wanted, limit if namespace.num_sessions else NO_LIMIT
+            ):
+                keys = namespace.keys.take(slots)
+                self.chains.forget_keys(part, keys)
+                evicted += keys
+                freed += slots
+            if len(freed) == before:
                 break
-            if most > 0 and claims.go_first(idle):
-                most -= missing
-                namespace, slots = claims.take(missing)
-                if namespace is None:
-                    if not claims.is_leaving:
-                        break
-                    claims.settle(missing)
-                    continue
-                slots = self.unused(slots)
-                claims.num_evictable -= len(slots)
-                some = namespace.keys.take(slots)
-                self.uses.evict(some, slots, namespace.tag)
-            else:
-                assert namespace is not None
-                some, slots = self._evict_from(namespace, missing)
-                if idle is not None and idle < inf:
-                    claims.evicted.watch(some, idle, claims.now)
-            keys += some
-            freed += slots
-            counts.append((namespace, len(slots)))
-            self.namespaces.forget_if_empty(namespace)
-        return Removal(tuple(keys), freed, counts=counts)
-
-    def _evict_from(self, namespace: Namespace, count: int) -> tuple[tuple[bytes, ...], list[int]]:
-        slots = namespace.order.evict(count)
-        keys = namespace.keys.take(slots)
-        self.uses.evict(keys, slots, namespace.tag)
-        return keys, slots
+            counts.append((namespace, len(freed) - before))
+            if self.namespaces.only is None:
+                self.namespaces.forget_if_empty(namespace)
+        return Removal(tuple(evicted), freed, counts=counts)
 
     def _next_to_evict(self) -> Namespace | None:
         """The namespace whose block is evicted next."""
+        chains = self.chains
         for namespace in self.namespaces.unused():
-            if len(namespace.order):
+            if chains.next_list(namespace.order) is not None:
                 return namespace
-        found = (namespace for namespace in self.namespaces if len(namespace.order))
-        return min(found, key=lambda one: one.order.next_worth(), default=None)
+        found = ((watches, one) for one in self.namespaces if (watches := chains.next_list(one.order)) is not None)
+        lowest = min(found, key=lambda pair: chains.rank_of(pair[0]), default=None)
+        return None if lowest is None else lowest[1]
 
     def evict_below(self, slot: int, num_slots: int, budget: int) -> Removal:
         """Remove up to `num_slots` of the next `budget` evictable blocks: those in the slots below `slot`."""
         used = (namespace for namespace in self.namespaces if namespace.num_sessions)
-        order = chain.from_iterable(namespace.order for namespace in chain(self.namespaces.unused(), used))
-        order = chain(list(islice(self.fetched, budget)), order)
-        if self.claims is not None:
-            order = chain(order, self.unused(self.claims.next_slots(budget + _SLICE)))  # some may be held
-        found = [one for one in islice(order, budget) if one < slot][:num_slots]
+        orders = chain.from_iterable(self.chains.slots_of(one.order) for one in chain(self.namespaces.unused(), used))
+        found = [one for one in self.unused(list(islice(orders, budget))) if one < slot][:num_slots]
         for namespace, some in self.namespaces.grouped(found):
-            keys = [key for one in some if (key := self.slot_keys.key_of[one]) is not None]
-            self.uses.evict(keys, some, namespace.tag)
+            self.chains.remember(namespace.order, some, self.slot_keys)
         return self.remove(found)
 
     def remove(self, slots: Iterable[int]) -> Removal:
@@ -303,11 +210,7 @@ class Index:
         visible = [slot for slot in dict.fromkeys(slots) if key_of[slot] is not None]
         freed = self.unused(visible)
         orphans = [slot for slot in visible if slot in self.held] if len(freed) < len(visible) else []
-        for namespace, some in self.namespaces.grouped(freed):
-            self._detach(namespace, some)
-        self.fetched.drop(visible)
-        if self.claims is not None:
-            self.claims.forget(visible)
+        self.chains.remove(visible)
         keys: list[bytes] = []
         counts: list[tuple[Namespace, int]] = []
         for namespace, some in self.namespaces.grouped(visible):
@@ -324,54 +227,20 @@ class Index:
         visible = [slot for slot in found if self.slot_keys.key_of[slot] is not None]
         return self.unused(visible)
 
-    # -- claims ---------------------------------------------------------------------------------------------
-
-    def use_claims(self) -> Claims:
-        """A request has come with hints."""
-        if self.claims is None:
-            self.claims = Claims(self.uses, self._unclaim, self._claim)
-            self.claims.set_num_slots(self._num_slots)
-        return self.claims
-
-    def find_contexts(self, context_id: bytes) -> list[Context]:
-        """In all namespaces."""
-        if self.claims is None:
-            return []
-        found = [self.claims.find(namespace, context_id) for namespace in self.namespaces]
-        return [context for context in found if context is not None]
-
-    def _claim(self, namespace: Namespace, slots: list[int]) -> None:
-        """These slots have got their first claim."""
-        assert self.claims is not None
-        fetched = set(self.fetched.drop(slots))
-        slots = self.unused(slots)
-        namespace.order.detach([slot for slot in slots if slot not in fetched] if fetched else slots)
-        self.claims.num_evictable += len(slots)
-
-    def _unclaim(self, namespace: Namespace, slots: list[int]) -> None:
-        """These slots have lost their last claim."""
-        assert self.claims is not None
-        slots = self.unused(slots)
-        self.claims.num_evictable -= len(slots)
-        namespace.order.attach(slots)
-
     # -- size -----------------------------------------------------------------------------------------------
 
     def set_num_slots(self, num_slots: int) -> None:
         """The pool has the slots below `num_slots`; the caller removes blocks above."""
-        self._links.grow(num_slots)
         self.slot_keys.grow(num_slots)
         self.times.grow(num_slots)
-        self.uses.set_num_slots(num_slots)
+        self.chains.grow(num_slots)
         self.held.grow(num_slots)
         self.quarantined.grow(num_slots)
-        self._num_slots = num_slots
-        if self.claims is not None:
-            self.claims.set_num_slots(num_slots)
 
     def make_tables(self, num_slots: int) -> None:
         """Have the tables whose size follows from that of the pool, for one that nobody else uses yet."""
-        self.uses.make_room(num_slots)
+        for _ in self.chains.evicted_blocks.fit(num_slots):
+            pass
         for _ in self.slot_keys.table.fit(num_slots):
             pass
 
@@ -381,15 +250,11 @@ class Index:
         """O(pool): for integrity checks."""
         return set().union(*(namespace.keys.slots() for namespace in self.namespaces))
 
-    def _cached(self) -> list[int]:
-        slots = [*self.fetched, *(slot for namespace in self.namespaces for slot in namespace.order)]
-        return slots if self.claims is None else [*slots, *self.unused(list(self.claims.claimed.slots()))]
-
     def slots_in_use(self) -> dict[str, set[int]]:
         """The used slots by state. O(pool): for integrity checks."""
         return {
             "filling": set().union(*(namespace.pending_stores.slots() for namespace in self.namespaces)),
-            "cached": set(self._cached()),
+            "cached": self.visible_slots() - self.held.slots(),
             "leased": self.held.slots(),
             "quarantined": self.quarantined.slots(),
         }
@@ -401,15 +266,11 @@ class Index:
         if visible != {slot for slot, key in enumerate(self.slot_keys.key_of) if key is not None}:
             found.append("a visible slot is of no namespace")
         held = self.held.slots()
-        cached = self._cached()
-        if len(cached) != self.num_cached or len(set(cached)) != len(cached):
-            found.append("the eviction order repeats or loses slots")
-        if set(cached) != visible - held:
-            found.append("the evictable slots are not those that are visible and unused")
+        if len(visible - held) != self.num_cached:
+            found.append("the count of evictable slots is wrong")
+        found += self.chains.defects([one.order for one in self.namespaces], visible, held)
         if self._num_orphans != len(held - visible):
             found.append("the count of orphans is not that of held slots without a key")
-        if self.claims is not None:
-            found += self.claims.defects(visible)
         num_pending = sum([namespace.pending_stores.num_linked for namespace in self.namespaces])
         if self.slot_keys.table.num_linked != len(visible) + num_pending:
             found.append("the table of keys has other slots than the namespaces")

@@ -11,8 +11,8 @@ from itertools import compress, count, takewhile
 from operator import ne
 from typing import Any, NamedTuple, cast
 
+from kvstow.control.chains import Order
 from kvstow.control.keytable import hashes_of, mix_of
-from kvstow.control.policy import EvictionOrder
 from kvstow.control.slots import SlotKeys, values_at
 from kvstow.errors import ConflictError
 from kvstow.results import KeyRun
@@ -100,19 +100,6 @@ class KeyMap:
         if self._own_tags.startswith(found):
             return length
         return next(at for at, tag in enumerate(tags) if tag != self._tag)
-
-    def split(self, keys: Sequence[bytes]) -> tuple[list[Sequence[int]], list[bytes]]:
-        """Slots of all visible keys in the order given, as runs of neighbours where possible, and the other keys."""
-        runs = self.leading_runs(keys)
-        leading = sum(map(len, runs))
-        if leading == len(keys):
-            return runs, []
-        rest = keys[leading:]
-        slots = self.slots_of(rest)
-        scattered = [slot for slot in slots if slot is not None]
-        if scattered:
-            runs.append(scattered)
-        return runs, [key for key, slot in zip(rest, slots, strict=True) if slot is None]
 
     def find(
         self, keys: Sequence[bytes], below: int | None, *, leading: bool = False
@@ -351,7 +338,7 @@ class Namespace:
 
     __slots__ = ("is_dropped", "keys", "name", "num_sessions", "order", "pending_stores", "tag")
 
-    def __init__(self, name: str, tag: int, slot_keys: SlotKeys, order: EvictionOrder) -> None:
+    def __init__(self, name: str, tag: int, slot_keys: SlotKeys, order: Order) -> None:
         self.name, self.tag = name, tag
         self.keys = KeyMap(slot_keys, tag)
         self.pending_stores = PendingStores(self.keys)
@@ -415,7 +402,7 @@ class Namespaces:
     `only`: the namespace, if there is exactly one.
     """
 
-    def __init__(self, slot_keys: SlotKeys, make_order: Callable[[], EvictionOrder]) -> None:
+    def __init__(self, slot_keys: SlotKeys, make_order: Callable[[int], Order]) -> None:
         self._slot_keys = slot_keys
         self._make_order = make_order
         self._by_name: dict[str, Namespace] = {}
@@ -482,7 +469,7 @@ class Namespaces:
         return namespace
 
     def _add(self, name: str, tag: int) -> Namespace:
-        namespace = Namespace(name, tag, self._slot_keys, self._make_order())
+        namespace = Namespace(name, tag, self._slot_keys, self._make_order(tag))
         self._by_name[name] = self._by_tag[tag] = namespace
         self._slot_keys.has_namespaces |= len(self._by_tag) > 1 or tag > 0
         self.only = namespace if len(self._by_tag) == 1 else None
@@ -493,6 +480,7 @@ class Namespaces:
         if namespace.num_sessions or not namespace.is_empty or self._by_tag.get(namespace.tag) is not namespace:
             return
         del self._by_tag[namespace.tag], self._unused[namespace.tag]
+        namespace.order.forget()
         if not namespace.is_dropped:
             del self._by_name[namespace.name]
             namespace.is_dropped = True

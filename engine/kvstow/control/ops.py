@@ -189,11 +189,9 @@ class OpsInFlight:
         self._open[op.op_id] = self._moving[op.op_id] = entry
         return op
 
-    def end_part(
-        self, op_id: int, good: Sequence[int], bad: Sequence[int], *, is_fetched: bool = True
-    ) -> EndedPart | None:
-        """Some slots of a transfer have come back. The keys of the `good` ones of a read become visible; see
-        `Index.admit` for `is_fetched`. None, and nothing changes, if they are not those of an open transfer."""
+    def end_part(self, op_id: int, good: Sequence[int], bad: Sequence[int]) -> EndedPart | None:
+        """Some slots of a transfer have come back. The keys of the `good` ones of a read become visible, as fetched
+        blocks (`Pool.publish`). None, and nothing changes, if they are not those of an open transfer."""
         entry = self._open.get(op_id)
         slots = [*good, *bad]
         if not isinstance(entry, OpenTierOp) or any(slot not in entry.left for slot in slots):
@@ -208,7 +206,7 @@ class OpsInFlight:
         elif entry.abandoned:
             pool.end_quarantine(slots)
         else:
-            found = pool.publish(entry.namespace, sorted(good), is_fetched=is_fetched) if good else ()
+            found = pool.publish(entry.namespace, sorted(good), fetched=True) if good else ()
             if bad:
                 entry.namespace.pending_stores.abandon(bad)
                 pool.deallocate(bad)

@@ -15,20 +15,23 @@ from dataclasses import replace
 from itertools import chain, islice
 from math import inf
 from threading import Lock
-from typing import Generic, Literal, Protocol, TypeVar
+from typing import Literal, NamedTuple, Protocol
 
-from kvstow.config import EngineConfig, fixed_k, parse_policy
+from kvstow.config import EngineConfig, parse_policy
 from kvstow.control.blockevents import BlockEventLog
-from kvstow.control.claims import Claims, Switch
-from kvstow.control.comparison import Change, Comparison
+from kvstow.control.chains import NO_LIMIT, Limit, Running, StoreLimit
+from kvstow.control.comparison import Comparison
+from kvstow.control.contexts import Contexts
+from kvstow.control.hazards import Observations, compute
 from kvstow.control.index import Index, Removal
 from kvstow.control.indexjournal import IndexJournal
 from kvstow.control.namespaces import Namespace
 from kvstow.control.ranktable import RankTable
 from kvstow.control.recording import Recording
+from kvstow.control.shares import Shares
 from kvstow.control.slots import AgeSampler, SlotMap
 from kvstow.control.sources import Sources
-from kvstow.control.trial import Trial
+from kvstow.endings import Ending, Endings
 from kvstow.errors import InvalidRequestError
 from kvstow.messages import DesiredState
 from kvstow.owners import Holding
@@ -43,28 +46,9 @@ _EVICTIONS_PER_SLOT = 4
 """Blocks that a store may evict for each slot that it lacks. While the pool shrinks, most evictable blocks may be above
 its new limit, and evicting them frees no usable slot."""
 _LEASES_AT_ONCE = 256
-_KEPT_CHANGES = 16
-_HINTS_REMEMBERED = 3600.0
-"""Seconds after the last request with hints."""
-
-
-_T = TypeVar("_T")
-
-
-class History(Generic[_T]):
-    """The last of what has happened, and how much has. Not locked."""
-
-    def __init__(self) -> None:
-        self._kept: deque[_T] = deque(maxlen=_KEPT_CHANGES)
-        self.count = 0
-
-    def add(self, one: _T) -> None:
-        self._kept.append(one)
-        self.count += 1
-
-    def after(self, seen: int) -> list[_T]:
-        """What came after the first `seen` of all, as far as it is kept."""
-        return list(self._kept)[max(0, len(self._kept) - (self.count - seen)) :]
+_ENDS_AT_ONCE = 16
+"""Requests."""
+INTERRUPTED = Ending("interrupted")
 
 
 class PoolAcceptance:
@@ -98,6 +82,15 @@ class PoolAcceptance:
             return BypassStatus(load=False, store=False, ttl_seconds_left=None)
         left = None if self.bypass_until == inf else self.bypass_until - now
         return BypassStatus(self.bypass_load, self.bypass_store, left)
+
+
+class Room(NamedTuple):
+    """`slots` for the keys with the indices `accepted`, in ascending order both. `deferred`: how many of the others may
+    evict nothing of what is there."""
+
+    slots: list[int]
+    accepted: Sequence[int]
+    deferred: int = 0
 
 
 class LeaseBook:
@@ -247,18 +240,15 @@ class Pool:
         self.slots = SlotMap()
         self.policy = ""
         self.comparison: Comparison | None = None
-        """None where `k` is fixed and no curve is wanted."""
+        """None where no curve is wanted."""
         self.recording: Recording | None = None
         """Takes every use; None while nobody records."""
-        self.changes = History[Change]()
-        """What was chosen."""
-        self.trial: Trial | None = None
-        """None until a request comes with hints."""
-        self.hinted_at = -inf
-        """When the last request with hints came."""
-        self.switches = History[Switch]()
-        """When hints were switched off or on."""
         self.index = Index()
+        self.endings = Endings()
+        self.contexts = Contexts()
+        self.shares = Shares()
+        self.left: deque[Running] = deque()
+        """Requests of sessions that have ended, which are still to end: see `end_left`."""
         self.set_policy(parse_policy(config.policy))
         self.sessions: list[PoolSession] = []
         self.acceptance = PoolAcceptance()
@@ -307,7 +297,7 @@ class Pool:
     def make_tables_in_slices(self, num_slots: int) -> Iterator[None]:
         """Have the tables whose size follows from that of the pool. Each step holds the lock for a bounded time. Call
         it without the lock. Not for two threads."""
-        yield from self.index.uses.make_room_in_slices(num_slots)
+        yield from self.index.chains.evicted_blocks.fit(num_slots)
         steps = self.index.slot_keys.table.fit(num_slots)
         while True:
             with self.lock:
@@ -317,56 +307,32 @@ class Pool:
 
     def set_policy(self, policy: str) -> None:
         """Change how what is evicted is chosen; see `parse_policy`, whose result is given. O(1)."""
-        if policy != self.policy:
-            self.policy = policy
-            self.index.uses.k = fixed_k(policy) or 0.0
-            self.comparison = None
-            if self.config.curve or fixed_k(policy) is None:
-                self.comparison = Comparison(self.slots.limit, fixed_k(policy), has_curve=self.config.curve)
+        self.policy = policy
+        self.index.chains.is_lru = policy == "lru"
+        if self.config.curve and self.comparison is None:
+            self.comparison = Comparison(self.slots.limit)
 
-    def apply_change(self, comparison: Comparison, change: Change) -> None:
-        """Another `k` was chosen. Without the lock."""
+    def learn(self, seen: Observations | None) -> None:
+        """Compute the places of blocks anew, from what a call with the lock has found due. Without the lock."""
+        if seen is not None:
+            places = compute(seen)
+            with self.lock:
+                self.index.chains.hazards.install(places)
+
+    def end_request(self, running: Running, ending: Ending) -> None:
+        """A request has ended. The caller holds the lock. O(parts of its chain)."""
+        chains = self.index.chains
+        state, has_changed = self.endings.state_of(ending)
+        if has_changed:
+            chains.hazards.forget(state)
+        chains.end(running, state, self.clock())
+
+    def end_left(self) -> bool:
+        """End some of the requests that sessions have left. Returns False if there are none."""
         with self.lock:
-            if self.comparison is not comparison:
-                return
-            self.index.uses.k = change.k
-            self.changes.add(change)
-        self.log(logging.INFO, "%s", change)
-        self.write_log()
-
-    def use_claims(self) -> Claims:
-        """A request has come with hints. The caller holds the lock."""
-        self.hinted_at = self.clock()
-        num_slots = self.slots.limit
-        if num_slots and (self.trial is None or not num_slots / 2 <= self.trial.num_slots <= num_slots * 2):
-            self.trial = Trial(num_slots, self.index.uses.k)
-            if self.index.claims is not None:
-                self.index.claims.set_on(True)
-        return self.index.use_claims()
-
-    def _tick_claims(self, claims: Claims, now: float) -> None:
-        """Claims, and the trial of them, end with the last client that gives hints."""
-        claims.tick(now, self.slice_slots)
-        if now - self.hinted_at > _HINTS_REMEMBERED:
-            self.trial = None
-            claims.set_on(False)
-            claims.settle(self.slice_slots)
-            if not claims.is_leaving:
-                self.index.claims = None
-
-    def follow(self, trial: Trial, switch: Switch | None) -> None:
-        """What the trial says of hints applies to the pool. Without the lock."""
-        with self.lock:
-            claims = self.index.claims
-            if self.trial is not trial or claims is None:
-                return
-            claims.policy_age = trial.policy_age
-            if switch is None:
-                return
-            claims.set_on(switch.is_on)
-            self.switches.add(switch)
-        self.log(logging.INFO if switch.is_on else logging.WARNING, "%s", switch)
-        self.write_log()
+            for _ in range(min(len(self.left), _ENDS_AT_ONCE)):
+                self.end_request(self.left.popleft(), INTERRUPTED)
+            return bool(self.left)
 
     def log(self, level: int, message: str, *values: object) -> None:
         """Queue a log line for `write_log`, because a log handler may block."""
@@ -387,13 +353,14 @@ class Pool:
         slots: Sequence[int],
         on_stored: Callable[[Sequence[bytes]], None] | None = None,
         *,
-        is_fetched: bool = False,
+        fetched: bool = False,
     ) -> Sequence[int]:
         """Make the keys of filled slots, in ascending order, visible, and free the slots of those that were disowned
-        meanwhile. Returns the slots of those that are visible. `on_stored`: called with their keys. `is_fetched`: see
-        `Index.admit`."""
+        meanwhile. Returns the slots of those that are visible. `on_stored`: called with their keys. `fetched`: they
+        came from a store below the pool, and not from an engine that has computed them: such blocks are a class of
+        their own until a request after the one that has fetched them uses them."""
         keys, kept = namespace.publish(slots)
-        self.index.admit(namespace, kept, self.clock(), is_fetched=is_fetched)
+        self.index.admit(namespace, keys, kept, self.clock(), fetched=fetched)
         if len(kept) < len(slots):
             self.deallocate(sorted(set(slots).difference(kept)))
         self.sources.forget(slots)
@@ -514,31 +481,66 @@ class Pool:
     def make_room(
         self, count: int, present: Sequence[Sequence[int]], now: float, below: int | None = None
     ) -> list[int]:
-        """Up to `count` slots to fill, below `below` unless that is None: free ones, then evicted ones. Those of
+        """Up to `count` slots to fill, in ascending order, whatever has to go for that; see `make_room_within`."""
+        return self.make_room_within([StoreLimit(count, NO_LIMIT, None)], present, now, below).slots
+
+    def make_room_within(
+        self, limits: Sequence[StoreLimit], present: Sequence[Sequence[int]], now: float, below: int | None = None
+    ) -> Room:
+        """Slots to fill for keys in prefix order, below `below` unless that is None: free ones, then evicted ones, as
+        far as the `limits` of the keys allow. What follows a refused block of a request is refused, too. Blocks of
         `present`, runs of slots of the same prefix, count as used and are not evicted.
 
         Slots are in ascending order: copies and lookups of a prefix are faster if its slots are neighbours."""
+        count = sum([each.count for each in limits])
         slots = self.slots.allocate(min(count, self.slots.free), below)
-        if len(slots) < count:
-            held = list(chain.from_iterable(present))
-            if held:
-                self.index.times.mark_used(present, now)
-                self.index.hold(held)
-            slots += self._evict(count - len(slots), now, below)
-            if len(slots) < count and self.owed:
-                self._free_slots()
-                slots += self._evict(count - len(slots), now, below)
-            # Nothing is left to evict but leased blocks: those of sessions that lease too much.
-            if len(slots) < count and self.earlier is None and self._end_excess_leases():
-                slots += self._evict(count - len(slots), now, below)
-            if held:
-                self.unhold(held)
-        elif present:
-            self.index.refresh(present, now)
-        slots.sort()
-        return slots
+        if present:
+            self.index.times.mark_used(present, now)
+        if len(slots) == count:
+            return Room(slots, range(count))
+        held = list(chain.from_iterable(present))
+        if held:
+            self.index.hold(held)
+        room = self._make_room_by_eviction(limits, slots, now, below)
+        if held:
+            self.unhold(held)
+        return room
 
-    def _evict(self, count: int, now: float, below: int | None) -> list[int]:
+    def _make_room_by_eviction(
+        self, limits: Sequence[StoreLimit], slots: list[int], now: float, below: int | None
+    ) -> Room:
+        accepted: list[int] = []
+        refused: set[Running] = set()
+        deferred = at = 0
+        free = len(slots)
+        for count, limit, running in limits:
+            if running in refused:
+                deferred += count
+            else:
+                got = min(free, count)
+                free -= got
+                missing = count - got
+                if missing:
+                    found = self._evict(missing, now, below, limit)
+                    if len(found) < missing and self.owed:
+                        self._free_slots()
+                        found += self._evict(missing - len(found), now, below, limit)
+                    # Nothing is left to evict but leased blocks: those of sessions that lease too much.
+                    if len(found) < missing and not self.index.num_cached and self._end_excess_leases():
+                        found += self._evict(missing - len(found), now, below, limit)
+                    slots += found
+                    missing -= len(found)
+                accepted += range(at, at + count - missing)
+                if missing and limit is not NO_LIMIT and self.index.num_cached:
+                    deferred += missing
+                    if running is not None:
+                        refused.add(running)
+                        running.lacks_blocks()
+            at += count
+        slots.sort()
+        return Room(slots, accepted, deferred)
+
+    def _evict(self, count: int, now: float, below: int | None, limit: Limit = NO_LIMIT) -> list[int]:
         """Evict blocks for up to `count` slots; none while `earlier` uses may go on."""
         slots = list[int]()
         if self.earlier is not None:
@@ -547,7 +549,7 @@ class Pool:
         while len(slots) < count and budget > 0:
             if below is None:
                 wanted = min(count - len(slots), budget)
-                removal = self.index.evict(wanted)
+                removal = self.index.evict(wanted, limit)
                 budget = budget - wanted if len(removal.keys) == wanted else 0  # it has looked far enough
             else:
                 removal = self.index.evict_below(below, count - len(slots), budget)
@@ -556,7 +558,6 @@ class Pool:
                 break
             self.counters.evictions["capacity"] += len(removal.keys)
             self.ages.sample_evicted(removal.freed, now)
-            self.index.uses.note_ages(removal.freed, now)
             self.note_removed_keys(removal, "capacity")
             slots += self.reuse(removal.freed)
         return slots
@@ -564,6 +565,8 @@ class Pool:
     def _end_excess_leases(self) -> bool:
         """End leases of sessions that hold more than they may when slots are short; False if there are none. What is
         left of them is ended, and freed, by later calls."""
+        if self.earlier is not None:
+            return False
         ended = [lease for session in self.sessions for lease in session.leases.end_excess()]
         self.end_holds([lease.slots for lease in ended])
         return bool(ended)
@@ -625,8 +628,8 @@ class Pool:
         return end
 
     def tick(self) -> None:
-        """Let time pass: transfers become stuck, expected uses are missed. Call it about once a second, without the
-        lock. O(what changes), with the lock held for no more than one transfer, or 1,024 claims, at a time."""
+        """Let time pass: transfers become stuck, blocks have waited longer. Call it about once a second, without the
+        lock. O(what changes), with the lock held for no more than one transfer, or 1,024 parts of chains, at a time."""
         now, marked = self.clock(), True
         while marked:
             with self.lock:
@@ -635,8 +638,9 @@ class Pool:
             self.note_held()
             for session in self.sessions:
                 session.note_held()
-            if self.index.claims is not None:
-                self._tick_claims(self.index.claims, now)
+            self.index.chains.pass_time(now)
+        while self.end_left():
+            time.sleep(0)
         self.write_log()
 
     @property

@@ -41,8 +41,6 @@ LEAST_LEAD_SECONDS = 2.0
 """Blocks of a context are read so long before its next request is expected, or twice as long as that takes."""
 _MOST_NOTED = 1024
 """Stores and uses, parts of which wait to be written."""
-_MOST_BEHIND = 1 << 18
-"""Keys of the end of a chain that are kept until its beginning is there."""
 
 logger = logging.getLogger("kvstow.tier")
 
@@ -73,7 +71,6 @@ class TieredNamespace:
     counters: TierCounters = field(default_factory=TierCounters)
     contexts: ContextKeys = field(default_factory=ContextKeys)
     due: DueContexts = field(default_factory=DueContexts)
-    behind: dict[int, list[bytes]] = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)
@@ -449,8 +446,7 @@ class PoolTier:
             if read is None:
                 self._take_written(piece)
                 return []
-            is_fetched = not read.is_prefetch  # somebody has said that a request will come for what is prefetched
-            part = self.session.ops.end_part(piece.op_id, piece.good, piece.bad, is_fetched=is_fetched)
+            part = self.session.ops.end_part(piece.op_id, piece.good, piece.bad)
             if part is None:
                 return []
             for slot in (*piece.good, *piece.bad):
@@ -502,30 +498,17 @@ class PoolTier:
     def _most_writing(self) -> int:
         return max(1, int(WRITING_SHARE * self._pool.slots.limit))
 
-    def note_use(
-        self,
-        of: TieredNamespace,
-        session: AttachedSession,
-        keys: Sequence[bytes],
-        *,
-        start: int = 0,
-        context: bytes | None = None,
-        release: bool = False,
+    def note_use(self, of: TieredNamespace, keys: Sequence[bytes]) -> None:
+        """A request that is being admitted uses these blocks, its whole chain from the root on."""
+        self._offer(of, keys, is_use=True)
+
+    def note_context(
+        self, of: TieredNamespace, context: bytes, chain: Sequence[bytes], *, release: bool = False
     ) -> None:
-        """A request has used these blocks, which are a chain from its root on, or a part of one from key number `start`
-        on, the end first. `context`: of the request, which will need them again unless it is released."""
+        """A request of this context has ended. It will need the blocks of its chain again unless it is released."""
         if of.stored is None or not self.is_on(of):
             return
-        if start:
-            with self._pool.lock:
-                behind = of.behind.get(session.session_id, [])
-                whole = len(behind) + len(keys) <= _MOST_BEHIND
-                of.behind = {session.session_id: [*keys, *behind] if whole else list(keys)}
-            return
-        behind = of.behind.pop(session.session_id, [])
-        chain = [*keys, *behind] if behind else keys
-        self._offer(of, chain, is_use=True)
-        if context is not None and of.contexts.note(context, chain, release=release):
+        if of.contexts.note(context, chain, release=release):
             self._schedule(of, context)
 
     def _offer(self, of: TieredNamespace, keys: Sequence[bytes], *, is_use: bool) -> None:

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import Generic, Literal, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
+from kvstow.control.chains import Running
 from kvstow.control.indexjournal import MAX_KEY_BYTES, fit
 from kvstow.control.namespaces import Namespace, first_of_runs
 from kvstow.control.ops import OP_SLOTS, OpsInFlight
-from kvstow.control.pool import SLOTS_OF_LEASE, LeaseBook, Pool
+from kvstow.control.pool import INTERRUPTED, SLOTS_OF_LEASE, LeaseBook, Pool
 from kvstow.control.ranktable import RankTable
-from kvstow.control.shadows import MOST_FOLLOWED, SampledPart
 from kvstow.control.slots import values_at
-from kvstow.control.trial import Trial, TrialPart
+from kvstow.endings import NO_ENDING, Ending
 from kvstow.errors import InvalidRequestError, LeaseError
 from kvstow.hints import Hints
 from kvstow.messages import Completion, DesiredState, Op, RankReport
@@ -35,45 +34,41 @@ _OUTCOME_OF: dict[Refusal, str] = {
     "bypassed": "skipped_bypass",
 }
 
-MOST_CLAIMED = 1 << 18
-"""Blocks of a chain whose claim is made: 4 million tokens."""
+MOST_RUNNING = 16_384
+"""Requests of one session between their admission and their end: more than any inference engine runs. The oldest one
+ends for another."""
 
 
-P = TypeVar("P")
+class _Request(NamedTuple):
+    """A request between its admission and its end. `keys`: its chain as it was known then, if its client names it."""
+
+    running: Running
+    namespace: Namespace
+    hints: Hints | None
+    keys: Sequence[bytes]
 
 
-class _Behind(Generic[P]):
-    """Parts of a chain whose beginning is still to come, the end first. Bounded, as a client may never give a
-    beginning. `size`: how many keys a part has."""
+_R = TypeVar("_R")
 
-    def __init__(self, size: Callable[[P], int]) -> None:
-        self._size = size
-        self._parts: deque[P] = deque()
-        self.num_keys = 0
 
-    def __len__(self) -> int:
-        return len(self._parts)
+def result_of(steps: Generator[None, None, _R]) -> _R:
+    """Make all steps at once."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            found: _R = end.value
+            return found
 
-    def __iter__(self) -> Iterator[P]:
-        return iter(self._parts)
 
-    def add(self, part: P, most: int) -> None:
-        """Keep the part, and no more keys than `most`."""
-        if count := self._size(part):
-            self._parts.append(part)
-            self.num_keys += count
-        while self.num_keys > most:
-            self.num_keys -= self._size(self._parts.popleft())
+class EndedRequest(NamedTuple):
+    """`is_incomplete`: blocks of the request have no slot, because the pool has lent their slots to others, or has
+    refused to store them before the end. They are worth storing now, as long as the GPU has them. `hints` and `chain`:
+    of a request whose client has named a context."""
 
-    def take(self) -> list[P]:
-        """All of them, the beginning first."""
-        parts = list(reversed(self._parts))
-        self.clear()
-        return parts
-
-    def clear(self) -> None:
-        self._parts.clear()
-        self.num_keys = 0
+    is_incomplete: bool
+    hints: Hints | None = None
+    chain: Sequence[bytes] = ()
 
 
 class Session:
@@ -117,17 +112,11 @@ class Session:
         """Begins the sentences about this session."""
         self.model = ""
         """What the engine computes with."""
-        self._uses_behind = 0
-        """Uses of the first block of the part of a chain that was given last."""
-        self._parts_behind = _Behind[SampledPart](lambda part: len(part.keys))
-        """What the comparison may follow of them."""
-        self._tried_behind = _Behind[TrialPart](lambda sample: len(sample.keys))
-        """What the trial of hints follows."""
-        self._claimed_behind = _Behind[Sequence[bytes]](len)
-        """Those with hints. They are of one context, and adjoin: the beginning of another chain may never have come, as
-        when its hints were too many."""
-        self._claim_behind: tuple[bytes | None, int] = (None, 0)
-        """Their context, and how many keys come before them."""
+        self._running: dict[int, _Request] = {}
+        """By number, the first to be admitted first."""
+        self._last_request = 0
+        self.incomplete: list[int] = []
+        """Numbers of running requests that have become incomplete (`Running`), which the host may take."""
         self.watermark: int | None = None
         """Slots from it on are not for this session; None if all are."""
         self.on_stored: Callable[[Sequence[bytes]], None] | None = None
@@ -352,12 +341,18 @@ class Session:
                 unplaced = range(len(keys))
             else:
                 fresh, present = self.namespace.select(keys, outcomes)
-                slots = pool.make_room(len(fresh), present, now, self.watermark)
-                if len(slots) < len(fresh):
-                    outcomes["dropped_cpu_full"] = len(fresh) - len(slots)
+                wanted = keys if len(fresh) == len(keys) else [keys[index] for index in fresh]
+                limits = pool.index.chains.limits(self.namespace.order, wanted)
+                slots, accepted, deferred = pool.make_room_within(limits, present, now, self.watermark)
+                if deferred:
+                    outcomes["deferred"] = deferred
+                if len(accepted) + deferred < len(fresh):
+                    outcomes["dropped_cpu_full"] = len(fresh) - len(accepted) - deferred
                     pool.counters.allocation_failures += 1
-                    unplaced = fresh[len(slots) :]
-                    del fresh[len(slots) :]
+                    if not deferred:
+                        unplaced = fresh[len(accepted) :]
+                if len(accepted) < len(fresh):
+                    fresh = [fresh[index] for index in accepted]
                 if fresh:
                     self.namespace.begin(keys, fresh, slots)
                     if pool.journal is not None:
@@ -384,111 +379,136 @@ class Session:
             room += pool.index.num_cached - kept + sum(one.leases.excess_slots for one in pool.sessions)
         return room if self.watermark is None else min(room, self.watermark)
 
-    def use(
+    def admit(
         self,
         keys: Sequence[bytes],
         *,
-        start: int = 0,
+        number: int | None = None,
         looked_up: tuple[int, int] | None = None,
         source: Source = NO_SOURCE,
         hints: Hints | None = None,
-    ) -> Sequence[bytes] | None:
-        """A request has used these blocks: its whole chain from the root, what the GPU had of it included. Call it once
-        for each request, when all that it stores is stored. Nothing else counts as a use, neither look-ups nor stores:
-        where it is not called, blocks are evicted in the order of their last use alone.
+    ) -> int:
+        """A request begins to compute: it uses these blocks, its whole chain from the root as far as that is known,
+        what the GPU has of it included. This is what counts as a use; neither look-ups nor stores do. Until
+        `end_request`, the pool knows that a GPU has them. Returns the request's number among those of the session,
+        which is `number` unless that is None.
 
-        Marks the blocks that are present as just used, the first key's block last of all: what was stored in several
-        steps would otherwise lose its beginning first. A long chain can be given in parts, its end first; `start`: how
-        many keys of the chain come before these. `looked_up`: from where to where in the chain the request has looked
-        blocks up, given with the first part; None: in all of that part. `source`: see `source_of`. `hints`: the
-        request's, with each part; times in them count from this call.
-
-        Returns the whole chain of a request with a context when its beginning is given; None otherwise.
+        `looked_up`: from where to where in the chain the request has looked blocks up; None: in all of it. `source`:
+        see `source_of`. `hints`: what its client says of its end. Takes the lock for a slice of the chain at a time.
         """
-        whole: Sequence[bytes] | None = None
+        step = self.pool.slice_slots
+        steps = self.admit_in_steps(keys, step, number=number, looked_up=looked_up, source=source, hints=hints)
+        return result_of(steps)
+
+    def admit_in_steps(
+        self,
+        keys: Sequence[bytes],
+        step: int,
+        *,
+        number: int | None = None,
+        looked_up: tuple[int, int] | None = None,
+        source: Source = NO_SOURCE,
+        hints: Hints | None = None,
+    ) -> Generator[None, None, int]:
+        """`admit`, in slices of so many keys."""
         pool = self.pool
+        chains = pool.index.chains
         with pool.lock:
-            if hints is not None and not start:
-                for reason in hints.ignored:
-                    pool.counters.hints_ignored[reason] += 1
-            if hints is not None and hints.context is None:  # the others are about a context, or the host's
-                hints = None
-            now, comparison, num_slots = pool.clock(), pool.comparison, pool.slots.limit
-            runs, absent = self.namespace.keys.split(keys)
-            new, least = pool.index.use(self.namespace, runs, absent, now, self._uses_behind)
-            self._uses_behind = least if start else 0
-            if pool.index.claims is not None:
-                pool.index.claims.note_uses(keys, now)
-            pool.sources.count_use(self.model, source, runs, new)
-            recording = pool.recording
-        if hints is not None:
-            whole = self._claim(keys, start, hints, now)
-        else:
-            self._claimed_behind.clear()
-        trial = pool.trial if num_slots else None
+            self._last_request += number is None
+            number = self._last_request if number is None else number
+            share = pool.shares.weigh(self.namespace.tag, source.salt)
+            running = chains.begin(self.namespace.order, pool.clock(), share)
+            has_name = hints is not None and hints.context is not None
+            request = _Request(running, self.namespace, hints, keys if has_name else ())
+            request.running.on_incomplete = lambda: self.incomplete.append(number)
+            for reason in () if hints is None else hints.ignored:
+                pool.counters.hints_ignored[reason] += 1
+        for start in range(0, max(1, len(keys)), step):
+            with pool.lock:
+                now = pool.clock()
+                some = keys if len(keys) <= step else keys[start : start + step]
+                runs, new = pool.index.extend(request.running, request.namespace, some, now)
+                pool.sources.count_use(self.model, source, runs, new)
+            if start + step < len(keys):
+                yield
+        with pool.lock:
+            chains.admit(request.running, now)
+            self._add_running(number, request)
+            seen, recording = chains.hazards.count_request(), pool.recording
+        pool.learn(seen)
+        tag = request.namespace.tag
         if recording is not None:
-            recording.add(id(self), keys, self.namespace.tag, start, looked_up, now)
-        if trial is not None:
-            self._try(trial, keys, start, looked_up, hints, now)
-        if comparison is None or not num_slots:
-            return whole
-        part = comparison.part(keys, self.namespace.tag, start)
-        if start:
-            self._parts_behind.add(part, MOST_FOLLOWED)
+            recording.add(id(self), keys, tag, 0, looked_up, now)
+        if pool.comparison is not None and pool.slots.limit:
+            pool.comparison.use(keys, tag, range(*(looked_up or (0, len(keys)))), pool.slots.limit)
+        return number
+
+    def _add_running(self, number: int, request: _Request) -> None:
+        ended = self._running.pop(number, None)
+        if ended is None and len(self._running) >= MOST_RUNNING:
+            ended = self._running.pop(next(iter(self._running)))
+        if ended is not None:
+            self.pool.end_request(ended.running, INTERRUPTED)
+        if self.is_lost:
+            self.pool.left.append(request.running)
         else:
-            parts = [part, *self._parts_behind.take()] if len(self._parts_behind) else [part]
-            change = comparison.use(parts, range(*(looked_up or (0, len(keys)))), now, num_slots)
-            if change is not None:
-                pool.apply_change(comparison, change)
-        return whole
+            self._running[number] = request
+
+    def end_request(
+        self,
+        number: int,
+        ending: Ending = NO_ENDING,
+        *,
+        more: Sequence[bytes] = (),
+        others: Sequence[bytes] = (),
+    ) -> EndedRequest:
+        """The request with this number has ended, in this way. `more`: keys of its chain that were not known when it
+        was admitted. `others`: of a request with blocks that it does not need while it runs, such as those of windows,
+        the keys of all its blocks in the order of the tokens that they end with. They count as used as far as they are
+        present. Without an effect for a request that has ended, or of another session."""
+        return result_of(self.end_in_steps(number, ending, self.pool.slice_slots, more=more, others=others))
+
+    def end_in_steps(
+        self, number: int, ending: Ending, step: int, *, more: Sequence[bytes], others: Sequence[bytes]
+    ) -> Generator[None, None, EndedRequest]:
+        """`end_request`, in slices of so many keys."""
+        pool, chains = self.pool, self.pool.index.chains
+        with pool.lock:
+            request = self._running.pop(number, None)
+        if request is None:
+            return EndedRequest(False)
+        for start in range(0, len(more), step):
+            with pool.lock:
+                some = more[start : start + step]
+                pool.index.extend(request.running, request.namespace, some, pool.clock())
+            yield
+        for start in range(0, len(others), step):
+            with pool.lock:
+                some = others[start : start + step]
+                pool.index.absorb(request.running, request.namespace, some, pool.clock())
+            yield
+        hints = request.hints
+        with pool.lock:
+            if hints is not None and ending.status not in ("interrupted", "abort"):
+                ending = ending._replace(resume_in=hints.resume_in, release=hints.release)
+            pool.end_request(request.running, ending)
+            if hints is None or hints.context is None or ending.status == "interrupted":
+                return EndedRequest(request.running.is_incomplete)
+            chain_keys = [*request.keys, *more]
+            watches = chains.watches_of(request.running)
+            pool.contexts.note(request.namespace, hints, chain_keys, watches, pool.clock())
+            return EndedRequest(request.running.is_incomplete, hints, chain_keys)
+
+    def leave_requests(self) -> None:
+        """The session's requests end, later. The caller holds the lock."""
+        self.pool.left.extend([request.running for request in self._running.values()])
+        self._running = {}
 
     def note_prefill(self, news: PrefillNews) -> None:
         """Count what loads have saved, by what it costs this engine to compute prompts."""
         pool = self.pool
         with pool.lock:
             pool.counters.prefill.count(tokens=news.hit_tokens, seconds=news.hit_seconds, waited=news.waited)
-
-    def _try(
-        self,
-        trial: Trial,
-        keys: Sequence[bytes],
-        start: int,
-        looked_up: tuple[int, int] | None,
-        hints: Hints | None,
-        now: float,
-    ) -> None:
-        pool = self.pool
-        sample = trial.sample(keys, self.namespace.tag, start)
-        if start:
-            self._tried_behind.add(sample, MOST_FOLLOWED)
-            return
-        parts = [sample, *self._tried_behind.take()]
-        k, tag = pool.index.uses.k, self.namespace.tag
-        switch = trial.use(parts, range(*(looked_up or (0, len(keys)))), hints, tag, k, now)
-        pool.follow(trial, switch)
-
-    def _claim(self, keys: Sequence[bytes], start: int, hints: Hints, now: float) -> Sequence[bytes] | None:
-        """Claim the blocks of a chain once its beginning is there, and return it then."""
-        if self._claim_behind != (hints.context, start + len(keys)):
-            self._claimed_behind.clear()
-        self._claim_behind = (hints.context, start)
-        if start:
-            self._claimed_behind.add(keys, MOST_CLAIMED)
-            return None
-        chain_keys = [*keys, *chain.from_iterable(self._claimed_behind.take())]
-        if len(set(chain_keys)) < len(chain_keys):  # no chain repeats a block
-            return None
-        pool, step = self.pool, self.pool.slice_slots
-        with pool.lock:
-            claims = pool.use_claims()
-            renewal = claims.begin(self.namespace, hints, chain_keys, now)
-        for first in range(0, len(chain_keys), step):
-            with pool.lock:
-                if not claims.extend(renewal, self.namespace.keys.slots_of(chain_keys[first : first + step])):
-                    break
-        with pool.lock:
-            claims.finish(renewal)
-        return chain_keys
 
     # -- completion -----------------------------------------------------------------------------------------
 

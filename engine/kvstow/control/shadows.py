@@ -1,10 +1,8 @@
-"""What the pool would hold with other orders of eviction, and of other sizes, simulated with a sample of its keys.
+"""What pools of other sizes would hit, simulated with a sample of the keys, in the order of the last use.
 
-A request counts once, when it ends: with its chain of keys, and which of them it looked up. A shadow is a simulated
-pool that has only keys. Every use admits the keys to all shadows. With `k` = 0, a shadow has the keys that were used
-last, as many as there is room for. Other shadows evict the oldest key of a class, as the pool does (`EvictionOrder`).
-So what they hold of a class is always an end of the list of that class, which all of them share, and such a shadow is
-little more than the place in each list where its own part begins.
+A request counts once, when it begins: with its chain of keys, and which of them it looked up. A shadow is a simulated
+pool that has only keys: those that were used last, as many as there is room for. So whether it has a key follows from
+how many blocks were used since the key was, and one list of keys serves all sizes.
 """
 
 from __future__ import annotations
@@ -14,22 +12,13 @@ from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from math import floor, inf, nextafter
+from math import floor, inf
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from kvstow.control.uses import (
-    CLASSES,
-    LOG_USES,
-    MOST_USES,
-    NUM_CLASSES,
-    Hashes,
-    hash_joined,
-    join_keys,
-    smoothed,
-)
+from kvstow.control.keyhashes import Hashes, hash_joined, join_keys
 
 MOST_FOLLOWED = 16_384
 """Keys that are followed."""
@@ -38,9 +27,6 @@ POOLS_FOLLOWED = 8
 _FORGOTTEN = 64
 """The part of the followed keys that is forgotten at once."""
 _GONE = -1
-_SLACK = 0.025
-"""By how much of its size a shadow of a sample may be too large, and is too small after it has evicted: it evicts
-several keys at once."""
 _NEVER = 1 << 64
 """The level of a key that is not followed unless it is hot."""
 _THIN_RATE = 1 / 64
@@ -106,76 +92,36 @@ class Tally:
 class _Key:
     """A key that is followed."""
 
-    __slots__ = ("is_hot", "name", "order", "position", "used_at", "uses", "weight")
+    __slots__ = ("is_hot", "name", "order", "position", "weight")
 
     def __init__(self, name: int, position: int, weight: float) -> None:
         self.name, self.position, self.weight = name, position, weight
         self.order = _GONE
-        """When it was used last: numbers that grow with the time, the class and the key, in this order."""
-        self.used_at = 0.0
-        self.uses = 0
+        """When it was used last: numbers that grow."""
         self.is_hot = False
         """Which of the lists of recent keys has it."""
 
 
-_CLASS_BITS, _KEY_BITS = 5, 24
-
-
-class _List:
-    """The followed keys of one class in the order of their last use. An entry is outdated if its key was used since."""
-
-    __slots__ = ("keys", "orders")
-
-    def __init__(self) -> None:
-        self.keys: list[_Key] = []
-        self.orders = array("q")
-
-
-class _Shadow:
-    """A simulated pool where uses count. `starts[c]`: where its part of the list of class `c` begins, with the order
-    `cuts[c]`. Sizes are in slots of the pool."""
-
-    __slots__ = ("age", "bit", "cuts", "k", "most", "size", "starts")
-
-    def __init__(self, row: int, k: float, most: float) -> None:
-        self.bit, self.k, self.most = 1 << row, k, most
-        self.age: float | None = None
-        self.size = 0.0
-        self.starts = [0] * NUM_CLASSES
-        self.cuts = [0] * NUM_CLASSES
-
-
 class Shadows:
-    """Not locked. A request costs O(its followed keys x shadows)."""
+    """Not locked. A request costs O(its followed keys x log keys)."""
 
-    def __init__(self, variants: Sequence[tuple[float, float]], num_slots: int, most: int = MOST_FOLLOWED) -> None:
-        """`variants`: of each shadow the `k`, and how many times as large as the pool of `num_slots` it is."""
+    def __init__(self, times: Sequence[float], num_slots: int, most: int = MOST_FOLLOWED) -> None:
+        """`times`: how many times as large as the pool of `num_slots` each shadow is."""
         self.most = most
         self.num_slots = num_slots
-        self._times = [times for _, times in variants]
-        self._all = (1 << len(variants)) - 1
-        self._counting = {row: _Shadow(row, k, times * num_slots) for row, (k, times) in enumerate(variants) if k}
-        """The shadows where uses count."""
-        self._counting_bits = sum(shadow.bit for shadow in self._counting.values())
+        self._times = list(times)
+        self._all = (1 << len(self._times)) - 1
         self._hot = HotKeys()
         self._key_of: dict[int, _Key] = {}
         """By the name."""
+        self._key_at: dict[int, _Key] = {}
+        """By the order."""
         self._recent = array("q")
         """The orders of all keys that are not hot, ascending."""
         self._recent_hot = array("q")
         self._hot_blocks = 0.0
         """What the hot ones stand for."""
-        self._lists = [_List() for _ in range(NUM_CLASSES)]
-        self._num_entries = 0
-        self._holders_of: list[tuple[list[int], list[int]] | None] = [None] * NUM_CLASSES
-        """By class: the cuts of the shadows where uses count, in ascending order, and the shadows that hold a key
-        before the first one, after it, and so on. None if they have changed."""
-        self._missed: Hits = {}
-        """What was admitted and is not in the sizes yet, by the shadows that had it, and its sum."""
-        self._num_missed = 0.0
-        self._room = 0.0
-        """What may be admitted before a shadow has to evict."""
-        self._now, self._tick, self._number = -inf, 0, 0
+        self._number = 0
         self._seen = Seen(most // 4)
         self._set_rate(self._best_rate())
 
@@ -258,17 +204,15 @@ class Shadows:
             chosen[number] = leading + [one for one in chosen[number] if one[2] >= behind]
         self._hot.end(len(numbers))
 
-    def use(self, chain: Sequence[Followed], looked_up: range, now: float, tally: Tally) -> None:
-        """A request has ended that has used this chain, and has looked up these positions of it. What it has hit is
+    def use(self, chain: Sequence[Followed], looked_up: range, tally: Tally) -> None:
+        """A request has begun that uses this chain, and has looked up these positions of it. What it has hit is
         added to the tally."""
         tally.requests += 1
         tally.blocks += len(looked_up)
         if not chain:
             return
-        if now > self._now:
-            self._now, self._tick, self._number = now, self._tick + 1, 0
         rate, key_of, recent = self.rate, self._key_of, self._recent
-        counting_bits, leading, hits = self._counting_bits, self._all, tally.hits
+        leading, hits = self._all, tally.hits
         first, stop = looked_up.start, looked_up.stop
         used, were_hot = list[_Key](), list[tuple[int, float]]()
         low = high = gone = 0
@@ -296,17 +240,15 @@ class Shadows:
                 blocks = younger / rate + key.weight / 2
                 if self._recent_hot:
                     blocks += self._hot_blocks_after(order)
-                holders = self._lru_holders[bisect_right(self._lru_sizes, blocks)] | self._counting_holders(key)
+                holders = self._holders[bisect_right(self._sizes, blocks)]
                 if key.weight != own:
                     self._weigh(key, own)
                 if key.is_hot:
                     were_hot.append((order, own))
+                del self._key_at[key.order]
                 key.order = _GONE
             key.is_hot = hot_weight > 0.0
             used.append(key)
-            if holders & counting_bits != counting_bits:
-                self._missed[holders] = self._missed.get(holders, 0.0) + own
-                self._num_missed += own
             if first <= position < stop:
                 tally.sampled += own
                 leading &= holders
@@ -316,48 +258,24 @@ class Shadows:
         for order, weight in were_hot:
             del self._recent_hot[bisect_left(self._recent_hot, order)]
             self._hot_blocks -= weight
-        self._admit(used, now)
+        self._admit(used)
         self._seen.use(chain, looked_up, tally)
 
     def _hot_blocks_after(self, order: int) -> float:
         hot = self._recent_hot
         return (len(hot) - bisect_right(hot, order)) * self._hot_blocks / len(hot)
 
-    def _counting_holders(self, key: _Key) -> int:
-        """Which shadows have a key, of those where uses count."""
-        number = CLASSES[key.uses]
-        known = self._holders_of[number]
-        if known is None:
-            cuts = sorted((shadow.cuts[number], shadow.bit) for shadow in self._counting.values())
-            known = [cut for cut, _ in cuts], list(accumulate((bit for _, bit in cuts), initial=0))
-            self._holders_of[number] = known
-        return known[1][bisect_right(known[0], key.order)]
-
-    def _admit(self, chain: Sequence[_Key], now: float) -> None:
-        """Admit the keys of a chain everywhere. While a shadow makes room, those that it has stay."""
-        if self._num_missed > self._room:
-            self._make_room(now)
-        recent, lists = self._recent, self._lists
-        least, tick, number = 0, self._tick << (_CLASS_BITS + _KEY_BITS), self._number
-        total, last = 0.0, recent[-1] if recent else _GONE
+    def _admit(self, chain: Sequence[_Key]) -> None:
+        """Admit the keys of a chain everywhere."""
         for key in reversed(chain):
-            number += 1
-            total += key.weight
-            key.uses = least = max(least, min(key.uses + 1, MOST_USES))
-            key.order = order = tick + (CLASSES[least] << _KEY_BITS) + number
-            key.used_at = now
-            entries = lists[CLASSES[least]]
-            entries.keys.append(key)
-            entries.orders.append(order)
-            if order > last and not key.is_hot:
-                recent.append(order)
-            else:
+            self._number += 1
+            key.order = self._number
+            self._key_at[key.order] = key
+            if key.is_hot:
                 self._attach(key)
-        self._number = number
-        self._num_entries += len(chain)
-        if total > self._least:  # the chain is larger than a shadow
-            self._make_room(now)
-        if len(self._key_of) > self._most or self._num_entries > 2 * len(self._key_of) + 1024:
+            else:
+                self._recent.append(key.order)
+        if len(self._key_of) > self._most:
             self._forget()
 
     def _attach(self, key: _Key) -> None:
@@ -370,119 +288,28 @@ class Shadows:
         del recent[bisect_left(recent, key.order)]
         self._hot_blocks -= key.weight * key.is_hot
 
-    # -- eviction -------------------------------------------------------------------------------------------
-
-    def _make_room(self, now: float) -> None:
-        """Evict from the shadows that have become too large."""
-        slack = 0.0 if self.rate == 1.0 else _SLACK
-        missed = self._missed.items()
-        self._room = inf
-        for shadow in self._counting.values():
-            bit = shadow.bit
-            shadow.size += sum([blocks for holders, blocks in missed if not holders & bit])
-            if shadow.size > shadow.most * (1.0 + slack):
-                self._evict(shadow, shadow.most * (1.0 - slack), now)
-            self._room = min(self._room, shadow.most * (1.0 + slack) - shadow.size)
-        self._missed, self._num_missed = {}, 0.0
-
-    def _evict(self, shadow: _Shadow, most: float, now: float) -> None:
-        """Evict from a shadow until it has at most so many slots."""
-        size, scale = shadow.size, shadow.k * (shadow.age or 0.0)
-        heads = [head for number in range(NUM_CLASSES) if (head := self._head(shadow, number, scale)) is not None]
-        ages, count = 0.0, 0.0
-        while size > most and heads:
-            least = min(heads)
-            heads.remove(least)
-            number = least[1]
-            next_worth, next_class = min(heads, default=(inf, 0))
-            until = next_worth - scale * LOG_USES[number]
-            if number > next_class:
-                until = nextafter(until, -inf)
-            entries, at, is_first = self._lists[number], shadow.starts[number], True
-            keys, orders = entries.keys, entries.orders
-            while at < len(keys):
-                key = keys[at]
-                if key.order == orders[at]:
-                    used_at = key.used_at
-                    if not is_first and (used_at > until or size <= most):
-                        break
-                    is_first = False
-                    weight = key.weight
-                    size -= weight
-                    ages += weight * (now - used_at)
-                    count += weight
-                at += 1
-            shadow.starts[number] = at
-            shadow.cuts[number] = orders[at] if at < len(keys) else self._next_order(number)
-            self._holders_of[number] = None
-            head = self._head(shadow, number, scale)
-            if head is not None:
-                heads.append(head)
-        shadow.size = size
-        if count:
-            shadow.age = smoothed(shadow.age, ages / count, count, shadow.most)
-
-    def _next_order(self, number: int) -> int:
-        """What the keys of a class that are used from now on have, or more, and no key has yet."""
-        return (self._tick << (_CLASS_BITS + _KEY_BITS)) + (number << _KEY_BITS) + self._number + 1
-
-    def _head(self, shadow: _Shadow, number: int, scale: float) -> tuple[float, int] | None:
-        """The worth of the oldest key of a class in a shadow."""
-        entries, at = self._lists[number], shadow.starts[number]
-        keys, orders = entries.keys, entries.orders
-        while at < len(keys) and keys[at].order != orders[at]:
-            at += 1
-        shadow.starts[number] = at
-        if at == len(keys):
-            return None
-        return keys[at].used_at + scale * LOG_USES[number], number
-
     # -- what is followed -----------------------------------------------------------------------------------
 
     def _forget(self) -> None:
-        """Follow no more keys than allowed, and drop what is outdated from the lists."""
-        if len(self._key_of) > self._most:
-            count = min(len(self._recent), len(self._key_of) - self._most + self._most // _FORGOTTEN)
-            newest = self._recent[count - 1] if count else _GONE
-            for entries in self._lists:
-                for key in entries.keys[: bisect_right(entries.orders, newest)]:
-                    if _GONE < key.order <= newest and not key.is_hot:
-                        self._weigh(key, 0.0)
-                        self._remove(key)
-            del self._recent[:count]
-        if self._num_entries > 2 * len(self._key_of) + 1024:
-            for number, entries in enumerate(self._lists):
-                self._compact(number, entries)
-            self._num_entries = len(self._key_of)
+        """Follow no more keys than allowed."""
+        count = min(len(self._recent), len(self._key_of) - self._most + self._most // _FORGOTTEN)
+        for order in self._recent[:count]:
+            self._remove(self._key_at[order])
+        del self._recent[:count]
 
     def _drop(self, key: _Key) -> None:
-        self._weigh(key, 0.0)
         self._detach(key)
         self._remove(key)
 
     def _remove(self, key: _Key) -> None:
         """Its order is not in `_recent` any more, or is about to be removed there."""
-        del self._key_of[key.name]
+        del self._key_of[key.name], self._key_at[key.order]
         key.order = _GONE
 
     def _weigh(self, key: _Key, weight: float) -> None:
         """A followed key stands for so many slots from now on."""
-        holders = self._counting_holders(key)
-        if holders:
-            for shadow in self._counting.values():
-                if holders & shadow.bit:
-                    shadow.size += weight - key.weight
-                    self._room = min(self._room, shadow.most - shadow.size)
         self._hot_blocks += (weight - key.weight) * key.is_hot
         key.weight = weight
-
-    def _compact(self, number: int, entries: _List) -> None:
-        is_live = [key.order == order for key, order in zip(entries.keys, entries.orders, strict=True)]
-        before = list(accumulate(is_live, initial=0))
-        for shadow in self._counting.values():
-            shadow.starts[number] = before[shadow.starts[number]]
-        entries.keys = [key for key, live in zip(entries.keys, is_live, strict=True) if live]
-        entries.orders = array("q", [key.order for key in entries.keys])
 
     def _reweigh(self, names: Iterable[int]) -> None:
         """These keys have become hot, which their next use says, or are no longer."""
@@ -523,15 +350,10 @@ class Shadows:
         self._set_sizes()
 
     def _set_sizes(self) -> None:
-        for row, shadow in self._counting.items():
-            shadow.most = self._times[row] * self.num_slots
-        self._least = min([shadow.most for shadow in self._counting.values()], default=inf)
-        self._room = 0.0
-        rows = [row for row in range(len(self._times)) if row not in self._counting]
-        sizes = sorted((self._times[row] * self.num_slots, row) for row in rows)
-        self._lru_sizes = [floor(size) if self.rate == 1.0 and size < inf else size for size, _ in sizes]
-        """Of the shadows where uses do not count, in ascending order."""
-        self._lru_holders = [sum([1 << row for _, row in sizes[at:]]) for at in range(len(sizes) + 1)]
+        sizes = sorted((times * self.num_slots, row) for row, times in enumerate(self._times))
+        self._sizes = [floor(size) if self.rate == 1.0 and size < inf else size for size, _ in sizes]
+        """Of the shadows, in ascending order."""
+        self._holders = [sum([1 << row for _, row in sizes[at:]]) for at in range(len(sizes) + 1)]
 
     def resize(self, num_slots: int) -> None:
         """The pool has another size. O(1) unless the rate changes."""
@@ -541,10 +363,8 @@ class Shadows:
         self._set_sizes()
 
     def _resample(self, rate: float) -> None:
-        """Follow another share of the keys. O(followed keys x shadows)."""
-        self._make_room(self._now)
+        """Follow another share of the keys. O(followed keys)."""
         self._set_rate(rate)
-        sizes: Hits = {}
         kept = list[_Key]()
         for key in self._key_of.values():
             if not key.is_hot:
@@ -552,45 +372,15 @@ class Shadows:
                     key.order = _GONE
                     continue
                 key.weight = 1.0 / rate
-            holders = self._counting_holders(key)
-            sizes[holders] = sizes.get(holders, 0.0) + key.weight
             kept.append(key)
         self._key_of = {key.name: key for key in kept}
+        self._key_at = {key.order: key for key in kept}
         self._recent = array("q", sorted([key.order for key in kept if not key.is_hot]))
-        for shadow in self._counting.values():
-            shadow.size = sum([blocks for holders, blocks in sizes.items() if holders & shadow.bit])
-
-    def set_k(self, row: int, k: float) -> None:
-        """Change the order of a shadow. Between 0 and others it becomes one of another kind."""
-        self._make_room(self._now)
-        if k and row not in self._counting:
-            shadow = self._counting[row] = _Shadow(row, k, 0.0)
-            shadow.cuts = [self._next_order(number) for number in range(NUM_CLASSES)]
-            for key in sorted(self._key_of.values(), key=lambda each: each.order, reverse=True):
-                if shadow.size + key.weight > self._times[row] * self.num_slots:
-                    break
-                shadow.size += key.weight
-                shadow.cuts = [key.order] * NUM_CLASSES
-            for number, (entries, cut) in enumerate(zip(self._lists, shadow.cuts, strict=True)):
-                shadow.starts[number] = bisect_left(entries.orders, cut)
-        elif k:
-            self._counting[row].k = k
-        else:
-            self._counting.pop(row, None)
-        self._counting_bits = sum(shadow.bit for shadow in self._counting.values())
-        self._holders_of = [None] * NUM_CLASSES
-        self._set_sizes()
 
     def check(self) -> None:
-        """Raises `AssertionError` if a size is not that of the keys. O(keys x shadows): for tests."""
-        missed = self._missed.items()
-        holders = [(self._counting_holders(key), key.weight) for key in self._key_of.values()]
-        for shadow in self._counting.values():
-            size = shadow.size + sum(blocks for those, blocks in missed if not those & shadow.bit)
-            found = sum(weight for those, weight in holders if those & shadow.bit)
-            assert abs(size - found) <= 1e-6 * max(1.0, found), (shadow.k, size, found)
+        """Raises `AssertionError` if the lists are not those of the keys. O(keys): for tests."""
         orders = sorted(key.order for key in self._key_of.values())
-        assert orders == sorted([*self._recent, *self._recent_hot])
+        assert orders == sorted([*self._recent, *self._recent_hot]) == sorted(self._key_at)
         hot = sum([key.weight for key in self._key_of.values() if key.is_hot])
         assert abs(hot - self._hot_blocks) <= 1e-6 * max(1.0, hot)
 

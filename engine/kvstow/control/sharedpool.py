@@ -307,7 +307,7 @@ def _restore(pool: SharedPool, name: str, tag: int, blocks: Mapping[bytes, int],
         with pool.lock:
             pool.slots.take(slots)
             namespace.keys.put(keys, slots)
-            pool.index.admit(namespace, slots, pool.clock())
+            pool.index.admit(namespace, keys, slots, pool.clock())
     with pool.lock:
         pool.index.namespaces.leave(namespace)
     return len(all_keys)

@@ -10,6 +10,7 @@ from typing import Any
 
 from kvstow.control.engine import OffloadEngine
 from kvstow.control.session import Session
+from kvstow.endings import NO_ENDING, Ending
 from kvstow.messageorder import NewestDesiredState
 from kvstow.messages import Completion, DesiredState, Mark, Op, RankReport, RankState
 
@@ -180,3 +181,8 @@ def store_keys(engine: OffloadEngine, ranks: Sequence[FakeRank], keys: Sequence[
         rank.submit(op)
         rank.run_all()
     engine.take_settled()
+
+
+def use_keys(session: Session, keys: Sequence[bytes], ending: Ending = NO_ENDING, **options: Any) -> None:
+    """A request that uses these keys begins, and ends at once. `options`: of `Session.admit`."""
+    session.end_request(session.admit(keys, **options), ending)

@@ -70,7 +70,7 @@ _RETRY_SECONDS = 1.0
 def events(call: Invocation, types: tuple[Any, ...], recent: int, limit: int | None) -> None:
     """Print events as they happen, until Ctrl-C.
 
-    Types: state, session, rank, tier, policy, hints, operation, change, lost. Events of blocks, stored and removed,
+    Types: state, session, rank, tier, operation, change, lost. Events of blocks, stored and removed,
     come only if --type names them, and only of one pool: --pool where there are several.
     After a lost connection the stream resumes where it was. json prints one object a line.
     """

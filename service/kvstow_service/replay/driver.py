@@ -74,7 +74,8 @@ class _Job:
 
     `hold` keeps the hit prefix leased until the rest is stored: the prefix goes back to the order of eviction
     last, and so outlives its continuation. `go_on` continues the request if the answer that it waits for is there, and
-    returns whether it was; None while it waits for a copy.
+    returns whether it was; None while it waits for a copy. `is_ending`: its answer is complete, and what the pool
+    lacks of it is being stored.
     """
 
     number: int
@@ -88,6 +89,7 @@ class _Job:
     loaded_bytes: int = 0
     load_seconds: float = 0.0
     started: float = 0.0
+    is_ending: bool = False
 
 
 class ReplayDriver:
@@ -304,7 +306,7 @@ class ReplayDriver:
         self._tally.blocks += len(job.keys)
         if not number:
             self._tally.first_blocks = len(job.keys)
-        self._ask(job, self._offload.admit(job.keys), self._found)
+        self._ask(job, self._offload.admit(number, job.keys), self._found)
 
     def _ask(self, job: _Job, answer: Awaited[_T], then: Callable[[_Job, _T], None]) -> None:
         """Call `then` with the answer, now or as soon as it is there."""
@@ -368,7 +370,7 @@ class ReplayDriver:
         if keys:
             self._ask(job, self._offload.begin_store(keys, blocks, str(job.number)), self._store_begun)
         else:
-            self._generate(job)
+            (self._forget if job.is_ending else self._generate)(job)
 
     def _store_begun(self, job: _Job, grant: StoreGrant) -> None:
         for outcome, count in grant.outcomes.items():
@@ -388,7 +390,8 @@ class ReplayDriver:
             return  # of an earlier replay over this engine, which was stopped
         op, job = self._ops[settled.op_id]
         if settled.mark == "source_free":
-            if self._is_over(job.request.ended) and job.loaded + job.offered == len(job.keys):
+            is_offered = job.loaded + job.offered == len(job.keys)
+            if self._is_over(job.request.ended) and is_offered and not job.is_ending:
                 self._free_blocks(job)
             return
         del self._ops[settled.op_id]
@@ -422,7 +425,14 @@ class ReplayDriver:
         heappush(self._generating, (job.request.ended, job.number))
 
     def _end(self, job: _Job) -> None:
-        self._offload.end(job.keys, job.request.stop)
+        """The answer is complete. What the pool has refused or lent to others meanwhile is stored now."""
+        if self._offload.end(job.number, job.request.stop) and job.blocks:
+            job.is_ending, job.offered = True, -job.loaded  # all of it
+            self._store_more(job)
+        else:
+            self._forget(job)
+
+    def _forget(self, job: _Job) -> None:
         self._free_blocks(job)
         del self._jobs[job.number]
         self._tally.requests += 1

@@ -15,7 +15,7 @@ from kvstow.control.engine import OffloadEngine
 from kvstow.hints import Hints
 from kvstow.keys import BlockKey
 from kvstow.messages import Completion, RankReport
-from kvstow_service.replay.trace import TraceRequest, events, key_of
+from kvstow_service.replay.trace import TraceRequest, ending_of_trace, events, key_of
 
 FORESIGHT = "min"
 """In place of a policy: the block is evicted that is used again last, or never."""
@@ -30,11 +30,12 @@ _STALE = 1 << 16
 
 class Admitted(NamedTuple):
     """A request that a pool has admitted. `asked`: from where to where it has looked its `keys` up; `found`: the
-    leading ones of those that were there."""
+    leading ones of those that were there. `number`: the control plane's for it."""
 
     keys: Sequence[BlockKey]
     asked: tuple[int, int]
     found: int
+    number: int
 
 
 class TimedPool:
@@ -51,30 +52,41 @@ class TimedPool:
         no_pool = RankReport.without_pool(0, _BOOT, "ready", _SLOT_BYTES)
         self.engine.report(replace(no_pool, pinned_slots=slots, target_slots=slots, number=1))
 
-    def admit(self, keys: Sequence[BlockKey], now: float, asked: tuple[int, int] | None = None) -> Admitted:
+    def admit(
+        self,
+        keys: Sequence[BlockKey],
+        now: float,
+        asked: tuple[int, int] | None = None,
+        hints: Hints | None = None,
+    ) -> Admitted:
         """A request begins, in seconds. It looks up its blocks `asked`, None for all of them: the GPU has those before.
         Like a connector it offers to store all but those that it has found, what the GPU had included: the pool may
-        have lost that."""
+        have lost that. `hints`: what its client says about the next request."""
         self._go_on(now)
         engine = self.engine
         first, stop = asked or (0, len(keys))
         lease = engine.acquire(keys[first:stop])
         found = len(lease.slots)
+        number = engine.admit(keys, looked_up=(first, stop), hints=hints)
         rest = [*keys[:first], *keys[first + found :]]
         if rest:
-            op = engine.begin_store(rest, range(len(rest))).op
-            if op is not None:
-                self._go_on(now)  # a store is done later than the look-up
-                engine.complete(0, _BOOT, [Completion(op.op_id, "done", None, _SLOT_BYTES, 0.001)])
-            engine.take_settled()
+            self._store(rest, now)
         engine.release_lease(lease)
-        return Admitted(keys, (first, stop), found)
+        return Admitted(keys, (first, stop), found, number)
 
-    def end(self, request: Admitted, now: float, stop: str | None = None, hints: Hints | None = None) -> None:
-        """A request ends. `stop`: how, as in its trace; the control plane takes no account of it. `hints`: what its
-        client says about the next request."""
+    def _store(self, keys: Sequence[BlockKey], now: float) -> None:
+        engine = self.engine
+        op = engine.begin_store(keys, range(len(keys))).op
+        if op is not None:
+            self._go_on(now)  # a store is done later than the look-up
+            engine.complete(0, _BOOT, [Completion(op.op_id, "done", None, _SLOT_BYTES, 0.001)])
+        engine.take_settled()
+
+    def end(self, request: Admitted, now: float, stop: str | None = None) -> None:
+        """A request ends. `stop`: how, as in its trace. What the pool has refused or lent before the end is stored."""
         self._go_on(now)
-        self.engine.use(request.keys, looked_up=request.asked, hints=hints)
+        if self.engine.end_request(request.number, ending_of_trace(stop)).is_incomplete:
+            self._store(request.keys, now)
 
     def serve(
         self,
@@ -84,8 +96,8 @@ class TimedPool:
         hints: Hints | None = None,
     ) -> int:
         """A request that ends as soon as it begins. Returns the leading blocks that were found."""
-        request = self.admit(keys, now, asked)
-        self.engine.use(request.keys, looked_up=request.asked, hints=hints)
+        request = self.admit(keys, now, asked, hints)
+        self.end(request, now)
         return request.found
 
     def _go_on(self, now: float) -> None:
@@ -152,14 +164,14 @@ def overlapping_hits(
     gpu: GPUCache | None = None,
 ) -> int:
     """Blocks that hit in the pool, or before it in the cache of the GPU, while the requests overlap as in their trace.
-    `on_requests` is called with how many were admitted. `hints`: of the request with a number, at its end."""
+    `on_requests` is called with how many were admitted. `hints`: of the request with a number."""
     running: dict[int, Admitted] = {}
     hits = 0
     for event in events(requests):
         request = requests[event.number]
         pool.tick(event.at / 1000)
         if event.is_end:
-            pool.end(running.pop(event.number), event.at / 1000, request.stop, hints(event.number))
+            pool.end(running.pop(event.number), event.at / 1000, request.stop)
             if gpu is not None:
                 gpu.end(request.hash_ids)
             continue
@@ -167,7 +179,7 @@ def overlapping_hits(
         if gpu is not None:
             asked = gpu.admit(request.hash_ids), len(request.hash_ids)
             hits += asked[0]
-        admitted = pool.admit(keys.keys_of(request.hash_ids), event.at / 1000, asked)
+        admitted = pool.admit(keys.keys_of(request.hash_ids), event.at / 1000, asked, hints(event.number))
         running[event.number] = admitted
         hits += admitted.found
         if event.number % _TOLD == 0:

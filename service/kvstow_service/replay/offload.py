@@ -24,7 +24,7 @@ from kvstow.messages import Op
 from kvstow.results import NO_LEASE, Awaited, Given, Lease, StoreGrant
 from kvstow.tier.fingerprint import named_weights
 from kvstow_service.replay.remoteranks import RemoteRanks
-from kvstow_service.replay.trace import BLOCK_TOKENS, Shape
+from kvstow_service.replay.trace import BLOCK_TOKENS, Shape, ending_of_trace
 
 
 class EmbeddedOffload:
@@ -37,19 +37,23 @@ class EmbeddedOffload:
         # What needs no answer is the engine's own.
         self.complete, self.take_settled = engine.complete, engine.take_settled
         self.note_prefill = engine.note_prefill
+        self._numbers: dict[int, int] = {}
+        """The control plane's numbers of the requests that are running."""
 
     def step(self) -> None:
         """Called once a step of the replay. The engine's host ticks it."""
 
-    def admit(self, keys: Sequence[BlockKey]) -> Awaited[Lease]:
-        """A request with this chain begins. Look up its leading keys that are present, and keep them from eviction. The
-        lease may be empty."""
-        return Given(self._engine.acquire(keys))
+    def admit(self, number: int, keys: Sequence[BlockKey]) -> Awaited[Lease]:
+        """Request `number` of the replay begins, with this chain. Look up its leading keys that are present, and keep
+        them from eviction. The lease may be empty."""
+        lease = self._engine.acquire(keys)
+        self._numbers[number] = self._engine.admit(keys)
+        return Given(lease)
 
-    def end(self, keys: Sequence[BlockKey], stop: str | None) -> None:
-        """A request with this chain has ended, and all that it stores is stored. `stop`: how it ended, as in its trace;
-        the control plane takes no account of it."""
-        self._engine.use(keys)
+    def end(self, number: int, stop: str | None) -> bool:
+        """The request has ended. `stop`: how, as in its trace. Returns whether the pool lacks blocks of it, which
+        should be stored now."""
+        return self._engine.end_request(self._numbers.pop(number), ending_of_trace(stop)).is_incomplete
 
     def hold(self, keys: Sequence[BlockKey]) -> Awaited[Lease]:
         """Keep exactly these keys from eviction; the lease is empty if one of them is absent."""
@@ -141,6 +145,7 @@ class AttachedOffload:
         self.complete, self.take_settled = self.engine.complete, self.engine.take_settled
         self.note_prefill, self.close = self.engine.note_prefill, self.engine.close
         self._ranks = ranks
+        self._numbers: dict[int, int] = {}
         self._joined: SessionTicket | None = None
         self._asked: Answer[StoreGrant] | None = None
         self._room = 0
@@ -178,11 +183,13 @@ class AttachedOffload:
             self._asked = self.engine.begin_store((), ())
         return self._room
 
-    def admit(self, keys: Sequence[BlockKey]) -> Awaited[Lease]:
-        return _FoundLease(self, self.engine.find(keys, hold=Hold.LEADING))
+    def admit(self, number: int, keys: Sequence[BlockKey]) -> Awaited[Lease]:
+        answer = self.engine.find(keys, hold=Hold.LEADING)
+        self._numbers[number] = self.engine.admit(keys)
+        return _FoundLease(self, answer)
 
-    def end(self, keys: Sequence[BlockKey], stop: str | None) -> None:
-        self.engine.use(keys)
+    def end(self, number: int, stop: str | None) -> bool:
+        return self.engine.end_request(self._numbers.pop(number), ending_of_trace(stop))
 
     def hold(self, keys: Sequence[BlockKey]) -> Awaited[Lease]:
         return _FoundLease(self, self.engine.find(keys, hold=Hold.ALL, count=False))

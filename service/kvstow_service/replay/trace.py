@@ -30,6 +30,7 @@ from heapq import heappop, heappush
 from itertools import chain, count, islice, pairwise
 from typing import Any, NamedTuple, cast, overload
 
+from kvstow.endings import NO_ENDING, Ending
 from kvstow.errors import ConfigError, InvalidRequestError
 from kvstow.keys import BlockKey, make_key
 from kvstow.layout import KVLayout, Region
@@ -112,6 +113,12 @@ class Numbers:
         if len(self._number_of) >= self.MOST:
             return self._MOVED + one
         return self._number_of.setdefault(one, len(self._number_of))
+
+
+def ending_of_trace(stop: str | None) -> Ending:
+    """How a request has ended, for the control plane, which knows ends of text by their last tokens: each `stop` of a
+    trace stands for a pair of them."""
+    return NO_ENDING if stop is None else Ending("stop", (zlib.crc32(stop.encode()), 0))
 
 
 class TraceRequest(NamedTuple):

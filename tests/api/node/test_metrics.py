@@ -13,6 +13,7 @@ from tests.api.fakenode import RANKS, SLOT_BYTES, SLOTS, FakeNode
 from tests.api.node.conftest import KEYS, NAMES, get
 
 from kvstow.status import MemoryStatus
+from kvstow.testing.rank import use_keys
 from kvstow_api.directory import OrphanedMemory
 
 pytestmark = pytest.mark.anyio
@@ -235,11 +236,11 @@ async def test_memory_that_cannot_be_measured_has_no_series(launch: Any, node: F
 async def test_a_curve_has_series_once_there_is_evidence(client: httpx.AsyncClient, node: FakeNode) -> None:
     engine = node.attach(NAMES[0])
     for number in range(100):
-        engine.control.use([sha256(bytes([number % 24])).digest()])
+        use_keys(engine.control, [sha256(bytes([number % 24])).digest()])
     before = await scrape(client)
     assert before["kvstow_curve_hit_ratio"].samples == before["kvstow_curve_useful_bytes"].samples == []
     for number in range(300):
-        engine.control.use([sha256(bytes([number % 24])).digest()])
+        use_keys(engine.control, [sha256(bytes([number % 24])).digest()])
     families = await scrape(client)
     ratios = values(families, "kvstow_curve_hit_ratio", "pool", "times", "order")
     assert {(times, order) for _, times, order in ratios} == {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -11,7 +10,7 @@ from tests.api.tieredhost import TieredHost
 
 from kvstow.control.engine import OffloadEngine
 from kvstow.hints import context_id
-from kvstow.status import ClaimsStatus, ContextPage, ContextStatus
+from kvstow.status import ContextPage, ContextStatus
 from kvstow.testing.fakes import FakeClock
 
 pytestmark = pytest.mark.anyio
@@ -27,10 +26,8 @@ def status(name: str = "trip", **changes: Any) -> ContextStatus:
         "bytes": 4 * 4096,
         "tokens": 64,
         "requests": 3,
-        "hits": 8,
         "idle_seconds": 1.5,
         "resume_in_seconds": 8.5,
-        "is_hinted": True,
         "name": name,
     }
     return ContextStatus(**{**given, **changes})
@@ -82,7 +79,7 @@ async def test_one_context_is_shown_changed_and_released(
 
     monkeypatch.setattr(type(engine.admin), "release_context", release)
     url = f"/v1/contexts/{TRIP.hex()}"
-    assert (await client.get(url)).json()["items"][0]["hits"] == 8
+    assert (await client.get(url)).json()["items"][0]["requests"] == 3
     changed = await client.patch(url, json={"resume_in_seconds": 30})
     assert (changed.status_code, changed.json()["items"][0]["context"]) == (200, TRIP.hex())
     released = await client.delete(url)
@@ -137,35 +134,3 @@ async def test_a_context_is_fetched_where_a_namespace_knows_it(
     answer = await client.post(url)
     assert (answer.status_code, answer.json()) == (202, {"blocks": 7})
     host.close()
-
-
-async def test_the_doctor_says_what_claims_have_saved(
-    client: httpx.AsyncClient, engine: OffloadEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    claims = ClaimsStatus(
-        is_on=True,
-        contexts=3,
-        claimed_slots=9,
-        kept_slots=6,
-        allowed_slots=12,
-        used_again=70,
-        never_used=30,
-        saved_ratio=None,
-        window_requests=0,
-        switches=0,
-    )
-    current = [None, claims, replace(claims, saved_ratio=0.12), replace(claims, saved_ratio=-0.02, is_on=False)]
-    told = []
-    for now in current:
-        monkeypatch.setattr(engine, "claims", lambda now=now: now)
-        doctor = (await client.get("/v1/doctor")).json()
-        found = [one["what"] for one in doctor["conditions"] if one["name"] == "hints"]
-        told.append(found[0] if found else doctor["skipped"].get("hints"))
-    words = "30.0 % of what was kept for them was never used again"
-    assert told == [
-        None,
-        "too few requests have come with hints",
-        f"claims saved 12.0 % of prefill; {words}",
-        f"hints are not used, because the pool does better without them: claims cost 2.0 % of prefill; {words}",
-    ]
-    assert (await client.get("/v1/pools/host")).json()["claims"]["used_again"] == 70

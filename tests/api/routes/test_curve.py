@@ -13,6 +13,7 @@ from tests.api.fakenode import FakeNode
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
 from kvstow.testing.fakes import FakeClock
+from kvstow.testing.rank import use_keys
 from kvstow_api.directory import EmbeddedDirectory
 
 pytestmark = pytest.mark.anyio
@@ -24,7 +25,7 @@ use."""
 
 def use_loop(session: Any, requests: int) -> None:
     for number in range(requests):
-        session.use([LOOP[number % len(LOOP)]])
+        use_keys(session, [LOOP[number % len(LOOP)]])
 
 
 async def test_nothing_is_said_before_there_is_evidence(

@@ -310,7 +310,7 @@ async def test_shrinking_removes_what_lies_above(
 
 
 async def test_the_policy_can_be_changed(client: httpx.AsyncClient, ranks: Any) -> None:
-    assert (await client.patch(HOST, json={"policy": 4})).json()["policy"] == "4"
+    assert (await client.patch(HOST, json={"policy": "lru"})).json()["policy"] == "lru"
     both = (await client.patch(HOST, json={"policy": "auto", "capacity_slots": 8})).json()
     assert (both["policy"], both["capacity_slots"]) == ("auto", 8)
 

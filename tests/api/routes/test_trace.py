@@ -19,6 +19,7 @@ from tests.api.fakenode import FakeNode
 from kvstow.control import recording
 from kvstow.control.engine import OffloadEngine
 from kvstow.testing.fakes import FakeClock
+from kvstow.testing.rank import use_keys
 from kvstow_api.client import ApiError, Client
 
 CHAIN = [hashlib.sha256(bytes([number])).digest() for number in range(8)]
@@ -50,11 +51,11 @@ def test_requests_come_as_lines_and_the_last_line_says_why_it_ended(
     with client_of(serve, tmp_path) as client:
         lines = client.record("host", seconds=60.0, max_bytes=400)
         assert next(lines) == "", "the server is there"
-        engine.use(CHAIN, looked_up=(2, 6))
+        use_keys(engine, CHAIN, looked_up=(2, 6))
         first = json.loads(next(filter(None, lines)))
         assert (first["looked_up"], len(first["hash_ids"])) == ([2, 6], 8)
         assert (first["input_length"], first["output_length"]) == (6 * 16, 2 * 16)
-        engine.use(CHAIN)
+        use_keys(engine, CHAIN)
         rest = [json.loads(line) for line in lines if line]
         assert [len(one.get("hash_ids", ())) for one in rest] in ([0], [8, 0])
         assert rest[-1]["recording"]["end"] == "size"
@@ -97,7 +98,7 @@ def test_a_client_that_does_not_read_ends_it_and_delays_nobody(
         deadline = time.monotonic() + 60.0
         while not made.is_over:
             assert time.monotonic() < deadline
-            engine.use(chain)
+            use_keys(engine, chain)
         assert made._held <= 20_000
         assert made._end == "slow"
         received = bytearray()
@@ -112,8 +113,8 @@ def test_a_pool_of_a_node_is_recorded(serve: Serve, tmp_path: Path) -> None:
     with client_of(serve, tmp_path, directory=node) as client:
         lines = client.record("a", **LIMITS)
         next(lines)
-        other.control.use(CHAIN[:3])
-        engine.control.use(CHAIN)
+        use_keys(other.control, CHAIN[:3])
+        use_keys(engine.control, CHAIN)
         assert len(json.loads(next(filter(None, lines)))["hash_ids"]) == 8
         with pytest.raises(ApiError, match="there is no pool"):
             next(client.record("c", **LIMITS))
@@ -129,7 +130,7 @@ def test_a_stranger_records_nothing(serve: Serve, engine: OffloadEngine) -> None
 
 def use_often(engine: OffloadEngine) -> None:
     for _ in range(50):
-        engine.use(CHAIN[:2])
+        use_keys(engine, CHAIN[:2])
 
 
 def test_no_thread_waits_while_a_recording_is_read(serve: Serve, engine: OffloadEngine, tmp_path: Path) -> None:

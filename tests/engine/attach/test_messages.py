@@ -83,9 +83,13 @@ MESSAGES: list[Any] = [
     StoreBegun(0, (), ()),
     Completions(1, "boot", (Completion(7, "done", None, 4096, 0.25, 0.5), Completion(8, "failed", "no device"))),
     SettledOps((SettledOp(7, "store", "source_free"), SettledOp(8, "load", "failed", "x" * 50)), 5),
-    calls.Use([b"abc"], 7, (2, 9)),
-    calls.Use([b"abc"], 0, (0, 1), Hints(bytes(16), 2.5, release=True, store=False, name="trip", ignored=("unknown",))),
-    calls.Use([b"abc"], 7, (2, 9), None, (b"lora", b"salt", b"")),
+    calls.Admit(1, [b"abc"], (2, 9)),
+    calls.End(1, "other", None, [], []),
+    calls.End(1, "stop", (7, 1 << 40), [b"abc"], [b"abc", b"def"]),
+    calls.Admit(
+        1, [b"abc"], (0, 1), Hints(bytes(16), 2.5, release=True, store=False, name="trip", ignored=("unknown",))
+    ),
+    calls.Admit(1, [b"abc"], (2, 9), None, (b"lora", b"salt", b"")),
     calls.CountLookup(100, 99, (b"", b"", b"eight678")),
     calls.Reset(),
     calls.ResetDone("llama-3-1-8b-0a1b2c"),
@@ -246,7 +250,7 @@ def test_values_out_of_range_are_malformed() -> None:
     with pytest.raises(ProtocolError, match="1 hits of 0 blocks"):
         calls.CountLookup.unpack(calls.CountLookup(0, 1).pack())
     with pytest.raises(ProtocolError, match="it has looked up blocks from 9 to 8"):
-        calls.Use.unpack(calls.Use([], 0, (9, 8)).pack())
+        calls.Admit.unpack(calls.Admit(1, [], (9, 8)).pack())
 
 
 @pytest.mark.parametrize(
@@ -263,8 +267,8 @@ def test_values_out_of_range_are_malformed() -> None:
     ],
 )
 def test_hints_have_limits(hints: Hints) -> None:
-    with pytest.raises(ProtocolError, match="use: "):
-        calls.Use.unpack(calls.Use([], 0, (0, 0), hints).pack())
+    with pytest.raises(ProtocolError, match="admit: "):
+        calls.Admit.unpack(calls.Admit(1, [], (0, 0), hints).pack())
     with pytest.raises(ProtocolError, match="1 blocks and 0 slots"):
         StoreBegun.unpack(StoreBegun(1, (0,), ()).pack())
     with pytest.raises(ProtocolError, match="shorter than its slots"):

@@ -10,7 +10,7 @@ from kvstow.errors import InvalidRequestError, LeaseError, NotFoundError
 from kvstow.messages import Completion
 from kvstow.results import Lease, Settled
 from kvstow.testing.fakes import FakeClock
-from kvstow.testing.rank import FakeRank, make_ranks, store_keys, write_blocks
+from kvstow.testing.rank import FakeRank, make_ranks, store_keys, use_keys, write_blocks
 
 MakeEngine = Callable[..., OffloadEngine]
 
@@ -177,12 +177,12 @@ def test_a_key_is_stored_once(make_host: MakeEngine) -> None:
     assert engine.lookup([A, B, C, D]) == 4
 
 
-def test_storing_a_present_key_counts_as_using_it(make_host: MakeEngine) -> None:
+def test_a_request_keeps_what_it_uses_from_eviction(make_host: MakeEngine) -> None:
     engine = make_host(slots=2)
     ranks = make_ranks(engine)
     store_keys(engine, ranks, [A])
     store_keys(engine, ranks, [B])
-    engine.begin_store([A], [0])
+    use_keys(engine, [A])
     store_keys(engine, ranks, [C])
     assert engine.contains([A, B, C]) == [True, False, True]
 

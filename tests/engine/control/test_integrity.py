@@ -25,11 +25,12 @@ def swap_two_keys(pool: Pool) -> None:
 
 
 def lose_an_evictable_slot(pool: Pool) -> None:
-    pool.sessions[0].namespace.order.detach([3])
+    part = pool.index.chains.parts()[-1]
+    part.slots.pop()
 
 
-def miscount_the_order(pool: Pool) -> None:
-    pool.sessions[0].namespace.order._size += 1
+def miscount_a_part(pool: Pool) -> None:
+    pool.index.chains.parts()[-1].resident += 1
 
 
 def forget_an_orphan(pool: Pool) -> None:
@@ -97,8 +98,8 @@ def keep_blocks_above_the_usable_slots(pool: Pool) -> None:
     [
         (lose_a_key, "keys by slot and slots by key differ"),
         (swap_two_keys, "keys by slot and slots by key differ"),
-        (lose_an_evictable_slot, "the evictable slots are not those"),
-        (miscount_the_order, "the eviction order repeats or loses slots"),
+        (lose_an_evictable_slot, "the order of eviction repeats or loses slots"),
+        (miscount_a_part, "the count of a part's slots is wrong"),
         (forget_an_orphan, "the count of orphans is not that of held slots without a key"),
         (add_a_key_to_a_store, "the keys and slots that are being stored do not match"),
         (add_a_holder_to_a_free_slot, "the count of held slots is wrong"),

@@ -15,7 +15,7 @@ from kvstow.control.engine import OffloadEngine
 from kvstow.control.keytable import SlotTable, hashes_of, mix_of
 from kvstow.control.pool import Pool
 from kvstow.hints import Hints, context_id
-from kvstow.testing.rank import make_ranks, store_keys
+from kvstow.testing.rank import make_ranks, store_keys, use_keys
 
 MakeEngine = Callable[..., OffloadEngine]
 
@@ -153,8 +153,8 @@ def test_no_table_that_grows_with_the_pool_is_rebuilt_in_one_call(make_engine: M
     assert pool.index.num_cached == _SLOTS
     assert largest_table(pool) <= _MOST_ENTRIES, "cached"
     for number, piece in enumerate(pieces):
-        engine.use(piece, hints=Hints(context_id(str(number)), resume_in=60.0))
-    assert largest_table(pool) <= _MOST_ENTRIES, "claimed"
+        use_keys(engine, piece, hints=Hints(context_id(str(number)), resume_in=60.0))
+    assert largest_table(pool) <= _MOST_ENTRIES, "used"
     leases = [engine.acquire(piece) for piece in [*pieces, *pieces]]
     assert len(pool.index.held) == _SLOTS
     assert largest_table(pool) <= _MOST_ENTRIES, "leased twice"

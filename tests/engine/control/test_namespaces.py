@@ -8,6 +8,7 @@ from tests.engine.control.sharedhost import Client, Host
 from kvstow.control.engine import PoolFacade
 from kvstow.errors import ConflictError, LeaseError, NotFoundError
 from kvstow.status import NamespaceStatus
+from kvstow.testing.rank import use_keys
 
 A, B, C, D, E = (bytes([letter]) for letter in b"ABCDE")
 KEYS = [bytes([100 + number]) for number in range(16)]
@@ -80,13 +81,14 @@ def test_a_namespace_keeps_its_blocks_until_an_engine_comes_back(host: Host) -> 
     other.store([D])
     host.clock.advance(1.0)
     assert again.load([A, B]) == [A, B]
+    use_keys(again.session, [A, B])
     for number in range(5):
         host.clock.advance(1.0)
         other.store([KEYS[number]])
     assert cached(host, again, [A, B]) == [A, B]
 
 
-@pytest.mark.parametrize("policy", ["lru", "4"])
+@pytest.mark.parametrize("policy", ["lru", "auto"])
 def test_among_used_namespaces_the_blocks_unused_for_longest_are_evicted(policy: str) -> None:
     host = Host(slots=96, policy=policy)
     first, second = host.attach(namespace="a"), host.attach(namespace="b")
@@ -182,7 +184,7 @@ def test_operators_reach_the_blocks_of_all_namespaces(host: Host) -> None:
     admin = host.pool.admin
     assert admin.lookup([A, B, C, D]).present == [True, True, True, False]
     assert admin.purge(keys=[A]).run().evicted_slots == 2
-    admin.set_policy("4")
+    admin.set_policy("auto")
     admin.remove_block(B)
     assert PoolFacade(host.pool).block(C) is not None
     assert admin.purge(everything=True).run().evicted_slots == 1

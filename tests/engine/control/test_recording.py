@@ -14,6 +14,7 @@ from kvstow.control.engine import OffloadEngine
 from kvstow.control.recording import MOST_BYTES, MOST_SECONDS, Recording
 from kvstow.errors import ConflictError, InvalidRequestError
 from kvstow.testing.fakes import FakeClock
+from kvstow.testing.rank import use_keys
 
 LIMITS: dict[str, Any] = {"seconds": 60.0, "max_bytes": 1 << 20}
 
@@ -184,14 +185,13 @@ def test_limits_are_limited(changes: dict[str, Any]) -> None:
 def test_a_pool_records_uses_with_and_without_a_comparison(make_engine: Callable[..., OffloadEngine]) -> None:
     for changes in ({}, {"policy": "lru", "curve": False}):
         engine = make_engine(block_tokens=16, **changes)
-        engine.use(keys(9))
+        use_keys(engine, keys(9))
         with engine.record(**LIMITS) as made:
-            engine.use(keys(3, 4), start=2)
-            engine.use(keys(1, 2), looked_up=(0, 3))
+            use_keys(engine, keys(1, 2, 3, 4), looked_up=(0, 3))
             (line,) = lines(made)
             assert (len(line["hash_ids"]), line["looked_up"]) == (4, [0, 3])
         assert engine.pool.recording is None
-        engine.use(keys(1))
+        use_keys(engine, keys(1))
         assert made.take() == (b"", "stopped")
 
 
@@ -200,11 +200,11 @@ def test_a_pool_has_one_recording_at_a_time(make_engine: Callable[..., OffloadEn
     with engine.record(**LIMITS) as first:
         with pytest.raises(ConflictError, match="is being recorded already"), engine.record(**LIMITS):
             pass
-        engine.use(keys(1))
+        use_keys(engine, keys(1))
         assert len(lines(first)) == 1, "the refused one has changed nothing"
         first.stop()
         with engine.record(**LIMITS) as second:
-            engine.use(keys(1))
+            use_keys(engine, keys(1))
             assert len(lines(second)) == 1
         assert engine.pool.recording is None
     assert engine.pool.recording is None
@@ -216,8 +216,8 @@ def test_stalled_readers_hold_no_more_than_one_recording(
     monkeypatch.setattr(recording, "MOST_WAITING", 3)
     engine = make_engine()
     with engine.record(**LIMITS) as stalled:
-        engine.use(keys(1))
-        engine.use(keys(2, 3))
+        use_keys(engine, keys(1))
+        use_keys(engine, keys(2, 3))
         assert stalled.is_over
         with engine.record(**LIMITS):
             assert stalled.take() == (b"", "slow")

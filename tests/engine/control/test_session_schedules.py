@@ -28,7 +28,7 @@ from kvstow.hints import Hints, context_id
 from kvstow.messages import Mark, Op
 from kvstow.results import Lease, Settled
 from kvstow.testing.fakes import FakeClock
-from kvstow.testing.rank import Content, FakeRank, write_blocks
+from kvstow.testing.rank import Content, FakeRank, use_keys, write_blocks
 
 EXTENT_SLOTS = 3
 MAX_EXTENTS = 3
@@ -101,6 +101,7 @@ class Engine(VerifyingHost):
         for rank in self.alive:
             self.session.map_memory((self.session.session_id, rank))
         self.leases: list[tuple[Lease, Sequence[bytes]]] = []
+        self.running: list[int] = []
         self.loads: dict[int, tuple[Op, tuple[bytes, ...], list[str]]] = {}
         self.stores: dict[int, Op] = {}
         self.said: list[tuple[FakeRank, int, Mark]] = []
@@ -158,7 +159,7 @@ class Engines(RuleBasedStateMachine):
     choices: ClassVar = CHOICES
     checks_books = True
 
-    @initialize(num_ranks=st.integers(1, 2), replicated=st.booleans(), policy=st.sampled_from(["lru", "4"]))
+    @initialize(num_ranks=st.integers(1, 2), replicated=st.booleans(), policy=st.sampled_from(["lru", "auto"]))
     def start(self, num_ranks: int, replicated: bool, policy: str) -> None:
         self.clock = FakeClock()
         config = EngineConfig(slot_bytes=1, capacity_slots=EXTENT_SLOTS, num_ranks=num_ranks, policy=policy)
@@ -196,7 +197,12 @@ class Engines(RuleBasedStateMachine):
             engine.store(chain[: 1 + pick % 4])
         elif what == "use":
             hints = Hints(context_id(str(pick % 3)), float(pick % 7), release=pick % 4 == 0)
-            engine.session.use(chain, hints=hints if pick % 2 else None)
+            if pick % 3:
+                use_keys(engine.session, chain, hints=hints if pick % 2 else None)
+            elif engine.running and pick % 2:
+                engine.session.end_request(engine.running.pop(0))
+            else:
+                engine.running.append(engine.session.admit(chain, hints=hints))
         elif what == "look up":
             lease = engine.session.acquire(chain)
             self.keep(engine, lease, chain[: lease.num_keys])
@@ -492,7 +498,7 @@ def run_schedules(seeds: range, kind: type[Engines] = Engines) -> None:
     for seed in seeds:
         choose = random.Random(seed)
         engines = kind()
-        engines.start(choose.randint(1, 2), choose.random() < 0.3, choose.choice(["lru", "4"]))
+        engines.start(choose.randint(1, 2), choose.random() < 0.3, choose.choice(["lru", "auto"]))
         for _ in range(100):
             engines.act(choose.choice(kind.choices), choose.randrange(PICKS))
             engines.books_balance()

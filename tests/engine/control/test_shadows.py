@@ -12,13 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstow.config import EngineConfig
-from kvstow.control.comparison import CHOICES, SIZES, Change, Chooser, Comparison, RequestWindow
+from kvstow.control.comparison import SIZES, Comparison, RequestWindow
 from kvstow.control.engine import OffloadEngine
-from kvstow.control.shadows import Followed, Hits, HotKeys, Seen, Shadows, Tally, spread
-from kvstow.control.uses import hash_keys
-from kvstow.hints import Hints, context_id
+from kvstow.control.keyhashes import hash_keys
+from kvstow.control.shadows import Followed, HotKeys, Seen, Shadows, Tally, spread
 from kvstow.testing.fakes import FakeClock
-from kvstow.testing.rank import make_ranks, store_keys
+from kvstow.testing.rank import make_ranks, store_keys, use_keys
 
 
 def key(number: int) -> bytes:
@@ -43,21 +42,19 @@ def choose(shadows: Shadows, chain: Sequence[bytes]) -> list[Followed]:
     return chosen
 
 
-def follow(shadows: Shadows, chain: Sequence[bytes], now: float, looked_up: range | None = None) -> Tally:
+def follow(shadows: Shadows, chain: Sequence[bytes], looked_up: range | None = None) -> Tally:
     """What a request has hit that has used this chain, and has looked up all of it, or these positions."""
     tally = Tally()
-    shadows.use(choose(shadows, chain), range(len(chain)) if looked_up is None else looked_up, now, tally)
+    shadows.use(choose(shadows, chain), range(len(chain)) if looked_up is None else looked_up, tally)
     return tally
 
 
 class Pool:
-    """An engine with a fixed order of eviction that serves one request at a time."""
+    """An engine with the order of the last use that serves one request at a time."""
 
-    def __init__(self, slots: int, k: float) -> None:
+    def __init__(self, slots: int) -> None:
         self.clock = FakeClock()
-        self.engine = OffloadEngine(
-            EngineConfig(slot_bytes=64, capacity_slots=slots, policy=f"{k:g}"), clock=self.clock
-        )
+        self.engine = OffloadEngine(EngineConfig(slot_bytes=64, capacity_slots=slots, policy="lru"), clock=self.clock)
         self.ranks = make_ranks(self.engine)
 
     def serve(self, chain: list[bytes], on_gpu: int = 0) -> int:
@@ -70,7 +67,7 @@ class Pool:
             store_keys(self.engine, self.ranks, missing)
         for each in (lease, held):
             self.engine.release_lease(each)
-        self.engine.use(chain)
+        use_keys(self.engine, chain)
         return lease.num_keys
 
 
@@ -80,17 +77,15 @@ REQUESTS = st.lists(
 
 
 @settings(max_examples=60, deadline=None)
-@given(REQUESTS, st.sampled_from(CHOICES), st.sampled_from([1.0, 2.0]))
-def test_where_all_keys_are_followed_a_shadow_is_exact(
-    requests: list[tuple[list[int], int]], k: float, times: float
-) -> None:
-    pool = Pool(int(8 * times), k)
-    shadows = Shadows([(0.0, 1.0), (k, times)], 8)
+@given(REQUESTS, st.sampled_from([1.0, 2.0]))
+def test_where_all_keys_are_followed_a_shadow_is_exact(requests: list[tuple[list[int], int]], times: float) -> None:
+    pool = Pool(int(8 * times))
+    shadows = Shadows([1.0, times], 8)
     for numbers, on_gpu in requests:
         chain = chain_of(numbers)
         on_gpu = min(on_gpu, len(chain))
         hits = pool.serve(chain, on_gpu)
-        request = follow(shadows, chain, pool.clock(), range(on_gpu, len(chain)))
+        request = follow(shadows, chain, range(on_gpu, len(chain)))
         assert request.blocks == len(chain) - on_gpu
         assert spread(request.hits, 2)[1] == hits
         shadows.check()
@@ -113,16 +108,16 @@ def long_traffic() -> list[list[bytes]]:
     return traffic(1500)
 
 
-def run(shadows: Shadows, requests: list[list[bytes]], start: int = 0) -> list[float]:
+def run(shadows: Shadows, requests: list[list[bytes]]) -> list[float]:
     """The ratio of hits of each shadow."""
     tally = Tally()
-    for number, chain in enumerate(requests, start):
-        tally.add(follow(shadows, chain, float(number)))
+    for chain in requests:
+        tally.add(follow(shadows, chain))
     shadows.check()
     return list(spread(tally.hits, 4) / tally.sampled)
 
 
-VARIANTS = [(0.0, 1.0), (4.0, 1.0), (0.0, 0.5), (0.0, 2.0)]
+VARIANTS = [1.0, 4.0, 0.5, 2.0]
 
 
 @pytest.mark.parametrize("most", [8000, 2000])
@@ -138,9 +133,9 @@ def test_a_key_of_every_request_is_always_followed(long_traffic: list[list[bytes
     """Else the common beginning would count for all or for nothing."""
     chains = [[*chain[:2], key(10**9 + number)] for number, chain in enumerate(long_traffic)]
     for seed in range(3):
-        shadows = Shadows([(0.0, 1.0), (4.0, 1.0)], 2000, 160)
+        shadows = Shadows([1.0, 4.0], 2000, 160)
         for number, chain in enumerate(chains):
-            found = follow(shadows, [hash_of(each, seed) for each in chain], float(number))
+            found = follow(shadows, [hash_of(each, seed) for each in chain])
             if number >= 200:
                 assert list(spread(found.hits, 2)) == [2.0, 2.0]
 
@@ -151,12 +146,12 @@ def test_a_resize_moves_the_shadows_with_the_pool(long_traffic: list[list[bytes]
     for slots in (1100, 4000, 500, 900):
         shadows.resize(slots)
         assert len(shadows) <= 4000
-        run(shadows, long_traffic[500:700], 500)
+        run(shadows, long_traffic[500:700])
     shadows.resize(2000)
-    run(shadows, long_traffic[:700], 700)
+    run(shadows, long_traffic[:700])
     expected = Shadows(VARIANTS, 2000, 10**6)
     run(expected, long_traffic[:700])
-    assert run(shadows, long_traffic[700:], 1400) == pytest.approx(run(expected, long_traffic[700:], 700), abs=0.05)
+    assert run(shadows, long_traffic[700:]) == pytest.approx(run(expected, long_traffic[700:]), abs=0.05)
 
 
 def test_another_rate_keeps_what_it_would_follow(long_traffic: list[list[bytes]]) -> None:
@@ -172,7 +167,7 @@ def test_another_rate_keeps_what_it_would_follow(long_traffic: list[list[bytes]]
     shadows.check()
     shadows.resize(10**12)  # few but hot keys are left
     shadows.check()
-    run(shadows, long_traffic[700:900], 700)
+    run(shadows, long_traffic[700:900])
 
 
 @pytest.mark.parametrize("parts", [[[1, 2, 1, 3, 2]], [[1, 2], [2, 3], [1]]])
@@ -183,12 +178,12 @@ def test_a_client_that_repeats_keys_of_a_chain_harms_no_other(parts: list[list[i
         chains = [[key(number) for number in part] for part in parts]
         chosen = shadows.choose([shadows.part(each, start=2 * place) for place, each in enumerate(chains)])
         request = Tally()
-        shadows.use([one for part in chosen for one in part], range(5), at, request)
+        shadows.use([one for part in chosen for one in part], range(5), request)
         assert (len(shadows), request.sampled) == (3, 3.0)
         assert spread(request.hits, 4).tolist() == [3.0 * at] * 4
         shadows.check()
     for number in range(200):
-        follow(shadows, [key(100 + number)], 2.0 + number)
+        follow(shadows, [key(100 + number)])
     shadows.check()
     assert 63 <= len(shadows) <= 64
 
@@ -216,14 +211,14 @@ def test_hot_keys_are_those_of_more_than_one_request_in_a_hundred() -> None:
 
 def test_a_beginning_that_is_hot_no_longer_is_not_followed_for_ever() -> None:
     """Keys stop being hot when many requests are followed at once, and the last one with them is among these."""
-    shadows, tally, number = Shadows([(0.0, 1.0), (1.0, 1.0)], 40_000), Tally(), 0
+    shadows, tally, number = Shadows([1.0, 0.5], 40_000), Tally(), 0
 
     def follow_with_others(count: int) -> None:
         nonlocal number
         chains = [[hash_of(b"hot")], *([hash_of(key(number + other))] for other in range(count))]
         number += count
         for chain in shadows.choose([shadows.part(chain) for chain in chains]):
-            shadows.use(chain, range(1), float(number), tally)
+            shadows.use(chain, range(1), tally)
 
     for _ in range(100):
         follow_with_others(3)
@@ -238,10 +233,10 @@ def test_a_beginning_that_is_hot_no_longer_is_not_followed_for_ever() -> None:
 def test_a_long_common_beginning_is_counted_with_few_keys() -> None:
     """Each of them stands for those around it."""
     for slots in (10**6, 10_000):
-        shadows = Shadows([(0.0, 1.0), (2.0, 1.0)], slots, 10_000)
+        shadows = Shadows([1.0, 2.0], slots, 10_000)
         for number in range(300):
             chain = [*map(key, range(1000)), key(10**6 + number)]
-            request = follow(shadows, chain, float(number))
+            request = follow(shadows, chain)
         shadows.check()
         hot = [one for one in choose(shadows, chain) if one[3]]
         assert 40 < len(hot) < 60
@@ -315,126 +310,20 @@ def test_what_was_ever_seen_is_known_in_bounded_memory(long_traffic: list[list[b
     assert seen(1000) == pytest.approx(again / blocks, abs=0.04)
 
 
-# -- the choice --------------------------------------------------------------------------------------------------------
-
-
-def hits_of(better: float, by: float) -> Hits:
-    """Of 100 blocks."""
-    return {(1 << len(CHOICES)) - 1: 50.0, 1 << CHOICES.index(better): by}
-
-
-def ask(chooser: Chooser, count: int, hits: Hits) -> list[Change]:
-    """So many requests of 100 blocks."""
-    return [change for _ in range(count) if (change := ended(chooser, hits)) is not None]
-
-
-def ended(chooser: Chooser, hits: Hits) -> Change | None:
-    """A request of 100 blocks."""
-    chooser.window.piece.add(Tally(1, 100, 100.0, hits))
-    return chooser.look()
-
-
-def test_another_k_is_taken_when_it_leads_by_half_a_point() -> None:
-    chooser = Chooser(RequestWindow(1000))
-    assert ask(chooser, 1000, hits_of(4.0, by=0.4)) == []
-    (change,) = ask(chooser, 300, hits_of(4.0, by=3.0))
-    assert (change.before, change.k, chooser.k) == (0.0, 4.0, 4.0)
-    assert change.ratio - change.ratio_before >= 0.005
-    assert "k = 0 to k = 4" in str(change)
-
-
-def test_nothing_is_chosen_before_half_a_window_is_full() -> None:
-    """Eight pools of blocks, or 300 requests if those are more."""
-    for slots, needed in ((10, 152), (1000, 152), (100_000, 4000)):
-        chooser = Chooser(RequestWindow(slots))
-        first = next(number for number in range(1, 5000) if ended(chooser, hits_of(1.0, by=20.0)) is not None)
-        assert needed <= first <= needed + 16
+# -- the window -------------------------------------------------------------------------------------------------------
 
 
 def test_what_a_pool_of_another_size_has_hit_says_nothing() -> None:
     """A tenth more or less is the same size."""
     window = RequestWindow(1000)
     for _ in range(400):
-        window.add(Tally(1, 100, 100.0, hits_of(1.0, by=0.0)))
+        window.piece.add(Tally(1, 100, 100.0))
+        window.move()
     assert window.is_meaningful
     window.resize(1090)
     assert window.requests > 200
     window.resize(1300)
     assert (window.requests, window.is_meaningful) == (0, False)
-
-
-def test_a_choice_lasts_for_a_pool_of_blocks() -> None:
-    chooser = Chooser(RequestWindow(20_000))
-    assert len(ask(chooser, 2000, hits_of(4.0, by=20.0))) == 1
-    changed = []
-    for number in range(4000):
-        better = CHOICES[number // 40 % len(CHOICES)]
-        changed += [number] * (ended(chooser, hits_of(better, by=50.0)) is not None)
-    assert all(after - before >= 200 for before, after in pairwise(changed))
-
-
-def test_a_pool_chooses_for_itself_and_says_so(
-    make_engine: Callable[..., OffloadEngine], clock: FakeClock, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Documents that are read again and again, among ten times as many blocks that are read once."""
-    caplog.set_level("INFO", "kvstow.engine")
-    engine = make_engine(slots=200, policy="auto")
-    ranks = make_ranks(engine)
-    for number in range(1200):
-        clock.advance(1.0)
-        chain = (
-            [key(number % 24 * 100 + at) for at in range(5)]
-            if number % 2
-            else [key(10**6 + number * 100 + at) for at in range(20)]
-        )
-        lease = engine.acquire(chain)
-        store_keys(engine, ranks, chain)
-        engine.release_lease(lease)
-        engine.use(chain[3:], start=3)
-        engine.use(chain[:3], looked_up=(0, len(chain)))
-    pool = engine.pool
-    assert engine.stats().pool.k == pool.index.uses.k == pool.changes.after(0)[-1].k > 0
-    assert f"from k = 0 to k = {pool.changes.after(0)[0].k:g}: over the last" in caplog.text
-    engine.admin.set_policy("lru")
-    assert engine.stats().pool.k == 0.0
-    engine.check_integrity()
-
-
-def test_chains_that_never_begin_take_a_bounded_amount_of_memory(
-    make_engine: Callable[..., OffloadEngine], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvstow.control.session.MOST_FOLLOWED", 100)
-    engine = make_engine(policy="auto")
-    make_ranks(engine)
-    for number in range(300):
-        engine.use([key(number)], start=300 - number)
-    engine.use([], start=1)
-    assert len(engine._parts_behind) == 100
-    engine.use([key(1000 + number) for number in range(101)], start=1)
-    assert len(engine._parts_behind) == 0, "one part is too large"
-    engine.use([key(2)], start=1)
-    engine.use([key(1)], looked_up=(0, 2))
-    assert engine.pool.comparison is not None
-    assert len(engine._parts_behind) == engine._parts_behind.num_keys == 0
-    assert engine.curve() is None
-    assert len(engine.pool.comparison._shadows) == 2
-
-
-def test_parts_with_hints_that_never_begin_take_a_bounded_amount_of_memory(
-    make_engine: Callable[..., OffloadEngine], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvstow.control.session.MOST_FOLLOWED", 100)
-    monkeypatch.setattr("kvstow.control.session.MOST_CLAIMED", 50)
-    engine = make_engine(policy="auto")
-    make_ranks(engine)
-    engine.use([key(0)], hints=Hints(context_id("a")))
-    for number in range(1, 300):
-        engine.use([key(number)], start=300 - number, hints=Hints(context_id("a")))
-        engine.use([], start=300 - number, hints=Hints(context_id("a")))
-    assert (len(engine._tried_behind), len(engine._claimed_behind)) == (100, 50)
-    engine.use([key(1000)], hints=Hints(context_id("a")))
-    assert (len(engine._tried_behind), engine._tried_behind.num_keys) == (0, 0)
-    assert (len(engine._claimed_behind), engine._claimed_behind.num_keys) == (0, 0)
 
 
 def test_keys_that_a_client_has_made_to_be_followed_all_end_nothing() -> None:
@@ -451,20 +340,15 @@ def test_keys_that_a_client_has_made_to_be_followed_all_end_nothing() -> None:
 
 
 def test_the_curve_is_what_pools_of_these_sizes_hit(long_traffic: list[list[bytes]]) -> None:
-    """All keys are followed, and the window has just these requests. The uses of evicted blocks are not forgotten in
-    the same moment."""
+    """All keys are followed, and the window has just these requests."""
     requests, slots = long_traffic[:152], 160
-    ratios = []
-    for k in (0.0, 2.0):
-        pools = [Pool(int(times * slots), k) for times in SIZES]
-        hits = [sum(map(pool.serve, requests)) for pool in pools]
-        ratios.append([each / sum(map(len, requests)) for each in hits])
+    pools = [Pool(int(times * slots)) for times in SIZES]
+    ratios = [sum(map(pool.serve, requests)) / sum(map(len, requests)) for pool in pools]
     curve = pools[SIZES.index(1.0)].engine.curve()
     assert curve is not None
-    assert (curve.requests, curve.blocks, curve.k) == (152, sum(map(len, requests)), 2.0)
+    assert (curve.requests, curve.blocks) == (152, sum(map(len, requests)))
     assert [point.num_slots for point in curve.points] == [20, 40, 80, 160, 320, 640, 1280]
-    assert [point.lru for point in curve.points] == pytest.approx(ratios[0])
-    assert [point.own for point in curve.points] == pytest.approx(ratios[1], abs=0.02)
+    assert [point.lru for point in curve.points] == pytest.approx(ratios)
     seen: set[bytes] = set()
     again = 0
     for chain in requests:
@@ -475,22 +359,21 @@ def test_the_curve_is_what_pools_of_these_sizes_hit(long_traffic: list[list[byte
 
 def test_nothing_is_said_of_keys_that_are_never_in_the_sample() -> None:
     for length, said in ((0, False), (50, True)):
-        comparison = Comparison(100_000, 0.0, has_curve=True)
+        comparison = Comparison(100_000)
         for number in range(320):
-            part = comparison.part([hash_of(b"%d %d" % (number, at)) for at in range(length)], 0, 0)
-            comparison.use([part], range(5000), float(number), 100_000)
+            chain = [hash_of(b"%d %d" % (number, at)) for at in range(length)]
+            comparison.use(chain, 0, range(5000), 100_000)
         assert (comparison.curve() is not None) == said
 
 
 def test_requests_are_followed_together_and_none_is_left_out() -> None:
-    """In the order in which they have ended, the last ones before a curve is read or the pool gets another size."""
-    one, several = (Comparison(1000, 0.0, has_curve=True) for _ in range(2))
+    """In the order in which they have begun, the last ones before a curve is read or the pool gets another size."""
+    one, several = (Comparison(1000) for _ in range(2))
     for number in range(700):
         chain = [hash_of(b"%d" % (number % 90 * 7 + at)) for at in range(7)]
         slots = 1000 if number < 350 else 1040
-        one.use([one.part(chain, 0, 0)], range(7), float(number), slots)
-        parts = [several.part(chain[low:high], 0, low) for low, high in ((0, 3), (3, 7))]
-        several.use(parts, range(7), float(number), slots)
+        for each in (one, several):
+            each.use(chain, 0, range(7), slots)
         one.curve()
         assert len(one._shadows) == 7 * min(90, number + 1)
     curve = one.curve()
@@ -499,9 +382,8 @@ def test_requests_are_followed_together_and_none_is_left_out() -> None:
 
 
 def test_without_the_setting_nothing_is_followed(make_engine: Callable[..., OffloadEngine]) -> None:
-    for policy in ("lru", "4"):
+    for policy in ("lru", "auto"):
         engine = make_engine(policy=policy, curve=False)
         assert engine.pool.comparison is None
-        engine.use([key(1)])
+        use_keys(engine, [key(1)])
         assert engine.curve() is None
-    assert make_engine(policy="auto", curve=False).pool.comparison is not None, "it chooses k"

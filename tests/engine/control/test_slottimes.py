@@ -7,7 +7,7 @@ import pytest
 
 from kvstow.control.engine import OffloadEngine
 from kvstow.control.slots import SlotTimes
-from kvstow.testing.rank import make_ranks, store_keys
+from kvstow.testing.rank import make_ranks, store_keys, use_keys
 
 
 @pytest.fixture
@@ -58,5 +58,5 @@ def test_neighbours_are_marked_in_one_piece(make_engine: Callable[..., OffloadEn
     times._used_at = Counting("d", times._used_at)
     engine.release_lease(engine.acquire(keys))
     engine.begin_store(keys, range(1024))
-    engine.use(keys)
+    use_keys(engine, keys)
     assert times._used_at.writes == 3

@@ -13,7 +13,7 @@ from kvstow.control.sources import Sources, TopSources
 from kvstow.source import NO_SOURCE, Source, source_of
 from kvstow.status import SourceStatus
 from kvstow.testing.fakes import FakeClock
-from kvstow.testing.rank import FakeRank, make_ranks, store_keys
+from kvstow.testing.rank import FakeRank, make_ranks, store_keys, use_keys
 
 KEY = b"of this pool"
 
@@ -38,7 +38,7 @@ class Pool:
         self.engine.count_lookup(len(keys), found, source)
         if keys[found:]:
             store_keys(self.engine, self.ranks, keys[found:])
-        self.engine.use(keys, source=source)
+        use_keys(self.engine, keys, source=source)
 
     def of(self, source: Source, by: str = "hits") -> SourceStatus:
         (found,) = [one for one in self.engine.sources(by) if one.source == source.salt.hex()]  # type: ignore[arg-type]

@@ -24,18 +24,24 @@ from kvstow.control.ops import OpenOp, OpsInFlight
 from kvstow.control.pool import LeaseBook, Pool, PoolAcceptance
 from kvstow.control.ranktable import RankTable
 from kvstow.control.slots import SlotMap
+from kvstow.endings import STATUSES, Ending
 from kvstow.errors import LeaseError
 from kvstow.hints import Hints, context_id
 from kvstow.messageorder import NewestDesiredState
 from kvstow.messages import Completion, DesiredState, Mark, Op
 from kvstow.results import Lease, Settled
 from kvstow.testing.fakes import FakeClock
-from kvstow.testing.rank import FakeRank, make_ranks, write_blocks
+from kvstow.testing.rank import FakeRank, make_ranks, use_keys, write_blocks
 
 MAX_SLOTS = 6
 CHAINS = [[bytes([chain, depth]) for depth in range(4)] for chain in range(3)]
 ACTIONS = {  # who: what, as often as it is named
-    "host": ["store"] * 8 + ["look up"] * 6 + ["load"] * 6 + ["release", "use"] + ["use with hints"] * 3,
+    "host": ["store"] * 8
+    + ["look up"] * 6
+    + ["load"] * 6
+    + ["release", "use"]
+    + ["admit", "end"] * 4
+    + ["use with hints"],
     "copy": ["copy"] * 8
     + ["copy all", "copy of one rank", "copy and repeat"] * 3
     + ["fail", "gather", "gather", "repeat", "repeat all"],
@@ -70,7 +76,7 @@ class Traffic(VerifyingHost, RuleBasedStateMachine):
     @initialize(
         num_ranks=st.integers(1, 3),
         slots=st.integers(2, MAX_SLOTS),
-        policy=st.sampled_from(["lru", "4"]),
+        policy=st.sampled_from(["lru", "auto"]),
         slice_slots=st.integers(1, 3),
     )
     def start(self, num_ranks: int, slots: int, policy: str, slice_slots: int) -> None:
@@ -79,6 +85,7 @@ class Traffic(VerifyingHost, RuleBasedStateMachine):
         self.engine = OffloadEngine(config, clock=self.clock, slice_slots=slice_slots)
         self.ranks = make_ranks(self.engine)
         self.leases: list[tuple[Lease, tuple[bytes, ...]]] = []
+        self.running: list[tuple[int, list[bytes]]] = []
         self.loads = {}
         self.stores: dict[int, Op] = {}
         self.said: list[tuple[int, str, int, Mark]] = []
@@ -97,7 +104,11 @@ class Traffic(VerifyingHost, RuleBasedStateMachine):
         if what == "store":
             self.store(chain[: 1 + pick % 4])
         elif what == "use":
-            self.engine.use(chain)
+            use_keys(self.engine, chain)
+        elif what == "admit":
+            self.running.append((self.engine.admit(chain[: 1 + pick % 4]), chain))
+        elif what == "end":
+            self.end_request(pick)
         elif what == "use with hints":
             self.use_with_hints(pick)
         elif what == "look up":
@@ -114,8 +125,17 @@ class Traffic(VerifyingHost, RuleBasedStateMachine):
     def use_with_hints(self, pick: int) -> None:
         chain, name = CHAINS[pick % len(CHAINS)][: 1 + pick % 4], context_id(str(pick % 5))
         resume_in = (None, 0.0, 1.0, 60.0, 1e9)[pick % 7 % 5]
-        self.engine.use(chain, hints=Hints(name, resume_in, release=pick % 6 == 0))
+        use_keys(self.engine, chain, hints=Hints(name, resume_in, release=pick % 6 == 0))
         self.clock.advance(pick % 3)
+
+    def end_request(self, pick: int) -> None:
+        """What it lacks is stored, as the GPU still has it."""
+        self.clock.advance(pick % 5)
+        if self.running:
+            number, chain = self.running.pop(pick % len(self.running))
+            ending = Ending(STATUSES[pick % len(STATUSES)], (pick % 11, 0) if pick % 2 else None)
+            if self.engine.end_request(number, ending, more=chain[: pick % 5], others=chain[: pick % 3]).is_incomplete:
+                self.store(chain)
 
     def store(self, keys: list[bytes]) -> None:
         blocks = self.fresh_blocks(len(keys))
@@ -218,7 +238,7 @@ class Traffic(VerifyingHost, RuleBasedStateMachine):
         elif what == "purge":
             self.purge(pick)
         elif what == "policy":
-            admin.set_policy("lru" if pick % 2 else "4")
+            admin.set_policy("lru" if pick % 2 else "auto")
         elif what == "context":
             self.steer_context(pick)
         elif what == "gate":
@@ -237,8 +257,6 @@ class Traffic(VerifyingHost, RuleBasedStateMachine):
             admin.evict(context=context).run()
         elif pick % 5 == 3:
             admin.purge(context=context).run()
-        elif self.engine.pool.index.claims is not None:
-            self.engine.pool.index.claims.set_on(pick % 2 == 0)
 
     def begin_sweep(self, what: str, pick: int) -> None:
         """Start bulk work and do one slice of it."""
@@ -455,7 +473,7 @@ def run_schedules(seeds: range) -> None:
     for seed in seeds:
         choose = random.Random(seed)
         traffic = Traffic()
-        slots, policy = choose.randint(2, MAX_SLOTS), choose.choice(["lru", "4"])
+        slots, policy = choose.randint(2, MAX_SLOTS), choose.choice(["lru", "auto"])
         traffic.start(choose.randint(1, 3), slots, policy, choose.randint(1, 3))
         for _ in range(80):
             traffic.act(choose.choice(CHOICES), choose.randrange(PICKS))

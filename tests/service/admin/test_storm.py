@@ -89,7 +89,7 @@ def random_request(rng: random.Random) -> tuple[str, str, dict[str, Any] | None]
         ("POST", "/v1/pools/host/purge", {"key_prefixes": [f"0000{'00' * 27}{key}" for key in keys]}),
         ("POST", "/v1/pools/host/purge", {"all": True} if rng.random() < 0.1 else {"slots": 5}),
         ("PATCH", "/v1/pools/host", {"capacity_slots": rng.randint(SLOTS // 2, 2 * SLOTS)}),
-        ("PATCH", "/v1/pools/host", {"policy": rng.choice(["auto", "lru", "4"])}),
+        ("PATCH", "/v1/pools/host", {"policy": rng.choice(["auto", "lru"])}),
         ("PUT", "/v1/bypass", {"load": rng.random() < 0.2, "store": rng.random() < 0.2, "ttl_seconds": 0.02}),
     ]
     return rng.choice(choices)

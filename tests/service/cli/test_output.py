@@ -19,6 +19,7 @@ from kvstow.control.engine import OffloadEngine
 from kvstow.hints import Hints, context_id
 from kvstow.source import source_of
 from kvstow.testing.fakes import FakeClock
+from kvstow.testing.rank import use_keys
 from kvstow_api import answers
 from kvstow_api.columns import LISTS, Column, Columns
 from kvstow_api.texts import ABSENT
@@ -75,8 +76,11 @@ def crowded(make_host: Any, run: Any) -> Iterator[Any]:
     tiered[0].begin()
     keys = [bytes([number]) * 32 for number in range(3)]
     host.store(*keys)
-    host.engine.use(
-        keys, source=source_of(b"key", lora=None, salt="tenant", session="chat"), hints=Hints(context_id("trip"))
+    use_keys(
+        host.engine,
+        keys,
+        source=source_of(b"key", lora=None, salt="tenant", session="chat"),
+        hints=Hints(context_id("trip")),
     )
     host.engine.begin_store([b"\xff" * 32], [0], request_id="request-" + "0123456789abcdef" * 2)
     host.ranks[1].state, host.ranks[1].error = "degraded", "the next chunk does not fit: 64 MiB are left"

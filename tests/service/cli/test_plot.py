@@ -12,6 +12,7 @@ import pytest
 from tests.service.cli.conftest import CAPACITY, SLOT_BYTES, Host, Run
 
 from kvstow.errors import ConfigError, MissingPackageError
+from kvstow.testing.rank import use_keys
 from kvstow_api.answers import PoolCurveView
 from kvstow_api.openapi import EXAMPLES
 from kvstow_service.cli.failures import ExitCode
@@ -25,7 +26,7 @@ LOOP = [hashlib.sha256(bytes([number])).digest() for number in range(CAPACITY + 
 def busy(host: Host) -> Host:
     """Its pool would hit everything with twice the memory."""
     for number in range(400):
-        host.engine.use([LOOP[number % len(LOOP)]])
+        use_keys(host.engine, [LOOP[number % len(LOOP)]])
     return host
 
 

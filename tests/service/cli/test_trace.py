@@ -17,6 +17,7 @@ from click.testing import CliRunner, Result
 from tests.service.cli.conftest import Host, Run
 from tests.service.replay.sessions import agents, session, turn, write
 
+from kvstow.testing.rank import use_keys
 from kvstow_api.client import Client
 from kvstow_service.cli import app
 from kvstow_service.cli.failures import ExitCode
@@ -164,7 +165,7 @@ class Traffic:
             time.sleep(0.001)
         number = 0
         while engine.pool.recording is not None and time.monotonic() < deadline:
-            engine.use(keys(number % 7, 100, 101), looked_up=(0, 2))
+            use_keys(engine, keys(number % 7, 100, 101), looked_up=(0, 2))
             number += 1
             time.sleep(0.001)
 

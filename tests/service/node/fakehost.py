@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from functools import partial
 
 from kvstow.attach.calls import (
+    Admit,
     BeginLoad,
     BeginStore,
     Completions,
     CountLookup,
+    End,
     EventPage,
     ExtentSlots,
     Found,
@@ -27,7 +29,6 @@ from kvstow.attach.calls import (
     SettledOp,
     SettledOps,
     StoreBegun,
-    Use,
 )
 from kvstow.attach.hello import Hello, Welcome
 from kvstow.attach.peer import Peer
@@ -143,12 +144,19 @@ class FakeSession:
         if settled:
             self.link.push(SettledOps(tuple(settled), room=7))
 
-    def use_in_steps(self, call: Use) -> Steps[None]:
+    def admit_in_steps(self, call: Admit) -> Steps[None]:
         yield
-        self.use(call)
+        self.admit(call)
 
-    def use(self, call: Use) -> None:
-        self.host.events.append(("used", len(call.keys), call.start))
+    def end_in_steps(self, call: End) -> Steps[None]:
+        yield
+        self.end(call)
+
+    def admit(self, call: Admit) -> None:
+        self.host.events.append(("admitted", len(call.keys), call.number))
+
+    def end(self, call: End) -> None:
+        self.host.events.append(("ended", call.number, call.status))
 
     def count_lookup(self, call: CountLookup) -> None:
         self.host.queried += call.queried

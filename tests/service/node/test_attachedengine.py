@@ -211,7 +211,7 @@ def test_without_a_service_everything_misses_and_says_why(tmp_path: Path) -> Non
     )
     assert engine.reset().value == ""
     assert engine.store_room() == 0
-    engine.use(KEYS)
+    engine.end_request(engine.admit(KEYS))
     engine.count_lookup(3, 0)
     engine.complete(0, BOOT, [Completion(5, "done")])
     assert (engine.take_settled(), engine.sharing_off, engine.ticket) == ([], (), None)

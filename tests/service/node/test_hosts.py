@@ -152,7 +152,7 @@ class EmbeddedHost(Host):
         self.engine.release_lease(lease)
 
     def use(self, keys: list[bytes]) -> None:
-        self.engine.use(keys)
+        self.engine.end_request(self.engine.admit(keys))
 
     def submit(self, op: Op) -> None:
         self.plane.submit(StepPlan((op,)))
@@ -205,7 +205,7 @@ class AttachedHost(Host):
         self.engine.release_lease(lease)
 
     def use(self, keys: list[bytes]) -> None:
-        self.engine.use(keys)
+        self.engine.end_request(self.engine.admit(keys))
 
     def submit(self, op: Op) -> None:
         self.worker.submit(StepPlan((op,)))

@@ -96,8 +96,8 @@ class LateOffload(EmbeddedOffload):
         late: Any = LateAnswer(answer.value, self, self.steps + self.delay)
         return late  # type: ignore[no-any-return]
 
-    def admit(self, keys: Sequence[bytes]) -> Given[Lease]:
-        return self._late(super().admit(keys))
+    def admit(self, number: int, keys: Sequence[bytes]) -> Given[Lease]:
+        return self._late(super().admit(number, keys))
 
     def hold(self, keys: Sequence[bytes]) -> Given[Lease]:
         return self._late(super().hold(keys))
@@ -446,20 +446,22 @@ class Watched(EmbeddedOffload):
     def __init__(self, engine: OffloadEngine) -> None:
         super().__init__(engine)
         self.noted: list[tuple[str, bytes, str | None]] = []
+        self.first_keys: dict[int, bytes] = {}
         self.on_admit: Callable[[], None] = lambda: None
         self.on_step: Callable[[], None] = lambda: None
 
     def step(self) -> None:
         self.on_step()
 
-    def admit(self, keys: Sequence[bytes]) -> Awaited[Lease]:
+    def admit(self, number: int, keys: Sequence[bytes]) -> Awaited[Lease]:
+        self.first_keys[number] = keys[0]
         self.noted.append(("begins", keys[0], None))
         self.on_admit()
-        return super().admit(keys)
+        return super().admit(number, keys)
 
-    def end(self, keys: Sequence[bytes], stop: str | None) -> None:
-        self.noted.append(("ends", keys[0], stop))
-        super().end(keys, stop)
+    def end(self, number: int, stop: str | None) -> bool:
+        self.noted.append(("ends", self.first_keys[number], stop))
+        return super().end(number, stop)
 
 
 def watched(parts: Bench) -> Watched:

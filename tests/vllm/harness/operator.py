@@ -113,7 +113,7 @@ class Operator:
         self._engine.admin.set_bypass(load=False, store=False, ttl_seconds=None)
 
     def set_policy(self) -> None:
-        self._engine.admin.set_policy(self._random.choice(("auto", "lru", "4")))
+        self._engine.admin.set_policy(self._random.choice(("auto", "lru")))
 
     def reset_prefix_cache(self) -> None:
         """What vLLM's own API does after a change of the weights."""

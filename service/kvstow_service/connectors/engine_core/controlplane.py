@@ -21,6 +21,7 @@ from kvstow.attach.connection import Answer, Call
 from kvstow.attach.engine import AttachedEngine, Hits
 from kvstow.attach.hello import NO_HOLD, GateHold, SessionTicket, number_of
 from kvstow.attach.wire import Message
+from kvstow.endings import NO_ENDING, Ending
 from kvstow.errors import LeaseError
 from kvstow.messages import Op
 from kvstow.results import Awaited, Given, Lease, StoreGrant
@@ -82,12 +83,24 @@ class EmbeddedControl:
         self._engine = engine
         self.slot_bytes = engine.config.slot_bytes
         # What needs no answer is the engine's own.
-        self.contains, self.store_room, self.use = engine.contains, engine.store_room, engine.use
+        self.contains, self.store_room, self.admit = engine.contains, engine.store_room, engine.admit
         self.release_lease, self.count_lookup, self.fail = engine.release_lease, engine.count_lookup, engine.fail
         self.complete, self.take_settled = engine.complete, engine.take_settled
         self.note_prefill, self.source_key = engine.note_prefill, engine.pool.sources.key
 
     def step(self) -> None: ...
+
+    def end_request(
+        self,
+        number: int,
+        ending: Ending = NO_ENDING,
+        *,
+        more: Sequence[bytes] = (),
+        others: Sequence[bytes] = (),
+    ) -> bool:
+        """Returns whether the request lacks blocks in the pool."""
+        self._engine.incomplete.clear()  # the request that ends says it
+        return self._engine.end_request(number, ending, more=more, others=others).is_incomplete
 
     def wait(self, answer: Awaited[object]) -> bool:
         return answer.done

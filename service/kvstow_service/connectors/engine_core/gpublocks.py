@@ -3,6 +3,7 @@ backlog of those that still have to be stored."""
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from functools import cache
@@ -167,29 +168,65 @@ class KnownHashes:
         return adapter.mix(block_hash) if adapter.check() else None
 
 
+_KEPT_SHARE = 8
+"""One in so many of the GPU's blocks, at most, are kept for the backlog after their requests have ended."""
+_KEPT_SECONDS = 2.0
+
+
 class Backlog:
     """GPU blocks whose store was refused, dropped or failed, or did not fit into a step. Used by one thread.
 
-    Nothing holds these blocks: the GPU may evict one before it is offered. Each is offered under the hash by which vLLM
-    caches it at that time, not the hash that it had when it was added. It is not offered if vLLM caches nothing in it.
-    Each block waits at most once, so the backlog never holds more blocks than the GPU has.
+    Blocks of a request that has just ended can be kept on the GPU for a short time, a bounded number of them. Nothing
+    holds the others: the GPU may evict one before it is offered. Each is offered under the hash by which vLLM caches it
+    at that time, not the hash that it had when it was added. It is not offered if vLLM caches nothing in it; that is
+    counted. Each block waits at most once, so the backlog never holds more blocks than the GPU has.
     """
 
-    def __init__(self, gpu: GPUBlocks) -> None:
-        self._gpu = gpu
+    def __init__(self, gpu: GPUBlocks, clock: Callable[[], float] = time.monotonic) -> None:
+        self._gpu, self._clock = gpu, clock
         self._queue: deque[int] = deque()
         self._queued: set[int] = set()
+        self._kept: dict[int, float] = {}
+        """Referenced blocks, and until when they are."""
+        self._taken: list[int] = []
+        """Referenced blocks that were taken since."""
+        self.lost_blocks = 0
+        """Blocks that the GPU has evicted before they were offered."""
 
     def __len__(self) -> int:
         return len(self._queue)
 
-    def add_blocks(self, block_ids: Iterable[int]) -> None:
-        """Append these blocks. Blocks that already wait keep their place."""
+    @property
+    def keeps_blocks(self) -> bool:
+        return bool(self._kept)
+
+    def add_blocks(self, block_ids: Iterable[int], *, keep: bool = False) -> None:
+        """Append these blocks. Blocks that already wait keep their place. `keep`: keep them on the GPU for a while."""
         queued, new = self._queued, list(dict.fromkeys(block_ids))
         if queued:
             new = [block_id for block_id in new if block_id not in queued]
         queued.update(new)
         self._queue.extend(new)
+        room = len(self._gpu.pool.blocks) // _KEPT_SHARE - len(self._kept)
+        if keep and room > 0 and new:
+            kept = new[:room]
+            self._gpu.pool.touch([self._gpu.pool.blocks[block_id] for block_id in kept])
+            self._kept.update(dict.fromkeys(kept, self._clock() + _KEPT_SECONDS))
+
+    def release_taken(self) -> None:
+        """What was taken has other references now, if it is stored. What was kept for long enough is kept no longer."""
+        taken, self._taken = self._taken, []
+        if self._kept:
+            now = self._clock()
+            for block_id, until in list(self._kept.items()):
+                if until > now:
+                    break
+                taken.append(block_id)
+                del self._kept[block_id]
+        self._free(taken)
+
+    def _free(self, block_ids: Sequence[int]) -> None:
+        self._gpu.pool.free_blocks(reversed([self._gpu.pool.blocks[block_id] for block_id in block_ids]))
 
     def take_cached(self, count: int, unwritten: Set[int]) -> Offer:
         """Offer the blocks that vLLM caches among the first `count`, and forget the other blocks of these. Blocks in
@@ -204,7 +241,10 @@ class Backlog:
                 waiting.append(block_id)
                 continue
             queued.discard(block_id)
+            if self._kept.pop(block_id, None) is not None:
+                self._taken.append(block_id)
             block_hash = gpu_blocks[block_id].block_hash
+            self.lost_blocks += block_hash is None
             if block_hash is not None and not self._gpu.is_unstored(block_hash):
                 hashes.append(block_hash)
                 blocks.append(block_id)
@@ -214,3 +254,6 @@ class Backlog:
     def forget_backlog(self) -> None:
         self._queue.clear()
         self._queued.clear()
+        kept, self._kept = [*self._kept, *self._taken], {}
+        self._taken = []
+        self._free(kept)

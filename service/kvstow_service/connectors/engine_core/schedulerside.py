@@ -16,10 +16,10 @@ from kvstow_service.connectors.engine_core.kvgroups import KVGroups
 from kvstow_service.connectors.engine_core.loadpolicy import LoadPolicy
 from kvstow_service.connectors.engine_core.loads import FailedLoads, Loads
 from kvstow_service.connectors.engine_core.offloadmetrics import Observe
+from kvstow_service.connectors.engine_core.runningrequests import INTERRUPTED, RunningRequests, ending_of
 from kvstow_service.connectors.engine_core.stepplan import PlannedStep, StepDraft
 from kvstow_service.connectors.engine_core.stores import (
     EagerStores,
-    EndedRequests,
     LazyStores,
     RecurrentStates,
     StoreFinder,
@@ -28,7 +28,7 @@ from kvstow_service.connectors.engine_core.stores import (
 from kvstow_service.connectors.engine_core.trackedrequests import Request, TrackedRequest
 
 STEP_BLOCKS = 1024
-"""How many blocks one step offers to the pool, or marks as used, by default: 1 ms."""
+"""How many blocks one step offers to the pool by default: 1 ms."""
 
 
 class SchedulerSide:
@@ -79,7 +79,7 @@ class SchedulerSide:
         else:
             self._finder = LazyStores(control, self._gpu, self._stores, lazy_blocks, step_blocks)
         self._states = RecurrentStates(self._gpu, self._stores)
-        self._ended = EndedRequests(control, groups, self._stores, clock)
+        self._running = RunningRequests(control, groups)
 
     # -- admission ------------------------------------------------------------------------------------------
 
@@ -133,6 +133,7 @@ class SchedulerSide:
             self._loads.plan_load(tracked, load_tokens)
             if by_layer:  # no other call follows
                 self._finder.admitted(tracked)
+            self._running.admitted(tracked)
             return True
         if not tracked.loading and request.num_computed_tokens == 0:  # otherwise it keeps the blocks that it had
             tracked.withheld = False
@@ -143,6 +144,7 @@ class SchedulerSide:
             tracked.loaded = range(0)
         tracked.loading = tracked.load_failed = False
         self._finder.admitted(tracked)
+        self._running.admitted(tracked)
         return True
 
     def fetched_tokens(self, request: Request) -> int:
@@ -170,15 +172,18 @@ class SchedulerSide:
             self._gpu.unstored.end(tracked)
         if tracked.adapter is not None:
             tracked.adapter.check(now=True)
-        if tracked.has_run:
+        if tracked.has_run and self._groups.partial:  # what is being stored is given to the request that ends
             self._finder.offer_last(tracked, tables)
-            self._ended.add_ended(tracked)
+        is_incomplete = self._running.ended(tracked, ending_of(request))
+        if tracked.has_run and (is_incomplete or not self._groups.partial):
+            self._finder.offer_last(tracked, tables, again=is_incomplete)
 
     def _tracked(self, request: Request) -> TrackedRequest:
         tracked = self._requests.get(request.request_id)
         if tracked is None or tracked.request is not request:
             if tracked is not None:
                 self._loads.ended(tracked)
+                self._running.ended(tracked, INTERRUPTED)
                 if self._gpu.unstored is not None:
                     self._gpu.unstored.end(tracked)
             adapter = None if self._adapters is None else self._adapters.of(request)
@@ -204,11 +209,12 @@ class SchedulerSide:
         self._loads.drop_unused()
         self.control.step()
         self.settle()
+        for request_id in step.preempted_req_ids or ():
+            if (tracked := self._requests.get(request_id)) is not None and self._running.ended(tracked, INTERRUPTED):
+                self._finder.preempted(tracked)
         room = self._stores.next_step()
-        offered = self._finder.offer_due(step, self._draft.number, self._states.blocks_computed(step), room)
+        self._finder.offer_due(step, self._draft.number, self._states.blocks_computed(step), room)
         self._states.follow_step(step)
-        backlog_moves = self._finder.has_backlog and room > 0
-        self._ended.report_uses(max(self._step_blocks - offered, self._step_blocks // 8), backlog_moves=backlog_moves)
         if self._adapters is not None:
             self._adapters.move_on()  # lookups before the next step compare, too
         is_timed = self.policy.planned(self._draft.number + 1, step)
@@ -299,10 +305,10 @@ class SchedulerSide:
             return False
         for tracked in self._requests.values():
             self._loads.release_hit(tracked)
+            self._running.ended(tracked, INTERRUPTED)
             tracked.withheld = True
         self._finder.forget_blocks()
         self._states.forget_states()
         self._stores.forget_stores()
-        self._ended.forget_ended()
         self.control.reset(reason)
         return True

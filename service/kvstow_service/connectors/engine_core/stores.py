@@ -6,10 +6,8 @@ all tokens before them instead of holding some."""
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from kvstow.attach.wire import MOST_STORED
@@ -45,10 +43,6 @@ class RetryPause:
         self._left = self._next = 0
 
 
-_NO_STORE = 1 << 63  # a number above that of every store
-_MOST_LEAVING = 64  # requests that wait for the backlog
-
-
 class _AskedStore(NamedTuple):
     """Store `number`, for which the pool has not found slots yet. `origins`: what its KV events are made of."""
 
@@ -82,12 +76,6 @@ class Stores:
     def are_awaited(self) -> bool:
         """Whether there are stores for which the pool has not found slots yet."""
         return bool(self._asked)
-
-    @property
-    def oldest(self) -> int:
-        """The number of the oldest store that has not ended. If all have ended, a number above all of them."""
-        asked = self._asked[0].number if self._asked else _NO_STORE
-        return next(iter(self._under_way.values()), asked)
 
     def next_step(self) -> int:
         """Begin a step. Returns its `retry_room`."""
@@ -214,6 +202,7 @@ class EagerStores:
         self._left_for_ends = self._step_blocks
         self._written_blocks = set()  # until the next step is planned
         self._stores.plan_store(offer)
+        self._backlog.release_taken()
         return len(offer.keys)
 
     @property
@@ -238,9 +227,10 @@ class EagerStores:
             self._written_blocks = found
         return self._written_blocks
 
-    def offer_last(self, tracked: TrackedRequest, tables: Sequence[Sequence[int]]) -> None:
+    def offer_last(self, tracked: TrackedRequest, tables: Sequence[Sequence[int]], *, again: bool = False) -> None:
         """Offer what is complete at the end of a request, whose blocks are in `tables`. The request still references
-        them. Blocks beyond the limit of one step go to the backlog.
+        them. Blocks beyond the limit of one step go to the backlog, which keeps them for a while. `again`: all of its
+        blocks, because the pool lacks some that it had, or that it has refused before the end.
 
         vLLM has removed from `tables` the blocks that left a window in the request's last step, although it still
         caches them. For a group with a window, this method therefore uses the blocks that the request was given.
@@ -249,11 +239,22 @@ class EagerStores:
         for group in self._groups:
             if group.is_full:
                 tracked.tables[group.index] = list(tables[group.index])
+        if again:
+            tracked.offered_tokens, tracked.loaded = 0, range(0)
         offer = Offer([], [])
         if self._left_for_ends > 0:
             self._left_for_ends -= self._take_next(tracked, self._left_for_ends, offer)
-        self._backlog.add_blocks(self._take_rest(tracked))
+        self._backlog.add_blocks(self._take_rest(tracked), keep=True)
         self._stores.plan_store(offer, tracked.request.request_id)
+
+    def preempted(self, tracked: TrackedRequest) -> None:
+        """vLLM has taken the blocks of a request away, of which the pool lacks some. They stay on the GPU until it
+        needs their room."""
+        if tracked.has_run:
+            end, groups = tracked.offered_tokens, self._groups
+            self._backlog.add_blocks(
+                in_token_order([(group, tracked.tables[group.index][: end // group.block_tokens]) for group in groups])
+            )
 
     def _follow_tables(self, running: Any, number: int) -> None:
         """Running requests got more GPU blocks, for the tokens of the step that is being planned."""
@@ -391,7 +392,7 @@ class LazyStores:
         return bool(self._not_stored)
 
     def admitted(self, tracked: TrackedRequest) -> None:
-        """Lazy stores use no block tables. The request counts as one that has run, and so as a use of its blocks."""
+        """Lazy stores use no block tables. The request counts as one that has run."""
         tracked.has_run = True
 
     def offer_due(self, step: Any, number: int, states: Sequence[int], room: int) -> int:
@@ -407,8 +408,11 @@ class LazyStores:
             self._stores.plan_store(offer)
         return len(offer.keys)
 
-    def offer_last(self, tracked: TrackedRequest, tables: Sequence[Sequence[int]]) -> None:
+    def offer_last(self, tracked: TrackedRequest, tables: Sequence[Sequence[int]], *, again: bool = False) -> None:
         """Does nothing: the blocks of an ended request join the free queue."""
+
+    def preempted(self, tracked: TrackedRequest) -> None:
+        """Does nothing, for the same reason."""
 
     def _offer_again(self, block_ids: Sequence[int]) -> None:
         for block_id in block_ids:
@@ -506,68 +510,3 @@ def _handed_over(step: Any) -> Mapping[str, Sequence[tuple[int, int, int]]]:
     """The (group, block, tokens) of each request's states."""
     handed_over = getattr(step, "kv_connector_block_state", None)
     return {} if handed_over is None else handed_over.boundary_state_offloads
-
-
-class _EndedRequest(NamedTuple):
-    """A request whose last store is number `last_store` or an older one, and that ended at the time `at`. Its blocks
-    after `end` tokens are in order."""
-
-    last_store: int
-    tracked: TrackedRequest
-    end: int
-    at: float
-
-
-class EndedRequests:
-    """Reports to the pool which blocks the requests that have ended had used. Used by the scheduler's thread.
-
-    That is once for each request, for its whole chain: what was found on the GPU, loaded, and computed. The chain was
-    stored step by step, so the beginning of it would be evicted first. Once the last store is done, all its blocks are
-    marked as used at that time, the beginning last.
-    """
-
-    def __init__(
-        self, control: ControlPlane, groups: KVGroups, stores: Stores, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._control, self._groups, self._stores, self._clock = control, groups, stores, clock
-        self._blocks_per_stride = sum(groups.alignment // group.block_tokens for group in groups.groups)
-        self._leaving: list[_EndedRequest] = []  # the backlog may contain their blocks
-        self._ended: deque[_EndedRequest] = deque()
-
-    def add_ended(self, tracked: TrackedRequest) -> None:
-        if not tracked.withheld:
-            alignment, end = self._groups.alignment, tracked.confirmed_tokens
-            if not tracked.may_store:  # the others were not stored, and no pool should have kept them
-                end = min(end, tracked.computed_from)
-            self._leaving.append(_EndedRequest(0, tracked, end // alignment * alignment, self._clock()))
-
-    def report_uses(self, most: int, *, backlog_moves: bool) -> None:
-        """Report at most `most` blocks, starting at the ends of requests; one request may take several steps.
-        `backlog_moves`: the backlog is about to be stored, and requests that have just ended wait for it."""
-        if not backlog_moves or len(self._leaving) > _MOST_LEAVING:
-            last = self._stores.newest
-            self._ended += [each._replace(last_store=last) for each in self._leaving]
-            self._leaving = []
-        oldest, alignment = self._stores.oldest, self._groups.alignment
-        while most > 0 and self._ended and self._ended[0].last_store < oldest:
-            last_store, tracked, end, at = self._ended.popleft()
-            start = max(0, end - max(1, most // self._blocks_per_stride) * alignment)
-            keys = tracked.keys_between(self._groups, start, end)
-            first, stop = self._position(tracked.looked_up.start), self._position(tracked.looked_up.stop)
-            hints = tracked.hints
-            if hints is not None and hints.resume_in is not None:
-                hints = replace(hints, resume_in=max(0.0, hints.resume_in - (self._clock() - at)))
-            source = tracked.source(self._control.source_key)
-            position = self._position(start)
-            self._control.use(keys, start=position, looked_up=(first, stop), hints=hints, source=source)
-            most -= len(keys)
-            if start:
-                self._ended.appendleft(_EndedRequest(last_store, tracked, start, at))
-
-    def _position(self, num_tokens: int) -> int:
-        """How many keys a chain has before the block that begins after so many tokens."""
-        return num_tokens // self._groups.alignment * self._blocks_per_stride
-
-    def forget_ended(self) -> None:
-        self._leaving = []
-        self._ended.clear()

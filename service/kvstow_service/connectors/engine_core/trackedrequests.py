@@ -96,7 +96,8 @@ class TrackedRequest:
     `admitted_at`: the step that gave the tables. `has_run`: it was computed since, so its tokens are more than the
     promise of a load. `adapter`: its LoRA adapter, which is part of its keys; None if it has none. `known_hashes`: how
     many of its hashes `KnownHashes` has. `hints`: what its client says of its blocks. `computed_from`: it has computed
-    no token before this one.
+    no token before this one. `number`: the pool's for it, from its admission to its end; None if the pool does not know
+    it. `told_tokens`: how many of its tokens the pool was told of at the admission.
     """
 
     request: Request
@@ -121,6 +122,8 @@ class TrackedRequest:
     has_run: bool = False
     known_hashes: int = 0
     computed_from: int = sys.maxsize
+    number: int | None = None
+    told_tokens: int = 0
     tables: list[list[int]] = field(init=False)
     _keys: list[list[bytes]] = field(init=False)
     _source: tuple[bytes, Source] | None = None

@@ -16,11 +16,13 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 from kvstow.attach.calls import (
+    Admit,
     BeginLoad,
     BeginStore,
     Completions,
     CountLookup,
     Desired,
+    End,
     Lookup,
     LookupPrompt,
     Prefill,
@@ -30,7 +32,6 @@ from kvstow.attach.calls import (
     ReleasedExtents,
     Report,
     Reset,
-    Use,
 )
 from kvstow.attach.channel import MAX_PAYLOAD_BYTES, SCRATCH_BYTES, Frame, close_fds, duplicates_of
 from kvstow.attach.hello import CallError, Hello, Refused
@@ -74,7 +75,7 @@ class AttachSocket:
 _CALLS: Final[dict[int, type[Message]]] = {
     call.KIND: call
     for call in (
-        *(Lookup, LookupPrompt, Release, BeginLoad, BeginStore, Completions, Use, CountLookup, Prefill, Reset),
+        *(Lookup, LookupPrompt, Release, BeginLoad, BeginStore, Completions, Admit, End, CountLookup, Prefill, Reset),
         *(ReadEvents, Report, RegisteredExtents, ReleasedExtents),
     )
 }
@@ -94,8 +95,10 @@ def answer_to(
             return session.lookup_in_steps(call, later)
         case Release(lease_ids) if len(lease_ids) > CALL_SLICE:
             return session.release_in_steps(lease_ids)
-        case Use(keys) if len(keys) > CALL_SLICE:
-            return session.use_in_steps(call)
+        case Admit(_, keys) if len(keys) > CALL_SLICE:
+            return session.admit_in_steps(call)
+        case End(more=more, others=others) if len(more) + len(others) > CALL_SLICE:
+            return session.end_in_steps(call)
         case Lookup() | LookupPrompt():
             return session.lookup(call, later)
         case BeginLoad():
@@ -116,8 +119,10 @@ def answer_to(
             return session.complete_in_steps(call)
         case Release(lease_ids):
             session.release_leases(lease_ids)
-        case Use():
-            session.use(call)
+        case Admit():
+            session.admit(call)
+        case End():
+            session.end(call)
         case CountLookup():
             session.count_lookup(call)
         case Prefill():

@@ -8,11 +8,13 @@ from functools import partial
 from typing import NamedTuple, TypeVar
 
 from kvstow.attach.calls import (
+    Admit,
     BeginLoad,
     BeginStore,
     BlockChange,
     Completions,
     CountLookup,
+    End,
     EventPage,
     ExtentSlots,
     Found,
@@ -26,13 +28,13 @@ from kvstow.attach.calls import (
     SettledOp,
     SettledOps,
     StoreBegun,
-    Use,
 )
 from kvstow.attach.hello import Hello
 from kvstow.attach.peer import Peer
 from kvstow.control.attachedsession import AttachedSession
 from kvstow.control.namespaces import joined_runs, runs_without
 from kvstow.control.pooltier import TierWait
+from kvstow.endings import Ending
 from kvstow.errors import AttachRefusedError, LeaseError
 from kvstow.hints import Hints
 from kvstow.messages import DesiredState, RankReport
@@ -350,24 +352,38 @@ class NodeSession(MemoryHolder):
             self._memory.do(self._memory.grow, self.pool)
         op_id, slots = (0, ()) if grant.op is None else (grant.op.op_id, grant.op.slots)
         accepted = () if grant.op is None else grant.accepted
-        return StoreBegun(op_id, accepted, slots, tuple(grant.unplaced), grant.outcomes, self.control.store_room())
+        room, incomplete = self.control.store_room(), self._incomplete()
+        return StoreBegun(op_id, accepted, slots, tuple(grant.unplaced), grant.outcomes, room, incomplete)
 
-    def use(self, call: Use) -> None:
-        result_of(self.use_in_steps(call))
+    def _incomplete(self) -> tuple[int, ...]:
+        """Requests that have begun to lack blocks since the engine was told last."""
+        with self.pool.lock:
+            found, self.control.incomplete = self.control.incomplete, []
+        return tuple(found)
 
-    def use_in_steps(self, call: Use) -> Steps[None]:
+    def admit(self, call: Admit) -> None:
+        result_of(self.admit_in_steps(call))
+
+    def admit_in_steps(self, call: Admit) -> Steps[None]:
         hints = call.hints
         if hints is not None and not self._hint_rate.admits(self.pool.clock()):
             hints = Hints(ignored=("rate",))
         source = Source(*call.source)
-        context, release = (None, False) if hints is None else (hints.context, hints.release)
-        for first in reversed(range(0, max(1, len(call.keys)), CALL_SLICE)):  # the end of a chain comes first
-            part, start = call.keys[first : first + CALL_SLICE], call.start + first
-            self.control.use(part, start=start, looked_up=call.looked_up, hints=hints, source=source)
-            if self.tier is not None:
-                self.tier.pool.note_use(self.tier.of, self.control, part, start=start, context=context, release=release)
-            if first:
-                yield
+        options = {"looked_up": call.looked_up, "hints": hints, "source": source}
+        yield from self.control.admit_in_steps(call.keys, CALL_SLICE, number=call.number, **options)
+        if self.tier is not None:
+            self.tier.pool.note_use(self.tier.of, call.keys)
+
+    def end(self, call: End) -> None:
+        result_of(self.end_in_steps(call))
+
+    def end_in_steps(self, call: End) -> Steps[None]:
+        ending = Ending(call.status, call.tokens)
+        more, others = call.more, call.others
+        ended = yield from self.control.end_in_steps(call.number, ending, CALL_SLICE, more=more, others=others)
+        hints = ended.hints
+        if self.tier is not None and hints is not None and hints.context is not None:
+            self.tier.pool.note_context(self.tier.of, hints.context, ended.chain, release=hints.release)
 
     def count_lookup(self, call: CountLookup) -> None:
         self.control.count_lookup(call.queried, call.hits, Source(*call.source))
@@ -407,7 +423,7 @@ class NodeSession(MemoryHolder):
         settled = [SettledOp(one.op_id, one.direction, one.mark, one.error) for one in self.control.take_settled()]
         room = self.control.store_room()
         for start in range(0, len(settled), _OPS_PER_FRAME):
-            self.link.push(SettledOps(tuple(settled[start : start + _OPS_PER_FRAME]), room))
+            self.link.push(SettledOps(tuple(settled[start : start + _OPS_PER_FRAME]), room, self._incomplete()))
 
     # -- memory ---------------------------------------------------------------------------------------------
 

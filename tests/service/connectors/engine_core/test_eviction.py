@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 from tests.service.connectors.engine_core.vllmhost import FULL, ONE_GROUP, FakeRequest, VllmHost
 
-from kvstow.hints import Hints
-from kvstow.source import Source
 from kvstow_service.connectors.engine_core.kvgroups import KVGroup, KVGroups
-from kvstow_service.connectors.engine_core.stores import EndedRequests
 from kvstow_service.connectors.engine_core.trackedrequests import TrackedRequest
 
 PROMPT = "abcdefghijklmnopqrstuvwxy"  # 24 tokens can be loaded
@@ -109,7 +103,8 @@ def uses_on_the_pool(host: VllmHost, request: FakeRequest) -> list[int | None]:
     tracked = TrackedRequest(request, 1)
     keys = tracked.keys(host.groups.groups[0], 0, 99)
     slots = host.engine.namespace.keys.slots_of(keys)
-    return [None if slot is None else host.engine.pool.index.uses.counts([slot])[0] for slot in slots]
+    uses = {slot: part.uses for part in host.engine.pool.index.chains.parts() for slot in part.slots}
+    return [None if slot is None else uses[slot] for slot in slots]
 
 
 def test_each_request_uses_its_whole_chain_once_what_the_gpu_had_of_it_included() -> None:
@@ -121,64 +116,5 @@ def test_each_request_uses_its_whole_chain_once_what_the_gpu_had_of_it_included(
         host.run(request, local=min(8, 8 * number))
         host.finish(request)
         host.step()
-        host.step()
+        host.clock.advance(10.0)
     assert uses_on_the_pool(host, request) == [3, 3, 3, 3, 2, 2, 1, 1]
-
-
-def test_a_long_chain_is_used_part_by_part_its_end_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    host = VllmHost(ONE_GROUP, gpu_blocks=99, slots=64, step_blocks=2)
-    told: list[tuple[int, int, tuple[int, int] | None]] = []
-    use = host.control.use
-
-    def noted(
-        keys: list[bytes], *, start: int, looked_up: tuple[int, int], hints: Hints | None, source: Source
-    ) -> None:
-        told.append((start, len(keys), looked_up))
-        use(keys, start=start, looked_up=looked_up, hints=hints, source=source)
-
-    monkeypatch.setattr(host.control, "use", noted)
-    for number in range(2):
-        request = FakeRequest(str(number), "abcdefghijklmnopq")
-        host.ask(request, 6 * number)
-        host.run(request, local=6 * number)
-        host.finish(request)
-        for _ in range(8):
-            host.step()
-    assert uses_on_the_pool(host, request) == [2] * 8
-    assert told == [*[(start, 2, (0, 8)) for start in (6, 4, 2, 0)], *[(start, 2, (3, 8)) for start in (6, 4, 2, 0)]]
-
-
-def test_blocks_that_are_stored_lazily_have_the_uses_from_before() -> None:
-    host = VllmHost(ONE_GROUP, gpu_blocks=9, slots=64, lazy_blocks=4)
-    for number in range(3):
-        request = FakeRequest(str(number), "abcd")
-        host.run(request, local=4 * bool(number))
-        host.finish(request)
-        host.step()
-    assert uses_on_the_pool(host, request) == [None, None]
-    other = FakeRequest("other", "ABCDEFGHIJ")
-    host.run(other)
-    host.finish(other)
-    for _ in range(3):
-        host.step()
-    assert uses_on_the_pool(host, request) == [0, 0], "what is known of them is looked up with their next use"
-    request = FakeRequest("again", "abcd")
-    host.run(request)
-    host.finish(request)
-    for _ in range(3):
-        host.step()
-    assert uses_on_the_pool(host, request) == [4, 4]
-
-
-def test_no_more_than_64_ended_requests_wait_for_the_backlog() -> None:
-    used: list[int] = []
-    engine: Any = SimpleNamespace(use=lambda keys, **_: used.append(len(keys)), source_key=b"")
-    stores: Any = SimpleNamespace(newest=0, oldest=1)
-    ended = EndedRequests(engine, ONE_GROUP, stores)
-    for count in range(65):
-        assert used == [], f"after {count} requests"
-        tracked = TrackedRequest(FakeRequest(f"r{count}", PROMPT), 1)
-        tracked.request.num_computed_tokens = 4
-        ended.add_ended(tracked)
-        ended.report_uses(1024, backlog_moves=True)
-    assert used == [2] * 65

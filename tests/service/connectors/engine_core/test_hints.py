@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.service.connectors.engine_core.test_lazystores import lazy_host
 from tests.service.connectors.engine_core.vllmhost import FakeRequest, VllmHost, keys_of
 
-from kvstow.attach.calls import Use
+from kvstow.attach.calls import Admit
 from kvstow.hints import Hints, context_id
 from kvstow.stats import HINTS_IGNORED
 from kvstow_service.connectors.engine_core.hints import UnstoredHashes, hints_of
@@ -132,41 +132,39 @@ def test_no_hint_is_an_error(params: Any, session: Any, salt: str | None) -> Non
     """What is read can be sent to a service, which accepts it."""
     hints = hints_of(request_with(None, kv_transfer_params=params, session_id=session, cache_salt=salt))
     assert hints is None or set(hints.ignored) <= set(HINTS_IGNORED)
-    use = Use([b"k"], 0, (0, 1), hints)
-    assert Use.unpack(use.pack()) == use
+    admit = Admit(1, [b"k"], (0, 1), hints)
+    assert Admit.unpack(admit.pack()) == admit
 
 
 # -- what the pool gets ------------------------------------------------------------------------------------------------
 
 
 class Spy:
-    """Notes the hints of each use."""
+    """Notes the hints of each admission."""
 
     def __init__(self, host: VllmHost, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.hints: list[tuple[int, Hints | None]] = []
-        use = host.control.use
+        self.hints: list[Hints | None] = []
+        admit = host.control.admit
 
-        def noted(keys: Any, *, start: int, looked_up: Any, hints: Hints | None, source: Any) -> None:
-            self.hints.append((start, hints))
-            use(keys, start=start, looked_up=looked_up, hints=hints, source=source)
+        def noted(keys: Any, *, looked_up: Any, hints: Hints | None, source: Any) -> int:
+            self.hints.append(hints)
+            return admit(keys, looked_up=looked_up, hints=hints, source=source)
 
-        monkeypatch.setattr(host.control, "use", noted)
+        monkeypatch.setattr(host.control, "admit", noted)
 
 
-def test_hints_come_with_each_part_of_a_use_and_count_from_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hints_come_with_the_admission_and_count_from_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     host = VllmHost(step_blocks=3)
     spy = Spy(host, monkeypatch)
     request = request_with({"context": "trip", "resume_in": 10, "when": 3}, PROMPT + "ijkl")
     host.run(request)
     host.step()
-    host.finish(request)
     host.clock.advance(4)
-    while host.side.has_pending_stores or not spy.hints or spy.hints[-1][0]:
-        host.step()
-    assert [start > 0 for start, _ in spy.hints] == [True] * (len(spy.hints) - 1) + [False]
-    assert len(spy.hints) > 1
-    assert {hints and hints.resume_in for _, hints in spy.hints} == {6.0}
+    host.finish(request)
+    assert [hints and hints.resume_in for hints in spy.hints] == [10.0]
     assert host.engine.stats().hints_ignored["unknown"] == 1
+    (context,) = host.engine.contexts().contexts
+    assert context.resume_in_seconds == 10.0
 
 
 def test_a_request_without_hints_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,9 +173,7 @@ def test_a_request_without_hints_has_none(monkeypatch: pytest.MonkeyPatch) -> No
     request = FakeRequest("r", PROMPT)
     host.run(request)
     host.finish(request)
-    host.step()
-    host.step()
-    assert spy.hints == [(0, None)]
+    assert spy.hints == [None]
 
 
 def test_hints_without_a_context_come_beside_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,7 +228,13 @@ def test_it_loads_and_others_store_what_they_share() -> None:
 def test_its_use_ends_where_it_has_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     host = VllmHost()
     used: list[list[bytes]] = []
-    monkeypatch.setattr(host.control, "use", lambda keys, **_: used.append(list(keys)))
+    admit = host.control.admit
+
+    def noted(keys: Any, **options: Any) -> int:
+        used.append(list(keys))
+        return admit(keys, **options)
+
+    monkeypatch.setattr(host.control, "admit", noted)
     host.store(*keys_of(PROMPT[:4]))
     request = unstored()
     host.ask(request)

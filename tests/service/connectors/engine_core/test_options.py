@@ -153,7 +153,7 @@ def test_vllms_start_never_waits_for_the_node_service() -> None:
         ("lazy_offload", "false", "true or false"),
         ("async_register_cache", 1, "true or false"),
         ("lock", 0, "true or false"),
-        ("policy", "fifo", "auto, lru, or a number from 0 to 64"),
+        ("policy", "fifo", "auto, lru"),
         ("copy_strategy", "fast", "auto or staged or direct"),
         ("huge_pages", True, "advised or reserved"),
         ("transfer_timeout", 0, "more than 0 seconds"),

@@ -27,7 +27,6 @@ class OutputWithStates(Output):
     """A step of vLLM 0.30, with (group, block, tokens) of the states that it computes, by request."""
 
     states: dict[str, list[tuple[int, int, int]]] = field(default_factory=dict)
-    preempted_req_ids: set[str] | None = None
     finished_req_ids: set[str] = field(default_factory=set)
 
     @property
@@ -47,7 +46,7 @@ class StateHost(VllmHost):
 
     def plan(self, *states: tuple[int, int, int], preempted: str = "", ended: str = "") -> list[tuple[int, ...]]:
         """Blocks of the stores of a step that hands these states over."""
-        output = OutputWithStates({}, Cached(), {"r": list(states)}, {preempted}, {ended})
+        output = OutputWithStates({}, Cached(), {"r": list(states)}, {ended}, preempted_req_ids={preempted})
         return [op.blocks for op in self.side.plan_step(output).stores.ops]
 
 

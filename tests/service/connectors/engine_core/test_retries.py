@@ -393,7 +393,7 @@ def test_no_request_keeps_others_waiting_with_its_burst() -> None:
 
 @pytest.mark.parametrize("groups", [ONE_GROUP, WITH_SHORT_WINDOW], ids=["full", "window"])
 def test_the_beginning_of_a_prefix_that_took_several_steps_is_evicted_last(groups: KVGroups) -> None:
-    host = VllmHost(groups, gpu_blocks=65, step_blocks=6, slots=40)
+    host = VllmHost(groups, gpu_blocks=65, step_blocks=6 if groups.is_plain else 64, slots=40)
     run_and_finish(host)
     idle_steps(host)
     for _ in range(10):

@@ -98,6 +98,7 @@ class Cached:
 class Output:
     num_scheduled_tokens: dict[str, int]
     scheduled_cached_reqs: Any = field(default_factory=Cached)
+    preempted_req_ids: Any = field(default=None, kw_only=True)
 
     @property
     def kv_connector_block_state(self) -> Any:
@@ -159,6 +160,7 @@ class VllmHost:
             **options,
         )
         self._placed: set[str] = set()  # requests that have their blocks for the step to come
+        self._preempted: set[str] = set()
         self._running = Cached()
 
     # -- requests ---------------------------------------------------------------------------------------------
@@ -195,6 +197,7 @@ class VllmHost:
 
     def preempt(self, request: FakeRequest) -> None:
         self._free(request)
+        self._preempted.add(request.request_id)
         request.num_computed_tokens = request.num_output_placeholders = 0
 
     def finish(self, request: FakeRequest) -> None:
@@ -219,7 +222,8 @@ class VllmHost:
             if request.request_id not in self._placed:
                 self.schedule(request, count)
         counts = {request.request_id: count for request, count in scheduled.items()}
-        plan = self.side.plan_step(Output(counts, self._running))
+        preempted, self._preempted = self._preempted, set()
+        plan = self.side.plan_step(Output(counts, self._running, preempted_req_ids=preempted))
         self._placed, self._running = set(), Cached()
         self._submit(plan)
         if copy:

@@ -11,10 +11,12 @@ from typing import Any
 from msgspec.structs import replace
 
 from kvstow.attach.calls import (
+    Admit,
     BeginLoad,
     BeginStore,
     Completions,
     CountLookup,
+    End,
     Hold,
     Lookup,
     LookupPrompt,
@@ -24,7 +26,6 @@ from kvstow.attach.calls import (
     Release,
     Reset,
     ResetDone,
-    Use,
 )
 from kvstow.attach.channel import Frame
 from kvstow.attach.connection import Call
@@ -35,6 +36,7 @@ from kvstow.config import EngineConfig
 from kvstow.control.attachedsession import AttachedSession
 from kvstow.control.engine import PoolFacade
 from kvstow.control.sharedpool import SharedPool
+from kvstow.endings import Ending
 from kvstow.errors import DisconnectedError, KvstowError
 from kvstow.source import Source
 from kvstow_service.connectors.engine_core.controlplane import AttachedControl
@@ -153,14 +155,17 @@ class SlowConnection:
                 result_of(self._session.complete_in_steps(message))
             case Release():
                 self._session.control.release_leases(message.lease_ids)
-            case Use():
-                self._session.control.use(
+            case Admit():
+                self._session.control.admit(
                     message.keys,
-                    start=message.start,
+                    number=message.number,
                     looked_up=message.looked_up,
                     hints=message.hints,
                     source=Source(*message.source),
                 )
+            case End():
+                ending = Ending(message.status, message.tokens)
+                self._session.control.end_request(message.number, ending, more=message.more, others=message.others)
             case CountLookup():
                 self._session.control.count_lookup(message.queried, message.hits, Source(*message.source))
             case Prefill():

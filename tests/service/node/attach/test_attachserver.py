@@ -21,11 +21,13 @@ from tests.service.node.fakehost import FakeSession
 import kvstow.attach
 import kvstow_service
 from kvstow.attach.calls import (
+    Admit,
     BeginLoad,
     BeginStore,
     Completions,
     CountLookup,
     Desired,
+    End,
     ExtentGrant,
     ExtentSlots,
     Found,
@@ -41,7 +43,6 @@ from kvstow.attach.calls import (
     ResetDone,
     SettledOps,
     StoreBegun,
-    Use,
 )
 from kvstow.attach.channel import Channel
 from kvstow.attach.connection import AttachConnection
@@ -98,18 +99,22 @@ def test_calls_without_an_answer_reach_the_host_in_order(node: Node) -> None:
     scheduler = node.attach()
     store(scheduler, KEYS)
     found = ask(scheduler, Lookup(KEYS), Found)
-    scheduler.send(Use(KEYS, 3, (0, 8)))
+    scheduler.send(Admit(3, KEYS, (0, 8)))
+    scheduler.send(End(3, "abort"))
     scheduler.send(CountLookup(8, 8))
     scheduler.send(Release((found.lease_id, 12345)))
     with pytest.raises(CallFailedError, match="was released or used up") as caught:
         ask(scheduler, BeginLoad(found.lease_id, 0, 1), LoadBegun)
     assert caught.value.service_code == "lease_invalid"
     assert ask(scheduler, Reset(), ResetDone) == ResetDone("model-99")
-    assert node.events("used") == [("used", 8, 3)]
+    assert node.events("admitted") == [("admitted", 8, 3)]
+    assert node.events("ended") == [("ended", 3, "abort")]
     assert node.host.queried == 8
     figures = figures_of(node.server)
     assert figures.errors == {"lease_invalid": 1}
-    assert figures.frames["lookup"] == figures.frames["use"] == figures.frames["release"] == 1
+    assert (
+        figures.frames["lookup"] == figures.frames["admit"] == figures.frames["end"] == figures.frames["release"] == 1
+    )
     assert (figures.clients, figures.strangers, figures.sessions, figures.accepted) == (1, 0, 1, 1)
 
 

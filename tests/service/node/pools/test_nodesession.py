@@ -10,7 +10,7 @@ import pytest
 from tests.service.node.hostbench import Engine, HostBench
 from tests.service.node.rawengine import key_of
 
-from kvstow.attach.calls import Found, Hold, Lookup, LookupPrompt, Pending, Use
+from kvstow.attach.calls import Admit, Found, Hold, Lookup, LookupPrompt, Pending
 from kvstow.attach.wire import Message
 from kvstow.hints import Hints, context_id
 from kvstow.testing.fakes import FakeClock
@@ -188,11 +188,11 @@ def test_waits_are_bounded_in_time_and_number() -> None:
 
 def test_more_hints_than_an_engine_can_send_are_ignored(bench: HostBench) -> None:
     engine = bench.start()
-    use = Use([], 0, (0, 0), Hints(context_id("trip"), ignored=("unknown",)))
+    admit = Admit(1, [], (0, 0), Hints(context_id("trip"), ignored=("unknown",)))
 
     def send(count: int) -> dict[str, int]:
         for _ in range(count):
-            engine.session.use(use)
+            engine.session.admit(admit)
         return {reason: num for reason, num in engine.pool.counters.hints_ignored.items() if num}
 
     assert send(HINTS_PER_SECOND + 2) == {"unknown": HINTS_PER_SECOND, "rate": 2}

@@ -1,0 +1,102 @@
+"""Contexts: names that clients give to chains of blocks, so that people can list, release, purge and prefetch them.
+
+A name changes no order of eviction. What it says of the blocks of a chain, it says by how a request ends
+(`kvstow.endings`), and only of the chain of that request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf
+
+from kvstow.control.chains import Watch
+from kvstow.control.namespaces import Namespace
+from kvstow.hints import Hints
+
+MOST_CONTEXTS = 1 << 14
+MOST_KEYS = 1 << 20
+"""Of all of them: 8 bytes each, and more for those that are not in the pool."""
+
+
+class Context:
+    """What the last request with a name has used. `watches`: of the parts of its chain; one that is still its part's
+    says that no other request has used those blocks since. `expected`: when its next request is, on the pool's clock;
+    infinite if none is; None if nobody has said."""
+
+    __slots__ = ("chain", "context_id", "ended_at", "expected", "name", "namespace", "requests", "watches")
+
+    def __init__(self, context_id: bytes, name: str, namespace: Namespace) -> None:
+        self.context_id, self.name, self.namespace = context_id, name, namespace
+        self.chain: Sequence[bytes] = ()
+        self.watches: list[Watch] = []
+        self.requests = 0
+        self.ended_at = 0.0
+        self.expected: float | None = None
+
+
+_Place = tuple[int, bytes, bytes]
+
+
+class Contexts:
+    """The contexts of a pool, those that were used last. Used under the pool's lock. `note` is O(1) and what it drops.
+
+    A name belongs to its namespace, its salt, which is in its id, and its chain: a request whose chain begins otherwise
+    has another context, even if it knows the name.
+    """
+
+    def __init__(self) -> None:
+        self._contexts: dict[_Place, Context] = {}
+        self._by_id: dict[bytes, set[_Place]] = {}
+        self._num_keys = 0
+
+    def __len__(self) -> int:
+        return len(self._contexts)
+
+    def note(
+        self, namespace: Namespace, hints: Hints, chain: Sequence[bytes], watches: list[Watch], now: float
+    ) -> None:
+        """A request with a name has ended, which has used this chain."""
+        if hints.context is None or not chain:
+            return
+        place = namespace.tag, hints.context, chain[0]
+        context = self._forget(place)
+        if hints.release or len(chain) > MOST_KEYS:
+            return
+        if context is None or context.namespace is not namespace:
+            context = Context(hints.context, hints.name, namespace)
+        context.name, context.chain, context.watches = hints.name, chain, watches
+        context.requests += 1
+        context.ended_at = now
+        context.expected = None if hints.resume_in is None else now + hints.resume_in
+        self._contexts[place] = context
+        self._by_id.setdefault(hints.context, set()).add(place)
+        self._num_keys += len(chain)
+        while len(self._contexts) > MOST_CONTEXTS or self._num_keys > MOST_KEYS:
+            self._forget(next(iter(self._contexts)))
+
+    def _forget(self, place: _Place) -> Context | None:
+        context = self._contexts.pop(place, None)
+        if context is not None:
+            self._num_keys -= len(context.chain)
+            places = self._by_id[context.context_id]
+            places.discard(place)
+            if not places:
+                del self._by_id[context.context_id]
+        return context
+
+    def drop(self, context: Context) -> None:
+        """Nothing continues it."""
+        if context.chain:
+            self._forget((context.namespace.tag, context.context_id, context.chain[0]))
+
+    def find(self, context_id: bytes) -> list[Context]:
+        """In all namespaces."""
+        return [self._contexts[place] for place in sorted(self._by_id.get(context_id, ()))]
+
+    def all(self) -> list[Context]:
+        return list(self._contexts.values())
+
+
+def seconds_to(context: Context, now: float) -> float | None:
+    """Until the next request of the context is expected; None if none is, or nobody has said."""
+    return None if context.expected is None or context.expected == inf else context.expected - now

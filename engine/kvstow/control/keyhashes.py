@@ -1,0 +1,50 @@
+"""64-bit hashes of keys, many at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+import numpy as np
+import numpy.typing as npt
+
+Hashes = npt.NDArray[np.uint64]
+
+_WORD = 8
+_MIX_HEAD, _MIX_TAIL = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9)
+_MIX_TAG = 0x94D049BB133111EB
+_SHIFT = np.uint64(32)
+
+
+@cache
+def _words_of(width: int) -> np.dtype[np.void]:
+    """The first and the last 8 bytes of keys of so many bytes."""
+    places = {"names": ["head", "tail"], "formats": ["<u8", "<u8"], "offsets": [0, width - _WORD], "itemsize": width}
+    return np.dtype(places)  # type: ignore[call-overload,no-any-return]
+
+
+def join_keys(keys: Sequence[bytes]) -> tuple[bytes, int]:
+    """The keys end to end, and how many bytes each has. Of short keys, and of those of several lengths, the last 8."""
+    data, width = b"".join(keys), len(keys[0]) if keys else _WORD
+    if width < _WORD or len(data) != len(keys) * width:
+        return b"".join([key[-_WORD:].rjust(_WORD, b"\0") for key in keys]), _WORD
+    return data, width
+
+
+def hash_joined(data: bytes, width: int, tag: int = 0) -> Hashes:
+    """64 bits for each key of the namespace with the number `tag`, from its first and its last 8 bytes. For `data` and
+    `width` see `join_keys`."""
+    words = np.frombuffer(data, _words_of(width))
+    mixed: Hashes = words["head"] * _MIX_HEAD
+    mixed ^= words["tail"]
+    if tag:
+        mixed ^= np.uint64(tag * _MIX_TAG & (1 << 64) - 1)
+    mixed *= _MIX_TAIL
+    mixed ^= mixed >> _SHIFT
+    mixed *= _MIX_HEAD
+    mixed ^= mixed >> _SHIFT
+    return mixed
+
+
+def hash_keys(keys: Sequence[bytes], tag: int = 0) -> Hashes:
+    return hash_joined(*join_keys(keys), tag)

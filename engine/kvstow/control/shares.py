@@ -1,0 +1,42 @@
+"""What a request weighs in learning, so that nobody teaches a pool more than others by sending more."""
+
+from __future__ import annotations
+
+_HALVE_AT = 8192
+"""Requests after which older ones count half."""
+_MOST_SALTS = 1024
+"""Of a namespace that are told apart; all others count as one."""
+_MOST = 4.0
+"""The most that one request weighs: of somebody who has sent few, little is known."""
+_OTHERS = b"\0others"
+
+
+class Shares:
+    """How much each namespace and, in it, each salt has sent lately. Used under the pool's lock; amortized O(1)."""
+
+    def __init__(self) -> None:
+        self._counts: dict[int, dict[bytes, float]] = {}
+        self._total = 0.0
+
+    def weigh(self, tag: int, salt: bytes) -> float:
+        """What a request of this namespace and salt weighs. All requests of a salt together weigh as much as those of
+        another salt of the namespace, and all of a namespace as much as those of another one; on the average, a request
+        weighs 1."""
+        salts = self._counts.setdefault(tag, {})
+        if salt not in salts and len(salts) >= _MOST_SALTS:
+            salt = _OTHERS
+        salts[salt] = own = salts.get(salt, 0.0) + 1.0
+        self._total += 1.0
+        weight = self._total / (len(self._counts) * len(salts) * own)
+        if self._total >= _HALVE_AT:
+            self._halve()
+        return min(weight, _MOST)
+
+    def _halve(self) -> None:
+        for tag, salts in list(self._counts.items()):
+            left = {salt: count / 2 for salt, count in salts.items() if count >= 1.0}
+            if left:
+                self._counts[tag] = left
+            else:
+                del self._counts[tag]
+        self._total = sum(sum(salts.values()) for salts in self._counts.values())

@@ -1,0 +1,103 @@
+"""The states of the request that has used a block last: it is running, or how it has ended.
+
+How a request ends says when its blocks are used next, and what that is gets learned: nothing here says which ending is
+good or bad. A client that says when it comes back only chooses among states. One that says what is not true makes its
+state worthless, and gains nothing.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from typing import Final, Literal, NamedTuple, get_args
+
+Status = Literal["other", "stop", "length", "abort", "interrupted"]
+"""How a request has ended. `interrupted`: the engine has stopped computing it, but not its client: it was preempted,
+the engine was reset, or its session has ended. `other`: whatever was stored without a request, too."""
+STATUSES: Final[tuple[Status, ...]] = get_args(Status)
+
+MOST_PAIRS = 8
+_RESUME_TIMES = 39
+_FIRST_TIME, _TIME_FACTOR = 0.5, 1.4
+
+OTHER = 0
+PAIRS = range(len(STATUSES), len(STATUSES) + MOST_PAIRS)
+"""Requests that stopped with one of the most frequent pairs of last tokens."""
+RESUMES = range(PAIRS.stop, PAIRS.stop + _RESUME_TIMES)
+"""Requests whose client has said when it comes back, by that time."""
+RELEASED = RESUMES.stop
+"""The client has said that nothing comes."""
+FETCHED = RELEASED + 1
+"""The block came from a store below the pool, and no other request than the one that fetched it has used it."""
+RUNNING = FETCHED + 1
+"""It has to be the last."""
+NUM_STATES = RUNNING + 1
+
+_BOUNDS = [_FIRST_TIME * _TIME_FACTOR**number for number in range(_RESUME_TIMES - 1)]
+RESUME_TIMES = (_FIRST_TIME / 2, *[bound * _TIME_FACTOR**0.5 for bound in _BOUNDS])
+"""Seconds that stand for each state of `RESUMES`."""
+
+
+class Ending(NamedTuple):
+    """How a request has ended. `tokens`: its last two output tokens, of one that has stopped by itself; None if they
+    are unknown. `resume_in`: its client's next request comes so many seconds later. `release`: none comes."""
+
+    status: Status = "other"
+    tokens: tuple[int, int] | None = None
+    resume_in: float | None = None
+    release: bool = False
+
+
+NO_ENDING = Ending()
+
+
+class Endings:
+    """The state that follows from an ending. Used under the pool's lock.
+
+    The last two tokens of an output tell a tool call from an answer in every family of models. Which pairs mean what is
+    learned: those that occur most have a state each. Frequencies are estimated by Space-Saving, and halved now and
+    then.
+    """
+
+    _MOST_COUNTED = 64
+    _HALVE_AT = 4096
+
+    def __init__(self) -> None:
+        self._counts: dict[tuple[int, int], int] = {}
+        self._states: dict[tuple[int, int], int] = {}
+        self._total = 0
+
+    def __len__(self) -> int:
+        """Pairs that are counted."""
+        return len(self._counts)
+
+    def state_of(self, ending: Ending) -> tuple[int, bool]:
+        """The state, and whether it has just got another meaning."""
+        if ending.release:
+            return RELEASED, False
+        if ending.resume_in is not None:
+            return RESUMES[bisect_right(_BOUNDS, ending.resume_in)], False
+        if ending.status == "stop" and ending.tokens is not None:
+            return self._state_of_pair(ending.tokens)
+        return STATUSES.index(ending.status), False
+
+    def _state_of_pair(self, pair: tuple[int, int]) -> tuple[int, bool]:
+        counts, states = self._counts, self._states
+        if pair not in counts and len(counts) >= self._MOST_COUNTED:
+            rarest = min((one for one in counts if one not in states), key=counts.__getitem__)
+            counts[pair] = counts.pop(rarest)
+        counts[pair] = count = counts.get(pair, 0) + 1
+        self._total += 1
+        if self._total >= self._HALVE_AT:
+            self._total //= 2
+            for one in counts:
+                counts[one] //= 2
+        if pair in states:
+            return states[pair], False
+        if len(states) < MOST_PAIRS:
+            states[pair] = PAIRS[len(states)]
+            return states[pair], True
+        rarest = min(states, key=counts.__getitem__)
+        if count > 2 * counts[rarest] + 16:
+            states[pair] = states.pop(rarest)
+            return states[pair], True
+        return STATUSES.index("stop"), False
