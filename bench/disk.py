@@ -28,6 +28,7 @@ from kvstow.keys import make_key
 from kvstow.messages import Completion, Op, RankReport
 from kvstow.prefill import PrefillCost
 from kvstow.testing.fakes import FakeClock
+from kvstow.testing.rank import use_keys
 from kvstow.tier.blockstore import (
     BlockTransfer,
     Expectation,
@@ -246,8 +247,8 @@ class TieredPool:
             self._end(session.begin_store(new, range(len(new))).op)
             tier.write_stored()
             self.disk.run()
-        session.use(keys)
-        tier.note_use(self._of, session, keys)
+        use_keys(session, keys)
+        tier.note_use(self._of, keys)
         self.disk.run()
         return hits, hits - in_memory
 

@@ -33,7 +33,7 @@ def lie(subject: AttachedSubject, keys: list[bytes]) -> None:
     engine = subject.engine
     for number in count():
         found = [engine.find(keys, hold=Hold.PRESENT, count=False) for _ in range(_ASKED_AT_ONCE)]
-        engine.use(keys)
+        engine.end_request(engine.admit(keys))
         names = (f"{number} {index}".encode().ljust(34) for index in count())
         stores = [
             engine.begin_store(list(islice(names, MOST_STORED)), range(MOST_STORED)) for _ in range(_STORES_AT_ONCE)

@@ -1957,11 +1957,18 @@ MUTANTS = [
         f"{POOL_TIER_TESTS}::test_a_slot_that_is_being_written_is_not_reused",
     ),
     Mutant(
-        "what_was_read_enters_as_new",
-        POOL_TIER,
-        "is_fetched = not read.is_prefetch",
-        "is_fetched = False",
-        f"{POOL_TIER_TESTS}::test_what_was_read_goes_first_and_what_was_computed_stays",
+        "what_was_read_enters_as_stored",
+        OPS,
+        "sorted(good), fetched=True) if good else ()",
+        "sorted(good)) if good else ()",
+        f"{POOL_TIER_TESTS}::test_the_request_that_fetched_is_no_use_and_the_next_hit_is",
+    ),
+    Mutant(
+        "the_request_that_fetched_is_a_use",
+        "engine/kvstow/control/chains.py",
+        "            if part.fetch == _UNUSED:\n",
+        "            if False:\n",
+        f"{POOL_TIER_TESTS}::test_the_request_that_fetched_is_no_use_and_the_next_hit_is",
     ),
     Mutant(
         "what_arrives_is_leased_to_nobody",
@@ -1980,16 +1987,9 @@ MUTANTS = [
     Mutant(
         "what_could_not_be_written_is_never_tried_again",
         POOL_TIER,
-        "        self._offer(of, chain, is_use=True)\n",
+        "        self._offer(of, keys, is_use=True)\n",
         "",
         f"{POOL_TIER_TESTS}::test_what_could_not_be_written_is_written_at_its_next_use",
-    ),
-    Mutant(
-        "tails_are_offered_before_their_roots",
-        POOL_TIER,
-        "chain = [*keys, *behind] if behind else keys",
-        "chain = [*behind, *keys] if behind else keys",
-        f"{POOL_TIER_TESTS}::test_a_chain_that_comes_in_parts_is_offered_from_its_root_on",
     ),
     Mutant(
         "reads_go_on_however_many_slots_are_stuck",

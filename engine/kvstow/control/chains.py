@@ -219,9 +219,9 @@ NO_LIMIT = Limit()
 
 
 class StoreLimit(NamedTuple):
-    """What a store of the next `count` keys may evict, and whose blocks they are."""
+    """What a store of the next `num_keys` keys may evict, and whose blocks they are."""
 
-    count: int
+    num_keys: int
     limit: Limit
     running: Running | None
 
@@ -279,8 +279,8 @@ class Chains:
         visible ones no request had used before. They are not evicted before `admit`."""
         pieces: list[_Piece] = []
         for run in found.runs:
-            for part, some in self._owned(run):
-                _add(pieces, part, len(some), some, ())
+            for owner, some in self._owned(run):
+                _add(pieces, owner, len(some), some, ())
         if found.rest:
             if found.slots.count(None) == len(found.rest):
                 self._add_absent(pieces, running.order, found.rest)

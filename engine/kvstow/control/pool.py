@@ -492,7 +492,7 @@ class Pool:
         `present`, runs of slots of the same prefix, count as used and are not evicted.
 
         Slots are in ascending order: copies and lookups of a prefix are faster if its slots are neighbours."""
-        count = sum([each.count for each in limits])
+        count = sum([each.num_keys for each in limits])
         slots = self.slots.allocate(min(count, self.slots.free), below)
         if present:
             self.index.times.mark_used(present, now)

@@ -60,8 +60,7 @@ class LongerHit(NamedTuple):
 @dataclass(slots=True, eq=False)
 class TieredNamespace:
     """A namespace of the pool. `stored`: its name in the store; None while the store is off for it, for the
-    `off_reason`. `model` and the namespace's name are for operators. `behind`: the end of a chain that a session gives
-    in parts, by session."""
+    `off_reason`. `model` and the namespace's name are for operators."""
 
     namespace: Namespace
     stored: StoredNamespace | None
@@ -113,7 +112,7 @@ class PoolTier:
 
     - Each block is offered to the store when it is stored, root first, and again at each use: so what could not be
       written is written at the next use. Writes keep at most 5 % of the pool's slots.
-    - What was read goes to the cold end of the pool: the store still has it.
+    - What was read is of a class of its own in the pool's order of eviction, as `Pool.publish` says.
     - A block that arrives is leased to the requests that wait for it, in the moment in which it becomes visible.
     - A request waits no longer than computing would take, and then continues with what has arrived.
     """
@@ -575,18 +574,16 @@ class PoolTier:
 
     def _schedule(self, of: TieredNamespace, context: bytes) -> None:
         """Look again when the next request of the context is near; read now if it is. What is prefetched evicts what
-        others have, so nothing is for a context that never came back, or while hints are off."""
+        others have, so nothing is for a context that never came back."""
         pool = self._pool
         with pool.lock:
             of.due.forget(context)
-            claims = pool.index.claims
-            if claims is None or not claims.is_on:
-                return
-            found = claims.find(of.namespace, context)
-            if found is None or not found.hits or found.expected is None:
+            known = [one for one in pool.contexts.find(context) if one.namespace is of.namespace]
+            found = max(known, key=lambda one: one.ended_at, default=None)
+            if found is None or found.requests < 2 or found.expected is None:
                 return
             now = pool.clock()
-            num_blocks, seconds = found.num_blocks, found.expected - now
+            num_blocks, seconds = len(found.chain), found.expected - now
         if not 0 <= seconds < float("inf"):
             return
         expected = self.stored_pool.expect(num_blocks).seconds

@@ -122,7 +122,7 @@ async def test_the_check_of_the_tier_is_there_although_the_tier_comes_after_the_
     client: httpx.AsyncClient, node: FakeNode
 ) -> None:
     assert (await client.get("/readyz/tier")).status_code == 404
-    node.tier = ShownTiers("redis", NAMES[0])
+    node.tier = ShownTiers(NAMES[0])
     assert (await client.get("/readyz/tier")).status_code == 200
     assert "[+]tier ok (informational)" in (await client.get("/readyz?verbose")).text
 

@@ -208,5 +208,3 @@ def test_a_purge_disowns_what_is_being_stored_slice_by_slice(
     assert 0 < max(holding.counts) <= SLICE_SLOTS
     assert engine.stats().pool.slots.free == 3000
     engine.check_integrity()
-
-

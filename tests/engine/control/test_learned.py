@@ -9,10 +9,9 @@ from math import isclose
 import pytest
 from tests.engine.control.sharedhost import Host
 
-from kvstow.control import chains as chains_module
 from kvstow.control.engine import OffloadEngine
 from kvstow.control.hazards import LOWER, NUM_BINS, UPPER, Hazards, bin_of
-from kvstow.endings import NO_ENDING, OTHER, RELEASED, RESUME_TIMES, RESUMES, RUNNING, Ending, Endings
+from kvstow.endings import FETCHED, NO_ENDING, OTHER, RELEASED, RESUME_TIMES, RESUMES, RUNNING, Ending, Endings
 from kvstow.hints import Hints, context_id
 from kvstow.testing.fakes import FakeClock
 from kvstow.testing.rank import FakeRank, make_ranks, store_keys, use_keys
@@ -259,7 +258,7 @@ def test_what_was_fetched_is_a_class_of_its_own_until_the_next_hit(make_traffic:
     traffic.engine.check_integrity()
     traffic.clock.advance(9.0)
     traffic.begin(keys)
-    assert sum(seen(traffic, chains_module.FETCHED)[1]) == 1.0
+    assert sum(seen(traffic, FETCHED)[1]) == 1.0
     assert sum(seen(traffic, Endings().state_of(Ending("abort"))[0])[1]) == 0
 
 

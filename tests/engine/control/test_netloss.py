@@ -75,9 +75,10 @@ def replay(rate: float | None) -> Figures:
         tiered.clock.advance((len(keys) - found) * BLOCK_SECONDS)
         if found < len(keys):
             tiered.store_blocks(keys[found:])
+        tiered.use(keys)
         for _ in keys:  # writes take no time
             tiered.run()
-            tiered.use(keys)
+            tiered.tier.note_use(tiered.of, keys)
         tiered.run()
     return Figures((tiered.clock() - began) / len(requests), hits, tiered.of.counters.declined_requests)
 

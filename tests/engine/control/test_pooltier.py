@@ -97,7 +97,7 @@ def test_no_key_is_visible_before_its_bytes_have_arrived() -> None:
 
 
 def test_what_arrives_is_leased_to_its_request_in_the_moment_in_which_it_becomes_visible() -> None:
-    """Otherwise the next store would evict it before the request has looked again: it is at the cold end."""
+    """Otherwise the next store would evict it before the request has looked again."""
     tiered = TieredPool(slots=8)
     tiered.put(KEYS[:4])
     request = tiered.look(KEYS[:4])
@@ -156,36 +156,25 @@ def test_keys_that_the_journal_could_not_publish_are_not_read() -> None:
     assert tiered.counts["free"] == 40
 
 
-# -- the cold end -----------------------------------------------------------------------------------------------------
+# -- the order of eviction --------------------------------------------------------------------------------------------
 
 
-def test_what_was_read_goes_first_and_what_was_computed_stays() -> None:
+@pytest.mark.parametrize("uses", [1, 2])
+def test_the_request_that_fetched_is_no_use_and_the_next_hit_is(uses: int) -> None:
     tiered = TieredPool(slots=12)
     tiered.put(KEYS[:4])
     tiered.store_blocks(KEYS[10:18])
     tiered.run()
-    tiered.use(KEYS[10:18])
     assert tiered.fetch(KEYS[:4]) == 4
+    for _ in range(uses - 1):
+        tiered.use(KEYS[:4])
+    tiered.clock.advance(10.0)
+    tiered.use(KEYS[10:18])
+    tiered.clock.advance(10.0)
     tiered.use(KEYS[:4])
     tiered.store_blocks(KEYS[20:24])
-    assert tiered.engine.session.lookup(KEYS[10:18]) == 8, "computed blocks went for ones that the store has"
-    assert tiered.engine.session.lookup(KEYS[:4]) == 0
-    tiered.check()
-
-
-def test_the_request_that_fetched_is_no_use_and_the_next_hit_is() -> None:
-    tiered = TieredPool(slots=12)
-    tiered.put(KEYS[:4])
-    tiered.store_blocks(KEYS[10:18])
-    tiered.run()
-    tiered.use(KEYS[10:18])
-    assert tiered.fetch(KEYS[:4]) == 4
-    tiered.use(KEYS[:4])
-    assert tiered.fetch(KEYS[:4]) == 4
-    tiered.use(KEYS[:4])
-    tiered.store_blocks(KEYS[20:24])
-    assert tiered.engine.session.lookup(KEYS[:4]) == 4
-    assert tiered.engine.session.lookup(KEYS[10:18]) == 4, "the end of the least recently used chain has gone"
+    found = (tiered.engine.session.lookup(KEYS[:4]), tiered.engine.session.lookup(KEYS[10:18]))
+    assert found == ((0, 8) if uses == 1 else (4, 4)), "what was used least recently goes, its end first"
     tiered.check()
 
 
@@ -353,20 +342,10 @@ def test_a_slot_that_is_being_written_is_not_reused() -> None:
     assert tiered.fetch(KEYS[:1]) == 1
 
 
-def test_a_chain_that_comes_in_parts_is_offered_from_its_root_on() -> None:
-    tiered = TieredPool(slots=400)
-    tiered.store.wants = lambda key, is_use: is_use
-    tiered.store_blocks(KEYS[:9])
-    for start in (6, 3, 0):
-        tiered.tier.note_use(tiered.of, tiered.engine.session, KEYS[start : start + 3], start=start)
-    (write,) = tiered.store.pools[0].writes
-    assert list(write.keys) == KEYS[:9]
-
-
 def test_a_use_is_noted_also_of_blocks_that_the_pool_has_lost() -> None:
     tiered = TieredPool(slots=400, store=MemoryBlockStore(places=6))
     tiered.put(KEYS[:6])
-    tiered.tier.note_use(tiered.of, tiered.engine.session, KEYS[:3])
+    tiered.tier.note_use(tiered.of, KEYS[:3])
     tiered.store_blocks(KEYS[10:13])
     tiered.run()
     assert tiered.in_store(KEYS[:6]) == [True] * 3 + [False] * 3
@@ -447,22 +426,31 @@ def test_blocks_of_the_hit_itself_make_no_room() -> None:
 # -- contexts ---------------------------------------------------------------------------------------------------------
 
 
+CONTEXT = b"c" * 16
+
+
+def use_in_context(tiered: TieredPool, keys: Sequence[bytes], hints: Hints) -> None:
+    session = tiered.engine.session
+    number = session.admit(keys, hints=hints)
+    tiered.tier.note_use(tiered.of, keys)
+    ended = session.end_request(number)
+    tiered.tier.note_context(tiered.of, CONTEXT, ended.chain, release=hints.release)
+
+
 def end_in_context(tiered: TieredPool, keys: Sequence[bytes]) -> None:
-    tiered.engine.session.use(keys)
-    tiered.tier.note_use(tiered.of, tiered.engine.session, keys, context=b"c" * 16)
+    use_in_context(tiered, keys, Hints(context=CONTEXT))
 
 
-def test_what_a_context_has_used_is_read_before_its_next_request_and_enters_as_new() -> None:
+def test_what_a_context_has_used_is_read_before_its_next_request() -> None:
     tiered = TieredPool(slots=400)
     tiered.store_blocks(KEYS[:8])
     tiered.run()
     end_in_context(tiered, KEYS[:8])
     tiered.pool.admin.evict(slots=1000).run()
-    assert tiered.tier.prefetch(b"c" * 16) == 8
+    assert tiered.tier.prefetch(CONTEXT) == 8
     tiered.run()
     assert tiered.loaded(KEYS[:8]) == 8
     assert tiered.of.counters.prefetched_blocks == 8
-    assert not len(tiered.pool.index.fetched)
     assert tiered.tier.prefetch(b"d" * 16) is None
 
 
@@ -473,7 +461,7 @@ def test_nothing_is_prefetched_while_anything_is_queued() -> None:
     end_in_context(tiered, KEYS[:8])
     tiered.pool.admin.evict(slots=1000).run()
     tiered.takes(0.0, queued=1)
-    tiered.tier.prefetch(b"c" * 16)
+    tiered.tier.prefetch(CONTEXT)
     tiered.run()
     assert tiered.of.counters.prefetched_blocks == 0
     tiered.takes(0.0)
@@ -482,22 +470,16 @@ def test_nothing_is_prefetched_while_anything_is_queued() -> None:
     assert tiered.of.counters.prefetched_blocks == 8
 
 
-@pytest.mark.parametrize(("turns", "is_on", "blocks"), [(2, True, 8), (1, True, 0), (2, False, 0)])
+@pytest.mark.parametrize(("turns", "blocks"), [(2, 8), (1, 0)])
 def test_a_context_is_prefetched_shortly_before_it_is_expected_if_it_has_come_back_before(
-    turns: int,
-    is_on: bool,
-    blocks: int,
+    turns: int, blocks: int
 ) -> None:
     tiered = TieredPool(slots=400)
     tiered.store_blocks(KEYS[:8])
     tiered.run()
-    session, hints = tiered.engine.session, Hints(context=b"c" * 16, resume_in=100.0)
     for _ in range(turns):
         tiered.clock.advance(100.0)
-        session.use(KEYS[:8], looked_up=(0, 8), hints=hints)
-        if not is_on:
-            tiered.pool.index.use_claims().set_on(False)
-        tiered.tier.note_use(tiered.of, session, KEYS[:8], context=b"c" * 16)
+        use_in_context(tiered, KEYS[:8], Hints(context=CONTEXT, resume_in=100.0))
     tiered.pool.admin.evict(slots=1000).run()
     tiered.clock.advance(90.0)
     tiered.tier.expire()
@@ -674,7 +656,6 @@ def test_what_a_context_has_used_is_purged_from_the_store() -> None:
     tiered.store_blocks(KEYS[:6])
     tiered.run()
     end_in_context(tiered, KEYS[:4])
-    tiered.pool.index.use_claims()
     sweep = purge_store(tiered.pool, Sweep("purge", 0, 1, lambda _: iter(())), _wish_of(tiered), dry_run=False)
     sweep.run()
     tiered.run()
@@ -683,4 +664,4 @@ def test_what_a_context_has_used_is_purged_from_the_store() -> None:
 
 
 def _wish_of(tiered: TieredPool) -> PurgeWish:
-    return PurgeWish(keys=tiered.tier.keys_of(b"c" * 16))
+    return PurgeWish(keys=tiered.tier.keys_of(CONTEXT))

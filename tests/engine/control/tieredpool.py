@@ -12,6 +12,7 @@ from kvstow.control.pooltier import PoolTier, TieredNamespace, TierWait
 from kvstow.prefill import PrefillCost
 from kvstow.results import Needs
 from kvstow.testing.memoryblockstore import MemoryBlockStore, StoredBlock
+from kvstow.testing.rank import use_keys
 from kvstow.tier.blockstore import Expectation, StoredLayout
 
 KEYS = [bytes([0, 0, number]) for number in range(40)]
@@ -77,10 +78,9 @@ class TieredPool:
         self.tier.write_stored()
 
     def use(self, keys: Sequence[bytes], engine: Client | None = None, of: TieredNamespace | None = None) -> None:
-        """A request has ended."""
-        session = (engine or self.engine).session
-        session.use(keys)
-        self.tier.note_use(of or self.of, session, keys)
+        """A request begins, and ends at once."""
+        use_keys((engine or self.engine).session, keys)
+        self.tier.note_use(of or self.of, keys)
 
     def put(self, keys: Sequence[bytes]) -> None:
         """The store has these blocks, and the pool does not."""

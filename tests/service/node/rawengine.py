@@ -16,9 +16,11 @@ from typing import TypeVar
 from msgspec.structs import replace
 
 from kvstow.attach.calls import (
+    Admit,
     BeginLoad,
     BeginStore,
     Completions,
+    End,
     ExtentGrant,
     ExtentSlots,
     Found,
@@ -39,6 +41,7 @@ from kvstow.attach.connection import AttachConnection
 from kvstow.attach.hello import Hello
 from kvstow.attach.identity import GroupIdentity, NamespaceIdentity, PoolIdentity, RegionIdentity
 from kvstow.attach.wire import Kind, Message
+from kvstow.hints import Hints
 from kvstow.messages import Completion
 from kvstow.testing.rank import ready_report
 
@@ -185,6 +188,7 @@ class RawEngine:
         the workers attach."""
         self.path = path
         self.settled: dict[int, str] = {}
+        self._last_request = 0
         self.scheduler = AttachConnection(path, lambda: hello)
         self.workers: list[RawWorker] = []
         self.wait_for(lambda: self.scheduler.state == "attached")
@@ -234,6 +238,12 @@ class RawEngine:
             self.complete(begun.op_id)
             self.wait_for(lambda: begun.op_id in self.settled)
         return begun
+
+    def use(self, keys: Sequence[bytes], hints: Hints | None = None) -> None:
+        """A request that uses these keys begins, and ends at once."""
+        self._last_request += 1
+        self.scheduler.send(Admit(self._last_request, keys, (0, 0), hints))
+        self.scheduler.send(End(self._last_request))
 
     def store_all(self, keys: Sequence[bytes], batch: int = 16) -> None:
         """Waits for slots where there are none yet."""

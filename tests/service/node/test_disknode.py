@@ -19,7 +19,7 @@ from tests.service.node.rawengine import HELLO, RawEngine, key_of
 from tests.service.node.realservice import RealService
 from tests.service.stores.disk.conftest import LoopDisk
 
-from kvstow.attach.calls import Prefill, Use
+from kvstow.attach.calls import Prefill
 from kvstow.attach.identity import FleetWeights
 from kvstow_service.stores.disk.diskfiles import PathError, open_folder
 
@@ -130,7 +130,7 @@ def store_on_disk(service: DiskService, engine: RawEngine, keys: list[bytes]) ->
     engine.store_until_found(keys)
 
     def are_written() -> bool:
-        engine.scheduler.send(Use(keys, 0, (0, 0)))
+        engine.use(keys)
         return bool(service.part()["counters"]["written_blocks"] >= before + len(keys))
 
     engine.wait_for(are_written)

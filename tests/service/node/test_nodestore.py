@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from tests.service.conftest import Eventually
 from tests.service.node.rawengine import HELLO, NAMESPACE, POOL, SLOT_BYTES, RawEngine, key_of
 
-from kvstow.attach.calls import Detach, Found, Hold, Lookup, LookupPrompt, Prefill, Reset, ResetDone, Use
+from kvstow.attach.calls import Detach, Found, Hold, Lookup, LookupPrompt, Prefill, Reset, ResetDone
 from kvstow.attach.identity import FleetWeights
 from kvstow.control import pooltier
 from kvstow.hints import Hints, context_id
@@ -132,7 +132,7 @@ def elsewhere(make_node: MakeNode, engines: Engines, keys: list[bytes], hello: A
 
 def written_by(engine: RawEngine, store: MemoryBlockStore, keys: list[bytes]) -> bool:
     """Whether all of them are in the store; a request uses them again, as some may have had to wait."""
-    engine.scheduler.send(Use(keys, 0, (0, 0)))
+    engine.use(keys)
     return len(store.blocks) >= len(keys)
 
 
@@ -324,7 +324,7 @@ def test_after_a_reset_nothing_is_written_or_read_and_the_former_blocks_are_gone
     engine.ask(Reset(), ResetDone)
     assert not store_of(node).blocks
     engine.store_until_found(keys_of(4, 4))
-    engine.scheduler.send(Use(keys_of(4, 4), 0, (0, 0)))
+    engine.use(keys_of(4, 4))
     call = engine.scheduler.call(Lookup(keys_of(50, 2)))
     engine.wait_for(lambda: call.done)
     assert (call.is_pending, len(store_of(node).blocks)) == (False, 0)
@@ -385,7 +385,7 @@ def test_blocks_that_are_the_same_on_all_ranks_are_stored_once(make_node: MakeNo
 
 
 def use_in_context(engine: RawEngine, keys: list[bytes], name: str, resume_in: float | None = None) -> None:
-    engine.scheduler.send(Use(keys, 0, (0, 0), hints=Hints(context=context_id(name), resume_in=resume_in)))
+    engine.use(keys, Hints(context=context_id(name), resume_in=resume_in))
 
 
 def test_blocks_of_a_context_are_read_when_an_operator_asks_for_it(make_node: MakeNode, engines: Engines) -> None:
@@ -421,7 +421,7 @@ def test_a_defect_switches_the_store_off_for_the_pool(
     engine.wait_for(lambda: call.done)
     assert call.answer(Found).leading == 0
     engine.store_until_found(keys_of(0, 4))
-    engine.scheduler.send(Use(keys_of(0, 4), 0, (0, 0)))
+    engine.use(keys_of(0, 4))
     engine.wait_for(lambda: node_store(node).tiers()[0].state == "off")
     assert node_store(node).tiers()[0].reason == TIER_FAILED
     assert engine.load(keys_of(0, 4)) == 4

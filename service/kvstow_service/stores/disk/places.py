@@ -114,7 +114,7 @@ class FoundChunk(NamedTuple):
     dirty: Any
 
 
-class Places:
+class DiskPlaces:
     """The least recently used block of a kind makes room for the next one of that kind. Not locked.
 
     Chunks move between kinds so that together they come near to one order of use. An owner whose chunks are fewer than

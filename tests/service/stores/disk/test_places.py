@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstow_service.stores.disk.places import Assignment, BlockName, FoundChunk, PlaceKind, Places, TakenPlace
+from kvstow_service.stores.disk.places import Assignment, BlockName, DiskPlaces, FoundChunk, PlaceKind, TakenPlace
 
 CHUNK = 64
 A, B, C = PlaceKind("1000", 4), PlaceKind("1000", 16), PlaceKind("1000", 10)
@@ -25,7 +25,7 @@ class Disk:
     """Writes and uses blocks as the store does, and checks after each call that the budget holds."""
 
     def __init__(self, num_chunks: int = 8) -> None:
-        self.places, self.now = Places(num_chunks, CHUNK), 0.0
+        self.places, self.now = DiskPlaces(num_chunks, CHUNK), 0.0
         self.assigned: dict[int, Assignment] = {}
 
     def has(self, number: int, kind: PlaceKind = A) -> bool:
@@ -83,7 +83,7 @@ def test_the_least_recently_used_block_makes_room() -> None:
 
 
 def test_nothing_is_evicted_while_a_chunk_is_on_its_way() -> None:
-    places = Places(4, CHUNK)
+    places = DiskPlaces(4, CHUNK)
     chunks = []
     for number in range(40):
         taken = places.take(A, float(number))
@@ -149,8 +149,8 @@ def test_several_lengths_never_exceed_one_size(seed: int, num_chunks: int, kinds
 def run_mixed(
     seed: int, shares: tuple[float, float], lengths: tuple[PlaceKind, PlaceKind], budget: int
 ) -> tuple[float, float]:
-    """Traffic of two lengths whose shares of the bytes are exchanged at half time. Hits by bytes, of `Places` and of
-    one order of use over both."""
+    """Traffic of two lengths whose shares of the bytes are exchanged at half time. Hits by bytes, of `DiskPlaces` and
+    of one order of use over both."""
     random, disk = Random(seed), Disk(budget // CHUNK)
     one: OrderedDict[tuple[int, PlaceKind], None] = OrderedDict()
     used = hits = ideal = total = 0
@@ -223,7 +223,7 @@ def found(chunk: int, kind: PlaceKind, blocks: dict[int, int], dirty: list[int],
 
 
 def test_a_start_takes_over_blocks_their_order_and_what_must_be_overwritten() -> None:
-    places = Places(3, CHUNK)
+    places = DiskPlaces(3, CHUNK)
     dirty = places.restore([found(1, A, {0: 7, 5: 3, 6: 9}, [2]), found(0, B, {1: 1}, [])], {0: 3, 1: 3})
     assert [places.where(place).offset for place in dirty] == [CHUNK + 2 * 4]
     assert sorted(places.index) == sorted([digest(7), digest(3), digest(9), digest(1, B)])
@@ -239,14 +239,14 @@ def test_a_start_takes_over_blocks_their_order_and_what_must_be_overwritten() ->
 
 
 def test_of_two_places_with_one_block_a_start_keeps_one() -> None:
-    places = Places(2, CHUNK)
+    places = DiskPlaces(2, CHUNK)
     dirty = places.restore([found(0, A, {0: 7, 1: 7}, [])], {0: 3})
     assert len(dirty) == len(places.index) == 1
     assert places.used_bytes == 4
 
 
 def test_blocks_are_selected_by_namespace_start_of_key_and_age() -> None:
-    places = Places(2, CHUNK)
+    places = DiskPlaces(2, CHUNK)
     places.restore([found(0, A, {0: 0x10, 1: 0x11, 2: 0x20}, [])], {0: 3})
     index = places.index
     assert places.select([2]) == []
