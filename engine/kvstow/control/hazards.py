@@ -217,7 +217,8 @@ def _resume_priors() -> Floats:
     half of them come back around that time."""
     centres = np.sqrt(np.maximum(LOWER, 0.25) * np.array([*UPPER, 3 * LOWER[-1]]))
     distance = np.log(centres[None] / np.maximum(np.array(RESUME_TIMES), 0.25)[:, None])
-    return _PRIOR_HAZARD + 0.3 * np.exp(-0.5 * (distance / 0.5) ** 2)
+    priors: Floats = _PRIOR_HAZARD + 0.3 * np.exp(-0.5 * (distance / 0.5) ** 2)
+    return priors
 
 
 _RESUME_PRIORS = _resume_priors()

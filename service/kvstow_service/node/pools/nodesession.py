@@ -368,9 +368,10 @@ class NodeSession(MemoryHolder):
         hints = call.hints
         if hints is not None and not self._hint_rate.admits(self.pool.clock()):
             hints = Hints(ignored=("rate",))
-        source = Source(*call.source)
-        options = {"looked_up": call.looked_up, "hints": hints, "source": source}
-        yield from self.control.admit_in_steps(call.keys, CALL_SLICE, number=call.number, **options)
+        source, looked_up = Source(*call.source), call.looked_up
+        yield from self.control.admit_in_steps(
+            call.keys, CALL_SLICE, number=call.number, looked_up=looked_up, hints=hints, source=source
+        )
         if self.tier is not None:
             self.tier.pool.note_use(self.tier.of, call.keys)
 

@@ -29,7 +29,7 @@ from kvstow_service.stores.disk.diskmessages import (
     WriteUses,
 )
 from kvstow_service.stores.disk.pathqueue import Direction, Job, PathQueue, PurgeTicket, UnderWay
-from kvstow_service.stores.disk.places import BlockName, Place, PlaceKind, Places
+from kvstow_service.stores.disk.places import BlockName, DiskPlaces, Place, PlaceKind
 from kvstow_service.stores.disk.writebudget import WriteBudget, WrittenBytes
 
 STUCK_SECONDS: Final = 30.0
@@ -161,7 +161,7 @@ class DiskPath:
         self.name, self._host, self._clock, self._wall = name, host, clock, wall
         self.state: PartState = "starting"
         self.reason = "its process starts"
-        self.places: Places | None = None
+        self.places: DiskPlaces | None = None
         self.counts = _Counts()
         self.written = WrittenBytes(clock())
         self.budget = None if writes_per_day is None else WriteBudget(writes_per_day, clock())
@@ -395,7 +395,7 @@ class DiskPath:
             self._mark(chosen, ticket if self.is_on else None)
         return len(chosen)
 
-    def _select(self, places: Places, selection: Selection) -> list[int]:
+    def _select(self, places: DiskPlaces, selection: Selection) -> list[int]:
         if selection.digests is not None:
             found = [place for digest in selection.digests if (place := places.index.get(digest)) is not None]
             if selection.written_before is None and selection.used_before is None:
@@ -487,7 +487,7 @@ class DiskPath:
 
     def opened(self, found: FoundFiles, file_system_bytes: int) -> None:
         header = found.header
-        self.places = Places(header.num_chunks, header.chunk_bytes)
+        self.places = DiskPlaces(header.num_chunks, header.chunk_bytes)
         self._namespaces = _Namespaces(dict(found.namespaces))
         self._file_system_bytes = file_system_bytes
         self._gone.dirty = self.places.restore(found.chunks, found.generations)

@@ -148,7 +148,8 @@ class Spy:
 
         def noted(keys: Any, *, looked_up: Any, hints: Hints | None, source: Any) -> int:
             self.hints.append(hints)
-            return admit(keys, looked_up=looked_up, hints=hints, source=source)
+            number: int = admit(keys, looked_up=looked_up, hints=hints, source=source)
+            return number
 
         monkeypatch.setattr(host.control, "admit", noted)
 
@@ -232,7 +233,8 @@ def test_its_use_ends_where_it_has_computed(monkeypatch: pytest.MonkeyPatch) -> 
 
     def noted(keys: Any, **options: Any) -> int:
         used.append(list(keys))
-        return admit(keys, **options)
+        number: int = admit(keys, **options)
+        return number
 
     monkeypatch.setattr(host.control, "admit", noted)
     host.store(*keys_of(PROMPT[:4]))
