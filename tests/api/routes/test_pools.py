@@ -66,7 +66,6 @@ async def test_the_pool_is_shown_with_states_that_add_up(
         "usable_bytes": 16 * 4096,
         "granted_bytes": 2 * 16 * 4096,
         "policy": "auto",
-        "claims": None,
         "pinning_paused": False,
         "leases": 1,
         "num_ranks": 2,

@@ -111,14 +111,14 @@ def test_growing_needs_no_confirmation(kvstow: Any, host: Any) -> None:
 
 def test_a_refused_value_comes_with_the_allowed_ones(kvstow: Any) -> None:
     said = kvstow("config", "set", "policy=mru").stderr
-    assert said.endswith("policy is 'mru': not a policy; allowed: auto, lru, or a number from 0 to 64\n")
+    assert said.endswith("policy is 'mru': not a policy; allowed: auto, lru\n")
 
 
 @pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "1e999", "1" * 5000])
 def test_a_number_that_json_does_not_have_is_refused_in_words(kvstow: Any, value: str) -> None:
     answer = kvstow("config", "set", f"policy={value}")
     assert answer.exit_code == 2
-    assert answer.stderr.endswith(": not a policy; allowed: auto, lru, or a number from 0 to 64\n")
+    assert answer.stderr.endswith(": not a policy; allowed: auto, lru\n")
 
 
 def test_one_resize_runs_at_a_time_and_can_be_cancelled(kvstow: Any, host: Any) -> None:

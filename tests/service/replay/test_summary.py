@@ -27,7 +27,8 @@ def test_trouble_is_spelled_out() -> None:
 
 
 @pytest.mark.parametrize(
-    ("waits", "line"), [(0, "no look-up waited for the service: it has no"), (1200, "1,200 look-ups waited for the")]
+    ("waits", "line"),
+    [(0, "no look-up waited: the service has no store below its pools"), (1200, "1,200 look-ups waited for the")],
 )
 def test_an_attached_replay_says_whether_it_met_a_fleet_tier(waits: int, line: str) -> None:
     engines = [EngineResult(f"replay-{count}", [EngineLife(waits=count)]) for count in (0, waits)]
