@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from threading import Lock
+from typing import NamedTuple
 
 import numpy as np
 
