@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from kvstow.testing.memoryblockstore import MemoryBlockStore
 from kvstow_service.cli import main
-from kvstow_service.node import nodeprocess
+from kvstow_service.stores import stores
 
 if __name__ == "__main__":
-    setattr(nodeprocess, "open_store", lambda url: MemoryBlockStore())  # noqa: B010
+    setattr(stores, "open_store", lambda url: MemoryBlockStore())  # noqa: B010
     main()

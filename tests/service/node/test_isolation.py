@@ -95,7 +95,7 @@ def test_a_tenant_neither_reads_nor_forges_blocks_of_another_one_through_the_fle
     tenants = ("--tenant", f"one={ALICE}", "--tenant", f"two={BOB},{CAROL}")
     admin = service.serve(*TIERED, *tenants, module="tests.helm.tieredservice")
     service.engine("--uid", BOB, *WEIGHTS, "--forge", "--store", 8, "--find", 8)
-    eventually(lambda: [one["counters"]["put_blocks"] for one in admin.get("/v1/tier").json()["items"]] == [9])
+    eventually(lambda: [one["counters"]["written_blocks"] for one in admin.get("/v1/tier").json()["items"]] == [9])
     _, carol = service.engine("--uid", CAROL, *WEIGHTS, "--forge", "--find", 8, "--wait")
     assert carol["found"] == 8, "what another user of the tenant has stored"
     _, alice = service.engine("--uid", ALICE, *WEIGHTS, "--find", 8)
