@@ -28,7 +28,7 @@ from kvstow.control.evictedblocks import EvictedBlocks
 from kvstow.control.expectedblocks import ExpectedBlocks
 from kvstow.control.hazards import MOST_USES, NUM_BINS, UPPER, Hazards, bin_of
 from kvstow.control.keyhashes import hash_keys
-from kvstow.control.slots import RefCounts, SlotKeys, SlotSet, values_at
+from kvstow.control.slots import RefCounts, SlotKeys, SlotSet, unvisited, values_at
 from kvstow.endings import FETCHED, OTHER, RUNNING
 
 _SAME_USE = 2.0
@@ -131,6 +131,10 @@ class Running:
         if not self.is_incomplete:
             self.is_incomplete = True
             self.on_incomplete()
+
+
+def ignore() -> None:
+    """What is called when a request lacks blocks that has ended."""
 
 
 class FoundKeys(NamedTuple):
@@ -239,7 +243,9 @@ class Chains:
         self.is_lru = False
         """What has waited longest is evicted, whatever its class."""
         self.evicted_blocks = EvictedBlocks()
-        self._owner: list[ChainPart | None] = []
+        self._owner: list[ChainPart | None] = unvisited([])
+        """The part of each slot. A part must not lead back to the pool when its request has ended: see
+        `Pool.end_request`."""
         self._aside = SlotSet()
         """Held slots that are in no part's `slots`, because something tried to evict them. They return with the end of
         their last hold."""

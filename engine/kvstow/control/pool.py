@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple, Protocol
 
 from kvstow.config import EngineConfig, parse_policy
 from kvstow.control.blockevents import BlockEventLog
-from kvstow.control.chains import NO_LIMIT, Limit, Running, StoreLimit
+from kvstow.control.chains import NO_LIMIT, Limit, Running, StoreLimit, ignore
 from kvstow.control.comparison import Comparison
 from kvstow.control.contexts import Contexts
 from kvstow.control.hazards import Observations, compute
@@ -326,6 +326,9 @@ class Pool:
         if has_changed:
             chains.hazards.forget(state)
         chains.end(running, state, self.clock())
+        # Its parts live on. The garbage collector does not visit the list that holds them, so a part that led back to
+        # the session, and so to the pool, would keep a pool that has ended in memory.
+        running.on_incomplete = ignore
 
     def end_left(self) -> bool:
         """End some of the requests that sessions have left. Returns False if there are none."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from collections.abc import Callable, Sequence
 from math import isclose
 
 import pytest
 from tests.engine.control.sharedhost import Host
 
+from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
 from kvstow.control.hazards import LOWER, NUM_BINS, UPPER, Hazards, bin_of
 from kvstow.endings import FETCHED, NO_ENDING, OTHER, RELEASED, RESUME_TIMES, RESUMES, RUNNING, Ending, Endings
@@ -492,3 +495,17 @@ def test_contexts_are_bounded(make_traffic: MakeTraffic, monkeypatch: pytest.Mon
     for number in range(5):
         traffic.serve(make_keys(2 if number < 4 else 24, str(number)), hints=hint(str(number)))
     assert [one.name for one in traffic.engine.contexts().contexts] == ["4"]
+
+
+def test_a_pool_that_has_ended_is_collected() -> None:
+    """The collector does not visit the list of the slots' parts, so no part may lead back to the pool."""
+    engine = OffloadEngine(EngineConfig(slot_bytes=64, capacity_slots=16, num_ranks=1))
+    ranks = make_ranks(engine)
+    keys = [bytes([number]) * 12 for number in range(4)]
+    use_keys(engine, keys)
+    store_keys(engine, ranks, keys)
+    use_keys(engine, keys)
+    pool = weakref.ref(engine.pool)
+    del engine, ranks
+    gc.collect()
+    assert pool() is None

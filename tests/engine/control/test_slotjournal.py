@@ -439,4 +439,4 @@ def test_taking_out_a_safeguard_of_restarts_is_noticed(
     mutate(monkeypatch)
     monkeypatch.setattr(RestartedEngines, "checks_books", False)
     with pytest.raises((AssertionError, KeyError)):
-        run_schedules(range(300), RestartedEngines)
+        run_schedules(range(600), RestartedEngines)
