@@ -737,7 +737,8 @@ class Chains:
         """These blocks of the part were evicted."""
         running = part.request
         if running is not None and self._totals.expected < _MOST_EXPECTED and not part.order.is_over:
-            running.lacks_blocks()
+            if not self.is_lru:  # in the order of last use, what is evicted is not brought back at the end
+                running.lacks_blocks()
             self._expect(part, keys)
             return
         self._remember_later(part, keys)
