@@ -107,6 +107,20 @@ MUTANTS = [
         f"{LEARNED}::test_what_a_running_request_uses_may_go_and_is_taken_back_at_its_end",
     ),
     Mutant(
+        "a_part_stays_with_the_request_that_has_lost_it",
+        f"{CONTROL_CODE}/chains.py",
+        "                del part.request.parts[part]\n",
+        "                pass\n",
+        f"{LEARNED}::test_a_request_may_take_back_what_another_one_has_taken_meanwhile",
+    ),
+    Mutant(
+        "unknown_blocks_stand_for_those_that_are_not_used",
+        f"{CONTROL_CODE}/chains.py",
+        "part.order.expected.find(piece.absent).count(part) == part.expected",
+        "True",
+        f"{LEARNED}::test_a_request_with_unknown_blocks_leaves_others_what_it_does_not_use",
+    ),
+    Mutant(
         "every_use_of_a_burst_counts",
         f"{CONTROL_CODE}/chains.py",
         "now - part.running.since >= _SAME_USE",

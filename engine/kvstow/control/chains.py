@@ -85,26 +85,34 @@ class WatchList:
 
 
 class ChainPart:
-    """Blocks that one request has used last. `uses`: how often each was used, up to `MOST_USES`; 0 if no request has
-    used them yet. `left`: how many of them nobody has used since. `resident`: those of them that have a slot. `slots`:
-    theirs in prefix order, without those that `Chains` has set aside; some may have another owner meanwhile. `absent`:
-    keys of others, while their request is running or has just ended. `weight`: of one block, in learning. `fetch`: see
-    `Chains.publish`."""
+    """Blocks that one request has used last, and nobody since. `uses`: how often each was used, up to `MOST_USES`; 0 if
+    no request has used them yet. `weight`: of one block, in learning. `request`: the running one that has used them;
+    the part is among its `parts`. `fetch`: see `Chains.publish`.
+
+    Each block is counted once: `resident` ones have a slot; `expected` ones are keys of the part in `Order.expected`,
+    while their request is running or has just ended; `evicted` ones are remembered by the number of the part, roughly.
+    `slots`: of the resident ones, in prefix order, without those that `Chains` has set aside; some may have another
+    owner meanwhile. `absent`: the keys of the expected ones; some may be so no longer."""
 
     __slots__ = (
-        *("absent", "ended", "fetch", "left", "number", "order", "request", "resident", "running", "slots", "uses"),
-        "weight",
+        *("absent", "ended", "evicted", "expected", "fetch", "number", "order", "request", "resident", "running"),
+        *("slots", "uses", "weight"),
     )
 
     def __init__(self, number: int, order: Order, uses: int) -> None:
         self.number, self.order, self.uses = number, order, uses
-        self.left = self.resident = self.fetch = 0
+        self.resident = self.expected = self.evicted = self.fetch = 0
         self.weight = 0.0
         self.slots = array("I")
         self.absent: list[bytes] | None = None
         self.request: Running | None = None
         self.running: Watch | None = None
         self.ended: Watch | None = None
+
+    @property
+    def left(self) -> int:
+        """How many blocks it has."""
+        return self.resident + self.expected + self.evicted
 
     @property
     def home(self) -> Watch:
@@ -115,7 +123,8 @@ class ChainPart:
 
 
 class Running:
-    """A request between its admission and its end. `share`: what it weighs in learning. `is_incomplete`: some of its
+    """A request between its admission and its end. `parts`: of its chain, those that no other request has taken since,
+    in the order of the chain, as the keys of a dict. `share`: what it weighs in learning. `is_incomplete`: some of its
     blocks have no slot, because their slots were lent to others or their store was refused; `on_incomplete` is called
     when that becomes so, with the lock held."""
 
@@ -123,7 +132,7 @@ class Running:
 
     def __init__(self, order: Order, share: float, on_incomplete: Callable[[], None]) -> None:
         self.order, self.share, self.on_incomplete = order, share, on_incomplete
-        self.parts: list[ChainPart] = []
+        self.parts: dict[ChainPart, None] = {}
         self.is_incomplete = False
 
     def lacks_blocks(self) -> None:
@@ -305,7 +314,8 @@ class Chains:
 
     def admit(self, running: Running, now: float) -> None:
         """The whole chain was given to `extend`."""
-        parts = running.parts = [part for part in running.parts if part.request is running and part.left]
+        parts = [part for part in running.parts if part.left]
+        running.parts = dict.fromkeys(parts)
         at = 0
         while at < len(parts):  # blocks of one class next to each other count as one in learning
             cell = self.hazards.first_cell(RUNNING, parts[at].uses)
@@ -354,16 +364,14 @@ class Chains:
         """A block that no running request needs becomes one of the part, whose slots in order are `own`."""
         if slot is None:
             if part.order.expected.get(key) is None and not part.order.is_over:
-                part.left += 1
                 self._expect(part, (key,))
             return
         other = self._owner[slot]
         if other is not None and other.request is None:
             self._observe(other, 1)
             self._owner[slot] = part
-            part.left += 1
             part.resident += 1
-            self._leave(other, 1, 1)
+            self._leave(other, 1, 0)
             own.append(slot)
 
     def end(self, running: Running, state: int, now: float) -> None:
@@ -371,12 +379,10 @@ class Chains:
         were given to `extend` since `admit` were used from now on only."""
         self.pass_time(now)
         for part in running.parts:
-            if part.request is running and part.running is None and part.left:
+            if part.running is None and part.left:
                 part.weight = running.share / part.left
                 part.running = Watch(part, self.hazards.first_cell(RUNNING, part.uses), now)
         for part in reversed(running.parts):
-            if part.request is not running:
-                continue
             part.request = None
             if part.running is None:  # all its blocks were removed
                 continue
@@ -400,29 +406,46 @@ class Chains:
                 return
             self._observe(part, piece.count)
         resident = sum(map(len, piece.runs))
-        if part is not None and piece.count >= part.left and resident == part.resident:
+        if part is not None and self._is_whole(piece, part, resident):
             self._unwatch(part)
-            part.fetch, part.left = 0, piece.count
+            if part.request is not None:
+                del part.request.parts[part]
+            part.fetch = part.evicted = 0
+            part.absent = None
+            self._add_absent_blocks(part, piece.absent)
         else:
-            if part is not None:
-                self._leave(part, piece.count, resident)
-            part = ChainPart(next(self._serial), running.order, uses)
-            part.left = piece.count
+            before, part = part, ChainPart(next(self._serial), running.order, uses)
             for run in piece.runs:
                 self._own(part, run)
+            expected = 0 if before is None else before.expected
+            self._add_absent_blocks(part, piece.absent)
+            if before is not None:
+                self._leave(before, resident, len(piece.absent) - (expected - before.expected))
         part.uses, part.request = uses, running
-        part.absent = None
-        if piece.absent:
-            if self._totals.expected < _MOST_EXPECTED and not part.order.is_over:
-                self._expect(part, piece.absent)
-            else:
-                self._remember_later(part, piece.absent)
-        last = running.parts[-1] if running.parts else None
-        is_open = last is not None and last.running is None and last.request is running
+        last = next(reversed(running.parts), None)
+        is_open = last is not None and last.running is None
         if last is not None and is_open and last.uses == uses and last.left + part.left < _MOST_MERGED:
             self._merge(last, part)
         else:
-            running.parts.append(part)
+            running.parts[part] = None
+
+    def _is_whole(self, piece: _Piece, part: ChainPart, resident: int) -> bool:
+        """Whether the piece, with so many slots, has all blocks of its part. It may have others too, see
+        `_without_gaps`."""
+        if resident < part.resident or piece.count < part.left:
+            return False
+        return not part.expected or part.order.expected.find(piece.absent).count(part) == part.expected
+
+    def _add_absent_blocks(self, part: ChainPart, keys: Sequence[bytes]) -> None:
+        """These blocks, which have no slot, become the part's."""
+        if not keys:
+            return
+        if self._totals.expected < _MOST_EXPECTED and not part.order.is_over:
+            self._expect(part, keys)
+            return
+        self._take_expected(part.order, keys)
+        part.evicted += len(keys)
+        self._remember_later(part, keys)
 
     def _own(self, part: ChainPart, run: Sequence[int]) -> None:
         """The slots of this run belong to the part."""
@@ -437,15 +460,16 @@ class Chains:
         part.slots.extend(run)
         part.resident += len(run)
 
-    def _leave(self, part: ChainPart, count: int, resident: int) -> None:
-        """So many blocks leave the part, which has others; `resident` of them have slots. What is remembered of evicted
-        blocks may be out of date, so there may be more than it knows of."""
+    def _leave(self, part: ChainPart, resident: int, evicted: int) -> None:
+        """Blocks leave the part, which has others: so many with slots, and so many that may be among the evicted ones.
+        What is remembered of those may be out of date, so there may be more than the part knows of."""
         part.resident -= resident
-        part.left = max(part.resident, part.left - count)
+        part.evicted = max(0, part.evicted - evicted)
         self._tidy(part)
 
     def _merge(self, part: ChainPart, other: ChainPart) -> None:
-        """The blocks of `other`, which has no watch, follow those of `part`, which has none either."""
+        """The blocks of `other`, which has no watch, follow those of `part`, which has none either. What is remembered
+        of evicted blocks of `other` is lost: there is hardly ever any."""
         own = [slot for slot in other.slots if self._owner[slot] is other]
         aside = other.resident - len(own)
         for slot in own:
@@ -455,13 +479,10 @@ class Chains:
             for slot in self._aside.slots():
                 if self._owner[slot] is other:
                     self._owner[slot] = part
-        part.left += other.left
         part.resident += other.resident
         if other.absent:
             expected = part.order.expected
-            keys = [key for key, owner in zip(other.absent, expected.find(other.absent), strict=True) if owner is other]
-            expected.put(keys, part)
-            part.absent = [*(part.absent or ()), *other.absent]
+            self._expect(part, [key for key in other.absent if expected.get(key) is other])
         self._known.pop(other.number, None)
 
     def _expect(self, part: ChainPart, keys: Sequence[bytes]) -> None:
@@ -472,8 +493,18 @@ class Chains:
         self._totals.expected += len(expected) - before
         if part.absent is None:
             part.absent = list(keys)
-        else:
-            part.absent += keys
+            return
+        part.absent += keys
+        if len(part.absent) > 2 * part.expected + 64:
+            part.absent = [key for key in dict.fromkeys(part.absent) if expected.get(key) is part]
+
+    def _take_expected(self, order: Order, keys: Sequence[bytes]) -> list[ChainPart | None]:
+        """The part of each of these keys that is expected, which it is no longer."""
+        expected = order.expected
+        before = len(expected)
+        parts = expected.take(keys)
+        self._totals.expected -= before - len(expected)
+        return parts
 
     def _owned(self, run: Sequence[int]) -> Iterator[tuple[ChainPart, Sequence[int]]]:
         """The parts that visible slots belong to, each with its slots."""
@@ -567,10 +598,7 @@ class Chains:
         one that uses them does."""
         parts: list[ChainPart | None] = [None] * len(keys)
         if order.expected:
-            expected = order.expected
-            before = len(expected)
-            parts = expected.take(keys)
-            self._totals.expected -= before - len(expected)
+            parts = self._take_expected(order, keys)
         at = 0
         while at < len(slots):
             part, end = parts[at], at + 1
@@ -583,7 +611,6 @@ class Chains:
                 some = range(some[0], some[-1] + 1)
             if part is None or fetched:
                 if part is not None:
-                    part.left -= len(some)
                     self._settle(part)
                 self._own_new(order, some, now, fetched=fetched)
             else:
@@ -596,7 +623,7 @@ class Chains:
     def _own_new(self, order: Order, slots: Sequence[int], now: float, *, fetched: bool) -> None:
         """Blocks that no request has used."""
         part = ChainPart(next(self._serial), order, 0)
-        part.left, part.weight = len(slots), 1.0 / len(slots)
+        part.weight = 1.0 / len(slots)
         part.fetch = _UNUSED if fetched else 0
         self._own(part, slots)
         part.ended = Watch(part, self.hazards.first_cell(FETCHED if fetched else OTHER, 1), now)
@@ -614,7 +641,6 @@ class Chains:
         if self._aside:
             self._aside.discard(slots)
         for part, num_slots in removed.items():
-            part.left -= num_slots
             part.resident -= num_slots
             self._tidy(part)
 
@@ -729,6 +755,7 @@ class Chains:
             free.reverse()
             found += free
         part.resident -= len(found)
+        part.evicted += len(found)
         if not own:
             self._settle(part)
         return found
@@ -739,6 +766,7 @@ class Chains:
         if running is not None and self._totals.expected < _MOST_EXPECTED and not part.order.is_over:
             if not self.is_lru:  # in the order of last use, what is evicted is not brought back at the end
                 running.lacks_blocks()
+            part.evicted -= len(keys)
             self._expect(part, keys)
             return
         self._remember_later(part, keys)
@@ -748,7 +776,7 @@ class Chains:
         for slot in slots:
             part, key = self._owner[slot], slot_keys.key_of[slot]
             if part is not None and key is not None:
-                part.left += 1  # `remove` takes it off again
+                part.evicted += 1
                 self.forget_keys(part, (key,))
 
     def _remember_later(self, part: ChainPart, keys: Sequence[bytes]) -> None:
@@ -770,9 +798,8 @@ class Chains:
 
     def _forget_part(self, part: ChainPart) -> None:
         """Nothing is remembered of the evicted blocks of the part."""
-        if part.request is None and not part.absent:
-            part.left = part.resident
-            self._settle(part)
+        part.evicted = 0
+        self._settle(part)
 
     # -- time -----------------------------------------------------------------------------------------------
 
@@ -812,11 +839,13 @@ class Chains:
             return
         expected = part.order.expected
         keys = [key for key in dict.fromkeys(part.absent) if expected.get(key) is part]
-        expected.take(keys)
-        self._totals.expected -= len(keys)
-        part.absent = None
-        if keys and part.left:
+        self._take_expected(part.order, keys)
+        part.absent, part.expected = None, 0  # of a namespace that was forgotten, too
+        part.evicted += len(keys)
+        if keys:
             self._remember_later(part, keys)
+        else:
+            self._settle(part)
 
     # -- lists ----------------------------------------------------------------------------------------------
 
@@ -870,8 +899,15 @@ class Chains:
         resident = Counter(part for part in self._owner if part is not None)
         if any(part.resident != count for part, count in resident.items()):
             found.append("the count of a part's slots is wrong")
-        if any(part.left < count for part, count in resident.items()):
-            found.append("a part has fewer blocks than slots")
+        expected = Counter(part for order in orders for part in order.expected.owners())
+        parts = dict.fromkeys([*resident, *expected])
+        if any(part.expected != expected[part] or part.evicted < 0 for part in parts):
+            found.append("the count of a part's absent blocks is wrong")
+        if any(part.request is not None and part not in part.request.parts for part in parts):
+            found.append("a part is of a request that does not have it")
+        for part, number in expected.items():
+            if len({key for key in part.absent or () if part.order.expected.get(key) is part}) != number:
+                found.append("a part does not know its absent blocks")
         aside = self._aside.slots()
         if not aside <= held:
             found.append("a slot is set aside that nothing holds")

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Generic, TypeVar
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
+from typing import Generic, Protocol, TypeVar
 
-_T = TypeVar("_T")
+
+class _Owner(Protocol):
+    expected: int
+    """How many keys belong to it."""
+
+
+_T = TypeVar("_T", bound=_Owner)
 
 _SHARDS = 64
 
@@ -34,7 +41,14 @@ class ExpectedBlocks(Generic[_T]):
         """`find`, and nothing is expected of these keys any more."""
         shards = self._shards
         found = [shards[hash(key) % _SHARDS].pop(key, None) for key in keys]
-        self._count -= len(found) - found.count(None)
+        missing = found.count(None)
+        self._count -= len(found) - missing
+        if found and not missing and found.count(found[0]) == len(found):  # nearly always
+            found[0].expected -= len(found)  # type: ignore[union-attr]
+        else:
+            for owner in found:
+                if owner is not None:
+                    owner.expected -= 1
         return found
 
     def put(self, keys: Sequence[bytes], owner: _T) -> None:
@@ -42,5 +56,14 @@ class ExpectedBlocks(Generic[_T]):
         shards = self._shards
         for key in keys:
             shard = shards[hash(key) % _SHARDS]
-            self._count += key not in shard
+            before = shard.get(key)
+            if before is None:
+                self._count += 1
+            else:
+                before.expected -= 1
             shard[key] = owner
+            owner.expected += 1
+
+    def owners(self) -> Iterator[_T]:
+        """The owner of each key. O(keys): for integrity checks."""
+        return chain.from_iterable(shard.values() for shard in self._shards)

@@ -115,7 +115,7 @@ class Index:
         found = namespace.keys.slots_of(keys)
         slots = [slot for slot in found if slot is not None]
         self.times.mark_used([slots], now)
-        if any(part.request is running for part in running.parts):
+        if running.parts:
             pairs = zip(keys, found, strict=True)
             stores = namespace.pending_stores
             self.chains.absorb(running, [(key, slot) for key, slot in pairs if slot is not None or key in stores])

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+from kvstow.control.chains import Running, ignore
 from kvstow.control.engine import OffloadEngine
 from kvstow.control.pool import Pool
 from kvstow.control.session import sessions_of
@@ -31,6 +32,16 @@ def lose_an_evictable_slot(pool: Pool) -> None:
 
 def miscount_a_part(pool: Pool) -> None:
     pool.index.chains.parts()[-1].resident += 1
+
+
+def miscount_the_absent_blocks_of_a_part(pool: Pool) -> None:
+    pool.index.chains.parts()[-1].expected += 1
+
+
+def give_a_part_to_a_request_that_lacks_it(pool: Pool) -> None:
+    chains = pool.index.chains
+    part = chains.parts()[-1]
+    part.request = Running(part.order, 1.0, ignore)
 
 
 def forget_an_orphan(pool: Pool) -> None:
@@ -100,6 +111,8 @@ def keep_blocks_above_the_usable_slots(pool: Pool) -> None:
         (swap_two_keys, "keys by slot and slots by key differ"),
         (lose_an_evictable_slot, "the order of eviction repeats or loses slots"),
         (miscount_a_part, "the count of a part's slots is wrong"),
+        (miscount_the_absent_blocks_of_a_part, "the count of a part's absent blocks is wrong"),
+        (give_a_part_to_a_request_that_lacks_it, "a part is of a request that does not have it"),
         (forget_an_orphan, "the count of orphans is not that of held slots without a key"),
         (add_a_key_to_a_store, "the keys and slots that are being stored do not match"),
         (add_a_holder_to_a_free_slot, "the count of held slots is wrong"),

@@ -282,6 +282,33 @@ def test_a_request_that_ends_for_another_one_changes_nothing(make_traffic: MakeT
     traffic.engine.check_integrity()
 
 
+def test_a_request_may_take_back_what_another_one_has_taken_meanwhile(make_traffic: MakeTraffic) -> None:
+    traffic = make_traffic(64)
+    chain = make_keys(4)
+    first = traffic.begin(chain)
+    traffic.clock.advance(5.0)
+    second = traffic.begin(chain)
+    traffic.clock.advance(5.0)
+    traffic.engine.end_request(first, NO_ENDING, others=chain)
+    traffic.engine.check_integrity()
+    traffic.end(second, chain)
+    traffic.engine.check_integrity()
+
+
+def test_a_request_with_unknown_blocks_leaves_others_what_it_does_not_use(make_traffic: MakeTraffic) -> None:
+    """An unknown block counts as one of the request that has used the block after it."""
+    traffic = make_traffic(64)
+    first, unknown, third, fourth = make_keys(4)
+    traffic.engine.admit([first, third, fourth])
+    store_keys(traffic.engine, traffic.ranks, [first])
+    traffic.engine.admit([first, unknown, third])
+    traffic.engine.check_integrity()
+    store_keys(traffic.engine, traffic.ranks, [unknown, third, fourth])
+    traffic.engine.check_integrity()
+    uses = {slot: part.uses for part in traffic.engine.pool.index.chains.parts() for slot in part.slots}
+    assert sorted(uses.values()) == [1, 1, 1, 1]
+
+
 def test_every_salt_teaches_as_much(make_traffic: MakeTraffic) -> None:
     shares = make_traffic(4).engine.pool.shares
     weights = {b"many": 0.0, b"few": 0.0}
