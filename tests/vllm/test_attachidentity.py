@@ -120,7 +120,7 @@ def test_hashes_of_another_algorithm_or_seed_are_other_keys(config: Any, monkeyp
 
 
 def test_random_hashes_are_shared_with_nobody(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in vLLM 0.26 without PYTHONHASHSEED."""
+    """As where something else than vLLM sets the hash that a prompt begins with."""
     from vllm.v1.core import kv_cache_utils
 
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 from tests.service.connectors.engine_core.blockpool import FakeBlockPool
 from tests.vllm.harness.host import NoThread
-from tests.vllm.harness.setup import Layers, Setup, make_geometry, make_vllm_config
+from tests.vllm.harness.setup import Setup, make_geometry, make_vllm_config
 from vllm.config import KVTransferConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -74,25 +75,15 @@ def test_a_child_of_multiconnector_follows_the_settings_of_its_parent(
     assert [(each.frees_late, each.recomputes) for each in facts] == [(frees_late, True)]
 
 
-@pytest.mark.parametrize(
-    ("layers", "handles", "lines"),
-    [("full", False, 0), ("hybrid", True, 0), ("hybrid", False, 1), ("window", False, 1)],
-)
-def test_a_version_that_cannot_handle_failed_loads_is_warned_of(
-    own_log: None,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    layers: Layers,
-    handles: bool,
-    lines: int,
-) -> None:
-    monkeypatch.setattr(connector, "_REPORTS_FAILED_REQUESTS", handles)
-    make_scheduler(layers=layers)
-    assert sum("vLLM 0.30 computes it" in line for line in caplog.messages) == lines
+def test_a_vllm_that_cannot_report_failed_loads_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In such a version (before 0.30), a request whose load has failed waits until its client gives up."""
+    monkeypatch.delattr(base, "KVConnectorTransferResults")
+    with pytest.raises(ConfigError, match=r"0\.30 or newer: upgrade vLLM"):
+        make_scheduler()
 
 
 def test_a_cache_requires_no_delivery_and_supports_sleep_mode() -> None:
-    """Otherwise vLLM drops a preempted request's output (0.28), or refuses sleep mode (0.33)."""
+    """Otherwise vLLM drops a preempted request's output, or refuses sleep mode (0.33)."""
     made = make_scheduler()
     assert not made.requires_kv_delivery
     assert made.supports_sleep_mode(None)
@@ -152,17 +143,15 @@ def raise_memory_error(*_: Any) -> None:
     raise MemoryError("injected")
 
 
-@pytest.mark.parametrize("broken", ["update", "settle", "continuing"])
+@pytest.mark.parametrize("broken", ["update", "settle"])
 def test_no_error_in_a_steps_output_reaches_vllm(monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
     """It would end vLLM's process. A request whose load may have failed must not go on."""
-    monkeypatch.setattr(connector, "_REPORTS_FAILED_REQUESTS", False)
     made = make_scheduler(layers="hybrid")
     failures: list[str] = []
-    works = {"update": lambda *_: None, "settle": lambda: None, "continuing": set}
+    works = {"update": lambda *_: None, "settle": lambda: None}
     methods = {**works, broken: raise_memory_error}
     side = SimpleNamespace(
         settle=methods["settle"],
-        failed_loads=SimpleNamespace(continuing=methods["continuing"]),
         release_gpu_blocks=lambda: None,
         control=SimpleNamespace(fail=failures.append),
     )

@@ -24,18 +24,18 @@ SETUPS = [
     Setup("sync, two ranks, operator and failures", ranks=2, operator_rate=0.04, failure_rate=0.1),
     Setup("sync, lazy, operator", lazy=True, operator_rate=0.04, slots=64),
     Setup("sync, drafts, bad memory", drafts=2, bad_slots=8, ranks=2),
-    Setup("sync, hooks of 0.26", hooks="0.26", failure_rate=0.2),
+    Setup("sync, many failures", failure_rate=0.2),
     Setup("sync, stores in small portions, operator", step_blocks=2, operator_rate=0.04, failure_rate=0.1),
     Setup("async", asynchronous=True),
     Setup("async, two ranks, operator and failures", asynchronous=True, ranks=2, operator_rate=0.04, failure_rate=0.1),
     Setup("async, lazy, two ranks, slow copies", asynchronous=True, lazy=True, ranks=2, delay=(6, 30)),
-    Setup("async, drafts, hooks of 0.26", asynchronous=True, drafts=2, hooks="0.26", failure_rate=0.2, blocks=44),
-    Setup("repeats, sync, drafts, hooks of 0.26", repeat_rate=0.5, drafts=2, hooks="0.26", failure_rate=0.1),
+    Setup("async, drafts, many failures", asynchronous=True, drafts=2, failure_rate=0.2, blocks=44),
+    Setup("repeats, sync, drafts, failures", repeat_rate=0.5, drafts=2, failure_rate=0.1),
     Setup("repeats, async, two ranks, operator", asynchronous=True, repeat_rate=0.5, ranks=2, operator_rate=0.04),
     Setup("repeats, async, lazy", asynchronous=True, repeat_rate=0.5, lazy=True),
     Setup("fans, sync, failures", fan_rate=0.4, failure_rate=0.1, delay=(6, 30)),
     Setup("fans, async, two ranks, operator", asynchronous=True, fan_rate=0.4, ranks=2, operator_rate=0.04, seed=2),
-    Setup("fans, async, lazy, hooks of 0.26", asynchronous=True, fan_rate=0.4, lazy=True, hooks="0.26"),
+    Setup("fans, async, lazy", asynchronous=True, fan_rate=0.4, lazy=True),
     Setup("fans, hybrid, async", layers="hybrid", asynchronous=True, fan_rate=0.4, blocks=HYBRID_BLOCKS),
     Setup(
         "fans, attached, async, sessions that end", attached=True, asynchronous=True, fan_rate=0.4, operator_rate=0.04
@@ -44,16 +44,8 @@ SETUPS = [
     Setup(
         "window, async, bad memory", layers="window", asynchronous=True, blocks=WINDOW_BLOCKS, bad_slots=8, requests=180
     ),
-    Setup(
-        "window, hooks of 0.26, failures",
-        layers="window",
-        ranks=2,
-        blocks=WINDOW_BLOCKS,
-        hooks="0.26",
-        failure_rate=0.2,
-    ),
     Setup("hybrid, sync", layers="hybrid", blocks=HYBRID_BLOCKS, layout="BLHNC"),
-    Setup("hybrid, hooks of 0.26, failures", layers="hybrid", blocks=HYBRID_BLOCKS, hooks="0.26", failure_rate=0.2),
+    Setup("hybrid, sync, many failures", layers="hybrid", blocks=HYBRID_BLOCKS, failure_rate=0.2),
     Setup("hybrid, sync, lazy, failures", layers="hybrid", blocks=HYBRID_BLOCKS, lazy=True, failure_rate=0.1),
     Setup(
         "hybrid, async, two ranks, operator",

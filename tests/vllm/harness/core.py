@@ -136,7 +136,7 @@ class EngineCore:
         forward = self._runner.launch(output)
         has_forward = output.total_num_scheduled_tokens > 0
         launch = self._stream.launch(lambda: self._runner.run(forward)) if has_forward else 0
-        reports = [rank.after(output, has_forward) for rank in self.ranks]
+        reports = [rank.after(output) for rank in self.ranks]
         forward.invalid.update(*(report.invalid_block_ids for report in reports))
         self.on_moment(output)
         self._in_flight.append(InFlight(output, forward, launch, reports))

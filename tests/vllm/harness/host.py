@@ -62,7 +62,6 @@ class Host:
         patch.setattr(f"{CONNECTOR}.tensorhost.fence_of", lambda kv_caches: stream.fence)
         patch.setattr(f"{SHARED}.schedulerhost.SchedulerSide", partial(SchedulerSide, clock=self._clock))
         patch.setattr(f"{CONNECTOR}.rankdataplane.DataPlane", self._make_worker)
-        patch.setattr(f"{CONNECTOR}.connector._REPORTS_FAILED_REQUESTS", setup.hooks != "0.26")
         patch.setattr(f"{SHARED}.embeddedschedulerhost.OffloadEngine", self._make_engine)
         patch.setattr(f"{SHARED}.schedulerhost.SchedulerHost._step_blocks", setup.step_blocks)
         patch.setattr(f"{SHARED}.workerhost.RankAgent", BusyAgent)

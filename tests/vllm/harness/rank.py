@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from tests.vllm.harness.cache import KVCache
-from tests.vllm.harness.setup import Hooks, of_rank
+from tests.vllm.harness.setup import of_rank
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -21,8 +21,8 @@ _CONTEXT: Any = SimpleNamespace(attn_metadata=None, cudagraph_runtime_mode=None)
 class Rank:
     """Its KV cache and its connector. `before` and `after` are the hooks around the launch of a forward."""
 
-    def __init__(self, rank: int, config: VllmConfig, geometry: KVCacheConfig, hooks: Hooks) -> None:
-        self.rank, self._hooks = rank, hooks
+    def __init__(self, rank: int, config: VllmConfig, geometry: KVCacheConfig) -> None:
+        self.rank = rank
         config = of_rank(config, rank)
         self.connector = KVConnectorFactory.create_connector(
             config=config, role=KVConnectorRole.WORKER, kv_cache_config=geometry
@@ -35,23 +35,18 @@ class Rank:
         metadata = pickle.loads(pickle.dumps(output.kv_connector_metadata))
         self.connector.handle_preemptions(metadata)
         self.connector.bind_connector_metadata(metadata)
-        if self._hooks == "0.26" or output.has_sync_kv_loads:
+        if output.has_sync_kv_loads:
             self.connector.start_load_kv(_CONTEXT)
 
-    def after(self, output: Any, has_forward: bool) -> KVConnectorOutput:
+    def after(self, output: Any) -> KVConnectorOutput:
         """What the rank reports of this step."""
         connector, report = self.connector, KVConnectorOutput()
-        if self._hooks == "0.26":
-            if has_forward:
-                connector.wait_for_save()
-            report.finished_sending, report.finished_recving = connector.get_finished(output.finished_req_ids)
-        else:
-            if not output.has_sync_kv_loads:
-                connector.start_load_kv(_CONTEXT)
-            connector.wait_for_save()
-            results = connector.get_transfer_results(output.finished_req_ids)
-            report.finished_sending, report.finished_recving = results.finished_sending, results.finished_recving
-            report.failed_recving = results.failed_recving
+        if not output.has_sync_kv_loads:
+            connector.start_load_kv(_CONTEXT)
+        connector.wait_for_save()
+        results = connector.get_transfer_results(output.finished_req_ids)
+        report.finished_sending, report.finished_recving = results.finished_sending, results.finished_recving
+        report.failed_recving = results.failed_recving
         report.invalid_block_ids = connector.get_block_ids_with_load_errors()
         report.kv_connector_stats = connector.get_kv_connector_stats()
         report.kv_cache_events = connector.get_kv_connector_kv_cache_events()

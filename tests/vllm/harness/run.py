@@ -37,7 +37,7 @@ class Run:
         self._count_waits(patch)
         config = make_vllm_config(setup, CONNECTOR, self._host.extra_config)
         geometry = make_geometry(setup, config)
-        ranks = [Rank(rank, config, geometry.workers, setup.hooks) for rank in range(setup.ranks)]
+        ranks = [Rank(rank, config, geometry.workers) for rank in range(setup.ranks)]
         self._core = EngineCore(setup, config, geometry, ranks, stream, self.report)
         self._traffic = Traffic(setup, random, self._core)
         self._operator = Operator(setup, random, self._core, self._host)
@@ -51,8 +51,6 @@ class Run:
                 return
             progress = self._progress()
             before, since = progress, since + 1 if progress == before else 0
-            if since == _PATIENCE // 2 and self._setup.clients_give_up:
-                self._core.abort(None)
             if since > _PATIENCE:
                 left = [f"{each.request_id}: {each.status.name}" for each in self._core.scheduler.requests.values()]
                 self.report.add(f"stuck: nothing happens for {_PATIENCE} steps; left are {left}")

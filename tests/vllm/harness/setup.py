@@ -46,7 +46,6 @@ TOKENS_PER_STEP = 128
 RUNNING = 8
 
 Layers = Literal["full", "window", "hybrid", "mixed", "wide hybrid", "late window", "scratch", "replayed"]
-Hooks = Literal["0.26", "0.32"]
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ class Setup:
     512; one of full attention, and scratch; one of full attention, and one whose window vLLM computes anew where a hit
     ends. `stages`: the ranks are stages of a pipeline.
     `drafts`: tokens that are proposed, and partly rejected, in each decode step. `step_blocks`: how many the connector
-    offers to its pool in a step. `hooks`: the order in which that version of vLLM calls the worker's hooks.
+    offers to its pool in a step.
     """
 
     name: str
@@ -81,7 +80,6 @@ class Setup:
     ranks: int = 1
     stages: bool = False
     drafts: int = 0
-    hooks: Hooks = "0.32"
     layout: str = "LBHNC"
     seed: int = 1
     requests: int = 140
@@ -99,12 +97,6 @@ class Setup:
     step_blocks: int = STEP_BLOCKS
     tokens_per_step: int = TOKENS_PER_STEP
     max_model_len: int = MAX_MODEL_LEN
-
-    @property
-    def clients_give_up(self) -> bool:
-        """Whether requests may wait for their clients to give up: vLLM 0.26 takes no failure of a load of several KV
-        groups."""
-        return self.hooks == "0.26" and self.layers != "full"
 
 
 class Geometry(NamedTuple):

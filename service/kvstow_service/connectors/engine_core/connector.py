@@ -1,7 +1,7 @@
 """The methods that vLLM's scheduler and its workers call on a connector. Each passes its call to the right half.
 
-The contract is vLLM's `KVConnectorBase_V1`, from 0.26 to 0.33. A version of vLLM does not call hooks that it does not
-know.
+The contract is vLLM's `KVConnectorBase_V1`, from 0.30 to 0.33; the vLLM of tpu-inference may be
+older. A version of vLLM does not call hooks that it does not know.
 """
 
 from __future__ import annotations

@@ -6,12 +6,12 @@ first hook.
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING, Any
 
 import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
+from kvstow.errors import ConfigError
 from kvstow_service.connectors.engine_core.connector import OffloadConnector
 from kvstow_service.connectors.engine_core.kvgroups import KVGroups
 from kvstow_service.connectors.engine_core.metadata import KVStowMetadata, RankHello, RankUpdate
@@ -25,15 +25,16 @@ if TYPE_CHECKING:
 
     from kvstow_service.connectors.engine_core.workerhost import WorkerHost
 
-logger = logging.getLogger("kvstow.vllm")
-
-_REPORTS_FAILED_REQUESTS = hasattr(base, "KVConnectorTransferResults")  # vLLM 0.30
-
 
 class KVStowConnector(OffloadConnector):
-    """The worker's half starts with `register_kv_caches`, the scheduler's half with the ranks' handshake."""
+    """The worker's half starts with `register_kv_caches`, the scheduler's half with the ranks' handshake.
+
+    Raises `ConfigError` in a vLLM older than 0.30, which has no way to report that the load of a request has failed.
+    """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        if not hasattr(base, "KVConnectorTransferResults"):
+            raise ConfigError("vLLM", vllm.__version__, "0.30 or newer: upgrade vLLM, or remove KVStowConnector")
         self._watch = weightwatch.watch_of(vllm_config)
         super().__init__(vllm_config, role, kv_cache_config)
         self._finished = FinishedLoads(set(), set(), set())
@@ -42,12 +43,6 @@ class KVStowConnector(OffloadConnector):
     def _make_host(
         self, options: Any, process: VLLMProcess, groups: KVGroups, vllm_config: Any, kv_cache_config: Any
     ) -> SchedulerHost:
-        if self._fails_requests and not _REPORTS_FAILED_REQUESTS:
-            logger.warning(
-                "vLLM %s cannot handle a failed load of this model (several KV groups or a window): the first such "
-                "request waits until it is aborted, and loads are bypassed from then on; vLLM 0.30 computes it",
-                vllm.__version__,
-            )
         # Imported only if it is used: with the engine that it imports, the first adds 0.03 s to vLLM's start.
         if options.attach is None:
             from kvstow_service.connectors.engine_core.embeddedschedulerhost import EmbeddedSchedulerHost
@@ -122,7 +117,7 @@ class KVStowConnector(OffloadConnector):
         return None, self._finished.done or None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        """Like `get_finished` (vLLM 0.30). Reports failed loads by request if blocks do not say enough."""
+        """Like `get_finished`. Reports failed loads by request if blocks do not say enough."""
         _, done = self.get_finished(finished_req_ids)
         failed = self._finished.failed if self._fails_requests else set()
         return base.KVConnectorTransferResults(finished_recving=done or set(), failed_recving=failed)
@@ -131,13 +126,3 @@ class KVStowConnector(OffloadConnector):
         """Bad blocks of the loads that `get_finished` has just returned. Each is returned once."""
         finished, self._finished = self._finished, FinishedLoads(set(), set(), set())
         return set() if self._fails_requests else finished.bad_blocks
-
-    # -- scheduler ------------------------------------------------------------------------------------------
-
-    def update_connector_output(self, connector_output: Any) -> None:
-        super().update_connector_output(connector_output)
-        if self._fails_requests and not _REPORTS_FAILED_REQUESTS and self._host.side is not None:
-            ended, nothing = connector_output.finished_recving or (), set[str]()
-            connector_output.finished_recving = self._host.ask(
-                "loads that have ended", lambda side: side.failed_loads.continuing(ended), nothing
-            )
