@@ -1,18 +1,16 @@
-"""`kvstow plot`: shares of blocks that hit, by the size of the pool, drawn with characters or as a PNG."""
+"""`kvstow plot`: shares of blocks that hit, by the size of the pool, drawn with characters."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from itertools import pairwise
-from pathlib import Path
 from shutil import get_terminal_size
 from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
 from kvstow.bytesize import format_size
-from kvstow.errors import ConfigError, MissingPackageError
 from kvstow_service.cli.connection import Invocation, chosen_pool, pool_flag, remote
 from kvstow_service.cli.failures import CommandError, ExitCode
 from kvstow_service.cli.output import styled
@@ -147,49 +145,18 @@ def _below(plot: Plot, places: Sequence[int], columns: int) -> str:
     return "".join(text).rstrip()
 
 
-def save(plot: Plot, path: Path) -> None:
-    """As a PNG. Raises `MissingPackageError` without matplotlib, and `ConfigError` if the file cannot be written."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise MissingPackageError("a plot as a PNG", "matplotlib", "plot") from None
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.add_subplot()
-    for number, line in enumerate(plot.lines):
-        known = [(size, 100 * ratio) for size, ratio in zip(plot.sizes, line.ratios, strict=True) if ratio is not None]
-        axes.plot(*zip(*known, strict=True), marker="o", markersize=4, label=line.name, color=f"C{number}")
-    if plot.limit is not None:
-        axes.axhline(100 * plot.limit, linestyle=":", color="gray", label=f"{plot.limit_name} {plot.limit:.1%}")
-    if plot.now is not None:
-        axes.axvline(plot.sizes[plot.now], linestyle="--", color="black", linewidth=1, label="now")
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(plot.sizes, plot.labels)
-    axes.minorticks_off()
-    axes.set_ylim(0, 100 * _top(plot))
-    axes.set_ylabel("% of the blocks hit")
-    axes.set_xlabel("size of the pool")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    axes.set_title(plot.title, loc="left", fontsize=10)
-    try:
-        figure.savefig(path, dpi=150, format="png")
-    except OSError as error:
-        raise ConfigError("--png", str(path), f"a writable file ({error.strerror})") from error
-
-
 @click.group()
 def plot() -> None:
     """Draw the hits of a pool by its size."""
 
 
 @plot.command()
-@click.option("--png", type=click.Path(dir_okay=False, path_type=Path), help="Write a PNG to this file instead.")
 @pool_flag
 @remote
-def curve(call: Invocation, png: Path | None) -> None:
+def curve(call: Invocation) -> None:
     """Draw what a pool of other sizes would have hit lately.
 
-    --png needs matplotlib. Exits with code 3 while there is not enough evidence for a curve.
+    Exits with code 3 while there is not enough evidence for a curve.
     """
     from kvstow_api.client import routes
 
@@ -197,11 +164,7 @@ def curve(call: Invocation, png: Path | None) -> None:
         view = client.call(routes.get_pool_curve, pool=chosen_pool(client, call.pool))
     if not view.items:
         raise CommandError(view.advice, "`kvstow get curve` shows what is known", ExitCode.NOT_READY)
-    found = of_curve(view)
-    if png is not None:
-        save(found, png)
-    else:
-        click.echo(f"{drawn(found, min(100, get_terminal_size().columns))}\n")
+    click.echo(f"{drawn(of_curve(view), min(100, get_terminal_size().columns))}\n")
     click.echo(view.advice)
 
 

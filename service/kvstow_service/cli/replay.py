@@ -6,10 +6,10 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from shutil import get_terminal_size
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
     from kvstow.config import EngineConfig
     from kvstow_service.replay.hittable import HitTable
-    from kvstow_service.replay.launcher import EngineSpec
     from kvstow_service.replay.result import AttachedResult, ReplayResult
 
 _POOL_SLOTS = 1000
@@ -91,11 +90,6 @@ _POSITIVE = click.FloatRange(0, min_open=True)
     help="With --no-data: replay with each policy at each of these sizes, in slots, or in bytes of all ranks (64GiB). "
     "Prints a table and draws it.",
 )
-@click.option(
-    "--png",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="With --sizes: also draw the table into this file; needs matplotlib.",
-)
 @click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object.")
 def replay(
     trace: str,
@@ -114,7 +108,6 @@ def replay(
     prefill_rate: float | None,
     no_data: bool,
     sizes: str | None,
-    png: Path | None,
     as_json: bool,
 ) -> None:
     """Replay a request trace and verify every loaded byte.
@@ -132,83 +125,95 @@ def replay(
 
     Exit codes: 0 all loaded bytes were correct, 1 some were not, 2 bad input or not enough memory.
     """
-    from rich.console import Console
-
-    from kvstow.config import EngineConfig
     from kvstow_service.replay.driver import blocks_needed, check_fits
-    from kvstow_service.replay.launcher import EngineSpec
-    from kvstow_service.replay.result import ReplayResult, print_rows
 
-    result: ReplayResult | AttachedResult
     try:
+        given = {
+            "--attach": attach,
+            "--engines": engines,
+            "--policy": policies[0] if policies else None,
+            "--pool-slots": pool_slots,
+            "--rate": rate,
+            "--time-scale": time_scale,
+            "--prefill-rate": prefill_rate,
+            "--kv-blocks": kv_blocks,
+            "--no-data": no_data or None,
+            "--sizes": sizes,
+        }
+        _refuse_conflicts({name: value for name, value in given.items() if value is not None})
         cut = _shape_of(shape, slot_size)
-        if engines is not None and attach is None:
-            raise SettingError("--engines", engines, "needs --attach: without it there is one engine, in this process")
-        if policies and attach is not None:
-            raise SettingError("--policy", policies[0], "cannot be used with --attach: the pool is the service's")
+        socket = None if attach is None else _attach_path(attach)
+        found = read_trace(trace, limit=requests)
+        if sizes is not None:
+            names, slot_bytes = _parse_policies(policies or ("auto", "lru")), cut.slot_bytes * ranks
+            _show_table(_hits(found, _parse_sizes(sizes, slot_bytes), names, slot_bytes), as_json=as_json)
+            return
+        slots, policy = pool_slots or _POOL_SLOTS, _the_policy(policies)
         if no_data:
-            given: dict[str, object] = {
-                "--attach": attach,
-                "--rate": rate,
-                "--time-scale": time_scale,
-                "--prefill-rate": prefill_rate,
-                "--kv-blocks": kv_blocks,
-                "--pool-slots": None if sizes is None else pool_slots,
-            }
-            for name, value in given.items():
-                if value is not None:
-                    raise SettingError(name, value, "cannot be used here: no bytes move, and --sizes has the sizes")
-            found = read_trace(trace, limit=requests)
-            slot_bytes = cut.slot_bytes * ranks
-            if sizes is not None:
-                names = _parse_policies(policies or ("auto", "lru"))
-                _show_table(_hits(found, _parse_sizes(sizes, slot_bytes), names, slot_bytes), png, as_json=as_json)
-                return
-            if png is not None or len(policies) > 1:
-                raise SettingError("--no-data", True, "needs --sizes for a picture or several policies")
-            slots, (policy,) = pool_slots or _POOL_SLOTS, _parse_policies(policies or ("auto",))
-            began = time.perf_counter()
-            table = _hits(found, [slots], [policy], slot_bytes)
-            result = ReplayResult(
-                requests=table.requests,
-                blocks=table.blocks,
-                hit_blocks=table.hits[policy][0],
-                seconds=time.perf_counter() - began,
-                ranks=ranks,
-                slots=slots,
-                policy=policy,
-            )
+            result: ReplayResult | AttachedResult = _run_without_bytes(found, slots, policy, cut.slot_bytes, ranks)
         else:
-            for name, value in (("--sizes", sizes), ("--png", png)):
-                if value is not None:
-                    raise SettingError(name, value, "needs --no-data: a table moves no bytes")
-            if len(policies) > 1:
-                raise SettingError("--policy", policies[1], "can be repeated only with --sizes")
             options = ReplayOptions(
                 concurrency=concurrency, rate=rate, time_scale=time_scale, prefill_rate=prefill_rate
             )
-            config = EngineConfig(
-                slot_bytes=cut.slot_bytes,
-                capacity_slots=pool_slots or _POOL_SLOTS,
-                num_ranks=ranks,
-                policy=parse_policy(policies[0] if policies else "auto"),
-                block_tokens=BLOCK_TOKENS,
-            )
-            path = None if attach is None else _attach_path(attach)
-            found = read_trace(trace, limit=requests)
             blocks = kv_blocks or blocks_needed(found, concurrency)
             check_fits(found, blocks)
-            if path is None:
-                result = _run_here(config, options, found, blocks, cut)
+            if socket is None:
+                result = _run_here(_pool_config(cut, slots, ranks, policy), options, found, blocks, cut)
             else:
                 wanted = (pool_slots or 0) * cut.slot_bytes * ranks
-                names = [f"replay-{number}" for number in range(1, (engines or 1) + 1)]
-                result = _run_attached(
-                    [EngineSpec(one, path, cut, ranks, blocks, wanted, found, options) for one in names]
-                )
+                result = _run_attached(socket, engines or 1, cut, ranks, blocks, wanted, found, options)
     except KvstowError as error:
         click.echo(f"kvstow replay: {error}", err=True)
         sys.exit(ExitCode.ERROR if isinstance(error, ProcessEndedError) else ExitCode.USAGE)
+    _show(result, as_json=as_json)
+
+
+class _Conflict(NamedTuple):
+    """An option that needs another one, or that cannot be used beside it."""
+
+    option: str
+    other: str
+    is_needed: bool
+    problem: str
+
+
+_CONFLICTS = (
+    _Conflict("--engines", "--attach", True, "needs --attach: without it there is one engine, in this process"),
+    _Conflict("--policy", "--attach", False, "cannot be used with --attach: the pool is the service's"),
+    _Conflict("--sizes", "--no-data", True, "needs --no-data: a table moves no bytes"),
+    _Conflict("--pool-slots", "--sizes", False, "cannot be used here: --sizes has the sizes"),
+    *(
+        _Conflict(option, "--no-data", False, "cannot be used with --no-data: no bytes move")
+        for option in ("--attach", "--rate", "--time-scale", "--prefill-rate", "--kv-blocks")
+    ),
+)
+
+
+def _refuse_conflicts(given: Mapping[str, object]) -> None:
+    """Raise `SettingError` for the first of the options that were given which does not fit the others."""
+    for rule in _CONFLICTS:
+        if rule.option in given and (rule.other in given) is not rule.is_needed:
+            raise SettingError(rule.option, given[rule.option], rule.problem)
+
+
+def _pool_config(cut: Shape, slots: int, ranks: int, policy: str) -> EngineConfig:
+    from kvstow.config import EngineConfig
+
+    return EngineConfig(
+        slot_bytes=cut.slot_bytes,
+        capacity_slots=slots,
+        num_ranks=ranks,
+        policy=parse_policy(policy),
+        block_tokens=BLOCK_TOKENS,
+    )
+
+
+def _show(result: ReplayResult | AttachedResult, *, as_json: bool) -> None:
+    """Print the result, and exit with an error if a loaded byte was wrong."""
+    from rich.console import Console
+
+    from kvstow_service.replay.result import print_rows
+
     if as_json:
         click.echo(json.dumps(result.to_json()))
     else:
@@ -251,8 +256,8 @@ def _hits(requests: list[TraceRequest], slots: Sequence[int], policies: Sequence
         return hit_table(requests, slots, policies, slot_bytes, replayed)
 
 
-def _show_table(table: HitTable, png: Path | None, *, as_json: bool) -> None:
-    from kvstow_service.cli.plotting import Line, Plot, drawn, save
+def _show_table(table: HitTable, *, as_json: bool) -> None:
+    from kvstow_service.cli.plotting import Line, Plot, drawn
 
     plot = Plot(
         title="% of the blocks that hit, by size",
@@ -262,8 +267,6 @@ def _show_table(table: HitTable, png: Path | None, *, as_json: bool) -> None:
         limit=table.everything,
         limit_name="without evictions",
     )
-    if png is not None:
-        save(plot, png)
     if as_json:
         click.echo(json.dumps(table.to_json()))
     else:
@@ -293,6 +296,13 @@ def _parse_policies(names: Sequence[str]) -> list[str]:
         raise ConfigError("--policy", error.value, f"{ALLOWED_POLICIES}; or {FORESIGHT}, with foresight") from None
 
 
+def _the_policy(names: Sequence[str]) -> str:
+    if len(names) > 1:
+        raise SettingError("--policy", names[1], "needs --sizes: only a table compares several policies")
+    (policy,) = _parse_policies(names or ("auto",))
+    return policy
+
+
 def _written(table: HitTable, labels: Sequence[str]) -> str:
     columns = table.ratios
     rows = [("SLOTS", "SIZE", *(policy.upper() for policy in columns))]
@@ -303,6 +313,24 @@ def _written(table: HitTable, labels: Sequence[str]) -> str:
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
     told = f"{table.requests:,} requests looked up {table.blocks:,} blocks; "
     return "\n".join([*lines, f"{told}without evictions {100 * table.everything:.2f} % of them would hit"])
+
+
+def _run_without_bytes(
+    requests: list[TraceRequest], slots: int, policy: str, slot_bytes: int, ranks: int
+) -> ReplayResult:
+    from kvstow_service.replay.result import ReplayResult
+
+    began = time.perf_counter()
+    table = _hits(requests, [slots], [policy], slot_bytes * ranks)
+    return ReplayResult(
+        requests=table.requests,
+        blocks=table.blocks,
+        hit_blocks=table.hits[policy][0],
+        seconds=time.perf_counter() - began,
+        ranks=ranks,
+        slots=slots,
+        policy=policy,
+    )
 
 
 def _run_here(
@@ -327,8 +355,22 @@ def _run_here(
             return driver.run(stops.requested)
 
 
-def _run_attached(specs: Sequence[EngineSpec]) -> AttachedResult:
-    from kvstow_service.replay.launcher import EngineLauncher
+def _run_attached(
+    socket: Path,
+    engines: int,
+    cut: Shape,
+    ranks: int,
+    blocks: int,
+    wanted_bytes: int,
+    requests: list[TraceRequest],
+    options: ReplayOptions,
+) -> AttachedResult:
+    from kvstow_service.replay.launcher import EngineLauncher, EngineSpec
+
+    specs = [
+        EngineSpec(f"replay-{number}", socket, cut, ranks, blocks, wanted_bytes, requests, options)
+        for number in range(1, engines + 1)
+    ]
 
     def say(line: str) -> None:
         click.echo(f"kvstow replay: {line}", err=True)

@@ -14,6 +14,7 @@ import tomllib
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, Self
 
@@ -288,18 +289,22 @@ class Settings(BaseModel):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        for key, problem in self._conflicts():
+        groups = self._memory_conflicts(), self._keeper_conflicts(), self._store_conflicts(), self._admin_conflicts()
+        for key, problem in chain.from_iterable(groups):
             raise _conflict(key, problem)
         return self
 
-    def _conflicts(self) -> Iterator[tuple[str, str]]:
-        """The setting at fault, and the end of a sentence that begins with the setting and its value."""
+    # Each of these yields the setting at fault, and the end of a sentence that begins with the setting and its value.
+
+    def _memory_conflicts(self) -> Iterator[tuple[str, str]]:
         if self.memory < UNIT_BYTES:
             yield "memory", "is less than 2 MiB, the smallest unit of memory that a pool can get"
         if self.extent_size % UNIT_BYTES:
             yield "extent_size", "is not a multiple of 2 MiB, such as 1GiB"
         if self.pin_chunk > STEP_BYTES:
             yield "pin_chunk", f"is more than {format_size(STEP_BYTES)}, by which memory becomes usable"
+
+    def _keeper_conflicts(self) -> Iterator[tuple[str, str]]:
         for key, is_used in (
             ("keep_on_stop", self.keep_on_stop),
             ("keep_timeout", "keep_timeout" in self.model_fields_set),
@@ -309,6 +314,8 @@ class Settings(BaseModel):
                 yield key, "needs --state, the folder of the keeper that holds the memory"
         if "keep_timeout" in self.model_fields_set and not self.start_keeper:
             yield "keep_timeout", "has no effect with --no-start-keeper: `kvstow keeper` takes it"
+
+    def _store_conflicts(self) -> Iterator[tuple[str, str]]:
         if self.tenant and self.tier is None and not self.disk:
             yield "tenant", "needs --tier or --disk, the store through which tenants share blocks"
         if self.disk and self.tier is not None:
@@ -316,6 +323,8 @@ class Settings(BaseModel):
         for key in ("disk_size", "disk_writes"):
             if getattr(self, key) is not None and not self.disk:
                 yield key, "needs --disk"
+
+    def _admin_conflicts(self) -> Iterator[tuple[str, str]]:
         for key in ("tls_key", "tls_client_ca"):
             if getattr(self, key) is not None and self.tls_cert is None:
                 yield key, "needs --tls-cert"

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sys
-from pathlib import Path
 
 import msgspec
 import pytest
 from tests.service.cli.conftest import CAPACITY, SLOT_BYTES, Host, Run
 
-from kvstow.errors import ConfigError, MissingPackageError
 from kvstow.testing.rank import use_keys
 from kvstow_api.answers import PoolCurveView
 from kvstow_api.openapi import EXAMPLES
 from kvstow_service.cli.failures import ExitCode
-from kvstow_service.cli.plotting import Line, Plot, drawn, of_curve, save
+from kvstow_service.cli.plotting import Line, Plot, drawn
 
 VIEW = msgspec.convert(EXAMPLES["PoolCurveView"], PoolCurveView)
 LOOP = [hashlib.sha256(bytes([number])).digest() for number in range(CAPACITY + CAPACITY // 2)]
@@ -51,29 +48,11 @@ def test_the_curve_is_drawn_with_what_follows_from_it(busy: Host, run: Run) -> N
     assert told.stdout.splitlines()[-1].startswith("twice the memory (256 KiB) would add ")
 
 
-def test_nothing_is_drawn_before_there_is_evidence(host: Host, run: Run, tmp_path: Path) -> None:
-    told = run("plot", "curve", "--server", host.url, "--png", str(tmp_path / "curve.png"))
+def test_nothing_is_drawn_before_there_is_evidence(host: Host, run: Run) -> None:
+    told = run("plot", "curve", "--server", host.url)
     assert told.exit_code == ExitCode.NOT_READY
     assert "too early to tell" in told.stderr
-    assert not (tmp_path / "curve.png").exists()
     assert run("get", "curve", "--server", host.url).stdout.startswith("too early to tell")
-
-
-def test_a_png_needs_matplotlib(busy: Host, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    told = run("plot", "curve", "--server", busy.url, "--png", str(tmp_path / "curve.png"))
-    assert told.exit_code == ExitCode.ERROR
-    assert "needs matplotlib, which is not installed: pip install '.[plot]'" in told.stderr
-    with pytest.raises(MissingPackageError):
-        save(of_curve(VIEW), tmp_path / "curve.png")
-
-
-def test_a_png_is_written_where_it_should_be(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    save(of_curve(VIEW), tmp_path / "curve.png")
-    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(ConfigError, match="--png"):
-        save(of_curve(VIEW), tmp_path / "nowhere" / "curve.png")
 
 
 # -- the drawing -------------------------------------------------------------------------------------------------------

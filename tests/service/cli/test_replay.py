@@ -52,7 +52,7 @@ def test_what_a_killed_service_leaves_behind_is_shown(
     found.drops["dropped_detached"] = 4
     lives = [EngineLife(found, end="killed by SIGKILL"), EngineLife(found, problem="no service", end="finished")]
     result = AttachedResult([EngineResult("replay-1", lives)], 2.0)
-    monkeypatch.setattr(replay_command, "_run_attached", lambda specs: result)
+    monkeypatch.setattr(replay_command, "_run_attached", lambda *_: result)
     outcome = invoke(trace, "--attach", f"unix:{tmp_path}/socket", *words)
     assert outcome.exit_code == 0, outcome.stderr
     if words:
@@ -234,7 +234,7 @@ def test_one_pool_without_data_hits_what_it_hits_with_them(trace: str) -> None:
     assert found["loaded_bytes"] == 0 < moved["loaded_bytes"]
 
 
-@pytest.mark.parametrize("options", [("--sizes", "8"), ("--png", "hits.png"), ("--policy", "lru", "--policy", "auto")])
+@pytest.mark.parametrize("options", [("--sizes", "8"), ("--policy", "lru", "--policy", "auto")])
 def test_a_table_needs_no_data(trace: str, options: tuple[str, ...]) -> None:
     outcome = invoke(trace, *options)
     assert outcome.exit_code == 2
@@ -248,12 +248,6 @@ def test_a_table_is_printed_and_drawn(trace: str) -> None:
     assert lines[1].split()[:3] == ["20", "320", "KiB"]
     assert "without evictions" in lines[4]
     assert "● auto   ○ lru" in lines[-1]
-
-
-def test_a_table_goes_into_a_png(trace: str, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    assert hits(trace, *TABLE, "--png", str(tmp_path / "table.png")).exit_code == 0
-    assert (tmp_path / "table.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_only_what_was_looked_up_counts_in_a_table(tmp_path: Path) -> None:
@@ -277,7 +271,6 @@ def test_only_what_was_looked_up_counts_in_a_table(tmp_path: Path) -> None:
         (("--sizes", "8", "--pool-slots", "8"), "--sizes has the sizes"),
         (("--sizes", "8", "--rate", "2"), "no bytes move"),
         (("--attach", "unix:/socket"), "no bytes move"),
-        (("--png", "hits.png"), "needs --sizes"),
         (("--policy", "auto", "--policy", "lru"), "needs --sizes"),
     ],
 )
