@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
@@ -17,7 +16,7 @@ from tests.service.conftest import Eventually
 from tests.service.node.keepers import end_keeper
 from tests.service.node.rawengine import HELLO, RawEngine, key_of
 from tests.service.node.realservice import RealService
-from tests.service.stores.disk.conftest import LoopDisk
+from tests.service.stores.disk.loopdisk import LoopDisk, LoopDiskError
 
 from kvstow.attach.calls import Prefill
 from kvstow.attach.identity import FleetWeights
@@ -218,11 +217,10 @@ def test_random_kills_lose_nothing_that_was_written(service: DiskService) -> Non
 def loop_disk(tmp_path: Path) -> Iterator[LoopDisk]:
     if os.geteuid():
         pytest.skip("only root mounts file systems")
-    (tmp_path / "image").mkdir()
     try:
-        disk = LoopDisk(tmp_path / "image", "ext4", 512 << 20)
-    except (subprocess.CalledProcessError, FileNotFoundError) as error:
-        pytest.skip(f"no file system can be mounted: {error}")
+        disk = LoopDisk(tmp_path, "ext4", 512 << 20)
+    except LoopDiskError as error:
+        pytest.skip(str(error))
     yield disk
     disk.unmount()
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from tests.engine.tier.blockstorecontract import Client, keys_of
-from tests.service.stores.disk.conftest import LoopDisk
+from tests.service.stores.disk.loopdisk import LoopDisk
 from tests.service.stores.disk.test_diskstore import MIB, filled, is_on, opened, part_of, running, wait_until
 
 from kvstow.tier.blockstore import PurgeWish

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.service.stores.disk.conftest import LoopDisk
+from tests.service.stores.disk.loopdisk import LoopDisk
 
 from kvstow.errors import ConfigError
 from kvstow_service.stores.disk.startcheck import CheckedPath, check_paths
