@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
@@ -129,3 +130,19 @@ def _weights(shape: Shape, dtype: torch.dtype, seed: int) -> dict[str, torch.Ten
         for name in ("input_layernorm", "post_attention_layernorm"):
             weights[f"model.layers.{layer}.{name}.weight"] = torch.ones(hidden, dtype=dtype)
     return weights
+
+
+def fill_weights(model: torch.nn.Module, shape: Shape) -> None:
+    """Give a model that was made without weights random ones where it is, as `write_model` writes them to a file: those
+    of a large model would take minutes to make and to read. Each tensor's name is its seed."""
+    spread = (256 / shape.hidden) ** 0.5
+    with torch.no_grad():
+        for name, values in model.named_parameters():
+            generator = torch.Generator(values.device).manual_seed(zlib.crc32(name.encode()))
+            if "norm" in name:
+                values.fill_(1)
+            elif "embed" in name:
+                values.normal_(0, 1.0, generator=generator)
+            else:
+                std = next((std for part, std in _SPREADS.items() if part in name), _SPREADS["mlp"])
+                values.normal_(0, std * spread, generator=generator)

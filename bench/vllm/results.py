@@ -55,7 +55,7 @@ class Results:
         of its own; those that fail are left out."""
         runs = []
         with ExitStack() as stack:
-            nodes = _Nodes(stack, plain.pool_bytes)
+            nodes = Nodes(stack, plain.pool_bytes)
             for turn, connector in enumerate(options.connectors):
 
                 def once(connector: str = connector) -> Any:
@@ -74,7 +74,7 @@ class Results:
             file.write(text + "\n\n")
 
 
-class _Nodes:
+class Nodes:
     """What the engines of a comparison attach to: one service with an empty pool for each, or none at all."""
 
     def __init__(self, stack: ExitStack, num_bytes: int) -> None:
@@ -175,7 +175,7 @@ def add_common(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_engines(parser: argparse.ArgumentParser, default: list[str], *, pool: float, graphs: Graphs) -> None:
+def add_engines(parser: argparse.ArgumentParser, default: list[str], *, pool: float | None, graphs: Graphs) -> None:
     """Which connectors are compared, and what is the same for all."""
     parser.add_argument(
         "--connectors",

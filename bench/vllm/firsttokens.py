@@ -1,0 +1,403 @@
+"""What `bench.vllm headline` measures of one engine, in the engine's process: times to the first token, each beside
+that of the prefix on the GPU and the same loop of Python, and whether the answers are those of the prefix on the GPU.
+
+The GPU's prefix cache is emptied before each hit, so it can hold all prompts, and "on the GPU" is the same request
+asked again. Weights are filled with random values with which an answer depends on all of the KV cache: with vLLM's
+dummy weights all answers are alike. The two answers are of the same kernels on the same shapes, so tokens and their log
+probabilities have to be equal, bit by bit. Only behind a prefix with new tokens the shapes differ, as the new ones are
+on the GPU the second time: there the first token has to be the same, and as likely but for rounding.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import statistics
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from vllm import SamplingParams
+
+from bench.vllm.engines import Setup, Started, block_tokens, start_llm, wait_until_usable
+from bench.vllm.hits import host_ms
+from bench.vllm.model import Shape, fill_weights
+
+_PINNING, _PATIENCE, _ENDLESS = 90.0, 20.0, 60.0  # seconds
+_ANSWER = 8  # tokens of an answer that is compared
+_BURSTS = 5
+_ROUNDING = 0.1  # of a log probability, with another shape of kernels
+_PAUSE = 0.5  # seconds in which stores end
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What is asked. `lengths`: of prompts, with how many of each; of the first one, all are also asked at once. The
+    rest of a prompt behind its last whole block is computed in any case. `new`: tokens of their own behind the first
+    prompts' whole blocks. `pairs`: how often each way is timed."""
+
+    lengths: dict[int, int] = field(default_factory=lambda: {16007: 16, 2055: 4, 519: 4})
+    new: tuple[int, ...] = (256, 2048)
+    pairs: int = 10
+    decoding: int = 8  # requests
+    decoded: int = 2000  # tokens, the most of each
+    steps: int = 120  # timed undisturbed
+    stored: int = 16000  # tokens of a prompt that is stored beside them
+    after: int = 30  # steps timed after that
+
+
+TINY = Work({647: 3, 71: 2}, (64,), 1, 2, 120, 10, 256, 5)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Milliseconds to the first token. `recompute`: nothing is known of the prompt; `gpu`: its prefix is on the GPU;
+    `ways`: it is on the host, by the way of its load. `right`: of `compared` answers by each way, those that are the
+    answers with the prefix on the GPU. `cached`: the fewest tokens found. `chosen`: the policy's choices."""
+
+    tokens: int
+    new: int
+    recompute: list[float] = field(default_factory=list)
+    gpu: list[float] = field(default_factory=list)
+    ways: dict[str, list[float]] = field(default_factory=dict)
+    right: dict[str, int] = field(default_factory=dict)
+    compared: int = 0
+    cached: int | None = None
+    chosen: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Burst:
+    """All prompts at once, in milliseconds: the mean first token, and the last one. `right`: first tokens as alone."""
+
+    way: str
+    mean: float
+    last: float
+    right: int
+    of: int
+    chosen: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Decoding:
+    """Beside requests that decode. `step`: milliseconds of an undisturbed step, the median. `share`: of their
+    undisturbed steps that they make while a hit is under way; `gap`: the longest step of it, and `first_token` of the
+    hit, medians in milliseconds. `stored`: what the steps after a prompt was stored took more, the median."""
+
+    step: float
+    share: float
+    gap: float
+    first_token: float
+    stored: float
+    chosen: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class FirstTokens:
+    """`host`: the loop of Python, in milliseconds, through the row. `link`, `kernel`: GB/s of one large copy, and of
+    the kernel that reads host memory. `distinct`: different answers of `of` prompts; `depends`: whether an answer
+    changed when a token of the first block did."""
+
+    machine: str
+    start_seconds: float
+    host: list[float]
+    link: float | None
+    kernel: float | None
+    cases: list[Case]
+    bursts: list[Burst]
+    decoding: Decoding | None
+    distinct: int
+    of: int
+    depends: bool
+
+
+class _Answer(NamedTuple):
+    """`first`: milliseconds until the first token. `logprobs`: of the tokens, if they were asked for."""
+
+    first: float
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    cached: int
+
+
+class _Asker:
+    """Asks an engine of this process, step by step."""
+
+    def __init__(self, started: Started, vocabulary: int) -> None:
+        self._llm, self._engine = started.engine, started.engine.llm_engine
+        self._vocabulary, self._chance, self._number = vocabulary, random.Random(0), 0
+        connector = self._engine.engine_core.engine_core.scheduler.connector
+        self.policy = getattr(getattr(getattr(connector, "_host", None), "side", None), "policy", None)
+        self.ways = ("auto", "async") if self.policy is not None else ("hit",)
+
+    def prompt(self, tokens: int) -> list[int]:
+        return [self._chance.randrange(10, self._vocabulary) for _ in range(tokens)]
+
+    def go_by(self, way: str) -> None:
+        if self.policy is not None:
+            self.policy._path = way
+
+    def take_choices(self) -> dict[str, int]:
+        if self.policy is None:
+            return {}
+        chosen = {choice.label: count for choice, count in self.policy.counts.items()}
+        self.policy.counts.clear()
+        return chosen
+
+    def begin(self, prompt: list[int], tokens: int = 1, *, compare: bool = False) -> str:
+        self._number += 1
+        name = f"headline{self._number}"
+        logprobs = 0 if compare else None
+        sampling = SamplingParams(
+            max_tokens=tokens, temperature=0, detokenize=False, ignore_eos=True, logprobs=logprobs
+        )
+        self._engine.add_request(name, {"prompt_token_ids": prompt}, sampling)
+        return name
+
+    def step(self) -> list[tuple[str, Any]]:
+        """What the step's requests have got; vLLM may put more behind their names."""
+        return [(output.request_id.split("-")[0], output) for output in self._engine.step()]
+
+    def abort(self, names: Sequence[str]) -> None:
+        self._engine.abort_request(list(names))
+        for _ in range(5):
+            self._engine.step()
+
+    def ask_all(self, prompts: Sequence[list[int]], tokens: int = 1, *, compare: bool = False) -> list[_Answer]:
+        began = time.perf_counter()
+        names = [self.begin(prompt, tokens, compare=compare) for prompt in prompts]
+        first, answers = dict[str, float](), dict[str, _Answer]()
+        while len(answers) < len(names):
+            outputs = self.step()
+            now = time.perf_counter() - began
+            for name, output in outputs:
+                sampled = output.outputs[0]
+                first.setdefault(name, now * 1e3)
+                if output.finished:
+                    found = tuple(sampled.token_ids)
+                    pairs = zip(sampled.logprobs or (), found, strict=False)
+                    logprobs = tuple(each[token].logprob for each, token in pairs)
+                    answers[name] = _Answer(first[name], found, logprobs, output.num_cached_tokens or 0)
+            if now > _ENDLESS:
+                raise TimeoutError(f"{len(names) - len(answers)} of {len(names)} requests do not end")
+        return [answers[name] for name in names]
+
+    def ask(self, prompt: list[int], tokens: int = 1, *, compare: bool = False) -> _Answer:
+        return self.ask_all([prompt], tokens, compare=compare)[0]
+
+    def empty_gpu(self) -> None:
+        ends = time.monotonic() + _PATIENCE
+        while not self._llm.reset_prefix_cache():  # blocks are being stored
+            if time.monotonic() > ends:
+                raise TimeoutError("the GPU's prefix cache cannot be emptied")
+            self._engine.step()
+
+    def settle(self) -> None:
+        """Steps in which trailing stores end."""
+        for _ in range(4):
+            self.ask(self.prompt(40))
+        time.sleep(_PAUSE)
+        self.ask([9] * 40)
+        self.empty_gpu()
+
+
+def measure(setup: Setup, shape: Shape, work: Work) -> FirstTokens:
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    started = start_llm(setup)
+    core = started.engine.llm_engine.engine_core.engine_core
+    worker = core.model_executor.driver_worker
+    runner = getattr(worker, "worker", worker).model_runner
+    fill_weights(runner.get_model() if hasattr(runner, "get_model") else runner.model, shape)
+    wait_until_usable(started, setup, _PINNING)
+    asker, has_hits = _Asker(started, shape.vocabulary), setup.connector != "none"
+    longest = next(iter(work.lengths))
+    for tokens in (64, longest, longest - 7):
+        asker.ask(asker.prompt(tokens))
+    asker.ask_all([asker.prompt(longest // 27) for _ in range(4)], _ANSWER, compare=True)  # kernels are compiled
+    asker.settle()
+    host = [host_ms()]
+    prompts = {tokens: [asker.prompt(tokens) for _ in range(count)] for tokens, count in work.lengths.items()}
+    cases, first = list[Case](), list[_Answer]()
+    for these in prompts.values():
+        recomputed = [asker.ask(prompt, _ANSWER, compare=True).first for prompt in these]
+        expected = [asker.ask(prompt, _ANSWER, compare=True) for prompt in these]
+        first += expected
+        asker.settle()
+        cases.append(_case(asker, these, expected, recomputed, work.pairs, has_hits=has_hits))
+        host.append(host_ms())
+    whole = longest // block_tokens() * block_tokens()
+    for new in work.new:
+        cases.append(_behind(asker, [prompt[:whole] for prompt in prompts[longest][:2]], new, work.pairs, has_hits))
+        host.append(host_ms())
+    bursts = _bursts(asker, prompts[longest], has_hits=has_hits)
+    host.append(host_ms())
+    decoding = _decoding(asker, prompts[longest][:12] if has_hits else [], work)
+    host.append(host_ms())
+    changed = [prompts[longest][0][0] ^ 1, *prompts[longest][0][1:]]
+    depends = asker.ask(changed, _ANSWER, compare=True)[1:3] != first[0][1:3]
+    machine, link, kernel = _machine(shape)
+    distinct = len({answer.tokens for answer in first})
+    return FirstTokens(
+        machine, started.seconds, host, link, kernel, cases, bursts, decoding, distinct, len(first), depends
+    )
+
+
+def _case(
+    asker: _Asker,
+    prompts: list[list[int]],
+    expected: list[_Answer],
+    recomputed: list[float],
+    pairs: int,
+    *,
+    has_hits: bool,
+) -> Case:
+    tokens, gpu = len(prompts[0]), list[float]()
+    times: dict[str, list[float]] = {way: [] for way in asker.ways if has_hits}
+    cached = tokens
+    asker.take_choices()
+    for number in range(pairs + 1):
+        prompt = prompts[number % len(prompts)]
+        for way, found in times.items():
+            asker.go_by(way)
+            asker.empty_gpu()
+            answer = asker.ask(prompt)
+            if number:  # in the first round kernels are compiled
+                found.append(answer.first)
+                cached = min(cached, answer.cached)
+        if not has_hits:
+            asker.ask(prompt)
+        answer = asker.ask(prompt)
+        if number:
+            gpu.append(answer.first)
+    chosen, right = asker.take_choices(), Counter[str]()
+    for way in times:
+        asker.go_by(way)
+        for prompt, one in zip(prompts, expected, strict=True):
+            asker.empty_gpu()
+            right[way] += asker.ask(prompt, _ANSWER, compare=True)[1:3] == one[1:3]
+    asker.go_by("auto")
+    return Case(tokens, 0, recomputed, gpu, times, dict(right), len(prompts), cached if has_hits else None, chosen)
+
+
+def _behind(asker: _Asker, prefixes: list[list[int]], new: int, pairs: int, has_hits: bool) -> Case:
+    gpu, cached = list[float](), len(prefixes[0])
+    times: dict[str, list[float]] = {way: [] for way in asker.ways if has_hits}
+    right = Counter[str]()
+    asker.take_choices()
+    for number in range(pairs + 1):
+        prefix = prefixes[number % len(prefixes)]
+        for way, found in times.items():
+            asker.go_by(way)
+            asker.empty_gpu()
+            answer = asker.ask(prefix + asker.prompt(new))
+            if number:
+                found.append(answer.first)
+                cached = min(cached, answer.cached)
+        asker.go_by("auto")
+        if not has_hits:
+            asker.ask(prefix)
+        answer = asker.ask(prefix + asker.prompt(new))
+        if number:
+            gpu.append(answer.first)
+    chosen = asker.take_choices()
+    for way in times:
+        for prefix in prefixes:
+            prompt = prefix + asker.prompt(new)
+            asker.go_by(way)
+            asker.empty_gpu()
+            loaded = asker.ask(prompt, _ANSWER, compare=True)
+            right[way] += _is_close(loaded, asker.ask(prompt, _ANSWER, compare=True))
+    asker.go_by("auto")
+    return Case(len(prefixes[0]), new, [], gpu, times, dict(right), len(prefixes), cached if has_hits else None, chosen)
+
+
+def _is_close(one: _Answer, other: _Answer) -> bool:
+    return one.tokens[0] == other.tokens[0] and abs(one.logprobs[0] - other.logprobs[0]) < _ROUNDING
+
+
+def _bursts(asker: _Asker, prompts: list[list[int]], *, has_hits: bool) -> list[Burst]:
+    bursts = []
+    alone = [asker.ask(prompt).tokens for prompt in prompts]
+    ways = asker.ways if has_hits else ("gpu",)
+    for number in range(_BURSTS + 1):
+        for way in ways:
+            asker.go_by(way)
+            if has_hits:
+                asker.empty_gpu()
+            asker.take_choices()
+            answers = asker.ask_all(prompts)
+            if number:
+                first = [answer.first for answer in answers]
+                right = sum(answer.tokens == one for answer, one in zip(answers, alone, strict=True))
+                mean = statistics.mean(first)
+                bursts.append(Burst(way, mean, max(first), right, len(prompts), asker.take_choices()))
+    asker.go_by("auto")
+    return bursts
+
+
+def _decoding(asker: _Asker, hits: list[list[int]], work: Work) -> Decoding | None:
+    if not hits:
+        return None
+    asker.settle()
+    ids = [asker.begin(asker.prompt(work.stored // 32), work.decoded) for _ in range(work.decoding)]
+
+    def steps(number: int) -> list[float]:
+        found = []
+        for _ in range(number):
+            began = time.perf_counter()
+            asker.step()
+            found.append((time.perf_counter() - began) * 1e3)
+        return found
+
+    steps(work.steps // 3)
+    step = statistics.median(steps(work.steps))
+    asker.take_choices()
+    shares, gaps, first, more = (list[float]() for _ in range(4))
+
+    def until_first(prompt: list[int]) -> None:
+        """Step until the prompt's token is there."""
+        began = last = time.perf_counter()
+        name, decoded, longest, is_there = asker.begin(prompt), 0, 0.0, False
+        while not is_there:
+            outputs = asker.step()
+            now = time.perf_counter()
+            longest, last = max(longest, now - last), now
+            decoded += sum(one in ids for one, _ in outputs)
+            is_there = any(one == name and output.finished for one, output in outputs)
+            if now - began > _ENDLESS:
+                raise TimeoutError("a request beside those that decode does not end")
+        seconds = last - began
+        first.append(seconds * 1e3)
+        gaps.append(longest * 1e3)
+        shares.append(decoded / len(ids) * step / (seconds * 1e3))
+
+    for prompt in hits:
+        until_first(prompt)
+        steps(12)
+    found = statistics.median(shares), statistics.median(gaps), statistics.median(first)
+    chosen = asker.take_choices()
+    for _ in range(4):
+        until_first(asker.prompt(work.stored))
+        after = steps(work.after)
+        more.append(sum(after) - len(after) * step)
+    asker.abort(ids)
+    return Decoding(step, *found, statistics.median(more), chosen)
+
+
+def _machine(shape: Shape) -> tuple[str, float | None, float | None]:
+    """Its name, and the rates of one large copy and of the kernel that reads host memory."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return "cpu", None, None
+    from bench.gpu.layers import Loads
+    from bench.vllm.hits import measure_link
+
+    page, size = shape.token_bytes() * block_tokens() // shape.layers, 512 << 20
+    host = torch.empty(size, dtype=torch.uint8, pin_memory=True).fill_(1)
+    blocks = size // (page * shape.layers) // 2
+    loads = Loads(page, shape.layers, blocks, host.data_ptr(), size)
+    kernel = loads.total / loads.seconds((4, 512)) / 1e9
+    return torch.cuda.get_device_name(), measure_link(size).gb_per_second, kernel
