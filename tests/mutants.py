@@ -69,6 +69,7 @@ VLLM = "service/kvstow_service/connectors/vllm"
 WATCH = "tests/vllm/test_weightwatch.py"
 
 LAYERS = "engine/kvstow/devices/cuda/layerloader.py"
+LAYER_WAYS = "tests/engine/devices/test_cuda_layerways.py"
 LAYER_TESTS = "tests/engine/devices/test_cuda_layers.py"
 
 NODE_API = "tests/api/node/test_conditions.py"
@@ -976,6 +977,55 @@ MUTANTS = [
         '                self.failure = f"{type(error).__name__}: {error}"\n',
         "",
         "tests/engine/test_layeredloads.py::test_a_rank_that_failed_once_loads_by_layer_no_more",
+    ),
+    Mutant(
+        "the_slower_way_brings_the_layers",
+        "engine/kvstow/devices/cuda/layerways.py",
+        "if self._tried[other] >= _FASTER * self._tried[self.way]:",
+        "if self._tried[self.way] >= _FASTER * self._tried[other]:",
+        f"{LAYER_WAYS}::test_a_way_is_left_for_one_that_is_faster_by_a_tenth",
+    ),
+    Mutant(
+        "streams_of_layers_are_waited_for_when_they_are_gone",
+        LAYERS,
+        "        undo.callback(twice, partial(driver.synchronize, self._stream))\n",
+        "        undo.callback(self._wait)\n",
+        f"{LAYER_WAYS}::test_closing_waits_for_all_streams_before_it_destroys_them",
+    ),
+    Mutant(
+        "the_trial_of_one_way_counts_for_the_other",
+        "engine/kvstow/devices/cuda/layertrial.py",
+        "return TrialRates(kernel, engine)",
+        "return TrialRates(engine, kernel)",
+        f"{LAYER_WAYS}::test_the_faster_way_is_taken",
+    ),
+    Mutant(
+        "the_ways_are_tried_once",
+        "engine/kvstow/devices/cuda/layerways.py",
+        "return self._clock() >= self._tried_at + _AGAIN",
+        "return False",
+        f"{LAYER_WAYS}::test_both_ways_are_tried_again_every_minute",
+    ),
+    Mutant(
+        "a_staging_buffer_of_layers_is_filled_before_it_is_empty",
+        "engine/kvstow/devices/cuda/layergroups.py",
+        "        driver.wait_event(link, buffer.freed)\n",
+        "",
+        f"{LAYER_WAYS}::test_a_buffer_is_not_filled_again_before_it_is_empty",
+    ),
+    Mutant(
+        "a_group_of_layers_is_moved_before_it_is_there",
+        "engine/kvstow/devices/cuda/layergroups.py",
+        "                self._driver.wait_event(stream, buffer.copied)\n",
+        "",
+        f"{LAYER_WAYS}::test_each_layer_waits_for_its_group_and_for_none_behind_it",
+    ),
+    Mutant(
+        "a_load_through_the_engine_does_not_wait_for_older_work",
+        "engine/kvstow/devices/cuda/layergroups.py",
+        "        if isinstance(after, CudaFence):\n",
+        "        if False:\n",
+        f"{LAYER_WAYS}::test_nothing_is_written_before_the_fence",
     ),
     Mutant(
         "a_whole_prompt_goes_by_layer",

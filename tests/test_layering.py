@@ -89,8 +89,9 @@ ORDER = {
     "engine/kvstow/memory": "region limits hoststeps pinning chunks slotpool hostpool mappedpool extents "
     "rows budget nodememory",
     "engine/kvstow/attach": "wire channel identity peer calls hello connection openops engine worker",
-    "engine/kvstow/devices": "base cpu cuda.driver cuda.context cuda.plan cuda.copier cuda.layerloader cuda.device "
-    "jax.shards jax.programs jax.hostcopies jax.deviceloads jax.devicestores jax.device",
+    "engine/kvstow/devices": "base cpu cuda.driver cuda.context cuda.plan cuda.copier cuda.layerways cuda.layergroups "
+    "cuda.layertrial cuda.layerloader cuda.device jax.shards jax.programs jax.hostcopies jax.deviceloads "
+    "jax.devicestores jax.device",
     "engine/kvstow/tier": "blockstore breakeven fingerprint rate tierstatus",
     "service/kvstow_service/stores": "actionthread childprocess disk.diskformat disk.diskfiles disk.places "
     "disk.writebudget disk.blockfile disk.diskmessages disk.diskchild disk.pathqueue disk.pathchannel disk.diskpath "

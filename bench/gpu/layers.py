@@ -29,7 +29,7 @@ import torch
 
 from kvstow.devices.cuda.context import primary_context
 from kvstow.devices.cuda.copier import machine_code, pointers_to_fields
-from kvstow.devices.cuda.layerloader import PIECE_BYTES, PLACE
+from kvstow.devices.cuda.layertrial import PIECE_BYTES, PLACE
 from kvstow.devices.cuda.plan import PIECE
 
 KIB, GIB = 1 << 10, 1 << 30

@@ -206,7 +206,7 @@ def test_a_launch_that_fails_leaves_the_load_to_the_staged_way(
     launch = loader._driver.launch
 
     def launch_once_less(function: Any, *arguments: Any) -> None:
-        if function is loader._fetch:
+        if function is loader._fetch.function:
             left[0] -= 1
             if left[0] == -1:
                 raise DriverError("cuLaunchKernel", 701, "CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES", "injected")

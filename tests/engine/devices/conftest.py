@@ -19,7 +19,7 @@ from kvstow.devices.base import Ticket
 from kvstow.devices.cuda import CudaDevice, CudaFence, CudaOptions, CudaRegistrar
 from kvstow.devices.cuda.context import primary_context
 from kvstow.devices.cuda.driver import Driver
-from kvstow.devices.cuda.layerloader import PLACE
+from kvstow.devices.cuda.layertrial import PLACE
 from kvstow.devices.cuda.plan import PIECE
 from kvstow.layout import KVLayout, Region
 from kvstow.memory.hostpool import HostPool
@@ -34,6 +34,7 @@ class FakeEvent:
 
     def __init__(self) -> None:
         self.recorded = self.run = 0
+        self.at = 0.0
 
     def is_reached(self, record: int) -> bool:
         return self.run >= record
@@ -65,7 +66,8 @@ class FakeCuda:
 
     `failures` maps a call to (which of them fails, counted from 0; its status, or what it raises), `refused` to
     the status with which all fail. `live` holds what was created and not destroyed. `offences`: memory that was taken
-    away, or said to be free, while queued work was to touch it.
+    away, or said to be free, while queued work was to touch it. `speeds`: bytes a second of copies ("copy") and of the
+    kernel that reads host memory ("fetch"); without them, whatever is timed takes 2 ms.
     """
 
     CUstreamCaptureMode = CUdevice_attribute = CUresult = int
@@ -78,6 +80,8 @@ class FakeCuda:
         self.live: dict[Any, str] = {}
         self.offences: list[str] = []
         self.streams: list[FakeStream] = []
+        self.speeds: dict[str, float] = {}
+        self._now = 0.0
         self.contexts: list[Any] = []
         self.capture_mode = 0
         self._memory: dict[int, Any] = {}
@@ -170,6 +174,8 @@ class FakeCuda:
         return self._destroyed(stream)
 
     def cuStreamSynchronize(self, stream: Any) -> Any:
+        if stream not in self.live:  # the real driver ends the process
+            self.offences.append("a stream that was destroyed is waited for")
         self.run()
         assert not stream.work, "this would wait for ever"
         return (0,)
@@ -192,7 +198,7 @@ class FakeCuda:
         event.recorded = record = event.recorded + 1
 
         def reach() -> bool:
-            event.run = record
+            event.run, event.at = record, self._now
             return True
 
         stream.work.append(("record", reach, []))
@@ -203,7 +209,11 @@ class FakeCuda:
 
     def cuEventElapsedTime(self, start: FakeEvent, end: FakeEvent) -> Any:
         assert start.run == start.recorded > 0 < end.recorded == end.run
-        return 0, 2.0
+        return 0, (end.at - start.at) * 1e3 if self.speeds else 2.0
+
+    def _spend(self, kind: str, num_bytes: int) -> None:
+        if self.speeds:
+            self._now += num_bytes / self.speeds[kind]
 
     # Memory.
 
@@ -242,6 +252,7 @@ class FakeCuda:
     def _queue_copy(self, target: int, source: int, num_bytes: int, stream: FakeStream) -> None:
         def move() -> bool:
             ctypes.memmove(target, source, num_bytes)
+            self._spend("copy", num_bytes)
             return True
 
         stream.work.append(("copy", move, [(target, num_bytes), (source, num_bytes)]))
@@ -304,6 +315,7 @@ class FakeCuda:
             for page, stride, offset, size in rows:
                 for slot, block in where:
                     ctypes.memmove(page + block * stride, slot + offset, size)
+                    self._spend("fetch", size)
             return True
 
         touched = [(page, size) for page, _, _, size in rows] + [(places, counts[1] * PLACE.itemsize)]

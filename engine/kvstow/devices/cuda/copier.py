@@ -36,7 +36,7 @@ import numpy.typing as npt
 from kvstow.devices.base import Fence, TicketState
 from kvstow.devices.cuda.context import BatchMarks, CudaContext, CudaFence, StagingBuffer, Timer, new_stream
 from kvstow.devices.cuda.driver import AccessOrder, Driver, DriverError, Handle, Int64Array
-from kvstow.devices.cuda.plan import BatchedCopies, Copies, Split
+from kvstow.devices.cuda.plan import PIECE, BatchedCopies, Copies, Split
 from kvstow.errors import CopyError
 
 MAX_BLOCKS = 1000  # per launch; the arguments then just fit into a kernel's limit of 4 KiB
@@ -84,21 +84,39 @@ class PageKernels:
     def __init__(self, context: CudaContext, pieces: npt.NDArray[np.void], block_bytes: int, undo: ExitStack) -> None:
         self._driver = context.driver
         self._functions = load_kernels(context, ("gather", "scatter"), undo)
-        table = copy_to_device(self._driver, pieces, undo)
+        self._table = copy_to_device(self._driver, pieces, undo)
         self._num_pieces, self._block_bytes = len(pieces), block_bytes
-        self._arguments = _PageArguments(pieces=table, block_bytes=block_bytes)
+        self._arguments = _PageArguments()
         self._blocks = np.ctypeslib.as_array(self._arguments.blocks)
         self._pointers = pointers_to_fields(self._arguments)
 
     def launch(self, name: Literal["gather", "scatter"], staging: int, blocks: Int64Array, stream: Handle) -> None:
         """Move the pages of `blocks`: `gather` to the staging buffer at address `staging`, `scatter` from it."""
         for start in range(0, len(blocks), MAX_BLOCKS):
-            part = blocks[start : start + MAX_BLOCKS]
-            self._blocks[: len(part)] = part
-            self._arguments.staging = staging + start * self._block_bytes
-            grid = (self._num_pieces, len(part))
-            # The driver copies the arguments during the call.
-            self._driver.launch(self._functions[name], grid, _THREADS, stream, ctypes.addressof(self._pointers))
+            some, at = blocks[start : start + MAX_BLOCKS], staging + start * self._block_bytes
+            self._launch(name, range(self._num_pieces), at, self._block_bytes, some, stream)
+
+    def move(self, rows: range, staging: int, block_bytes: int, blocks: Int64Array, stream: Handle) -> None:
+        """Scatter these rows of `pieces` alone, from a buffer where a block takes `block_bytes`, to up to `MAX_BLOCKS`
+        blocks."""
+        self._launch("scatter", rows, staging, block_bytes, blocks, stream)
+
+    def _launch(
+        self,
+        name: Literal["gather", "scatter"],
+        rows: range,
+        staging: int,
+        block_bytes: int,
+        blocks: Int64Array,
+        stream: Handle,
+    ) -> None:
+        arguments = self._arguments
+        self._blocks[: len(blocks)] = blocks
+        arguments.pieces, arguments.staging = self._table + rows.start * PIECE.itemsize, staging
+        arguments.block_bytes = block_bytes
+        # The driver copies the arguments during the call.
+        pointers = ctypes.addressof(self._pointers)
+        self._driver.launch(self._functions[name], (len(rows), len(blocks)), _THREADS, stream, pointers)
 
 
 def pointers_to_fields(arguments: ctypes.Structure) -> ctypes.Array[ctypes.c_uint64]:

@@ -19,6 +19,7 @@ from kvstow.devices.cuda.context import CudaRegistrar, Timer, new_stream, primar
 from kvstow.devices.cuda.copier import Copier, PageKernels, Transfer
 from kvstow.devices.cuda.driver import AccessOrder, Driver, Handle, Int64Array
 from kvstow.devices.cuda.layerloader import CudaLayeredLoad, LayerLoader
+from kvstow.devices.cuda.layerways import LayerRates
 from kvstow.devices.cuda.plan import Split
 from kvstow.errors import ConfigError, CopyError
 from kvstow.layout import KVLayout, Part
@@ -129,6 +130,11 @@ class CudaDevice:
         addresses = self._pool.addresses(places)
         with self._context.current():
             return self._layers.load(targets, addresses, after)
+
+    @property
+    def layer_rates(self) -> LayerRates | None:
+        """Of loads by layer; None if there are none."""
+        return None if self._layers is None else self._layers.rates
 
     def load_now(self, blocks: Sequence[int], slots: Sequence[int], after: Fence | None) -> None:
         assert self._layers is not None

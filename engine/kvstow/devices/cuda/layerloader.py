@@ -1,9 +1,12 @@
-"""Loads by layer: a kernel reads slots over the link straight into the pages of one layer after the other, and the
-host's computation waits for each layer on the device.
+"""Loads by layer: the bytes of one layer after the other come into their pages, and the host's computation waits for
+each layer on the device.
 
-There is no staging buffer. Whatever can fail is done before anything is given to the device, or undone: a launch that
-fails leaves no work behind. The kernel's warps take pieces of 4 KiB, so a few thread blocks fill the link for pages of
-any size, and leave the other multiprocessors to the computation (`bench.gpu.layers`).
+There are two ways, and the faster one on this host is taken (`layerways`). A kernel reads slots over the link straight
+into the pages, without a staging buffer. Its warps take pieces of 4 KiB, so a few thread blocks fill the link for pages
+of any size, and leave the other multiprocessors to the computation (`bench.gpu.layers`). Or the copy engine brings
+groups of layers through two staging buffers (`layergroups`), where a slot holds more than one group.
+
+Whatever can fail is done before anything is given to the device, or undone: a launch that fails leaves no work behind.
 """
 
 from __future__ import annotations
@@ -20,30 +23,17 @@ import numpy as np
 
 from kvstow.devices.base import Fence, TicketState
 from kvstow.devices.cuda.context import CudaContext, CudaFence, Timer, new_event, new_stream
-from kvstow.devices.cuda.copier import copy_to_device, load_kernels, pointers_to_fields, twice
+from kvstow.devices.cuda.copier import copy_to_device, twice
 from kvstow.devices.cuda.driver import Driver, DriverError, Handle, Int64Array
+from kvstow.devices.cuda.layergroups import LayerGroups, may_use_engine
+from kvstow.devices.cuda.layertrial import PIECE_BYTES, PLACE, Fetch, LayerTrial
+from kvstow.devices.cuda.layerways import LayerRates, Way, WayRates
 from kvstow.devices.cuda.plan import PIECE
 from kvstow.errors import CopyError
 from kvstow.layout import KVLayout, Part
 
-PIECE_BYTES = 4 << 10  # what one warp copies at a time
-PLACE = np.dtype([("slot", np.uint64), ("block", np.uint64)])  # pages.cu
-
-_THREAD_BLOCKS, _THREADS = 4, 512
-_WARPS = _THREADS // 32
 _LAUNCH_BYTES = 5 << 19  # what the link moves in 50 us, which a launch and the wait for it cost the host
 _AT_A_TIME = 4  # loads; a host is two steps ahead of the device at most, with one load in each
-
-
-class _Arguments(ctypes.Structure):
-    """The arguments of `fetch`, in their order (pages.cu)."""
-
-    _fields_ = [
-        ("pieces", ctypes.c_uint64),
-        ("places", ctypes.c_uint64),
-        ("num_pieces", ctypes.c_uint32),
-        ("num_places", ctypes.c_uint32),
-    ]
 
 
 class _Buffers:
@@ -57,6 +47,8 @@ class _Buffers:
         undo.callback(driver.free, self.device)
         self.places = np.ctypeslib.as_array((ctypes.c_uint8 * num_bytes).from_address(self.host)).view(PLACE)
         self.timer, self.finished = Timer(driver, undo), new_event(driver, undo, timing=False)
+        self.way: Way = "kernel"
+        self.num_bytes = 0
 
 
 class CudaLayeredLoad:
@@ -108,7 +100,7 @@ class LayerLoader:
     ) -> None:
         driver = self._driver = context.driver
         self._context, self._compute = context, compute
-        self._fetch = load_kernels(context, ("fetch",), undo)["fetch"]
+        self._fetch = Fetch(context, undo)
         rows = [_pieces(layout, bases, part) for part in parts]
         self._table = copy_to_device(driver, np.concatenate(rows), undo)
         self._starts = [0, *accumulate(len(row) for row in rows)]
@@ -116,18 +108,26 @@ class LayerLoader:
         self._stream = new_stream(driver, undo, urgent=True)
         self._buffers = deque(_Buffers(driver, layout.num_blocks, undo) for _ in range(_AT_A_TIME))
         self._flying: deque[tuple[_Buffers, CudaLayeredLoad]] = deque()
-        self._arguments = _Arguments()
-        self._pointers = pointers_to_fields(self._arguments)
+        self._ways = WayRates()
+        self._groups: LayerGroups | None = None
+        self._trial: LayerTrial | None = None
         # The driver loads code at its first launch, and waits for all kernels that run by then.
-        driver.launch(self._fetch, (1, 1), _THREADS, self._stream, ctypes.addressof(self._pointers))
-        undo.callback(self._wait)
+        self._fetch.launch(self._table, 0, 0, 0, self._stream)
+        undo.callback(twice, partial(driver.synchronize, self._stream))
+        if may_use_engine(layout, parts):
+            self._groups = LayerGroups(context, layout, bases, parts, undo)
+            self._trial = LayerTrial(context, self._fetch, self._groups, self._stream, undo)
+            self._ways.trying()
+            self._ways.tried(*self._trial.first())
+        undo.callback(self._wait)  # last: it waits for all streams, so all of them are still there
 
     def load(self, blocks: Int64Array, addresses: Int64Array, after: Fence | None) -> CudaLayeredLoad:
         """Load from the slots at these addresses. See `LayerDevice.load_layers`."""
         if after is not None and not isinstance(after, CudaFence) and not after.query():
             raise CopyError("the work before the load has not finished, and is none of CUDA's")
         load = CudaLayeredLoad(self._context, self._compute)
-        ends = self._launch_ends(len(blocks))
+        groups = self._groups if self._ways.way == "engine" else None
+        ends = self._launch_ends(len(blocks)) if groups is None else groups.ends(len(blocks))
         load.launches = [number for number, (first, end) in enumerate(_pairs(ends)) for _ in range(first, end)]
         for _ in ends:  # taken one by one, so that none is lost
             load.events.append(self._context.take_event())
@@ -136,7 +136,15 @@ class LayerLoader:
         except IndexError:
             raise CopyError(f"{_AT_A_TIME} loads by layer are under way; no more are taken") from None
         try:
-            self._submit(buffers, load, blocks, addresses, after, ends)
+            buffers.way, buffers.num_bytes = self._ways.way, len(blocks) * sum(self._part_bytes)
+            if groups is None:
+                self._launch(buffers, load, blocks, addresses, after, ends)
+            else:
+                groups.submit(load.events, ends, blocks, addresses, after, self._stream, buffers.timer)
+            buffers.timer.stop(self._stream)
+            if self._trial is not None and self._ways.is_due and self._trial.begin(addresses):
+                self._ways.trying()
+            self._driver.record_event(buffers.finished, self._stream)
         except BaseException:
             self._wait()  # what has been submitted must not write once another way has begun
             self._buffers.append(buffers)
@@ -144,7 +152,7 @@ class LayerLoader:
         self._flying.append((buffers, load))
         return load
 
-    def _submit(
+    def _launch(
         self,
         buffers: _Buffers,
         load: CudaLayeredLoad,
@@ -160,16 +168,10 @@ class LayerLoader:
         if isinstance(after, CudaFence):
             after.hold_back(stream)
         buffers.timer.start(stream)
-        arguments = self._arguments
-        arguments.places, arguments.num_places = buffers.device, count
         for event, (first, end) in zip(load.events, _pairs(ends), strict=True):
             start, stop = self._starts[first], self._starts[end]
-            arguments.pieces, arguments.num_pieces = self._table + start * PIECE.itemsize, stop - start
-            grid = (min(_THREAD_BLOCKS, -(-(stop - start) * count // _WARPS)), 1)
-            driver.launch(self._fetch, grid, _THREADS, stream, ctypes.addressof(self._pointers))
+            self._fetch.launch(self._table + start * PIECE.itemsize, stop - start, buffers.device, count, stream)
             driver.record_event(event, stream)
-        buffers.timer.stop(stream)
-        driver.record_event(buffers.finished, stream)
 
     def _launch_ends(self, num_blocks: int) -> list[int]:
         """The end of each launch, as a number of parts. The computation waits for the first of `n` launches, which has
@@ -185,8 +187,14 @@ class LayerLoader:
                 size = 0
         return ends
 
+    @property
+    def rates(self) -> LayerRates:
+        return self._ways.rates
+
     def advance(self) -> None:
         """Notice which loads have finished."""
+        if self._trial is not None and (found := self._trial.take()) is not None:
+            self._ways.tried(*found)
         while self._flying:
             buffers, load = self._flying[0]
             if not twice(partial(self._driver.is_reached, buffers.finished)):
@@ -194,6 +202,7 @@ class LayerLoader:
             self._flying.popleft()
             with suppress(DriverError):  # a load of unknown length
                 load.seconds = buffers.timer.take()
+                self._ways.loaded(buffers.way, buffers.num_bytes, load.seconds)
             self._buffers.append(buffers)
             load.is_done = True  # last: the slots may be reused from now on
 
@@ -212,7 +221,10 @@ class LayerLoader:
         self.advance()
 
     def _wait(self) -> None:
-        twice(partial(self._driver.synchronize, self._stream))
+        """Until nothing of any load is under way. Raises the last error, after trying all streams."""
+        with ExitStack() as attempts:
+            for stream in (self._stream, *(self._groups.streams if self._groups is not None else ())):
+                attempts.callback(twice, partial(self._driver.synchronize, stream))
 
 
 def _pieces(layout: KVLayout, bases: Sequence[int], part: Part) -> np.ndarray:
