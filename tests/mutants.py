@@ -69,6 +69,7 @@ VLLM = "service/kvstow_service/connectors/vllm"
 WATCH = "tests/vllm/test_weightwatch.py"
 
 LAYERS = "engine/kvstow/devices/cuda/layerloader.py"
+LOAD_POLICY = "tests/service/connectors/engine_core/test_loadpolicy.py"
 LAYER_WAYS = "tests/engine/devices/test_cuda_layerways.py"
 LAYER_TESTS = "tests/engine/devices/test_cuda_layers.py"
 
@@ -1028,6 +1029,41 @@ MUTANTS = [
         f"{LAYER_WAYS}::test_nothing_is_written_before_the_fence",
     ),
     Mutant(
+        "rates_of_both_kinds_of_load_are_swapped",
+        f"{ENGINE_CORE}/loadpolicy.py",
+        "rate = self._rates.get(by_layer) or self._rates.get(not by_layer) or _FIRST_RATE",
+        "rate = self._rates.get(not by_layer) or self._rates.get(by_layer) or _FIRST_RATE",
+        f"{LOAD_POLICY}::test_the_way_that_takes_less_is_taken",
+    ),
+    Mutant(
+        "no_estimate_decides_how_a_load_goes",
+        f"{ENGINE_CORE}/loadpolicy.py",
+        'return Choice(False, "rate") if is_slower else Choice(True, "alone")',
+        'return Choice(True, "alone")',
+        f"{LOAD_POLICY}::test_the_way_that_takes_less_is_taken",
+    ),
+    Mutant(
+        "a_step_has_no_launch",
+        f"{ENGINE_CORE}/loadpolicy.py",
+        "return max(self._tail_seconds or self._decode_seconds, 0.0 if cost is None else cost.seconds(prompts))",
+        "return 0.0 if cost is None else cost.seconds(prompts)",
+        f"{LOAD_POLICY}::test_alone_a_load_that_takes_longer_than_computing_is_not_made",
+    ),
+    Mutant(
+        "a_load_that_takes_longer_than_computing_is_made",
+        f"{ENGINE_CORE}/loadpolicy.py",
+        "        if hit < self._step_seconds(prompt):\n",
+        "        if True:\n",
+        f"{LOAD_POLICY}::test_alone_a_load_that_takes_longer_than_computing_is_not_made",
+    ),
+    Mutant(
+        "who_waits_to_be_scheduled_does_not_count",
+        f"{ENGINE_CORE}/loadpolicy.py",
+        "everything = max(len(self.requests), len(self._running))",
+        "everything = len(self._running)",
+        f"{LOAD_POLICY}::test_where_others_wait_no_long_load_goes_by_layer",
+    ),
+    Mutant(
         "a_whole_prompt_goes_by_layer",
         "service/kvstow_service/connectors/engine_core/loadpolicy.py",
         "        if is_whole:\n",
@@ -1101,9 +1137,9 @@ MUTANTS = [
     Mutant(
         "loads_whose_slots_come_late_do_not_count",
         f"{ENGINE_CORE}/loadpolicy.py",
-        "before = self._by_layer + self._queued + self._waiting",
-        "before = self._by_layer + self._queued",
-        "tests/service/connectors/vllm/test_attached.py::test_of_many_loads_whose_slots_come_late_only_the_first_is_alone",
+        "return self._by_layer + self._queued + self._waiting",
+        "return self._by_layer + self._queued",
+        f"{LOAD_POLICY}::test_loads_whose_slots_come_late_count",
     ),
     Mutant(
         "a_load_by_layer_of_another_session_is_let_through",

@@ -40,6 +40,8 @@ LOAD_CHOICES = (
     "async_budget",
     "async_burst",
     "async_whole_prompt",
+    "async_rate",
+    "async_trial",
     "async_no_room",
     "async_setting",
     "async_engine",

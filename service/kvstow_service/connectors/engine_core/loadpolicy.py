@@ -2,8 +2,13 @@
 what it costs the engine to compute prompts, what loads have saved it, and how long it has waited for them.
 
 A load by layer costs its request the longer of load and computation, where a load before the step costs their sum and
-two more steps. Whatever else runs in that step waits for it, too: so it may add a bounded time to a step of others, and
-of many loads at once only the first goes by layer, as the first of them would otherwise end with the last.
+what it takes to begin it and to notice its end. Both are estimated for every load, each with the rate that loads of its
+kind had: on some hosts they differ by half. Whatever else runs in that step waits for it, too: so it may add a bounded
+time to a step of others, and where others wait to be scheduled no long load goes by layer, as the first of them would
+otherwise end with the last.
+
+Alone, a request whose prefix is computed in the time that its load would take computes it: a step takes as long as its
+launch however few tokens it has.
 """
 
 from __future__ import annotations
@@ -21,9 +26,11 @@ LOAD_PATHS: tuple[LoadPath, ...] = get_args(LoadPath)
 
 _FIRST_RATE = 20e9  # bytes a second, until a load was measured
 _FIRST_DELAY = 0.005  # seconds, until a load before a step was measured
+_LAYER_DELAY = 0.001  # seconds of the host to begin a load by layer
 _NEW = 0.2  # weight of a new measurement
 _STEPS = 8
 _LEAST_BYTES = 16 << 20  # of a load whose rate is measured
+_NOTHING = PromptPart()
 LEAST_TOKENS = 256
 """How many prompt tokens a step must compute to show what they cost. If a step can have fewer than twice as many
 tokens, half of its limit is enough."""
@@ -78,7 +85,9 @@ class LoadPolicy:
         """Why loads by layer are off on some rank."""
         self.counts: Counter[Choice] = Counter()
         """Loads that began, by how they went and why."""
-        self._rate = _FIRST_RATE
+        self.not_made = 0
+        """Loads that would have taken longer than computing."""
+        self._rates: dict[bool, float] = {}  # of loads by layer (True) and before the step, once measured
         self._delay = _FIRST_DELAY  # of a load before the step, beside its copy
         self._steps: deque[float] = deque(maxlen=_STEPS)  # seconds of the last ones
         self._tail_seconds = 0.0  # of a step in which requests compute the rest of a block; 0 before it was measured
@@ -95,9 +104,18 @@ class LoadPolicy:
 
     # -- the choice -----------------------------------------------------------------------------------------
 
-    def choose(self, request_id: str, num_blocks: int, *, is_whole: bool, had_no_room: bool = False) -> Choice:
-        """For a load of so many blocks. `is_whole`: of the whole prompt, after which vLLM would have nothing to
-        compute in this step. `had_no_room`: it was to go by layer, and vLLM had no blocks for the request."""
+    def choose(
+        self,
+        request_id: str,
+        num_blocks: int,
+        *,
+        is_whole: bool,
+        had_no_room: bool = False,
+        rest: PromptPart = _NOTHING,
+    ) -> Choice:
+        """For a load of so many blocks. `rest`: what is computed behind it. `is_whole`: of the whole prompt, after
+        which vLLM would have nothing to compute in this step. `had_no_room`: it was to go by layer, and vLLM had no
+        blocks for the request."""
         if self._path == "async":
             return Choice(False, "setting")
         if not self._is_possible:
@@ -111,13 +129,52 @@ class LoadPolicy:
         if self._path == "layer":
             return Choice(True, "setting")
         others = len(self._running) - (request_id in self._running)
-        before = self._by_layer + self._queued + self._waiting
-        if not others and not before:
-            return Choice(True, "alone")
+        before = self._blocks_before
         hidden = min(self._steps, default=0.0) if others else 0.0  # a step of others lasts so long anyway
-        if self._budget and self._seconds(num_blocks + before) - hidden <= self._budget:
-            return Choice(True, "budget")
-        return Choice(False, "burst" if before else "budget")
+        step, blocks = max(hidden, self._step_seconds(rest)), num_blocks + before
+        by_layer, whole = self._seconds(blocks, by_layer=True), self._seconds(blocks, by_layer=False)
+        is_slower = self._delay + whole + step < max(step, by_layer) + _LAYER_DELAY
+        if self._is_alone(request_id):
+            if self._needs_trial(num_blocks) and by_layer > step:
+                return Choice(False, "trial")
+            return Choice(False, "rate") if is_slower else Choice(True, "alone")
+        if self._budget and by_layer - hidden <= self._budget:
+            return Choice(False, "rate") if is_slower else Choice(True, "budget")
+        return Choice(False, "budget" if others and not before else "burst")
+
+    def is_worth_it(
+        self, request_id: str, choice: Choice, num_blocks: int, prompt: PromptPart, rest: PromptPart
+    ) -> bool:
+        """Whether to load so many blocks, of all that the request has to compute, `prompt`, and then compute the
+        `rest`. Beside others always, since the computation would be theirs as well. `choice`: of this load."""
+        if self._path != "auto" or self._fit.cost is None or not self._is_alone(request_id):
+            return True
+        step, load = self._step_seconds(rest), self._seconds(num_blocks, by_layer=choice.by_layer)
+        hit = max(step, load) + _LAYER_DELAY if choice.by_layer else self._delay + load + step
+        if hit < self._step_seconds(prompt):
+            return True
+        self.not_made += 1
+        return False
+
+    def _is_alone(self, request_id: str) -> bool:
+        """Whether no other request runs, waits to be scheduled or is being loaded."""
+        with_it = request_id in self.requests or request_id in self._running
+        everything = max(len(self.requests), len(self._running))
+        return everything <= with_it and not self._blocks_before
+
+    @property
+    def _blocks_before(self) -> int:
+        """Of loads that share the link with the next one."""
+        return self._by_layer + self._queued + self._waiting
+
+    def _step_seconds(self, prompts: PromptPart) -> float:
+        """How long a step takes that computes these tokens: as its launch does, at least."""
+        cost = self._fit.cost
+        return max(self._tail_seconds or self._decode_seconds, 0.0 if cost is None else cost.seconds(prompts))
+
+    def _needs_trial(self, num_blocks: int) -> bool:
+        """Whether only loads by layer were measured: then one goes before its step, to be compared with."""
+        return self._rates.keys() == {True} and num_blocks * self._slot_bytes >= _LEAST_BYTES
 
     @property
     def loads_last_block(self) -> bool:
@@ -125,11 +182,13 @@ class LoadPolicy:
         take less than a step that computes the block's tokens. Not before both kinds of step were measured."""
         if not self._tail_seconds or not self._decode_seconds:
             return False
-        return self._delay + self._seconds(1 + self._queued) + self._decode_seconds < self._tail_seconds
+        load = self._seconds(1 + self._queued, by_layer=False)
+        return self._delay + load + self._decode_seconds < self._tail_seconds
 
-    def _seconds(self, num_blocks: int) -> float:
+    def _seconds(self, num_blocks: int, *, by_layer: bool) -> float:
         """How long so many blocks take on the link."""
-        return num_blocks * self._slot_bytes / self._rate
+        rate = self._rates.get(by_layer) or self._rates.get(not by_layer) or _FIRST_RATE
+        return num_blocks * self._slot_bytes / rate
 
     # -- loads ----------------------------------------------------------------------------------------------
 
@@ -150,14 +209,16 @@ class LoadPolicy:
         """A load that does not go by layer has ended on all ranks, `seconds` after it had begun."""
         self._look()
         if seconds is not None:
-            delay = seconds - self._seconds(self._queued)  # the others share the link with it
+            delay = seconds - self._seconds(self._queued, by_layer=False)  # the others share the link with it
             self._delay += _NEW * (max(0.0, delay) - self._delay)
         self._queued -= num_blocks
 
-    def measured(self, num_bytes: int, seconds: float) -> None:
+    def measured(self, num_bytes: int, seconds: float, *, by_layer: bool) -> None:
         """A load on some rank was so fast."""
         if num_bytes >= _LEAST_BYTES and seconds > 0:
-            self._rate += _NEW * (num_bytes / seconds - self._rate)
+            rate = num_bytes / seconds
+            before = self._rates.get(by_layer, rate)
+            self._rates[by_layer] = before + _NEW * (rate - before)
 
     def loaded(self, tokens: PromptPart) -> None:
         self._hits = self._hits.with_part(tokens)
@@ -176,7 +237,8 @@ class LoadPolicy:
         """Steps have ascending numbers. `step`: vLLM's `SchedulerOutput`, before vLLM counts its tokens as computed.
         Returns whether `step_ended` is to be called: not for steps that compute nothing."""
         scheduled: Mapping[str, int] = step.num_scheduled_tokens
-        load_seconds, self._by_layer, self._running = self._seconds(self._by_layer), 0, set(scheduled)
+        load_seconds = self._seconds(self._by_layer, by_layer=True)
+        self._by_layer, self._running = 0, set(scheduled)
         if not scheduled:
             return False
         drafts: Mapping[str, Any] = getattr(step, "scheduled_spec_decode_tokens", None) or {}

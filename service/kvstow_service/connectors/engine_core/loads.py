@@ -207,9 +207,15 @@ class Loads:
         if hit is None:
             return 0
         num_blocks, is_whole = (hit.end - local) // self._groups.alignment, hit.end >= tracked.request.num_tokens
+        name, num_tokens = tracked.request.request_id, tracked.request.num_tokens
+        rest = PromptPart.between(hit.end, num_tokens)
         tracked.choice = choice = self._policy.choose(
-            tracked.request.request_id, num_blocks, is_whole=is_whole, had_no_room=tracked.had_no_room
+            name, num_blocks, is_whole=is_whole, had_no_room=tracked.had_no_room, rest=rest
         )
+        if not self._policy.is_worth_it(name, choice, num_blocks, PromptPart.between(local, num_tokens), rest):
+            tracked.choice = None
+            self.release_hit(tracked)
+            return 0
         if choice.by_layer:  # it needs no other request's load, and vLLM keeps it in this step
             if self._control.begins_loads_at_once:
                 return hit.end - local
@@ -395,8 +401,9 @@ class Loads:
         places = self._groups.places(tracked.start, tracked.start + num_tokens)
         self._lose(tracked, tuple([tracked.tables[group][number] for group, number in places]))
 
-    def has(self, op_id: int) -> bool:
-        return op_id in self._layered or op_id in self._under_way
+    def goes_by_layer(self, op_id: int) -> bool | None:
+        """None if this is no load under way."""
+        return True if op_id in self._layered else False if op_id in self._under_way else None
 
     def load_settled(self, op_id: int, *, failed: bool) -> None:
         """A load has ended on every rank."""

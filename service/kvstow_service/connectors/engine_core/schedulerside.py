@@ -234,8 +234,8 @@ class SchedulerSide:
     def measure(self, completions: Iterable[Completion]) -> None:
         """Ops have ended on some rank: how fast loads are decides which way the next ones go."""
         for one in completions:
-            if one.mark == "done" and self._loads.has(one.op_id):
-                self.policy.measured(one.num_bytes, one.seconds)
+            if one.mark == "done" and (by_layer := self._loads.goes_by_layer(one.op_id)) is not None:
+                self.policy.measured(one.num_bytes, one.seconds, by_layer=by_layer)
 
     # -- completion -----------------------------------------------------------------------------------------
 

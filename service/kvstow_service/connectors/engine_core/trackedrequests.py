@@ -42,7 +42,7 @@ class Choice(NamedTuple):
 
     by_layer: bool
     reason: str
-    """setting, alone, budget, burst, whole_prompt, no_room, engine or rank"""
+    """setting, alone, budget, burst, rate, trial, whole_prompt, no_room, engine or rank"""
 
     @property
     def label(self) -> str:

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+from kvstow.prefill import PromptPart
 from kvstow.stats import LOAD_CHOICES
 from kvstow_service.connectors.engine_core.loadpolicy import LoadPath, LoadPolicy
 from kvstow_service.connectors.engine_core.trackedrequests import Choice
@@ -24,11 +26,13 @@ def clock() -> Clock:
     return Clock()
 
 
-def make(clock: Clock, path: LoadPath = "auto", budget: float = 0.01) -> LoadPolicy:
-    """Slots of 1 MiB, on a link that brings one in 1 ms."""
+def make(
+    clock: Clock, path: LoadPath = "auto", budget: float = 0.01, *, layer: float = 1000, whole: float = 1000
+) -> LoadPolicy:
+    """Slots of 1 MiB, of which a link brings so many a second by layer, and before the step."""
     policy = LoadPolicy(path, budget, MIB, clock)
-    for _ in range(100):
-        policy.measured(1000 * MIB, 1.0)
+    policy.measured(1000 * MIB, 1000 / layer, by_layer=True)
+    policy.measured(1000 * MIB, 1000 / whole, by_layer=False)
     return policy
 
 
@@ -116,6 +120,14 @@ def test_what_is_queued_on_the_link_counts(clock: Clock) -> None:
     assert choose(policy, 1) == (True, "alone")
 
 
+def test_loads_whose_slots_come_late_count(clock: Clock) -> None:
+    policy = make(clock)
+    policy.waits(8)
+    assert choose(policy, 4) == (False, "burst")
+    policy.waits(-8)
+    assert choose(policy, 4) == (True, "alone")
+
+
 def test_small_loads_of_one_step_share_the_budget(clock: Clock) -> None:
     policy = make(clock)
     run_steps(policy, clock, 0.0, "other")
@@ -143,10 +155,95 @@ def test_the_setting_decides(clock: Clock) -> None:
 
 def test_short_loads_do_not_count_as_a_measurement(clock: Clock) -> None:
     policy = make(clock)
-    rate = policy._rate
-    policy.measured(MIB, 1.0)
-    policy.measured(1000 * MIB, 0.0)
-    assert policy._rate == rate
+    for by_layer in (True, False):
+        policy.measured(MIB, 1.0, by_layer=by_layer)
+        policy.measured(1000 * MIB, 0.0, by_layer=by_layer)
+    assert policy._rates == {True: 1000 * MIB, False: 1000 * MIB}
+
+
+# -- two estimates ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("layer", "whole", "tokens", "expected"),
+    [
+        (1000, 1000, 16, (True, "alone")),
+        (500, 1000, 16, (False, "rate")),  # 200 ms, and 100 and 25 and 5
+        (900, 1000, 16, (True, "alone")),  # 111, and 130
+        (500, 1000, 2048, (True, "alone")),  # 205, and 310
+        (1000, 500, 16, (True, "alone")),
+    ],
+)
+def test_the_way_that_takes_less_is_taken(
+    layer: float, whole: float, tokens: int, expected: tuple[bool, str], clock: Clock
+) -> None:
+    """For 100 slots; steps take 25 ms, and 0.1 ms for each token of more than 250."""
+    policy = make(clock, layer=layer, whole=whole)
+    run_steps(policy, clock, 0.025, "r", tokens=16)
+    run_steps(policy, clock, 0.1, "r", tokens=1000)
+    policy.finished("r")
+    assert policy.choose("new", 100, is_whole=False, rest=PromptPart(tokens)) == expected
+
+
+def test_beside_others_a_slow_way_is_not_taken_either(clock: Clock) -> None:
+    policy = make(clock, budget=1.0, layer=100, whole=1000)
+    run_steps(policy, clock, 0.02, "other")
+    assert choose(policy, 50) == (False, "rate")
+    assert choose(policy, 1) == (True, "budget")
+
+
+def test_where_others_wait_no_long_load_goes_by_layer(clock: Clock) -> None:
+    policy = make(clock)
+    policy.requests = cast(Any, {"new": None, "another": None})
+    assert choose(policy, 100) == (False, "burst")
+    assert choose(policy, 5) == (True, "budget")
+    policy.requests = cast(Any, {"new": None})
+    assert choose(policy, 100) == (True, "alone")
+
+
+def test_a_load_before_the_step_is_tried_once_if_none_was_measured(clock: Clock) -> None:
+    policy = LoadPolicy("auto", 0.01, MIB, clock)
+    assert choose(policy, 100) == (True, "alone")
+    policy.measured(100 * MIB, 0.1, by_layer=True)
+    assert choose(policy, 100) == (False, "trial")
+    assert choose(policy, 10) == (True, "alone"), "too small to measure"
+    policy.measured(100 * MIB, 0.1, by_layer=False)
+    assert choose(policy, 100) == (True, "alone")
+
+
+def is_worth_it(policy: LoadPolicy, tokens: int, rest: int, num_blocks: int) -> bool:
+    choice = policy.choose("new", num_blocks, is_whole=False, rest=PromptPart(rest))
+    return policy.is_worth_it("new", choice, num_blocks, PromptPart(tokens), PromptPart(rest))
+
+
+@pytest.fixture
+def steady(clock: Clock) -> LoadPolicy:
+    """A launch takes 26 ms, and each token of more than 260 0.1 ms."""
+    policy = make(clock)
+    run_steps(policy, clock, 0.026, "r", tokens=16)
+    run_steps(policy, clock, 0.1, "r", tokens=1000)
+    policy.finished("r")
+    return policy
+
+
+@pytest.mark.parametrize(
+    ("tokens", "blocks", "expected"), [(200, 12, False), (500, 31, True), (500, 60, False), (16_000, 1000, True)]
+)
+def test_alone_a_load_that_takes_longer_than_computing_is_not_made(
+    tokens: int, blocks: int, expected: bool, steady: LoadPolicy
+) -> None:
+    assert is_worth_it(steady, tokens, 7, blocks) is expected
+    assert steady.not_made == (not expected)
+
+
+def test_beside_others_a_load_is_always_made(steady: LoadPolicy, clock: Clock) -> None:
+    """Computing would be theirs as well."""
+    run_steps(steady, clock, 0.026, "other")
+    assert is_worth_it(steady, 200, 7, 12)
+
+
+def test_before_it_is_known_what_computing_costs_a_load_is_made(clock: Clock) -> None:
+    assert is_worth_it(make(clock), 200, 7, 12)
 
 
 @pytest.mark.parametrize("path", ["auto", "layer"])

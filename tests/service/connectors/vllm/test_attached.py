@@ -583,7 +583,11 @@ def test_of_many_loads_whose_slots_come_late_only_the_first_is_alone() -> None:
         block.block_hash = None
     host.policy._path, host.policy._budget = "auto", 0.0
     requests = [FakeRequest(str(number), prompt) for number, prompt in enumerate(prompts)]
-    for request in requests:
+    host.expect(requests[0])
+    while not host.policy._waiting:
+        assert host.ask_now(requests[0]) is None, "its slots come late"
+        host.step()
+    for request in requests[1:]:
         host.expect(request)
     ways: dict[str, str] = {}
     for _ in range(8):
