@@ -13,6 +13,7 @@ from fastapi import FastAPI
 from pydantic import TypeAdapter
 
 from kvstow_api.answers import EventView, ProblemView
+from kvstow_api.page.reference import Reference, reference
 from kvstow_api.problems import MEDIA_TYPE
 
 Responses = dict[int | str, dict[str, Any]]
@@ -61,6 +62,11 @@ class Description:
     @cached_property
     def document(self) -> bytes:
         return json.dumps(self(), separators=(",", ":")).encode()
+
+    @cached_property
+    def page(self) -> Reference:
+        """The description for people."""
+        return reference(json.loads(self.document))
 
 
 def _complete(schema: dict[str, Any]) -> dict[str, Any]:

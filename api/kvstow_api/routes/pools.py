@@ -329,9 +329,7 @@ async def list_blocks(
 def list_sources(
     pool: Pool,
     kind: Annotated[SourceKind | None, Query(description="Only sources of this kind")] = None,
-    by: Annotated[
-        SourceOrder, Query(description="Of what those have most that are listed, the first before others")
-    ] = "hits",
+    by: Annotated[SourceOrder, Query(description="Sort by this count, largest first")] = "hits",
 ) -> SourcesView:
     """Who uses the pool most: models, adapters, salts and sessions, all but the models as digests."""
     return SourcesView(items=[one for one in pool.facade.sources(by) if kind in (None, one.kind)])

@@ -143,8 +143,15 @@ async def get_openapi(request: Request) -> Response:
     return Response(await run_in_threadpool(lambda: description.document), media_type="application/json")
 
 
+async def get_docs(request: Request) -> HTMLResponse:
+    """The same as a page for people."""
+    description: Description = request.app.openapi
+    page = await run_in_threadpool(lambda: description.page)
+    return HTMLResponse(page.html, headers=dict(page.headers))
+
+
 _lenient = APIRouter(include_in_schema=False)
-for _place, _page in (("/", get_page), ("/page/live", get_live), ("/openapi.json", get_openapi)):
+for _place, _page in (("/", get_page), ("/page/live", get_live), ("/openapi.json", get_openapi), ("/docs", get_docs)):
     _lenient.add_api_route(_place, _page, methods=["GET"])
 router.routes.extend(_lenient.routes)
 
