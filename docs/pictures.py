@@ -17,7 +17,7 @@ from kvstow_api.client import Client, routes
 
 _PORT = 9595
 _SECONDS = 290.0  # the page shows the last five minutes
-_WIDTH = 1040
+_WIDTH = 1440
 _MEMORY_MIB, _CHUNK_MIB = 1536, 4
 _POPULATED_PART = 0.7  # at the end
 _REPLAYS = (

@@ -111,12 +111,13 @@ ORDER = {
     "pools.nodepool pools.memoryholder pools.poolmemory pools.noderecords pools.memorythread "
     "tier.hitneeds tier.tiermemory tier.nodestore pools.nodesession nodehost attach.sessionlife attach.clients "
     "attach.attachserver settings node nodeprocess",
-    "api/kvstow_api": "figures answers hostsettings journal operations problems openapi bodies texts directory host "
-    "health hostwatch auth columns overview sampler sizing readings client.client client.routes "
+    "api/kvstow_api": "figures answers hostsettings journal operations problems page.policy page.reference openapi "
+    "bodies texts directory host "
+    "health hostwatch auth columns sampler sizing readings client.client client.routes "
     "conditions.evidence conditions.pools conditions.hosts conditions.disks conditions.table middleware streams "
-    "appstate queries metrics routes.contexts routes.engine routes.pools page.status "
+    "appstate queries metrics overview routes.contexts routes.engine routes.pools page.status "
     "routes.server routes.clienttable app",
-    "service/kvstow_service/cli": "failures keeper localserver output connection plotting blocks board get serve "
+    "service/kvstow_service/cli": "failures keeper localserver output connection plotting blocks shown board get serve "
     "settings top trace replay watching",
 }
 """The modules of a package from the bottom up: each imports only those before it, so there is no circle."""

@@ -11,7 +11,7 @@ from datetime import datetime
 from typing import Any, Literal, get_args
 
 from kvstow.messages import Direction
-from kvstow.stats import EngineState, PendingTransfers, SlotCounts
+from kvstow.stats import EngineState, EngineStats, PendingTransfers, SlotCounts
 from kvstow.status import (
     HOST_NAME,
     BlockStatus,
@@ -23,12 +23,13 @@ from kvstow.status import (
     Readiness,
     SessionState,
     SessionStatus,
+    SessionSummary,
     SourceStatus,
     TransferStatus,
 )
 from kvstow.tier.blockstore import StorePart
 from kvstow.tier.tierstatus import TierStatus
-from kvstow_api.figures import NowView
+from kvstow_api.figures import CurvesView, HeadlineView, NowView
 
 # -- the server ----------------------------------------------------------------------------------------------------
 
@@ -383,6 +384,50 @@ class TierView:
 
 NO_TIER = TierView(store=None, url=None, items=[])
 """Of a host without a store."""
+
+
+# -- for those who look --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EventLine:
+    """One of the latest events in words; `kind` is its type."""
+
+    time: str
+    kind: str
+    words: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OverviewView:
+    """The state in one document, for those who look: the status page and `kvstow top`. It is made once a second at
+    most for all who ask, and has at most so many items of each kind, those that a condition concerns before others;
+    `omitted` says how many there are besides, by the name of the list.
+
+    `selected`: the pool that was asked for, or the only one. Then `sessions`, `ranks`, `tier`, `transfers`, `curves`,
+    `headline` and `events` are those of this pool, and `stats` and `curve` are its. Without one they are those of the
+    whole host, of its ranks only those that a condition concerns. `is_missing`: there is no pool of the name that was
+    asked for. `pools` are always those of the whole host."""
+
+    time: datetime
+    info: InfoView
+    state: EngineState
+    reason: str
+    conditions: list[ConditionView]
+    memory: MemoryStatus
+    headline: HeadlineView
+    selected: str | None
+    is_missing: bool
+    pools: list[PoolView]
+    sessions: list[SessionSummary]
+    ranks: list[RankStatus]
+    tier: TierView
+    transfers: TransfersView
+    curves: list[CurvesView]
+    stats: EngineStats | None
+    curve: PoolCurveView | None
+    events: list[EventLine]
+    omitted: dict[str, int]
 
 
 # -- operations ----------------------------------------------------------------------------------------------------

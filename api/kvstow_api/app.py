@@ -22,7 +22,7 @@ from kvstow_api.middleware import (
     RequestMiddleware,
 )
 from kvstow_api.openapi import Description
-from kvstow_api.page.status import StatusPage
+from kvstow_api.overview import Overviews
 from kvstow_api.routes import ROUTERS
 
 
@@ -52,7 +52,7 @@ def create_app(host: ApiHost) -> FastAPI:
         ],
     )
     app.state.kvstow = state
-    app.state.page = StatusPage(state)
+    app.state.overviews = Overviews(state)
     problems.install(app)
     for router in ROUTERS:
         app.router.routes.extend(router.routes)  # include_router would build all of them again (13 ms)

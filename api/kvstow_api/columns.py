@@ -11,7 +11,7 @@ from operator import attrgetter
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from kvstow.bytesize import format_size
-from kvstow.status import ContextStatus, RankStatus, SessionStatus, TransferStatus
+from kvstow.status import ContextStatus, RankStatus, SessionFigures, TransferStatus
 from kvstow_api.answers import OperationView, PoolView
 from kvstow_api.texts import ABSENT, duration, field_text, percent
 
@@ -74,7 +74,7 @@ class Table(NamedTuple):
             return self
         first = sorted(range(len(self.rows)), key=lambda number: not self.rows[number].troubled)
         rows = tuple(self.rows[number] for number in sorted(first[:most]))
-        return Table(self.titles, rows, len(self.rows) - len(rows))
+        return Table(self.titles, rows, self.omitted + len(self.rows) - len(rows))
 
 
 def _columns(
@@ -125,8 +125,7 @@ POOLS = _columns(
 )
 
 
-def _age(session: SessionStatus) -> str:
-    """Changes once a minute: the status page sends its sections again when they change."""
+def _age(session: SessionFigures) -> str:
     minutes = int(session.age_seconds // 60)
     if minutes < 60:
         return f"{minutes} min" if minutes else "< 1 min"
@@ -136,12 +135,11 @@ def _age(session: SessionStatus) -> str:
 SESSIONS = _columns(
     "id",
     "session=id, state, in flight=in_flight, oldest, holds, pool, loads=load_bytes_per_second, "
-    "stores=store_bytes_per_second, engine, ranks, registered=registered_slots, age, host, pid",
+    "stores=store_bytes_per_second, engine, ranks=num_ranks, registered=registered_slots, age, host, pid",
     lists="model",
     wide="namespace, leases, leased=leased_slots, quarantined=quarantined_slots, processes",
     oldest=lambda one: duration(one.oldest_seconds) if one.in_flight else ABSENT,
     holds=lambda one: f"{one.leased_slots + one.quarantined_slots:,}",
-    ranks=lambda one: f"{len(one.ranks)}",
     age=_age,
 )
 

@@ -6,7 +6,7 @@ seconds for the present value. `FIGURES` is the one place where a figure of a po
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal, NamedTuple, TypeVar
@@ -74,6 +74,27 @@ class NowView:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HeadlineView:
+    """What an operator asks first, of one pool or of all together.
+
+    Of the last 10 seconds: `hit_ratio`, blocks found of the blocks looked up, and bytes per second of one rank, which
+    are null until they are known. `hit_ratio_ever`: since the pools were made. `used_ratio`: the share of the usable
+    memory that is not free. `gpu_seconds_saved`: time of all ranks that hits have saved since the pools were made, see
+    `PrefillStats`. Of the last five minutes: `gpu_seconds_saved_per_hour`, at that pace, and
+    `first_token_seconds_saved`, by which hits have brought first tokens forward: the seconds saved on one rank for each
+    load. These three are null before an engine knows what prompts cost."""
+
+    hit_ratio: float | None
+    hit_ratio_ever: float | None
+    used_ratio: float | None
+    load_bytes_per_second: float | None
+    store_bytes_per_second: float | None
+    gpu_seconds_saved: float | None
+    gpu_seconds_saved_per_hour: float | None
+    first_token_seconds_saved: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CurveView:
     """A figure over time, by its name in `now`; the oldest point first, null where it has no value. Bytes per second
     are of one rank."""
@@ -93,6 +114,15 @@ class CurvesView:
     interval_seconds: float
     now: NowView
     items: list[CurveView]
+
+
+class PoolHistory(NamedTuple):
+    """Samples of a pool: see `curves_of`. `num_bytes`: of a slot, on all ranks together."""
+
+    num_ranks: int
+    num_bytes: int
+    recent: Sequence[Sample]
+    kept: Sequence[Sample]
 
 
 class CurveSpec(NamedTuple):
@@ -196,6 +226,52 @@ FIGURES: Mapping[str, Figure] = {
     "dropped_blocks_per_second": Figure(_per_second(lambda stats: stats.dropped_blocks)),
 }
 """By the names of `NowView`'s fields, which describe them."""
+
+
+def headline_of(pools: Sequence[PoolHistory]) -> HeadlineView:
+    sampled = [pool for pool in pools if pool.recent]
+    ends = [ends_of_now(pool.recent) for pool in sampled]
+    queries, hits = (sum(_grown(ends, name)) for name in ("query_blocks", "hit_blocks"))
+    latest = [(pool, last.stats) for pool, (_, last) in zip(sampled, ends, strict=True)]
+    ever_queried = sum(stats.lookups.query_blocks for _, stats in latest)
+    ever_hit = sum(stats.lookups.hit_blocks for _, stats in latest)
+    usable = sum(stats.pool.usable_slots * pool.num_bytes for pool, stats in latest)
+    free = sum(stats.pool.slots.free * pool.num_bytes for pool, stats in latest)
+    is_known = any(stats.prefill.hit_tokens for _, stats in latest)
+    return HeadlineView(
+        hit_ratio=hits / queries if queries else None,
+        hit_ratio_ever=ever_hit / ever_queried if ever_queried else None,
+        used_ratio=(usable - free) / usable if usable else None,
+        load_bytes_per_second=_sum_of(FIGURES["load_bytes_per_second"].value(*one) for one in ends),
+        store_bytes_per_second=_sum_of(FIGURES["store_bytes_per_second"].value(*one) for one in ends),
+        gpu_seconds_saved=sum(pool.num_ranks * stats.prefill.seconds_saved for pool, stats in latest)
+        if is_known
+        else None,
+        gpu_seconds_saved_per_hour=_sum_of(_times(pool.num_ranks, saved_per_hour(pool.kept)) for pool in sampled),
+        first_token_seconds_saved=_saved_per_load(sampled) if is_known else None,
+    )
+
+
+def _grown(ends: Sequence[tuple[Sample, Sample]], counter: str) -> list[int]:
+    """The growth of a counter of look-ups; 0 where the pool was made anew in between."""
+    pairs = ((getattr(first.stats.lookups, counter), getattr(last.stats.lookups, counter)) for first, last in ends)
+    return [_growth(*pair) or 0 for pair in pairs]
+
+
+def _sum_of(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) if known else None
+
+
+def _times(factor: int, value: float | None) -> float | None:
+    return None if value is None else factor * value
+
+
+def _saved_per_load(pools: Sequence[PoolHistory]) -> float | None:
+    ends = [(pool.kept[0].stats, pool.kept[-1].stats) for pool in pools if pool.kept]
+    loads = sum(_growth(sum(a.transfers.choices.values()), sum(b.transfers.choices.values())) or 0 for a, b in ends)
+    saved = sum(max(0.0, b.prefill.seconds_saved - a.prefill.seconds_saved) for a, b in ends)
+    return saved / loads if loads else None
 
 
 def saved_per_hour(samples: Sequence[Sample]) -> float | None:

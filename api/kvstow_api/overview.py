@@ -1,361 +1,185 @@
-"""The overview of a server that the status page and `kvstow top` show: one model, and the only place for its words.
-
-`kvstow_api.page` renders it as HTML, `kvstow_service.cli.board` as terminal text. No web framework: clients import it.
-"""
+"""The overview of a server: the one document of the state for those who look, made once a second for all of them."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from itertools import islice
+from typing import Any, NamedTuple, TypeVar
 
-from kvstow.bytesize import format_size
-from kvstow.stats import SLOT_STATES, EngineStats, PendingTransfers, SlotState
-from kvstow.status import RankStatus, SessionStatus, TransferStatus
-from kvstow_api.answers import (
-    NO_TIER,
-    ConditionView,
-    InfoView,
-    PoolCurveView,
-    PoolView,
-    ReadinessView,
-    TierView,
-    TransfersView,
-)
-from kvstow_api.columns import POOLS, SESSIONS, TIERS, Table, rank_state, waits_for
-from kvstow_api.figures import AXES, CurvesView, Unit
-from kvstow_api.texts import counted, duration, field_text, percent, rate
+import msgspec
 
-NUM_OLDEST = 4
-"""Transfers that the overview lists."""
-NOT_PINNED = "not pinned"
-"""In place of a slot state: slots that the ranks have yet to pin."""
+from kvstow.status import MemoryStatus, RankStatus
+from kvstow_api.answers import POOL_NAME, ConditionView, EventLine, OverviewView
+from kvstow_api.appstate import AppState, info_view
+from kvstow_api.directory import HostedPool, host_readiness, live_ranks
+from kvstow_api.figures import PoolHistory, headline_of
+from kvstow_api.readings import curve_view, curves_view, pool_views, sessions_now, tier_view, transfers_view
 
-_GOOD_STATES = ("ready", "pinning", "starting")
-_SHORTEST_WAIT = 1.0  # seconds
-_SLOT_ORDER: tuple[SlotState, ...] = ("leased", "cached", "filling", "quarantined", "free")
-assert set(_SLOT_ORDER) == set(SLOT_STATES)
+MOST_POOLS, MOST_SESSIONS, MOST_RANKS, MOST_TIERS = 64, 128, 64, 64
+MOST_CONDITIONS, MOST_EVENTS, MOST_CURVES, MOST_TRANSFERS = 24, 10, 12, 4
+_MOST_OF_MEMORY = 16
+"""Sentences and sessions that the state of the memory names."""
+INTERVAL = 1.0
+"""Seconds before the document is made again."""
+_NO_POOL = ""
+"""In place of all names that no pool has: they share a document, so that there are never more than pools and two."""
 
-
-class PoolReadings(NamedTuple):
-    stats: EngineStats
-    ranks: Sequence[RankStatus]
-    curves: CurvesView
-    curve: PoolCurveView
-
-
-class Readings(NamedTuple):
-    """What the overview is made of, read at about the same time. `asked`: the pool that the viewer has chosen.
-    `transfers` and `pool` are of the pool that `pool_to_show` names; without one, `transfers` are of all pools."""
-
-    info: InfoView
-    readiness: ReadinessView
-    pools: Sequence[PoolView]
-    sessions: Sequence[SessionStatus]
-    transfers: TransfersView
-    asked: str | None
-    pool: PoolReadings | None
-    tier: TierView = NO_TIER
-
-
-class MemoryBar(NamedTuple):
-    populated_bytes: int
-    target_bytes: int
-    progress: str
-
-
-class Detail(NamedTuple):
-    name: str
-    value: str
-    note: str = ""
-
-
-class Curve(NamedTuple):
-    """A figure over time, None where it has no value, and its present value."""
-
-    name: str
-    now: str
-    points: Sequence[float | None]
-
-
-class Chart(NamedTuple):
-    """Curves from 0 to `top`, which `scale` describes. `since_start`: the value for the server's whole life."""
-
-    title: str
-    curves: tuple[Curve, ...]
-    top: float
-    scale: str
-    since_start: str = ""
-
-
-class Sizes(NamedTuple):
-    """What pools of other sizes would hit: a label and a share for each size, the shares in the order of last use
-    beside it (none if that is the pool's own order), and the numbers of the present and of the next useful size.
-    Without a curve there are only `words`. `words`: what follows; empty if a condition tells it."""
-
-    labels: tuple[str, ...]
-    ratios: tuple[float, ...]
-    lru: tuple[float, ...]
-    now: int | None
-    next: int | None
-    top: float
-    scale: str
-    figures: tuple[Detail, ...]
-    words: str
-
-
-@dataclass(frozen=True, slots=True)
-class PoolOverview:
-    """One pool. `slots`: number by state, and of those not pinned, in the order of display."""
-
-    about: str
-    slots: Mapping[str, int]
-    charts: tuple[Chart, ...]
-    evictions: tuple[Detail, ...]
-    drops: tuple[Detail, ...]
-    block_rates: str
-    sizes: Sizes
-
-
-class RankRow(NamedTuple):
-    """`progress` of pinning; `troubled`: a condition concerns the rank; `place`: host, pid and device, as far as known,
-    and the session first if there are several."""
-
-    rank: int
-    state: str
-    pinned_bytes: int
-    target_bytes: int
-    progress: str
-    troubled: bool
-    place: str
-
-
-@dataclass(frozen=True, slots=True)
-class Overview:
-    """The server, what is wrong, a row for each pool, and everything below: of the pool `selected` if there is one,
-    else of all. `reason` is empty if a condition tells it; `attach`: what engines have as `attach`, empty where none
-    can attach.
-
-    `selected` is the pool that the viewer has chosen, or the only one. `choices`: the pools that a viewer can choose
-    from, empty if there is no choice. `is_missing`: the chosen pool does not exist. `tier`: the store of the fleet
-    tier, empty without one; then there are no `tiers`. `pool` is None, and there are no
-    `ranks` but those that a condition concerns, while no pool is selected.
-    """
-
-    about: str
-    host_name: str
-    attach: str
-    state: str
-    reason: str
-    conditions: tuple[ConditionView, ...]
-    memory: MemoryBar
-    pools: Table
-    selected: str | None
-    choices: tuple[str, ...]
-    is_missing: bool
-    sessions: Table
-    ranks: tuple[RankRow, ...]
-    tier: str
-    tiers: Table
-    pending: tuple[Detail, ...]
-    oldest: tuple[Detail, ...]
-    pool: PoolOverview | None
-
-    @property
-    def empty(self) -> str:
-        how = f'; vLLM attaches with "attach": "{self.attach}" in kv_connector_extra_config' if self.attach else ""
-        return f"no engine has attached yet, so there is no pool{how}"
+_Item = TypeVar("_Item")
 
 
 def pool_to_show(pools: Sequence[str], asked: str | None) -> str | None:
-    """Of these names, the pool that everything below the rows describes: the one asked for, or the only one."""
+    """Of these names, the pool that the overview is about: the one asked for, or the only one."""
     if asked is not None:
         return asked if asked in pools else None
     return pools[0] if len(pools) == 1 else None
 
 
-def overview(given: Readings) -> Overview:
-    names = tuple(pool.name for pool in given.pools)
-    is_missing = given.asked not in (None, *names)
-    selected = None if given.pool is None else pool_to_show(names, given.asked)
-    sessions = [session for session in given.sessions if selected in (None, session.pool)]
-    info, conditions = given.info, given.readiness.conditions
-    bad = [one for one in conditions if one.severity != "info"]
-    pools, engines = {one.pool for one in bad}, {one.session for one in bad}
-    tiers = {one.pool for one in bad if one.name.startswith("tier_")}
-    troubled = {(one.session, one.rank) for one in bad}
-    if given.pool is None:
-        ranks = tuple(rank for rank in rank_rows(given.readiness.ranks, troubled=troubled) if rank.troubled)
-    else:
-        paused = any(pool.pinning_paused for pool in given.pools if pool.name == selected)
-        ranks = rank_rows(given.pool.ranks, pinning_paused=paused, troubled=troubled)
-    state, reason = given.readiness.state, given.readiness.reason
-    is_told = bool(bad) if state not in _GOOD_STATES else any(one.what == reason for one in conditions)
-    return Overview(
-        about=", ".join(filter(None, (info.settings.get("model"), info.mode, f"version {info.version}"))),
-        host_name=info.host_name,
-        attach=info.attach or "",
-        state=state,
-        reason="" if is_told else reason,
-        conditions=tuple(conditions),
-        memory=_memory(given),
-        pools=Table.of(given.pools, POOLS, lambda one: one.name in pools),
+class _Made(NamedTuple):
+    at: float
+    encoded: bytes
+
+
+class Overviews:
+    """The documents of one application, as JSON. Used on the event loop.
+
+    Making one takes milliseconds, so it is made at most once a second for each pool, and once for the whole host,
+    whatever the number of requests."""
+
+    def __init__(self, app: AppState) -> None:
+        self._app, self._clock = app, app.host.clock
+        self._made: dict[str | None, _Made] = {}
+
+    def encoded(self, asked: str | None = None) -> bytes:
+        """`asked`: the pool that it is about; None for the whole host."""
+        pools = {pool.name for pool in self._app.directory.pools()}
+        name = _NO_POOL if asked is not None and asked not in pools else asked
+        found = self._made.get(name)
+        now = self._clock()
+        if found is None or now - found.at >= INTERVAL:
+            self._made = {one: made for one, made in self._made.items() if one in (None, _NO_POOL, *pools)}
+            found = self._made[name] = _Made(now, msgspec.json.encode(read_overview(self._app, name)))
+        return found.encoded
+
+
+def read_overview(app: AppState, asked: str | None = None) -> OverviewView:
+    """The present state. On the event loop; O(pools + sessions + ranks)."""
+    directory = app.directory
+    hosted = directory.pools()
+    selected = pool_to_show([pool.name for pool in hosted], asked)
+    shown = [pool for pool in hosted if selected in (None, pool.name)]
+    names = {pool.name for pool in shown}
+    readiness, conditions = host_readiness(directory), app.conditions.find().conditions
+    chosen = shown[0] if selected is not None else None
+    limited = _Limited([one for one in conditions if one.severity != "info"])
+    ranks = live_ranks(directory, chosen)
+    tier, info = tier_view(directory), info_view(app)
+    return OverviewView(
+        time=datetime.now(UTC),
+        info=replace(info, pools=info.pools[:MOST_POOLS]),
+        state=readiness.state,
+        reason=readiness.reason,
+        conditions=limited.first("conditions", conditions, MOST_CONDITIONS),
+        memory=_bounded(readiness.memory),
+        headline=headline_of([_history(app, pool) for pool in shown]),
         selected=selected,
-        choices=names if len(names) > 1 or is_missing else (),
-        is_missing=is_missing,
-        sessions=Table.of(
-            sessions, SESSIONS, lambda one: one.id in engines, without=None if selected is None else "pool"
+        is_missing=asked is not None and selected is None,
+        pools=limited.first("pools", pool_views(directory, app.sampler), MOST_POOLS, limited.is_pool),
+        sessions=limited.first(
+            "sessions",
+            [one.summary() for one in sessions_now(directory, app.sampler) if one.pool in names],
+            MOST_SESSIONS,
+            lambda one: one.id in limited.sessions,
         ),
-        ranks=ranks,
-        tier=given.tier.url or "",
-        tiers=Table.of(
-            (one for one in given.tier.items if selected in (None, one.pool)), TIERS, lambda one: one.pool in tiers
+        ranks=limited.first(
+            "ranks",
+            [one for one in ranks if chosen is not None or limited.is_rank(one)],
+            MOST_RANKS if chosen is not None else MOST_RANKS // 4,
+            limited.is_rank,
         ),
-        pending=(*_pending(given.transfers.pending), *_ways(given.transfers.load_choices)),
-        oldest=tuple(Detail(one.direction, one.state, _transfer(one, len(sessions))) for one in given.transfers.items),
-        pool=None if given.pool is None else _pool_overview(given.pool, conditions),
+        tier=replace(
+            tier,
+            items=limited.first(
+                "tiers",
+                [one for one in tier.items if one.pool in names],
+                MOST_TIERS,
+                lambda one: one.pool in limited.tiers,
+            ),
+        ),
+        transfers=transfers_view(shown, MOST_TRANSFERS),
+        curves=[curves_view(app.sampler, pool.name) for pool in shown[:MOST_CURVES]],
+        stats=None if chosen is None else chosen.facade.stats(),
+        curve=None if chosen is None else curve_view(app.sampler, chosen),
+        events=_events(app, selected),
+        omitted=limited.omitted,
     )
 
 
-def _memory(given: Readings) -> MemoryBar:
-    populated, target = given.readiness.memory.populated_bytes, given.readiness.memory.target_bytes
-    size, verb = format_size(target), "populated" if given.info.node else "pinned"
-    progress = size if populated >= target else f"{format_size(populated)} of {size} {verb}"
-    if given.info.node:
-        progress = f"{progress}, {format_size(sum(pool.granted_bytes for pool in given.pools))} in pools"
-    return MemoryBar(populated, target, progress)
+class _Limited:
+    """Chooses what the document names of each kind; `omitted` counts the others. `bad`: conditions that are more than
+    information."""
+
+    def __init__(self, bad: Collection[ConditionView]) -> None:
+        self._pools, self.sessions = {one.pool for one in bad}, {one.session for one in bad}
+        self.tiers = {one.pool for one in bad if one.name.startswith("tier_")}
+        self._ranks = {(one.session, one.rank) for one in bad}
+        self.omitted: dict[str, int] = {}
+
+    def is_pool(self, pool: Any) -> bool:
+        return pool.name in self._pools
+
+    def is_rank(self, rank: RankStatus) -> bool:
+        return (rank.session, rank.rank) in self._ranks
+
+    def first(
+        self, name: str, items: Sequence[_Item], most: int, troubled: Callable[[_Item], bool] | None = None
+    ) -> list[_Item]:
+        """At most `most` items, in order: those that a condition concerns before others."""
+        self.omitted[name] = max(0, len(items) - most)
+        if len(items) <= most or troubled is None:
+            return list(items[:most])
+        first = sorted(range(len(items)), key=lambda number: not troubled(items[number]))
+        return [items[number] for number in sorted(first[:most])]
 
 
-def _ways(choices: Mapping[str, int]) -> tuple[Detail, ...]:
-    reasons = ", ".join(f"{choice.replace('_', ' ', 1)} {count:,}" for choice, count in choices.items() if count)
-    by_layer = sum(count for choice, count in choices.items() if choice.startswith("layer_"))
-    return (Detail("loads by layer", f"{by_layer:,} of {sum(choices.values()):,}", reasons),) if reasons else ()
+def _bounded(memory: MemoryStatus) -> MemoryStatus:
+    lists = {name: getattr(memory, name)[:_MOST_OF_MEMORY] for name in ("waits", "kept", "notices")}
+    return replace(memory, **lists)
 
 
-def _pending(pending: PendingTransfers) -> tuple[Detail, ...]:
-    oldest = duration(pending.oldest_seconds) if pending.loads or pending.stores else "none"
-    return (
-        Detail("loads", f"{pending.loads:,}", format_size(pending.load_bytes)),
-        Detail("stores", f"{pending.stores:,}", format_size(pending.store_bytes)),
-        Detail("oldest", oldest, f"{pending.stuck} stuck" if pending.stuck else ""),
-    )
+def _history(app: AppState, pool: HostedPool) -> PoolHistory:
+    samples, config = app.sampler.of_pool(pool.name), pool.facade.config
+    num_bytes = pool.stored_slot_bytes or config.total_slot_bytes
+    return PoolHistory(config.num_ranks, num_bytes, samples.recent, samples.kept)
 
 
-def _transfer(one: TransferStatus, num_sessions: int) -> str:
-    session = f", session {one.session}" if num_sessions > 1 else ""
-    request = f", request {one.request_id}" if one.request_id else ""
-    return f"{counted(one.blocks, 'block')}, {duration(one.age_seconds)}, waits for {waits_for(one)}{session}{request}"
-
-
-def _pool_overview(given: PoolReadings, conditions: Sequence[ConditionView]) -> PoolOverview:
-    stats, pool, curves, now = given.stats, given.stats.pool, given.curves, given.curves.now
-    is_told = any(one.name == "pool_size" and one.pool == given.curve.pool for one in conditions)
-    drops = {name: count for name, count in stats.stores.items() if name.startswith(("dropped_", "failed"))}
-    return PoolOverview(
-        about=f"{pool.usable_slots:,} of {pool.capacity_slots:,} slots usable, "
-        f"{format_size(pool.capacity_slots * pool.slot_bytes)} per rank, {pool.policy}",
-        slots={
-            **{state: getattr(pool.slots, state) for state in _SLOT_ORDER},
-            NOT_PINNED: max(0, pool.capacity_slots - pool.usable_slots),
-        },
-        charts=tuple(_chart(unit, curves, stats) for unit in dict.fromkeys(one.unit for one in curves.items)),
-        evictions=_counts(stats.evictions),
-        drops=_counts(drops),
-        block_rates=f"evicted for capacity: {now.evicted_blocks_per_second or 0:.1f} blocks/s, "
-        f"dropped: {now.dropped_blocks_per_second or 0:.1f} blocks/s",
-        sizes=_sizes(given.curve, is_told),
-    )
-
-
-def _sizes(curve: PoolCurveView, is_told: bool) -> Sizes:
-    items = curve.items
-    now = next((number for number, size in enumerate(items) if size.times == 1), None)
-    figures = []
-    if now is not None:
-        figures.append(Detail("hits", percent(items[now].ratio), f"now, with {format_size(curve.num_bytes)}"))
-    if (better := curve.next_useful) is not None:
-        figures.append(
-            Detail("next", percent(better.ratio), f"with {format_size(better.num_bytes)}, the next useful size")
-        )
-    if curve.saved_seconds_per_hour is not None:
-        figures.append(Detail("saved", duration(curve.saved_seconds_per_hour), "of prefill saved an hour"))
-    top = max([0.05, *(size.ratio for size in items)])
-    return Sizes(
-        labels=tuple(format_size(size.num_bytes) for size in items),
-        ratios=tuple(size.ratio for size in items),
-        lru=() if curve.policy == "lru" else tuple(size.lru for size in items),
-        now=now,
-        next=next((number for number, size in enumerate(items) if size == better), None),
-        top=top,
-        scale=f"0 to {percent(top)} of the blocks, by the size on all ranks"
-        + ("" if curve.policy == "lru" else f"; solid: policy {curve.policy}, dashed: in the order of last use"),
-        figures=tuple(figures),
-        words="" if is_told else curve.advice,
-    )
-
-
-def _counts(counts: Mapping[str, int]) -> tuple[Detail, ...]:
-    return tuple(Detail(name.replace("_", " "), f"{count:,}") for name, count in counts.items() if count)
-
-
-def _chart(unit: Unit, given: CurvesView, stats: EngineStats) -> Chart:
-    axis = AXES[unit]
-    items = [one for one in given.items if one.unit == unit]
-    points = [point for one in items for point in one.points if point is not None]
-    top = axis.top if axis.top is not None else max(points, default=0.0)
-    ever = stats.lookups.hit_ratio if unit == "ratio" else None
-    now = [getattr(given.now, one.figure) for one in items]
-    texts = [
-        axis.absent if value is None else field_text(one.figure, value) for one, value in zip(items, now, strict=True)
+def _events(app: AppState, pool: str | None) -> list[EventLine]:
+    entries, _ = app.journal.after(0)
+    found = (entry for entry in reversed(entries) if pool is None or entry.data.get("pool") in (None, pool))
+    return [
+        EventLine(time=entry.data["time"], kind=entry.type, words=_of_pool(entry.data) + _words(entry.type, entry.data))
+        for entry in islice(found, MOST_EVENTS)
     ]
-    return Chart(
-        axis.title,
-        tuple(Curve(one.label, text, one.points) for one, text in zip(items, texts, strict=True)),
-        top,
-        f"0 to {field_text(unit, top)}" if top else axis.absent,
-        "" if ever is None else f"{percent(ever)} since the start",
-    )
 
 
-def rank_rows(
-    ranks: Sequence[RankStatus],
-    *,
-    pinning_paused: bool = False,
-    troubled: Collection[tuple[str | None, int | None]] = (),
-) -> tuple[RankRow, ...]:
-    """`troubled`: sessions and numbers of ranks that a condition concerns."""
-    several = len({rank.session for rank in ranks}) > 1
-    return tuple(
-        RankRow(
-            rank.rank,
-            rank_state(rank),
-            rank.pinned_bytes,
-            rank.target_bytes,
-            _progress(rank, pinning_paused),
-            (rank.session, rank.rank) in troubled,
-            _place(rank, several),
-        )
-        for rank in ranks
-    )
+def _words(kind: str, data: Mapping[str, Any]) -> str:
+    match kind:
+        case "state":
+            return f"{data['state']}: {data['reason']}"
+        case "session":
+            return f"{data['engine'] or data['session']} is {data['state']}: {data['reason']}"
+        case "rank":
+            return f"{data['rank']} is {data['state']}" + (f": {data['error']}" if data["error"] else "")
+        case "tier":
+            return f"tier of {data['namespace']} is {data['state']}" + (f": {data['reason']}" if data["reason"] else "")
+        case "operation":
+            noun = f"dry run of {data['kind']}" if data["dry_run"] else data["kind"]
+            return f"{noun} {data['state']}" + (f": {data['error']}" if data["error"] else "")
+        case _:
+            return f"{data['method']} {data['path']} by {data['actor']}"
 
 
-def select_ranks(ranks: Sequence[RankRow], most: int) -> list[RankRow]:
-    """At most `most` ranks, in order: those that a condition concerns, then those that have pinned least."""
-    first = sorted(range(len(ranks)), key=lambda number: (not ranks[number].troubled, ranks[number].pinned_bytes))
-    return [ranks[number] for number in sorted(first[:most])]
-
-
-def _progress(rank: RankStatus, paused: bool) -> str:
-    size = format_size(rank.target_bytes)
-    left = rank.target_bytes - rank.pinned_bytes
-    if left <= 0:
-        return size
-    words, speed = f"{format_size(rank.pinned_bytes)} of {size}", rank.pin_rate_bytes_per_second
-    if not speed or paused or rank.state != "pinning" or left / speed < _SHORTEST_WAIT:
-        return words  # a rank of a node waits for memory that is being populated, and then pins it in no time
-    return f"{words}, {rate(speed)}, {duration(left / speed)} left"
-
-
-def _place(rank: RankStatus, several: bool) -> str:
-    process = f"pid {rank.pid}" if rank.pid is not None else None
-    return ", ".join(filter(None, (rank.session if several else None, rank.host, process, rank.device)))
+def _of_pool(data: Mapping[str, Any]) -> str:
+    name = data.get("pool")
+    return "" if name in (None, POOL_NAME) else f"{name}: "

@@ -5,7 +5,7 @@ Times are in seconds, ages are relative to the moment of the snapshot.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal, NamedTuple, get_args
 
 from kvstow.messages import Direction, RankFigures, TierDirection
@@ -88,7 +88,7 @@ class TransferStatus:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SessionStatus:
+class SessionFigures:
     """One engine that uses a pool. `state`: `attaching` (not all ranks have reported and registered slots), `attached`,
     `stuck` (a transfer is too old), or `lost` (its connection has ended, and `processes` of it may still reach the
     memory). `in_flight`: ops that some rank has not finished, the oldest for `oldest_seconds`. `leases`: those that no
@@ -119,7 +119,28 @@ class SessionStatus:
     processes: int
     load_bytes_per_second: float | None = None
     store_bytes_per_second: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionStatus(SessionFigures):
+    """One engine that uses a pool, and its ranks: see `SessionFigures`."""
+
     ranks: tuple[RankStatus, ...]
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.ranks)
+
+    def summary(self) -> SessionSummary:
+        figures = {one.name: getattr(self, one.name) for one in fields(SessionFigures)}
+        return SessionSummary(**figures, num_ranks=self.num_ranks)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionSummary(SessionFigures):
+    """One engine that uses a pool, without its ranks: see `SessionFigures`."""
+
+    num_ranks: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -50,7 +50,7 @@ CHANGES: list[tuple[str, str, Any]] = [
 KNOWN = {"{rank}": "0", "{operation_id}": "absent", "{key}": "00aa", "{pool}": "host", "{session_id}": "absent"}
 KNOWN["{context}"] = "00" * 16
 OPEN = ("/livez", "/readyz", "/health", "/healthz", "/startupz", "/metrics")
-STREAMS = ("/v1/events", "/page/live")
+STREAMS = ("/v1/events",)
 FOR_ADMINS = "/v1/contexts/{context}"
 READING = [
     ("GET", route.path, None)  # type: ignore[attr-defined]
@@ -568,7 +568,7 @@ async def test_requests_marked_as_cross_site_are_refused(launch: Any, ranks: Any
     for own in ("same-origin", "none"):
         assert (await client.post("/v1/pools/host/retry", headers={"Sec-Fetch-Site": own})).status_code == 202
         assert (await client.get("/v1/info", headers={"Sec-Fetch-Site": own})).status_code == 200
-    for path in ("/v1/info", "/v1/events", "/page/live", "/"):
+    for path in ("/v1/info", "/v1/events", "/v1/overview", "/"):
         assert (await client.get(path, headers={"Sec-Fetch-Site": site})).status_code == 403
         frame = {"Sec-Fetch-Site": site, "Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "iframe"}
         assert (await client.get(path, headers=frame)).status_code == 403

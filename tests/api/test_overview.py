@@ -1,136 +1,42 @@
-"""The overview behind the status page and `kvstow top`."""
+"""The overview: the one document of the state for those who look."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import httpx
 import msgspec
 import pytest
-from tests.api.test_columns import NOW, POOL
-from tests.api.test_conditions import FITS, GIB, LARGER, SESSION
-from tests.api.test_conditions import RANK as PLAIN
+from tests.api.fakenode import FakeNode
+from tests.api.tieredhost import URL, TieredHost
 
-from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
-from kvstow.stats import SLOT_STATES, PendingTransfers
-from kvstow.status import MemoryStatus, RankStatus, TransferStatus
-from kvstow_api.answers import ConditionView, InfoView, PoolCurveView, PoolView, ReadinessView, TransfersView
-from kvstow_api.figures import CurvesView, CurveView
-from kvstow_api.openapi import EXAMPLES
-from kvstow_api.overview import (
-    NOT_PINNED,
-    PoolReadings,
-    RankRow,
-    Readings,
-    Sizes,
-    overview,
-    pool_to_show,
-    rank_rows,
-    select_ranks,
-)
+from kvstow.stats import EngineStats
+from kvstow.testing.fakes import FakeClock
+from kvstow_api import overview
+from kvstow_api.answers import OverviewView
+from kvstow_api.figures import PoolHistory, Sample, headline_of
+from kvstow_api.overview import INTERVAL, MOST_CONDITIONS, MOST_RANKS, MOST_SESSIONS, pool_to_show
 
-CURVES = CurvesView(
-    pool="host",
-    interval_seconds=5.0,
-    now=NOW,
-    items=[
-        CurveView(figure="hit_ratio", label="hit ratio", unit="ratio", points=[0.5, None]),
-        CurveView(figure="load_bytes_per_second", label="loads", unit="bytes_per_second", points=[1024.0, 2048.0]),
-        CurveView(figure="store_bytes_per_second", label="stores", unit="bytes_per_second", points=[None, 4096.0]),
-    ],
-)
-RANK = replace(PLAIN, pool="a", session="s1")
-READINESS = ReadinessView(
-    state="ready",
-    reason="1 pool, 1 session",
-    usable_slots=16,
-    capacity_slots=16,
-    ranks=(),
-    memory=MemoryStatus(8 * GIB, 8 * GIB),
-)
-INFO = replace(
-    msgspec.convert(EXAMPLES["InfoView"], InfoView),
-    settings={"model": "some/model"},
-    mode="test",
-    version="1.2.3",
-    host_name="node-7",
-    attach="unix:/run/kvstow/attach.sock",
-    node=True,
-)
-TRANSFER = msgspec.convert(EXAMPLES["TransferStatus"], TransferStatus)
-TRANSFERS = TransfersView(
-    pending=msgspec.convert(EXAMPLES["PendingTransfers"], PendingTransfers),
-    load_choices={"layer_alone": 7, "async_burst": 1200},
-    items=[TRANSFER],
-)
+pytestmark = pytest.mark.anyio
+
+KEYS = [bytes([0, 0, number]) for number in range(6)]
 
 
-def readings(pools: Sequence[PoolView], **changes: Any) -> Readings:
-    """Of a node with these pools, and of the only one of them."""
-    engine = OffloadEngine(EngineConfig(slot_bytes=4096, capacity_slots=16))
-    shown = PoolReadings(engine.stats(), (), CURVES, FITS)
-    given: dict[str, Any] = {
-        "info": INFO,
-        "readiness": READINESS,
-        "pools": pools,
-        "sessions": [],
-        "transfers": TRANSFERS,
-        "asked": None,
-        "pool": shown if len(pools) == 1 else None,
-    }
-    if "conditions" in changes:
-        readiness = changes.get("readiness", READINESS)
-        changes["readiness"] = replace(readiness, conditions=changes.pop("conditions"))
-    return Readings(**{**given, **changes})
+async def read(client: httpx.AsyncClient, pool: str | None = None) -> OverviewView:
+    answer = await client.get("/v1/overview", params={} if pool is None else {"pool": pool})
+    assert answer.status_code == 200
+    return msgspec.json.decode(answer.content, type=OverviewView)
 
 
-def test_a_pool_has_the_curves_and_their_present_values() -> None:
-    shown = overview(readings([POOL]))
-    assert shown.about == "some/model, test, version 1.2.3"
-    pool = shown.pool
-    assert pool is not None
-    hits, bandwidth = pool.charts
-    assert [curve.now for curve in (*hits.curves, *bandwidth.curves)] == ["25.0 %", "3 MiB/s", "1 MiB/s"]
-    assert (hits.top, hits.scale, hits.curves[0].points) == (1.0, "0 to 100.0 %", [0.5, None])
-    assert (bandwidth.top, bandwidth.scale) == (4096.0, "0 to 4 KiB/s")
-    assert [curve.name for curve in bandwidth.curves] == ["loads", "stores"]
-    assert pool.block_rates == "evicted for capacity: 12.0 blocks/s, dropped: 0.5 blocks/s"
-    assert pool.slots == dict.fromkeys(SLOT_STATES, 0) | {NOT_PINNED: 16}
-
-
-def condition(**changes: Any) -> ConditionView:
-    given = {"name": "n", "severity": "warning", "what": "w", "why": "y", "fix": "f", "evidence": {}}
-    return ConditionView(**{**given, **changes})
-
-
-def test_rows_that_a_condition_concerns_are_marked() -> None:
-    pools = [replace(POOL, name=name) for name in ("a", "b")]
-    sessions = [replace(SESSION, id=name, pool="a") for name in ("s1", "s2")]
-    found = [condition(pool="a", session="s1"), condition(severity="info", pool="b", session="s2")]
-    shown = overview(readings(pools, sessions=sessions, conditions=found))
-    assert [row.troubled for row in shown.pools.rows] == [True, False]
-    assert [row.troubled for row in shown.sessions.rows] == [True, False]
-    assert list(shown.conditions) == found
-
-
-def test_the_reason_is_not_told_twice() -> None:
-    degraded = replace(READINESS, state="degraded", reason="rank 1 is silent")
-    assert overview(readings([POOL], readiness=degraded)).reason == "rank 1 is silent"
-    assert overview(readings([POOL], readiness=degraded, conditions=[condition()])).reason == ""
-    assert overview(readings([POOL], conditions=[condition()])).reason == READINESS.reason
-
-
-def test_transfers_of_several_sessions_are_told_apart() -> None:
-    transfers = replace(TRANSFERS, items=[replace(TRANSFER, session="s7")])
-    session = replace(SESSION, pool=POOL.name)
-    two = readings([POOL], sessions=[session, session], transfers=transfers)
-    assert "session s7" in overview(two).oldest[0].note
-    assert "session" not in overview(two._replace(sessions=[session])).oldest[0].note
-
-
-# -- the pool that is shown --------------------------------------------------------------------------------------------
+@pytest.fixture
+def node(clock: FakeClock) -> FakeNode:
+    """Two pools with an engine each."""
+    node = FakeNode(clock)
+    node.attach("a-1").store(KEYS)
+    node.attach("b-2").begin_store(KEYS[:2])
+    return node
 
 
 @pytest.mark.parametrize(
@@ -149,120 +55,137 @@ def test_the_pool_that_is_shown_is_the_chosen_one_or_the_only_one(
     assert pool_to_show(pools, asked) == shown
 
 
-def test_a_selected_pool_narrows_sessions_and_ranks() -> None:
-    pools = [replace(POOL, name=name) for name in ("a", "b")]
-    sessions = [replace(SESSION, id=f"in-{name}", pool=name) for name in ("a", "b")]
-    readiness = replace(READINESS, ranks=(RANK, replace(RANK, rank=1)))
-    found = [condition(session=RANK.session, rank=1)]
-    given = readings(pools, sessions=sessions, readiness=readiness, conditions=found)
-    everything = overview(given)
-    assert [row.name for row in everything.sessions.rows] == ["in-a", "in-b"]
-    assert "pool" in everything.sessions.titles
-    assert [row.rank for row in everything.ranks] == [1], "of all pools only the ranks that a condition concerns"
-    assert (everything.selected, everything.pool) == (None, None)
-    chosen = PoolReadings(
-        OffloadEngine(EngineConfig(slot_bytes=4096, capacity_slots=16)).stats(), (RANK,), CURVES, FITS
-    )
-    one = overview(given._replace(asked="b", pool=chosen))
-    assert [row.name for row in one.sessions.rows] == ["in-b"]
-    assert "pool" not in one.sessions.titles
-    assert [row.rank for row in one.ranks] == [RANK.rank]
-    assert (one.selected, one.choices, [row.name for row in one.pools.rows]) == ("b", ("a", "b"), ["a", "b"])
+async def test_the_document_has_what_the_routes_of_its_parts_have(
+    client: httpx.AsyncClient, ranks: Any, keys: list[bytes]
+) -> None:
+    ranks.store(keys[:3])
+    shown = (await client.get("/v1/overview")).json()
+    assert shown["pools"] == (await client.get("/v1/pools")).json()["items"]
+    assert shown["stats"] == (await client.get("/v1/stats")).json()
+    assert shown["curves"] == [(await client.get("/v1/curves")).json()]
+    assert shown["curve"] == (await client.get("/v1/pools/host/curve")).json()
+    assert shown["transfers"] == (await client.get("/v1/transfers")).json()
+    assert shown["selected"] == "host"
+    (session,) = (await client.get("/v1/sessions")).json()["items"]
+    figures = {name: value for name, value in session.items() if name not in ("ranks", "age_seconds")}
+    assert shown["sessions"] == [{**figures, "num_ranks": 2, "age_seconds": shown["sessions"][0]["age_seconds"]}]
+    assert [rank["rank"] for rank in shown["ranks"]] == [0, 1]
 
 
-def test_a_pool_that_is_gone_is_missing() -> None:
-    shown = overview(readings([POOL], asked="gone", pool=None))
-    assert (shown.is_missing, shown.selected, shown.choices) == (True, None, ("host",))
-    assert not overview(readings([POOL])).is_missing
+async def test_a_chosen_pool_narrows_all_but_the_pools(launch: Any, node: FakeNode) -> None:
+    client = await launch(directory=node)
+    everything, one = await read(client), await read(client, "b-2")
+    assert [session.id for session in everything.sessions] == ["s1", "s2"]
+    assert (everything.selected, everything.stats, everything.ranks, len(everything.curves)) == (None, None, [], 2)
+    assert [session.id for session in one.sessions] == ["s2"]
+    assert one.selected == "b-2"
+    assert {rank.session for rank in one.ranks} == {"s2"}
+    assert one.transfers.pending.stores == 1
+    assert [pool.name for pool in one.pools] == ["a-1", "b-2"]
+    assert [curve.pool for curve in one.curves] == ["b-2"]
 
 
-# -- ranks -------------------------------------------------------------------------------------------------------------
+async def test_a_name_that_no_pool_has_is_said(launch: Any, node: FakeNode) -> None:
+    shown = await read(await launch(directory=node), "gone")
+    assert (shown.is_missing, shown.selected, len(shown.pools)) == (True, None, 2)
 
 
-def line_of(rank: RankStatus) -> RankRow:
-    (line,) = rank_rows([rank])
-    return line
+async def test_the_document_is_made_once_a_second_for_all(
+    launch: Any, node: FakeNode, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str | None] = []
+    genuine = overview.read_overview
+
+    def counted(app: Any, asked: str | None = None) -> OverviewView:
+        made.append(asked)
+        return genuine(app, asked)
+
+    monkeypatch.setattr(overview, "read_overview", counted)
+    client = await launch(directory=node)
+    for number in range(20):
+        for pool in (None, "a-1", f"unknown-{number}"):
+            await read(client, pool)
+    assert made == [None, "a-1", ""]
+    node.switches.drain("all", None)
+    clock.advance(INTERVAL)
+    assert (await read(client)).state == "draining"
 
 
-@pytest.mark.parametrize(
-    ("changes", "told"),
-    [
-        ({}, "8 GiB"),
-        ({"pinned_bytes": 2 * GIB}, "2 GiB of 8 GiB"),
-        (
-            {"pinned_bytes": 2 * GIB, "state": "pinning", "pin_rate_bytes_per_second": GIB / 2},
-            "2 GiB of 8 GiB, 512 MiB/s, 12 s left",
-        ),
-        ({"pinned_bytes": 2 * GIB, "state": "pinning", "pin_rate_bytes_per_second": 12.0 * GIB}, "2 GiB of 8 GiB"),
-        ({"pinned_bytes": 2 * GIB, "state": "degraded", "pin_rate_bytes_per_second": GIB / 2}, "2 GiB of 8 GiB"),
-    ],
-)
-def test_the_remaining_time_is_shown_for_a_rank_that_pins(changes: dict[str, Any], told: str) -> None:
-    assert line_of(replace(RANK, **changes)).progress == told
+async def test_the_document_is_bounded_and_counts_what_it_leaves_out(launch: Any, clock: FakeClock) -> None:
+    node = FakeNode(clock)
+    engines = [node.attach("a-1") for _ in range(MOST_SESSIONS + 30)]
+    engines[150].control.lose("it ended")
+    checks = {f"check{number}": lambda: "it burns" for number in range(40)}
+    shown = await read(await launch(directory=node, ready_checks=checks), "a-1")
+    assert (len(shown.sessions), shown.omitted["sessions"]) == (MOST_SESSIONS, 30)
+    assert "s151" in [session.id for session in shown.sessions], "trouble comes before others"
+    assert (len(shown.ranks), len(shown.conditions)) == (MOST_RANKS, MOST_CONDITIONS)
+    assert shown.omitted["conditions"] > 0
 
 
-def test_no_remaining_time_is_shown_while_pinning_is_paused() -> None:
-    rank = replace(RANK, pinned_bytes=2 * GIB, state="pinning", pin_rate_bytes_per_second=GIB / 2)
-    (line,) = rank_rows([rank], pinning_paused=True)
-    assert line.progress == "2 GiB of 8 GiB"
+async def test_the_latest_events_are_told_in_words(launch: Any, ranks: Any) -> None:
+    apps: list[Any] = []
+    client = await launch(apps.append)
+    apps[0].state.kvstow.sampler.tick()
+    await client.put("/v1/bypass", json={"load": False})
+    await client.post("/v1/pools/host/evict", json={"slots": 1}, params={"wait": 20})
+    text = "\n".join(f"{one.kind} {one.words}" for one in (await read(client)).events)
+    told = ["state ready: all slots are pinned", "rank 1 is ready", "operation evict succeeded"]
+    told += ["change PUT /v1/bypass by uid:1234"]
+    assert [words for words in told if words not in text] == []
 
 
-def test_a_rank_shows_its_host_pid_and_device() -> None:
-    assert line_of(replace(RANK, host=None, pid=None, device=None)).place == ""
-    assert line_of(replace(RANK, host="node-7", pid=4711, device=None)).place == "node-7, pid 4711"
-    assert line_of(replace(RANK, host="node-7", pid=4711, device="cuda:1")).place == "node-7, pid 4711, cuda:1"
+async def test_events_are_those_of_the_pool_and_of_the_node(launch: Any, node: FakeNode) -> None:
+    apps: list[Any] = []
+    client = await launch(apps.append, directory=node)
+    apps[0].state.kvstow.sampler.tick()
+    words = [one.words for one in (await read(client, "b-2")).events]
+    assert any(one.startswith("b-2: ready") for one in words)
+    assert not any("a-1" in one for one in words)
 
 
-def test_ranks_in_trouble_are_selected_first() -> None:
-    ranks = [replace(RANK, rank=number, pinned_bytes=number * GIB) for number in range(6)]
-    rows = rank_rows(ranks, troubled={(RANK.session, 5)})
-    assert [rank.rank for rank in select_ranks(rows, 3)] == [0, 1, 5]
+async def test_the_document_has_the_store_below_the_pools_and_its_events(
+    launch: Any, engine: OffloadEngine, tiered_host: TieredHost, clock: FakeClock, ranks: Any
+) -> None:
+    apps: list[Any] = []
+    client = await launch(apps.append, directory=tiered_host.directory(16))
+    number = tiered_host.begin()
+    apps[0].state.kvstow.sampler.tick()
+    tiered_host.change(number, state="down", reason="no master")
+    apps[0].state.kvstow.sampler.tick()
+    shown = await read(client)
+    assert (shown.tier.url, [one.state for one in shown.tier.items]) == (URL, ["down"])
+    assert "tier of a1 is down: no master" in [one.words for one in shown.events]
 
 
-def test_ranks_of_several_sessions_are_told_apart() -> None:
-    ranks = [replace(RANK, session=session, host="node-7", pid=1, device=None) for session in ("s1", "s2")]
-    assert [row.place for row in rank_rows(ranks)] == ["s1, node-7, pid 1", "s2, node-7, pid 1"]
-    assert [row.place for row in rank_rows(ranks[:1])] == ["node-7, pid 1"]
+# -- the headline ------------------------------------------------------------------------------------------------------
 
 
-def test_how_loads_went_and_why_is_beside_what_is_in_flight() -> None:
-    rows = {row.name: row for row in overview(readings([POOL])).pending}
-    assert rows["loads by layer"][1:] == ("7 of 1,207", "layer alone 7, async burst 1,200")
+def sample(time: float, *, queries: int = 0, hits: int = 0, saved: float = 0.0, loads: int = 0) -> Sample:
+    from kvstow.config import EngineConfig
+
+    stats: EngineStats = OffloadEngine(EngineConfig(slot_bytes=4096, capacity_slots=16)).stats()
+    stats.lookups.query_blocks, stats.lookups.hit_blocks = queries, hits
+    stats.prefill.seconds_saved, stats.prefill.hit_tokens = saved, int(saved > 0)
+    stats.transfers.choices["async_burst"] = loads
+    return Sample(time, stats)
 
 
-# -- sizes -------------------------------------------------------------------------------------------------------------
+def history(*samples: Sample, num_ranks: int = 1) -> PoolHistory:
+    return PoolHistory(num_ranks, num_ranks * 4096, samples, samples)
 
 
-def sizes_of(curve: PoolCurveView, conditions: Sequence[ConditionView] = ()) -> Sizes:
-    given = readings([POOL])
-    assert given.pool is not None
-    shown = overview(
-        given._replace(pool=given.pool._replace(curve=curve), readiness=replace(READINESS, conditions=list(conditions)))
-    ).pool
-    assert shown is not None
-    return shown.sizes
+def test_the_headline_adds_up_the_pools() -> None:
+    began = sample(0.0, queries=100, hits=10, saved=2.0, loads=4)
+    first = history(began, sample(5.0, queries=200, hits=60, saved=4.0, loads=14), num_ranks=8)
+    second = history(sample(0.0), sample(5.0, queries=100, hits=0, saved=1.0, loads=0))
+    found = headline_of([first, second])
+    assert (found.hit_ratio, found.hit_ratio_ever) == (50 / 200, 60 / 300)
+    assert found.gpu_seconds_saved == 8 * 4.0 + 1.0
+    assert found.gpu_seconds_saved_per_hour == 3600 * (8 * 2.0 + 1.0) / 5
+    assert found.first_token_seconds_saved == 3.0 / 10
 
 
-def test_sizes_have_their_shares_and_what_the_next_one_would_add() -> None:
-    sizes = sizes_of(LARGER)
-    assert (sizes.labels[0], sizes.labels[-1], sizes.now, sizes.next) == ("2 GiB", "128 GiB", 3, 4)
-    assert (sizes.ratios, sizes.top) == ((0.06, 0.11, 0.18, 0.25, 0.34, 0.37, 0.374), 0.374)
-    assert [(row.value, row.note) for row in sizes.figures] == [
-        ("25.0 %", "now, with 16 GiB"),
-        ("34.0 %", "with 32 GiB, the next useful size"),
-        ("1h 26m", "of prefill saved an hour"),
-    ]
-    assert sizes.lru == (0.04, 0.07, 0.11, 0.16, 0.28, 0.36, 0.372)
-    assert sizes_of(replace(LARGER, policy="lru")).lru == ()
-
-
-def test_what_a_condition_tells_is_not_said_twice() -> None:
-    told = ConditionView(name="pool_size", severity="info", pool="host", what="", why="", fix="", evidence={})
-    assert sizes_of(LARGER).words == LARGER.advice
-    assert sizes_of(LARGER, [told]).words == ""
-    assert sizes_of(LARGER, [replace(told, pool="other")]).words == LARGER.advice
-
-
-def test_without_evidence_there_are_only_words() -> None:
-    sizes = sizes_of(replace(FITS, items=[], advice="too early to tell", saved_seconds_per_hour=None))
-    assert (sizes.ratios, sizes.figures, sizes.now, sizes.words) == ((), (), None, "too early to tell")
+def test_the_headline_says_nothing_before_there_is_something_to_say() -> None:
+    nothing = headline_of([history(sample(0.0), sample(5.0))])
+    assert nothing == replace(headline_of([]), load_bytes_per_second=0.0, store_bytes_per_second=0.0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import socket
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from tests.api.tieredhost import URL, TieredHost
 
 from kvstow.testing.fakes import FakeClock
 from kvstow.testing.rank import use_keys
-from kvstow_api.page.status import STREAMS_PER_CLIENT
 
 pytestmark = pytest.mark.browser
 
@@ -55,34 +53,12 @@ def test_a_lost_connection_is_shown_in_page_and_title(browser: Browser, engine: 
     assert browser.evaluate("getComputedStyle(document.querySelector('main')).opacity") == "0.5"
 
 
-def test_a_page_without_a_stream_says_so_and_polls(browser: Browser, serve: Any, ranks: Any) -> None:
-    listeners = serve()
-    with ExitStack() as viewers:
-        for _ in range(STREAMS_PER_CLIENT):
-            viewer = viewers.enter_context(socket.create_connection(("127.0.0.1", listeners.port), timeout=20))
-            viewer.sendall(b"GET /page/live HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
-            assert viewer.recv(1 << 16).startswith(b"HTTP/1.1 200")
-        browser.open(listeners.url)
-        browser.until(f"{LIVE}.startsWith('updated every 5 s')")
-        assert browser.evaluate("document.title") == f"{NAME}: ready"
-        ranks.engine.admin.drain("all", None)
-        browser.until("document.getElementById('state').innerText.includes('draining')")
-    browser.until(f"{LIVE} === 'live'")
-
-
 def test_a_refused_page_shows_the_status(browser: Browser, serve: Any, ranks: Any) -> None:
-    refused = """
-    window.fetch = async () => new Response("", { status: 401 });
-    window.EventSource = class {
-      static CLOSED = 2;
-      readyState = 2;
-      constructor() { setTimeout(() => this.onerror(), 0); }
-      addEventListener() {}
-    };"""
+    refused = "window.fetch = async () => new Response('', { status: 401 });"
     browser.ask("Page.addScriptToEvaluateOnNewDocument", source=refused)
     browser.open(serve().url)
     browser.until(f"{LIVE}.startsWith('refused (401) since')")
-    assert browser.evaluate("document.title") == f"{NAME}: refused (401)"
+    assert browser.evaluate("document.title").endswith(": refused (401)")
 
 
 def test_the_policy_blocks_foreign_scripts_and_styles(browser: Browser, serve: Any, ranks: Any) -> None:
@@ -97,23 +73,41 @@ def test_the_policy_blocks_foreign_scripts_and_styles(browser: Browser, serve: A
     assert any("Content Security Policy" in complaint for complaint in browser.complaints)
 
 
-def test_the_page_without_scripts_is_complete(browser: Browser, serve: Any, ranks: Any) -> None:
+def test_without_scripts_the_page_says_what_shows_the_same(browser: Browser, serve: Any, ranks: Any) -> None:
     browser.ask("Emulation.setScriptExecutionDisabled", value=True)
     browser.open(serve().url)
-    browser.until("document.body.innerText.includes('all slots are pinned')")
-    assert browser.evaluate(LIVE) == ""
+    browser.until("document.body.innerText.includes('kvstow top shows the same')")
 
 
-def test_every_link_is_reachable_by_keyboard(browser: Browser, serve: Any, ranks: Any) -> None:
-    browser.open(serve().url)
-    browser.until(f"{LIVE} === 'live'")
-    links = browser.evaluate("document.links.length")
+def focused(browser: Browser, presses: int) -> list[str]:
+    """What has the focus after each press of Tab."""
     seen = []
-    for _ in range(links):
+    for _ in range(presses):
         browser.press_tab()
         seen.append(browser.evaluate("document.activeElement.textContent"))
         assert browser.evaluate("document.activeElement.getBoundingClientRect().left >= 0"), "it cannot be seen"
-    assert seen == ["Skip to the figures", "readyz", "doctor", "stats", "metrics", "openapi.json"]
+    return seen
+
+
+_REACHABLE = "document.querySelectorAll('a[href], button, summary').length"
+
+
+def test_every_link_and_button_is_reachable_by_keyboard(browser: Browser, serve: Any, ranks: Any) -> None:
+    browser.open(serve().url)
+    browser.until(f"{LIVE} === 'live'")
+    seen = focused(browser, browser.evaluate(_REACHABLE))
+    assert seen[0] == "Skip to the figures"
+    assert {"1 min", "Values as a table", "readyz", "doctor", "overview", "metrics", "API"} <= set(seen)
+
+
+def test_a_chart_has_its_values_as_a_table(browser: Browser, serve: Any, engine: Any, ranks: Any) -> None:
+    browser.open(serve().url)
+    browser.until("document.querySelectorAll('#charts canvas').length === 2")
+    browser.evaluate("document.querySelector('#charts summary').click()")
+    browser.until("document.querySelector('#charts .values tr')?.textContent === 'timehit ratio'")
+    browser.until("document.querySelectorAll('#charts .values tr').length > 1")
+    assert browser.evaluate("document.querySelector('.plot').getAttribute('aria-label')").startswith("Hit ratio: ")
+    assert browser.complaints == []
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -174,7 +168,7 @@ def test_a_click_on_a_pool_narrows_the_page_and_it_stays_live(browser: Browser, 
     browser.open(serve(directory=node).url)
     browser.until(f"{LIVE} === 'live'")
     assert "s1" in browser.text
-    browser.evaluate("document.querySelector('#pools tr:last-of-type a').click()")
+    browser.evaluate("document.querySelector('#pools tbody tr:last-of-type a').click()")
     browser.until("document.getElementById('sessions')?.innerText.includes('of pool b-000002')")
     browser.until(f"{LIVE} === 'live'")
     assert "s1" not in browser.text
@@ -183,25 +177,48 @@ def test_a_click_on_a_pool_narrows_the_page_and_it_stays_live(browser: Browser, 
     browser.until("document.getElementById('pending').innerText.includes('4 KiB')")
     node.attach("b-000002")
     browser.until("document.getElementById('sessions').innerText.includes('s5')")
-    browser.evaluate("document.querySelector('#pools .all').click()")
+    browser.evaluate("document.querySelector('#pools h2 a').click()")
     browser.until("document.getElementById('sessions')?.innerText.includes('s1')")
     assert browser.complaints == []
-
-
-def test_the_page_of_a_pool_works_without_scripts(browser: Browser, serve: Any, node: FakeNode) -> None:
-    browser.ask("Emulation.setScriptExecutionDisabled", value=True)
-    browser.open(f"{serve(directory=node).url}/?pool=b-000002")
-    browser.until("document.body.innerText.includes('Sessions of pool b-000002')")
 
 
 def test_pools_are_reachable_by_keyboard(browser: Browser, serve: Any, node: FakeNode) -> None:
     browser.open(f"{serve(directory=node).url}/?pool=b-000002")
     browser.until(f"{LIVE} === 'live'")
-    seen = []
-    for _ in range(4):
-        browser.press_tab()
-        seen.append(browser.evaluate("document.activeElement.textContent"))
-    assert seen == ["Skip to the figures", "all pools", LONG_NAME, "b-000002"]
+    assert {"all pools", LONG_NAME, "b-000002"} <= set(focused(browser, browser.evaluate(_REACHABLE)))
+
+
+def test_a_click_sorts_and_the_focus_stays(browser: Browser, serve: Any, node: FakeNode) -> None:
+    browser.open(serve(directory=node).url)
+    browser.until(f"{LIVE} === 'live'")
+    first = "document.querySelector('#pools tbody th').textContent"
+    button = "[...document.querySelectorAll('#pools thead button')].find((one) => one.textContent === 'pool')"
+    assert browser.evaluate(first) == LONG_NAME
+    for wanted, way in (("b-000002", "ascending"), (LONG_NAME, "descending"), (LONG_NAME, "none")):
+        browser.evaluate(f"{button}.focus(), {button}.click()")
+        assert (browser.evaluate(first), browser.evaluate(f"{button}.parentNode.ariaSort")) == (wanted, way)
+        assert browser.evaluate("document.activeElement.textContent") == "pool"
+
+
+def test_engines_are_grouped_by_pool_and_long_names_have_tooltips(browser: Browser, serve: Any, node: FakeNode) -> None:
+    browser.open(serve(directory=node).url)
+    browser.until(f"{LIVE} === 'live'")
+    groups = "[...document.querySelectorAll('#sessions .group')].map((one) => one.textContent)"
+    assert browser.evaluate(groups) == [f"{LONG_NAME} 2 engines", "b-000002 2 engines"]
+    assert browser.evaluate("document.querySelector('#pools .name').title") == LONG_NAME
+
+
+@pytest.mark.parametrize("hostile", ["<script>window.broken = 1</script>", '"><img src=x onerror="window.broken = 1">'])
+def test_names_are_texts_and_never_html(browser: Browser, serve: Any, node: FakeNode, hostile: str) -> None:
+    node.attach(hostile)
+    browser.open(serve(directory=node, mode=hostile).url)
+    browser.until(f"{LIVE} === 'live'")
+    assert hostile in browser.text
+    assert browser.evaluate("document.images.length") == 0
+    assert browser.evaluate("document.scripts.length") == 1
+    browser.evaluate("[...document.querySelectorAll('#pools tbody a')].at(-1).click()")
+    browser.until("document.getElementById('sessions').innerText.includes('of pool')")
+    assert browser.evaluate("window.broken") is None
 
 
 def test_a_dead_service_leaves_the_rows_as_they_were(browser: Browser, engine: Any, node: FakeNode) -> None:
@@ -235,16 +252,16 @@ def test_rows_have_enough_contrast(browser: Browser, serve: Any, node: FakeNode,
     browser.open(f"{serve(directory=node).url}/?pool={LONG_NAME}")
     browser.until(f"{LIVE} === 'live'")
     card = browser.evaluate(_COLOUR.format(element="document.querySelector('section')", part="backgroundColor"))
-    back = browser.evaluate(_COLOUR.format(element="document.querySelector('.selected')", part="backgroundColor"))
+    back = browser.evaluate(_COLOUR.format(element="document.querySelector('.selected th')", part="backgroundColor"))
     for selector in (".lines thead th", ".selected a", ".selected td", ".troubled th", "td.lost"):
         colour = browser.evaluate(_COLOUR.format(element=f"document.querySelector('{selector}')", part="color"))
         for behind in (back, card):
             assert contrast(colour, behind) >= 4.5, (selector, colour, behind)
 
 
-_BAR = """Object.fromEntries([...document.querySelectorAll('#slots rect:not(.track)')].map((rect) => {
-  const name = rect.getAttribute('class'), swatch = document.querySelector('.legend .' + name);
-  return [name, [getComputedStyle(rect).fill, getComputedStyle(swatch, '::before').backgroundColor]];
+_BAR = """Object.fromEntries([...document.querySelectorAll('#slots .bar i')].map((part) => {
+  const name = part.className, swatch = document.querySelector('.legend .' + name);
+  return [name, [getComputedStyle(part).backgroundColor, getComputedStyle(swatch, '::before').backgroundColor]];
 }))"""
 _COLOUR = "getComputedStyle({element}).{part}.match(/[\\d.]+/g).slice(0, 3).map(Number)"
 
@@ -261,7 +278,7 @@ def contrast(one: list[float], other: list[float]) -> float:
     return (high + 0.05) / (low + 0.05)
 
 
-def test_the_fleet_tier_is_shown_and_changes(
+def test_the_store_below_the_pools_is_shown_and_changes(
     browser: Browser, serve: Any, engine: Any, ranks: Any, tiered_host: TieredHost
 ) -> None:
     browser.open(serve(directory=tiered_host.directory(16)).url)
@@ -292,13 +309,10 @@ def test_hits_by_size_appear_with_the_evidence_and_mark_the_present_size(
     assert "too early to tell" in browser.evaluate(f"{_SIZES}.innerText")
     for number in range(400):
         use_keys(engine, [LOOP[number % len(LOOP)]])
-    browser.until(f"{_SIZES}.querySelectorAll('.spot').length === 7")
-    assert browser.evaluate(f"{_SIZES}.querySelector('li.now').innerText").split() == ["0.0", "%", "128", "KiB"]
-    assert browser.evaluate(f"{_SIZES}.querySelector('li.next').innerText").endswith("256 KiB")
-    middles = f"""[...{_SIZES}.querySelectorAll('.chart .spot.now, .columns .now')].map((one) => {{
-      const box = one.getBoundingClientRect(); return Math.round(box.left + box.width / 2); }})"""
-    spot, label = browser.evaluate(middles)
-    assert abs(spot - label) <= 1, "the spot is above its label"
+    browser.until(f"{_SIZES}.querySelector('canvas') !== null")
+    browser.evaluate(f"{_SIZES}.querySelector('summary').click()")
+    browser.until(f"{_SIZES}.querySelectorAll('.values tr').length === 8")
+    assert "0.0 % with 128 KiB" in browser.evaluate(f"{_SIZES}.querySelector('.plot').getAttribute('aria-label')")
     browser.until("document.getElementById('state').innerText.includes('twice the memory (256 KiB) would add')")
     for width in (360, 1040):
         browser.screenshot(tmp_path / "page.png", width=width, height=900)

@@ -17,6 +17,6 @@ def test_the_pictures_of_the_readme_can_be_drawn(tmp_path: Path) -> None:
     draw(tmp_path, seconds=2.0, port=port)
     for name in ("status.png", "status-dark.png"):
         with Image.open(tmp_path / name) as picture:
-            assert picture.width == 1040
+            assert picture.width == 1440
             assert picture.height > 800
     assert "kvstow top" in (tmp_path / "top.svg").read_text().replace("&#160;", " ")

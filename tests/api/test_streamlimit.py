@@ -19,14 +19,12 @@ from starlette.types import Message
 
 from kvstow.errors import QueueFullError
 from kvstow_api.auth import ACTOR
-from kvstow_api.page import status
 from kvstow_api.streams import MAX_STREAMS, RESERVED_STREAMS, STREAMS_PER_CLIENT, LimitedStream, StreamLimit
 
 pytestmark = pytest.mark.anyio
 
 PATHS = {
     "/v1/events": (MAX_STREAMS, RESERVED_STREAMS, STREAMS_PER_CLIENT),
-    "/page/live": (status.MAX_STREAMS, status.RESERVED_STREAMS, status.STREAMS_PER_CLIENT),
 }
 
 

@@ -7,7 +7,7 @@ import logging
 from inspect import getdoc
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Header, HTTPException, Path, Query, Request
+from fastapi import APIRouter, Header, HTTPException, Path, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import PlainTextResponse
 from prometheus_client import generate_latest
@@ -17,14 +17,24 @@ from starlette.concurrency import run_in_threadpool
 from starlette.responses import HTMLResponse, Response, StreamingResponse
 
 from kvstow.errors import ConfigError
-from kvstow_api.answers import BLOCK_EVENTS, EVENT_TYPES, DoctorView, EventView, InfoView, LogLevelsView, LogLevelView
+from kvstow_api.answers import (
+    BLOCK_EVENTS,
+    EVENT_TYPES,
+    DoctorView,
+    EventView,
+    InfoView,
+    LogLevelsView,
+    LogLevelView,
+    OverviewView,
+)
 from kvstow_api.appstate import App, info_view
 from kvstow_api.auth import is_stranger
 from kvstow_api.bodies import LogLevelBody
 from kvstow_api.figures import CurvesView, curves_of
 from kvstow_api.health import Probe, Verdict
 from kvstow_api.openapi import Description, Responses, changing, reading
-from kvstow_api.page.status import StatusPage
+from kvstow_api.overview import Overviews
+from kvstow_api.page.status import status_page
 from kvstow_api.queries import AnyPool, StrictRouter, choose_pool
 from kvstow_api.readings import curves_view
 from kvstow_api.streams import LimitedStream
@@ -119,22 +129,10 @@ router = StrictRouter(tags=["server"])
 # -- for people and for generators of clients ----------------------------------------------------------------------
 
 
-async def _page_of(request: Request) -> StatusPage:
-    page: StatusPage = request.app.state.page
-    return page
-
-
-Page = Annotated[StatusPage, Depends(_page_of)]
-
-
-async def get_page(page: Page, pool: str | None = None) -> HTMLResponse:
-    """The status page, of one pool or of all."""
-    return HTMLResponse(await page.document(pool), headers=dict(await page.headers()))
-
-
-async def get_live(page: Page, pool: str | None = None) -> StreamingResponse:
-    """Each section of the status page whenever it changes, as server-sent events."""
-    return LimitedStream(page.open(pool), page.limit)
+async def get_page() -> HTMLResponse:
+    """The status page. It is always the same: its script reads `/v1/overview`."""
+    page = await run_in_threadpool(status_page)
+    return HTMLResponse(page.html, headers=dict(page.headers))
 
 
 async def get_openapi(request: Request) -> Response:
@@ -151,9 +149,20 @@ async def get_docs(request: Request) -> HTMLResponse:
 
 
 _lenient = APIRouter(include_in_schema=False)
-for _place, _page in (("/", get_page), ("/page/live", get_live), ("/openapi.json", get_openapi), ("/docs", get_docs)):
+for _place, _page in (("/", get_page), ("/openapi.json", get_openapi), ("/docs", get_docs)):
     _lenient.add_api_route(_place, _page, methods=["GET"])
 router.routes.extend(_lenient.routes)
+
+
+@router.get("/v1/overview", response_model=OverviewView, responses=reading())
+async def get_overview(
+    request: Request,
+    pool: Annotated[str | None, Query(description="The pool that it is about; without it, the whole host")] = None,
+) -> Response:
+    """What the status page and `kvstow top` show, in one document that is made once a second at most. For a pool that
+    does not exist, it has `is_missing`, and is about the whole host."""
+    overviews: Overviews = request.app.state.overviews
+    return Response(overviews.encoded(pool), media_type="application/json")
 
 
 # -- settings and levels of the log --------------------------------------------------------------------------------

@@ -14,9 +14,9 @@ from rich.text import Text
 from kvstow.stats import SLOT_STATES
 from kvstow_api.answers import ConditionView
 from kvstow_api.columns import Table as RowTable
-from kvstow_api.overview import NOT_PINNED, Chart, MemoryBar, Overview, PoolOverview, RankRow, Sizes, select_ranks
 from kvstow_api.texts import percent
 from kvstow_service.cli.output import STATE_STYLES
+from kvstow_service.cli.shown import NOT_PINNED, Chart, MemoryBar, Overview, PoolOverview, RankRow, Sizes, select_ranks
 
 # The characters distinguish the states on terminals without colours.
 _SLOTS: dict[str, tuple[str, str]] = {

@@ -20,7 +20,7 @@ from kvstow_service.cli.failures import CommandError, ExitCode
 
 if TYPE_CHECKING:
     from kvstow_api.client import Client
-    from kvstow_api.overview import Overview, PoolReadings
+    from kvstow_service.cli.shown import Overview
 
 _TIMEOUT = 2.0  # seconds; keys are not read while a request runs
 _SVG_WIDTH, _SVG_HEIGHT = 120, 44
@@ -62,43 +62,11 @@ def top(call: Invocation, interval: float, svg: Path | None) -> None:
 def ask(client: Client, server: str, pool: str | None = None) -> Refresh:
     """`pool`: the one that is chosen. Raises `ApiError` if the server does not answer."""
     from kvstow_api.client import routes
-    from kvstow_api.overview import NUM_OLDEST, Readings, overview, pool_to_show
     from kvstow_api.texts import duration
+    from kvstow_service.cli.shown import overview
 
-    call, info = client.call, client.call(routes.get_info)
-    pools = call(routes.list_pools).items
-    shown = pool_to_show([one.name for one in pools], pool)
-    of_pool = None if shown is None else _ask_pool(client, shown)
-    readings = Readings(
-        info=info,
-        readiness=call(routes.get_readiness),
-        pools=pools,
-        sessions=call(routes.list_sessions).items,
-        transfers=call(routes.list_transfers, slowest=NUM_OLDEST, pool=None if of_pool is None else shown),
-        asked=pool,
-        pool=of_pool,
-        tier=call(routes.get_tier),
-    )
-    return Refresh(overview(readings), f"{server}, up {duration(info.uptime_seconds)}")
-
-
-def _ask_pool(client: Client, pool: str) -> PoolReadings | None:
-    """None if the pool has just been deleted. Raises `ApiError` if the server does not answer."""
-    from kvstow_api.client import ApiError, routes
-    from kvstow_api.overview import PoolReadings
-
-    call = client.call
-    try:
-        return PoolReadings(
-            stats=call(routes.get_stats, pool=pool),
-            ranks=call(routes.list_ranks, pool=pool).items,
-            curves=call(routes.get_curves, pool=pool),
-            curve=call(routes.get_pool_curve, pool=pool),
-        )
-    except ApiError as error:
-        if error.problem is None or error.problem.status != 404:
-            raise
-        return None
+    given = client.call(routes.get_overview, pool=pool)
+    return Refresh(overview(given), f"{server}, up {duration(given.info.uptime_seconds)}")
 
 
 def _print(answer: Refresh, svg: Path | None) -> None:

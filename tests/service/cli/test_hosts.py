@@ -106,7 +106,7 @@ def check(run: Callable[..., Any], server: str, environ: dict[str, str], *, top:
         assert terminal.end() == 0
     with httpx.Client(transport=httpx.HTTPTransport(uds=server.removeprefix("unix:"))) as browser:
         page = browser.get("http://kvstow/")
-        assert (page.status_code, len(page.content) < 20_000) == (200, True)
+        assert (page.status_code, len(page.content) < 100_000) == (200, True)
     info: dict[str, Any] = json.loads(kvstow("describe", "server", "-o", "json"))["server"]
     return info
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -65,7 +66,10 @@ def test_top_has_a_row_while_a_store_is_attached(ask: Ask, tiered: TieredHost) -
     assert "READING" not in ask("top").stdout
     counters = TierCounters(written_blocks=1234)
     tiered.begin(state="down", reason="no answer in 0.5 s", counters=counters)
-    lines = ask("top", environ={"COLUMNS": "120"}).stdout.splitlines()
+    deadline = time.monotonic() + 60.0
+    while "READING" not in (text := ask("top", environ={"COLUMNS": "120"}).stdout):  # made anew once a second
+        assert time.monotonic() < deadline, text
+    lines = text.splitlines()
     (at,) = [number for number, line in enumerate(lines) if line.startswith("NAMESPACE")]
     assert lines[at + 1].split()[:2] == ["a1", "down"]
     assert "1,234" in lines[at + 1]

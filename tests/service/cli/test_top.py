@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tests.service.cli.terminal import Terminal
 
-from kvstow_api.overview import RankRow
+from kvstow_service.cli.shown import RankRow
 from kvstow_service.cli.top import ask
 
 KEYS = [bytes([0, 0, number]) for number in range(6)]
