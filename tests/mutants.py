@@ -2035,7 +2035,7 @@ MUTANTS = [
     ),
     Mutant(
         "nobody_is_named_who_uses_recalled_slots",
-        "service/kvstow_service/node/pools/memorythread.py",
+        "service/kvstow_service/node/pools/poolmemory.py",
         "if one.is_engine and one.uses_slots_from(low)}",
         "if False}",
         "tests/service/node/pools/test_recalledmemory.py"

@@ -17,6 +17,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 
+from kvstow.control.administration import HostSwitches
 from kvstow.control.sharedpool import EarlierSession, recover
 from kvstow.errors import ConflictError, IntegrityError
 from kvstow.memory.budget import MemoryBudget
@@ -24,7 +25,7 @@ from kvstow.memory.extents import Populator
 from kvstow.memory.limits import MemoryLimits, limits_of
 from kvstow.memory.nodememory import NodeMemory
 from kvstow.memory.region import memory_nodes
-from kvstow.status import MemoryFailure, MemoryStatus, UserLimit
+from kvstow.status import MemoryFailure, MemoryStatus, NamespaceStatus, SessionStatus, UserLimit
 from kvstow.tier.blockstore import BlockStore
 from kvstow.tier.fingerprint import OWN_TENANT
 from kvstow_api.directory import HostedPool
@@ -73,7 +74,7 @@ class Node:
         """`attach_group`: the group that may write to the attach socket, in addition to the service's user. `store`:
         the one that `settings.tier` names. `on_failure` is called with a sentence when the service must end, as
         when a defect has ended a thread. Raises `PinError` if there is no address space."""
-        self.settings, self.trust_eof = settings, settings.trust_eof
+        self.settings = settings
         self._attach_group, self._store = attach_group, store
         self._on_failure, self._clock = on_failure, clock
         self._running = ExitStack()
@@ -91,12 +92,6 @@ class Node:
         alignment = 1 if store is None else store.slot_alignment
         pools = PoolSettings(settings.policy, settings.curve, settings.transfer_timeout, slot_alignment=alignment)
         self.host = NodeHost(self.memory_thread, settings=pools, clock=clock)
-        self.engine_id, self.switches = self.host.engine_id, self.host.switches
-        self.sessions, self.namespaces, self.delete_pool = (
-            self.host.sessions,
-            self.host.namespaces,
-            self.host.delete_pool,
-        )
         self.server: AttachServer
         """Set from `start` on."""
         self.tier: NodeStore | None = None
@@ -268,6 +263,27 @@ class Node:
                 logger.error("%s", self.integrity_problem)
 
     # -- the directory --------------------------------------------------------------------------------------
+
+    @property
+    def engine_id(self) -> str:
+        return self.host.engine_id
+
+    @property
+    def switches(self) -> HostSwitches:
+        return self.host.switches
+
+    @property
+    def trust_eof(self) -> float | None:
+        return self.settings.trust_eof
+
+    def sessions(self) -> list[SessionStatus]:
+        return self.host.sessions()
+
+    def namespaces(self) -> list[NamespaceStatus]:
+        return self.host.namespaces()
+
+    def delete_pool(self, name: str) -> None:
+        self.host.delete_pool(name)
 
     @property
     def rejected(self) -> dict[str, int]:

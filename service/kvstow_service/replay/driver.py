@@ -178,7 +178,15 @@ class ReplayDriver:
     def result(self) -> ReplayResult:
         """The figures now; while `run` goes on they may be of slightly different moments."""
         seconds = (self._ended or time.monotonic()) - self._started if self._started else 0.0
-        return replace(self._tally, seconds=seconds, drops=self._tally.drops.copy(), **self._offload.figures())
+        tally = self._tally
+        return replace(
+            tally,
+            seconds=seconds,
+            drops=tally.drops.copy(),
+            stored=replace(tally.stored),
+            loaded=replace(tally.loaded),
+            **self._offload.figures(),
+        )
 
     def _finished(self, stop: threading.Event) -> bool:
         return not self._jobs and not self._kv.is_verifying and (stop.is_set() or self._next == len(self._requests))
@@ -408,16 +416,16 @@ class ReplayDriver:
             self._kv.verify(job.keys[: job.loaded], job.blocks[: job.loaded])
             return
         _log.warning("a load of %d blocks failed, computing them again: %s", job.loaded, settled.error)
-        self._tally.failed_loads += job.loaded
+        self._tally.loaded.failed += job.loaded
         job.loaded = 0
         self._release(job)
 
     def _stored(self, settled: Settled) -> None:
         if settled.mark == "done":
-            self._tally.stored_blocks += len(settled.blocks)
+            self._tally.stored.blocks += len(settled.blocks)
             return
         _log.warning("a store of %d blocks failed: %s", len(settled.blocks), settled.error)
-        self._tally.failed_stores += len(settled.blocks)
+        self._tally.stored.failed += len(settled.blocks)
 
     def _generate(self, job: _Job) -> None:
         """All is stored. The request keeps its KV blocks until its answer is complete, as in an inference engine."""
@@ -470,15 +478,15 @@ class ReplayDriver:
                 job.loaded_bytes += completion.num_bytes
                 job.load_seconds += completion.seconds
             else:
-                self._tally.stored_bytes += completion.num_bytes
-                self._tally.store_seconds += completion.seconds
+                self._tally.stored.num_bytes += completion.num_bytes
+                self._tally.stored.seconds += completion.seconds
 
     def _count_verified(self, job: _Job, verified: Verification) -> None:
         """What was loaded counts from now on, so that the figures match at any time."""
         found = self._tally
-        found.loaded_blocks += job.loaded
-        found.loaded_bytes += job.loaded_bytes
-        found.load_seconds += job.load_seconds
+        found.loaded.blocks += job.loaded
+        found.loaded.num_bytes += job.loaded_bytes
+        found.loaded.seconds += job.load_seconds
         found.verified_bytes += verified.num_bytes
         if verified.mismatches:
             found.count_mismatches(verified.mismatches)

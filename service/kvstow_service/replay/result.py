@@ -14,38 +14,53 @@ if TYPE_CHECKING:
 
 _NAMED_MISMATCHES = 5
 _NOT_ADDED = ("first_mismatches", "first_blocks", "first_hit_blocks", "ranks", "slots", "policy", "evicted_blocks")
-_DERIVED = ("block_hit_rate", "dropped_stores", "load_gbps", "store_gbps", "mean_request_seconds")
+_DERIVED = ("block_hit_rate", "dropped_stores", "mean_request_seconds")
+
+
+@dataclass(slots=True)
+class Copied:
+    """What was copied in one direction. `blocks` count once, whatever the number of ranks. `num_bytes` and `seconds`,
+    the time for which copies were busy, are summed over the ranks; both are those of copies that succeeded. `failed`
+    blocks were computed again if they were to be loaded, and stayed unpublished if they were to be stored."""
+
+    blocks: int = 0
+    num_bytes: int = 0
+    seconds: float = 0.0
+    failed: int = 0
+
+    @property
+    def gbps(self) -> float:
+        """10^9 bytes per second that the ranks' copies were busy: the rate of one rank, without waiting and checking.
+        0 where nothing was moved."""
+        return self.num_bytes / self.seconds / 1e9 if self.seconds else 0.0
+
+    def add(self, other: Copied) -> None:
+        self.blocks += other.blocks
+        self.num_bytes += other.num_bytes
+        self.seconds += other.seconds
+        self.failed += other.failed
 
 
 @dataclass(slots=True)
 class ReplayResult:
-    """Figures of a replay, which can be pickled. Blocks count once, whatever the number of ranks; bytes and the busy
-    times of copies are summed over the ranks.
+    """Figures of a replay, which can be pickled.
 
-    `hit_blocks`: the leading runs that lookups found; `stored_bytes`, `loaded_bytes`: moved by copies that succeeded;
-    `verified_bytes`: loaded bytes that were compared with what was stored; `mismatches`: (block, rank) pairs with any
-    wrong byte; `drops`: blocks that found no slot, by reason; `failed_loads`: blocks whose load failed and which were
-    computed again; `failed_stores`: blocks that stayed unpublished; `abandoned`: requests cut off by a stop;
-    `first_blocks`, `first_hit_blocks`: of the first request; `request_seconds`: from the start of each request until
-    its last block was loaded or computed; `seconds`: wall clock; `slots`, `policy`, `evicted_blocks`: of the pool, the
-    last two None where only the node service knows them.
+    `hit_blocks`: the leading runs that lookups found; `verified_bytes`: loaded bytes that were compared with what was
+    stored; `mismatches`: (block, rank) pairs with any wrong byte; `drops`: blocks that found no slot, by reason;
+    `abandoned`: requests cut off by a stop; `first_blocks`, `first_hit_blocks`: of the first request;
+    `request_seconds`: from the start of each request until its last block was loaded or computed; `seconds`: wall
+    clock; `slots`, `policy`, `evicted_blocks`: of the pool, the last two None where only the node service knows them.
     """
 
     requests: int = 0
     blocks: int = 0
     hit_blocks: int = 0
-    stored_blocks: int = 0
-    loaded_blocks: int = 0
-    stored_bytes: int = 0
-    loaded_bytes: int = 0
-    store_seconds: float = 0.0
-    load_seconds: float = 0.0
+    stored: Copied = field(default_factory=Copied)
+    loaded: Copied = field(default_factory=Copied)
     verified_bytes: int = 0
     mismatches: int = 0
     first_mismatches: list[str] = field(default_factory=list)
     drops: Counter[str] = field(default_factory=Counter)
-    failed_loads: int = 0
-    failed_stores: int = 0
     abandoned: int = 0
     first_blocks: int = 0
     first_hit_blocks: int = 0
@@ -70,16 +85,6 @@ class ReplayResult:
         return self.drops.total()
 
     @property
-    def load_gbps(self) -> float:
-        """10^9 bytes per second that the ranks' copies were busy: the rate of one rank, without waiting and checking.
-        0 where nothing was moved."""
-        return self.loaded_bytes / self.load_seconds / 1e9 if self.load_seconds else 0.0
-
-    @property
-    def store_gbps(self) -> float:
-        return self.stored_bytes / self.store_seconds / 1e9 if self.store_seconds else 0.0
-
-    @property
     def mean_request_seconds(self) -> float:
         return self.request_seconds / self.requests if self.requests else 0.0
 
@@ -89,7 +94,9 @@ class ReplayResult:
         total = cls()
         for one in results:
             for name in cls.__slots__:
-                if name not in _NOT_ADDED:
+                if isinstance(copied := getattr(total, name), Copied):
+                    copied.add(getattr(one, name))
+                elif name not in _NOT_ADDED:
                     setattr(total, name, getattr(total, name) + getattr(one, name))
             total.first_mismatches = (total.first_mismatches + one.first_mismatches)[:_NAMED_MISMATCHES]
             total.ranks, total.slots = one.ranks or total.ranks, max(total.slots, one.slots)
@@ -101,7 +108,20 @@ class ReplayResult:
         self.first_mismatches = [*self.first_mismatches, *places][:_NAMED_MISMATCHES]
 
     def to_json(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in (*self.__slots__, *_DERIVED)}
+        copied = {
+            "stored_blocks": self.stored.blocks,
+            "loaded_blocks": self.loaded.blocks,
+            "stored_bytes": self.stored.num_bytes,
+            "loaded_bytes": self.loaded.num_bytes,
+            "store_seconds": self.stored.seconds,
+            "load_seconds": self.loaded.seconds,
+            "failed_loads": self.loaded.failed,
+            "failed_stores": self.stored.failed,
+            "load_gbps": self.loaded.gbps,
+            "store_gbps": self.stored.gbps,
+        }
+        own = [name for name in self.__slots__ if name not in ("stored", "loaded")]
+        return {name: getattr(self, name) for name in (*own, *_DERIVED)} | copied
 
     def rows(self) -> list[Row]:
         """What is worth a line, in order of reading."""
@@ -111,12 +131,12 @@ class ReplayResult:
             ("requests", f"{self.requests:,} in {self.seconds:.1f} s"),
             ("pool", f"{self.slots:,} slots on {self.ranks} rank{'s' if self.ranks > 1 else ''}{policy}"),
             ("hit ratio", f"{self.block_hit_rate:.2%} ({self.hit_blocks:,} of {self.blocks:,} blocks)"),
-            ("loaded", _moved(self.loaded_blocks, self.loaded_bytes, self.load_gbps)),
-            ("stored", _moved(self.stored_blocks, self.stored_bytes, self.store_gbps)),
+            ("loaded", _moved(self.loaded)),
+            ("stored", _moved(self.stored)),
             *([] if self.evicted_blocks is None else [("evicted", f"{self.evicted_blocks:,} blocks")]),
             ("dropped stores", f"{self.dropped_stores:,} blocks" + (f" ({reasons})" if reasons else "")),
-            ("failed", f"{self.failed_loads:,} loaded, {self.failed_stores:,} stored blocks"),
-            ("verified", f"{format_size(self.verified_bytes)} of {format_size(self.loaded_bytes)} loaded"),
+            ("failed", f"{self.loaded.failed:,} loaded, {self.stored.failed:,} stored blocks"),
+            ("verified", f"{format_size(self.verified_bytes)} of {format_size(self.loaded.num_bytes)} loaded"),
             ("mismatches", f"{self.mismatches:,} blocks"),
         ]
         if self.abandoned:
@@ -245,6 +265,6 @@ def print_rows(rows: Sequence[Row], console: Console, *, title: str) -> None:
     console.print(table)
 
 
-def _moved(blocks: int, num_bytes: int, gbps: float) -> str:
-    text = f"{blocks:,} blocks, {format_size(num_bytes)}"
-    return f"{text}, {gbps:.2f} GB/s while copying" if gbps else text
+def _moved(copied: Copied) -> str:
+    text = f"{copied.blocks:,} blocks, {format_size(copied.num_bytes)}"
+    return f"{text}, {copied.gbps:.2f} GB/s while copying" if copied.gbps else text

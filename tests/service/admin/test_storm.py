@@ -135,7 +135,7 @@ def test_a_storm_of_changes_under_a_replay_corrupts_no_byte(tmp_path: Path, requ
         assert {status for status in answers if status.isdigit()} <= {"200", "202", "409", "503"}
         assert answers["unexplained"] == 0
         assert sum(count for status, count in answers.items() if status.isdigit()) == requests
-        assert sum(result.loaded_blocks for result in results) > 0
+        assert sum(result.loaded.blocks for result in results) > 0
         assert sum(result.mismatches for result in results) == 0
         stats = storm.engine.stats()
         assert stats.evictions["operator"] > 0

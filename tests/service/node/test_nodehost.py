@@ -352,7 +352,7 @@ def test_a_pool_may_be_deleted_as_soon_as_its_last_session_is_over(
     engine = bench.start()
     name = engine.pool.name
     bench.budget.attach(name, "earlier")
-    bench.memory._claims[name] = {"earlier"}
+    bench.memory._pools[name].claims = {"earlier"}
     engine.lose()
     engine.let_go()
     with monkeypatch.context() as patch:

@@ -124,8 +124,8 @@ def run(
 
 def assert_verified(found: AttachedResult, failed_loads: int = 0) -> None:
     total = found.total
-    assert (total.mismatches, total.failed_loads, total.abandoned) == (0, failed_loads, 0)
-    assert total.verified_bytes == total.loaded_bytes == total.loaded_blocks * SLOT_BYTES * 2 > 0
+    assert (total.mismatches, total.loaded.failed, total.abandoned) == (0, failed_loads, 0)
+    assert total.verified_bytes == total.loaded.num_bytes == total.loaded.blocks * SLOT_BYTES * 2 > 0
 
 
 def test_an_engine_finds_what_another_has_stored_and_shares_its_memory(
@@ -139,7 +139,7 @@ def test_an_engine_finds_what_another_has_stored_and_shares_its_memory(
     assert_verified(both)
     assert 0 < first.total.block_hit_rate < both.total.block_hit_rate == 1.0
     assert 0 < service.used_slots <= 1.05 * alone
-    assert both.total.stored_blocks == 0
+    assert both.total.stored.blocks == 0
     assert [engine.result.requests for engine in both.engines] == [60, 60]
 
 
@@ -166,7 +166,7 @@ def test_what_one_node_has_written_a_replay_on_another_node_finds_in_the_store(
     service.tier = store = MemoryBlockStore()
     service.start()
     first = run(spec(service, requests), may_begin=service.has_registered)
-    eventually(lambda: len(store.blocks) > 0.9 * first.total.stored_blocks)
+    eventually(lambda: len(store.blocks) > 0.9 * first.total.stored.blocks)
     service.stop()
     service.tier = MemoryBlockStore(shares=store)
     service.start()
@@ -268,7 +268,7 @@ def test_a_replay_outlives_its_service_and_uses_the_next_one(service: Service, r
             stop.set()
 
     found = run(endless(service, requests), stop=stop, on_request=restart, may_begin=service.has_registered)
-    assert_verified(found, failed_loads=found.total.failed_loads)  # those that were under way
+    assert_verified(found, failed_loads=found.total.loaded.failed)  # those that were under way
     assert found.engines[0].sessions == 2
 
 

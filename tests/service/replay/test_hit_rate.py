@@ -57,10 +57,10 @@ def test_hits_are_those_of_a_plain_lru_cache(conversations: list[TraceRequest], 
 
 def test_blocks_are_hit_stored_or_evicted(conversations: list[TraceRequest]) -> None:
     result = replay(conversations, 100)
-    assert result.loaded_blocks == result.hit_blocks
-    assert result.stored_blocks == result.blocks - result.hit_blocks
-    assert result.evicted_blocks == result.stored_blocks - 100
-    assert (result.dropped_stores, result.loaded_bytes, result.load_gbps) == (0, 0, 0.0)
+    assert result.loaded.blocks == result.hit_blocks
+    assert result.stored.blocks == result.blocks - result.hit_blocks
+    assert result.evicted_blocks == result.stored.blocks - 100
+    assert (result.dropped_stores, result.loaded.num_bytes, result.loaded.gbps) == (0, 0, 0.0)
 
 
 def test_the_number_of_ranks_does_not_change_the_hits(conversations: list[TraceRequest]) -> None:

@@ -30,11 +30,11 @@ def test_every_loaded_byte_is_right(
         result = driver.run(Event())
         assert driver.free_blocks == kv_blocks
         session.engine.check_integrity()
-    assert (result.requests, result.mismatches, result.failed_loads) == (len(conversations), 0, 0)
-    assert result.verified_bytes == result.loaded_bytes == result.loaded_blocks * slot_bytes * ranks > 0
+    assert (result.requests, result.mismatches, result.loaded.failed) == (len(conversations), 0, 0)
+    assert result.verified_bytes == result.loaded.num_bytes == result.loaded.blocks * slot_bytes * ranks > 0
     assert result.evicted_blocks
-    assert result.load_gbps > 0
-    assert result.store_gbps > 0
+    assert result.loaded.gbps > 0
+    assert result.stored.gbps > 0
 
 
 def test_the_session_begins_with_every_slot_usable() -> None:

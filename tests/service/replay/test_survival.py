@@ -47,7 +47,7 @@ def replay(
     print(found.to_json())
     assert (found.total.mismatches, found.total.abandoned) == (0, 0)
     assert stop is not None or found.total.requests == len(requests)
-    assert found.total.verified_bytes == found.total.loaded_bytes
+    assert found.total.verified_bytes == found.total.loaded.num_bytes
     return found
 
 
@@ -80,7 +80,7 @@ def test_the_cache_outlives_a_service_that_is_killed_under_traffic(
     assert cold.total.block_hit_rate < 1
     assert (during.engines[0].sessions, during.engines[0].problem) == (2, None)
     assert after.total.block_hit_rate == 1
-    assert after.total.stored_blocks == 0
+    assert after.total.stored.blocks == 0
 
 
 def has_sessions(service: Service) -> bool:

@@ -14,6 +14,7 @@ from typing import NamedTuple, ParamSpec
 
 from kvstow.attach.hello import Hello
 from kvstow.attach.peer import Peer
+from kvstow.memory.budget import MemoryBudget
 from kvstow.memory.nodememory import NodeMemory
 from kvstow.owners import most_of
 from kvstow.status import KeptMemory, MemoryWait
@@ -24,10 +25,15 @@ from kvstow_service.node.pools.poolmemory import PoolMemory, PoolWorker, Post
 from kvstow_service.node.survival.roster import PoolRecord, SurvivingPool, Survivors, WorkerRecord
 
 _ROUNDS = 1000
-_LOOK_SECONDS = 1.0  # between two checks whether processes still have memory that was given up
-_SLICE_PAUSE = 0.0005  # otherwise the thread would take a pool's lock again before any other one
+_LOOK_SECONDS = 1.0
+"""The time between two checks whether processes still have memory that was given up."""
+_SLICE_PAUSE = 0.0005
+"""Seconds between two slices of owed slots. Without a pause, this thread would take a pool's lock again before any
+thread that waits for it."""
 _RETRY_SECONDS = 0.02
-_CHECK_SECONDS = 1.0  # between two checks of the keeper, and of memory that was given up
+"""How soon a pool tries again what has to wait for something whose arrival nobody reports."""
+_CHECK_SECONDS = 1.0
+"""The time between two checks of the keeper, and of memory that was given up."""
 
 MOST_DEPARTED = 512
 """Processes that are watched although they have reported that they have no memory. Each takes a descriptor."""
@@ -38,9 +44,13 @@ logger = logging.getLogger("kvstow.node")
 
 
 class MemoryFigures(NamedTuple):
-    """`waits`: which sessions hold memory that pools should get. `kept`: which ones may still have memory that they
-    have given back. Both since when, on the monotonic clock. `notices` say why else memory that pools should get must
-    wait, and `failures` why workers lack memory of their pools; both are sentences."""
+    """What the memory thread shows of its work.
+
+    `waits` names the sessions that hold memory which pools should get, and `kept` those that may still have memory
+    which they have given back; each comes with the moment on the monotonic clock at which that began. `notices` are
+    sentences that say why else memory which pools should get must wait. `failures` are sentences that say why workers
+    lack memory of their pools.
+    """
 
     waits: tuple[tuple[MemoryWait, float], ...] = ()
     kept: tuple[tuple[KeptMemory, float], ...] = ()
@@ -76,7 +86,7 @@ class MemoryThread:
     ) -> None:
         """`post` has the attach server's thread call something. That is how `on_smaller` is called with a pool that has
         lost slots. `on_empty` is called on this thread while a pool has neither memory nor workers."""
-        self.memory, self.budget = memory, memory.budget
+        self.memory = memory
         self.figures = MemoryFigures()
         self.faults = 0
         """Calls that failed because of a defect. They are in the log."""
@@ -86,8 +96,6 @@ class MemoryThread:
         """What the next service has to know. Set before the first pool; None if memory ends with the service."""
         self._post, self._on_smaller, self._on_empty, self._on_failure = post, on_smaller, on_empty, on_failure
         self._pools: dict[str, PoolMemory] = {}
-        self._claims: dict[str, set[str]] = {}
-        """The sessions of an earlier service that may come back for their pool's memory, by pool."""
         self._departed: dict[str, Peer] = {}
         """Processes that have reported that they have no memory any more, by client, as long as they might have some.
         The first to report comes first."""
@@ -97,8 +105,6 @@ class MemoryThread:
         self._look_at = 0.0
         self._since: dict[tuple[object, ...], float] = {}
         """When what the figures show as waiting or kept began to be so."""
-        self._users: dict[str, tuple[float, set[str]]] = {}
-        """Who uses slots of a pool's recalled rows, and when that was looked up."""
         self._actions: deque[Callable[[], object]] = deque()
         self._owing: set[NodePool] = set()
         """Pools with slots that ended sessions and leases have held."""
@@ -106,6 +112,10 @@ class MemoryThread:
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="kvstow-memory", daemon=True)
         memory.populator.add_listener(self._wake.set)
+
+    @property
+    def budget(self) -> MemoryBudget:
+        return self.memory.budget
 
     def start(self) -> None:
         self._wake.set()  # to create the extents
@@ -235,7 +245,7 @@ class MemoryThread:
             for row in found.rows:
                 self.budget.record_mapping(record.client, row.extents[place])
             self.budget.attach(pool.name, record.session_id, record.wanted_slots)
-            self._claims.setdefault(pool.name, set()).add(record.session_id)
+            memory.claims.add(record.session_id)
             memory.want()
 
     # -- pools, sessions and workers -----------------------------------------------------------------------
@@ -306,8 +316,9 @@ class MemoryThread:
 
     def end_claims(self, pool: str) -> None:
         """No session of an earlier service comes back for the pool's memory any more."""
-        for session_id in self._claims.pop(pool, ()):
-            self.budget.detach(pool, session_id)
+        if (found := self._pools.get(pool)) is not None:
+            while found.claims:
+                self.budget.detach(pool, found.claims.pop())
 
     def start_session(self, pool: NodePool, nodes: list[int | None]) -> None:
         """All workers of a session have attached: its pool gets a row if it has none. `nodes`: those of its devices."""
@@ -383,7 +394,6 @@ class MemoryThread:
         """Sessions that use slots of recalled rows, or whose workers have yet to release them. O(extents recalled, and
         their clients)."""
         if not self.budget.recalled_bytes:
-            self._users.clear()
             return
         held: Counter[str] = Counter()
         for found in self._pools.values():
@@ -392,23 +402,13 @@ class MemoryThread:
             for extent in (extent for row in recalled for extent in filter(None, row.extents)):
                 clients = self.budget.mappers(extent)
                 if found.holder in clients:  # the pool itself has not released it, because its slots are in use
-                    sessions = self._users_of(found.pool, min(row.first_slot for row in recalled))
+                    sessions = found.users_from(min(row.first_slot for row in recalled))
                 else:
                     sessions = {session_of(client) for client in clients}
                 held.update(dict.fromkeys(sessions, self.budget.find(extent).num_bytes))
         for pool, share in due.items():
             if self.budget.pool(pool).held_bytes() < share:
                 yield from (MemoryWait(pool, session, num_bytes) for session, num_bytes in held.items())
-
-    def _users_of(self, pool: NodePool, low: int) -> set[str]:
-        """The sessions of engines that use slots from `low` on, as of the last second."""
-        now, (at, known) = time.monotonic(), self._users.get(pool.name, (-_LOOK_SECONDS, set[str]()))
-        if now - at >= _LOOK_SECONDS:
-            with pool.lock:
-                sessions = pool.attached()
-            known = {one.name for one in sessions if one.is_engine and one.uses_slots_from(low)}
-            self._users[pool.name] = now, known
-        return known
 
     def _kept(self) -> Mapping[tuple[str, ...], int]:
         """Memory that was given back, by the sessions that had it. O(extents that were given back)."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping
 from functools import partial
 
@@ -21,6 +22,8 @@ from kvstow_service.node.pools.nodepool import NodePool
 MAX_FDS = 250
 """How many extents one frame carries."""
 _SLICES_PER_TURN = 16
+USERS_SECONDS = 1.0
+"""The age up to which `PoolMemory.users_from` returns what it found before. It takes the pool's lock to look."""
 
 Post = Callable[[Callable[[], object]], object]
 """Has the attach server's thread call something."""
@@ -63,6 +66,11 @@ class PoolMemory:
         """A sentence that says why a worker lacks the pool's memory, else None."""
         self.waits = False
         """Whether there is something to try again soon."""
+        self.claims: set[str] = set()
+        """The sessions of an earlier service that may come back for the pool's memory."""
+        self._users: set[str] = set()
+        """The sessions of engines that used slots of recalled rows when `users_from` last looked."""
+        self._users_at = -USERS_SECONDS
         self._memory, self._budget, self._post = memory, memory.budget, post
         self._on_smaller = on_smaller
         self._held: dict[int, tuple[int, ...]] = {}
@@ -81,6 +89,16 @@ class PoolMemory:
         """Whether it has no memory, and no worker of an engine."""
         has_engines = any(worker.session.control.is_engine for worker in self.workers.values())
         return not self._held and not has_engines and not self._budget.pool(self.pool.name).rows
+
+    def users_from(self, low: int) -> set[str]:
+        """The sessions of engines that use slots from `low` on, or did so within the last second."""
+        now = time.monotonic()
+        if now - self._users_at >= USERS_SECONDS:
+            with self.pool.lock:
+                sessions = self.pool.attached()
+            self._users = {one.name for one in sessions if one.is_engine and one.uses_slots_from(low)}
+            self._users_at = now
+        return self._users
 
     def want(self) -> bool:
         """Ask for as many whole rows as are used, plus one. Returns True if that is more than before."""
