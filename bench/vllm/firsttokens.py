@@ -4,8 +4,8 @@ that of the prefix on the GPU and the same loop of Python, and whether the answe
 The GPU's prefix cache is emptied before each hit, so it can hold all prompts, and "on the GPU" is the same request
 asked again. Weights are filled with random values with which an answer depends on all of the KV cache: with vLLM's
 dummy weights all answers are alike. The two answers are of the same kernels on the same shapes, so tokens and their log
-probabilities have to be equal, bit by bit. Only behind a prefix with new tokens the shapes differ, as the new ones are
-on the GPU the second time: there the first token has to be the same, and as likely but for rounding.
+probabilities have to be equal, bit by bit. A prompt with new tokens behind its prefix is therefore compared with the
+same prompt under a cache salt of its own: the GPU has computed its prefix under that salt, but not the new tokens.
 """
 
 from __future__ import annotations
@@ -27,8 +27,6 @@ from bench.vllm.model import Shape, fill_weights
 
 _PINNING, _PATIENCE, _ENDLESS = 90.0, 20.0, 60.0  # seconds
 _ANSWER = 8  # tokens of an answer that is compared
-_BURSTS = 5
-_ROUNDING = 0.1  # of a log probability, with another shape of kernels
 _PAUSE = 0.5  # seconds in which stores end
 
 
@@ -41,6 +39,7 @@ class Work:
     lengths: dict[int, int] = field(default_factory=lambda: {16007: 16, 2055: 4, 519: 4})
     new: tuple[int, ...] = (256, 2048)
     pairs: int = 10
+    bursts: int = 5
     decoding: int = 8  # requests
     decoded: int = 2000  # tokens, the most of each
     steps: int = 120  # timed undisturbed
@@ -48,7 +47,9 @@ class Work:
     after: int = 30  # steps timed after that
 
 
-TINY = Work({647: 3, 71: 2}, (64,), 1, 2, 120, 10, 256, 5)
+QUICK = Work({16007: 6, 2055: 3, 519: 3}, pairs=4, bursts=3, steps=60)
+"""Of a machine that is lent for a few minutes."""
+TINY = Work({647: 3, 71: 2}, (64,), 1, 2, 2, 120, 10, 256, 5)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +123,19 @@ class _Answer(NamedTuple):
     cached: int
 
 
+class _How(NamedTuple):
+    """`compare`: with log probabilities. `stored`: KVStow may store what is computed. `salt`: the request shares no KV
+    with those of another one."""
+
+    compare: bool = False
+    stored: bool = True
+    salt: str | None = None
+
+
+_PLAIN, _COMPARE, _LOADED = _How(), _How(compare=True), _How(compare=True, stored=False)
+_COMPUTED = _How(compare=True, stored=False, salt="computed here")
+
+
 class _Asker:
     """Asks an engine of this process, step by step."""
 
@@ -146,14 +160,22 @@ class _Asker:
         self.policy.counts.clear()
         return chosen
 
-    def begin(self, prompt: list[int], tokens: int = 1, *, compare: bool = False) -> str:
+    def begin(self, prompt: list[int], tokens: int = 1, how: _How = _PLAIN) -> str:
         self._number += 1
         name = f"headline{self._number}"
-        logprobs = 0 if compare else None
+        keeps_none = not how.stored and self.policy is not None
         sampling = SamplingParams(
-            max_tokens=tokens, temperature=0, detokenize=False, ignore_eos=True, logprobs=logprobs
+            max_tokens=tokens,
+            temperature=0,
+            detokenize=False,
+            ignore_eos=True,
+            logprobs=0 if how.compare else None,
+            extra_args={"kv_transfer_params": {"kvstow": {"store": False}}} if keeps_none else None,
         )
-        self._engine.add_request(name, {"prompt_token_ids": prompt}, sampling)
+        inputs: dict[str, Any] = {"prompt_token_ids": prompt}
+        if how.salt is not None:
+            inputs["cache_salt"] = how.salt
+        self._engine.add_request(name, inputs, sampling)
         return name
 
     def step(self) -> list[tuple[str, Any]]:
@@ -165,9 +187,9 @@ class _Asker:
         for _ in range(5):
             self._engine.step()
 
-    def ask_all(self, prompts: Sequence[list[int]], tokens: int = 1, *, compare: bool = False) -> list[_Answer]:
+    def ask_all(self, prompts: Sequence[list[int]], tokens: int = 1, how: _How = _PLAIN) -> list[_Answer]:
         began = time.perf_counter()
-        names = [self.begin(prompt, tokens, compare=compare) for prompt in prompts]
+        names = [self.begin(prompt, tokens, how) for prompt in prompts]
         first, answers = dict[str, float](), dict[str, _Answer]()
         while len(answers) < len(names):
             outputs = self.step()
@@ -184,8 +206,8 @@ class _Asker:
                 raise TimeoutError(f"{len(names) - len(answers)} of {len(names)} requests do not end")
         return [answers[name] for name in names]
 
-    def ask(self, prompt: list[int], tokens: int = 1, *, compare: bool = False) -> _Answer:
-        return self.ask_all([prompt], tokens, compare=compare)[0]
+    def ask(self, prompt: list[int], tokens: int = 1, how: _How = _PLAIN) -> _Answer:
+        return self.ask_all([prompt], tokens, how)[0]
 
     def empty_gpu(self) -> None:
         ends = time.monotonic() + _PATIENCE
@@ -215,28 +237,28 @@ def measure(setup: Setup, shape: Shape, work: Work) -> FirstTokens:
     longest = next(iter(work.lengths))
     for tokens in (64, longest, longest - 7):
         asker.ask(asker.prompt(tokens))
-    asker.ask_all([asker.prompt(longest // 27) for _ in range(4)], _ANSWER, compare=True)  # kernels are compiled
+    asker.ask_all([asker.prompt(longest // 27) for _ in range(4)], _ANSWER, _COMPARE)  # kernels are compiled
     asker.settle()
     host = [host_ms()]
     prompts = {tokens: [asker.prompt(tokens) for _ in range(count)] for tokens, count in work.lengths.items()}
     cases, first = list[Case](), list[_Answer]()
     for these in prompts.values():
-        recomputed = [asker.ask(prompt, _ANSWER, compare=True).first for prompt in these]
-        expected = [asker.ask(prompt, _ANSWER, compare=True) for prompt in these]
+        recomputed = [asker.ask(prompt, _ANSWER, _COMPARE).first for prompt in these]
+        expected = [asker.ask(prompt, _ANSWER, _COMPARE) for prompt in these]
         first += expected
         asker.settle()
         cases.append(_case(asker, these, expected, recomputed, work.pairs, has_hits=has_hits))
         host.append(host_ms())
     whole = longest // block_tokens() * block_tokens()
     for new in work.new:
-        cases.append(_behind(asker, [prompt[:whole] for prompt in prompts[longest][:2]], new, work.pairs, has_hits))
+        cases.append(_behind(asker, prompts[longest][:2], whole, new, work.pairs, has_hits=has_hits))
         host.append(host_ms())
-    bursts = _bursts(asker, prompts[longest], has_hits=has_hits)
+    bursts = _bursts(asker, prompts[longest], work.bursts, has_hits=has_hits)
     host.append(host_ms())
     decoding = _decoding(asker, prompts[longest][:12] if has_hits else [], work)
     host.append(host_ms())
     changed = [prompts[longest][0][0] ^ 1, *prompts[longest][0][1:]]
-    depends = asker.ask(changed, _ANSWER, compare=True)[1:3] != first[0][1:3]
+    depends = asker.ask(changed, _ANSWER, _COMPARE)[1:3] != first[0][1:3]
     machine, link, kernel = _machine(shape)
     distinct = len({answer.tokens for answer in first})
     return FirstTokens(
@@ -276,13 +298,14 @@ def _case(
         asker.go_by(way)
         for prompt, one in zip(prompts, expected, strict=True):
             asker.empty_gpu()
-            right[way] += asker.ask(prompt, _ANSWER, compare=True)[1:3] == one[1:3]
+            right[way] += asker.ask(prompt, _ANSWER, _COMPARE)[1:3] == one[1:3]
     asker.go_by("auto")
     return Case(tokens, 0, recomputed, gpu, times, dict(right), len(prompts), cached if has_hits else None, chosen)
 
 
-def _behind(asker: _Asker, prefixes: list[list[int]], new: int, pairs: int, has_hits: bool) -> Case:
-    gpu, cached = list[float](), len(prefixes[0])
+def _behind(asker: _Asker, prompts: list[list[int]], whole: int, new: int, pairs: int, *, has_hits: bool) -> Case:
+    """New tokens behind the first `whole` ones of these prompts."""
+    gpu, cached, prefixes = list[float](), whole, [prompt[:whole] for prompt in prompts]
     times: dict[str, list[float]] = {way: [] for way in asker.ways if has_hits}
     right = Counter[str]()
     asker.take_choices()
@@ -302,26 +325,27 @@ def _behind(asker: _Asker, prefixes: list[list[int]], new: int, pairs: int, has_
         if number:
             gpu.append(answer.first)
     chosen = asker.take_choices()
-    for way in times:
-        for prefix in prefixes:
-            prompt = prefix + asker.prompt(new)
+    for prompt in prompts if times else ():
+        asked = prompt[:whole] + asker.prompt(new)
+        loaded = {}
+        for way in times:
             asker.go_by(way)
             asker.empty_gpu()
-            loaded = asker.ask(prompt, _ANSWER, compare=True)
-            right[way] += _is_close(loaded, asker.ask(prompt, _ANSWER, compare=True))
-    asker.go_by("auto")
-    return Case(len(prefixes[0]), new, [], gpu, times, dict(right), len(prefixes), cached if has_hits else None, chosen)
+            loaded[way] = asker.ask(asked, _ANSWER, _LOADED)
+        asker.go_by("auto")
+        asker.empty_gpu()
+        asker.ask(prompt, how=_COMPUTED)  # in the same steps as the prefix that is on the host
+        expected = asker.ask(asked, _ANSWER, _COMPUTED)
+        for way, one in loaded.items():
+            right[way] += one[1:3] == expected[1:3]
+    return Case(whole, new, [], gpu, times, dict(right), len(prompts), cached if has_hits else None, chosen)
 
 
-def _is_close(one: _Answer, other: _Answer) -> bool:
-    return one.tokens[0] == other.tokens[0] and abs(one.logprobs[0] - other.logprobs[0]) < _ROUNDING
-
-
-def _bursts(asker: _Asker, prompts: list[list[int]], *, has_hits: bool) -> list[Burst]:
+def _bursts(asker: _Asker, prompts: list[list[int]], count: int, *, has_hits: bool) -> list[Burst]:
     bursts = []
     alone = [asker.ask(prompt).tokens for prompt in prompts]
     ways = asker.ways if has_hits else ("gpu",)
-    for number in range(_BURSTS + 1):
+    for number in range(count + 1):
         for way in ways:
             asker.go_by(way)
             if has_hits:

@@ -2,7 +2,7 @@
 GPU, and that has it on the host, with KVStow and with the connectors of others.
 
     python3 -m bench.vllm headline [--shape 8b] [--graphs none] [--connectors ...] [--turns 2] [--seconds 500]
-        [--resume DIR] [--out DIR]
+        [--quick] [--resume DIR] [--out DIR]
     python3 -m bench.vllm headline --table DIR
 
 A row is a process with one connector; the connectors take turns. A row that is in `headline*.jsonl` of `--resume` is
@@ -32,11 +32,11 @@ from bench.vllm.process import run
 from bench.vllm.results import Nodes, Results, add_engines, make_parser, name_of, open_results, plain_setup, shape_of
 
 _TIMEOUT = 300.0
-_FIRST = 150.0  # seconds of a row, until one was measured
+_FIRST, _FIRST_QUICK = 150.0, 60.0  # seconds of a row, until one was measured
 _MARGIN = 1.15
-_BLOCKS = 18000  # of 16 tokens: 16 prompts of 16,007
+_BLOCKS, _BLOCKS_QUICK = 18000, 8000  # of 16 tokens: 16 prompts of 16,007, or 6
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-_POOLS = {"8b": 44.0, "tp8": 18.0}
+_POOLS, _POOLS_QUICK = {"8b": 48.0, "tp8": 18.0}, {"8b": 24.0, "tp8": 10.0}  # GiB
 _LABELS = ("shape", "graphs", "attention", "connector", "turn")
 
 Row = dict[str, Any]
@@ -119,11 +119,14 @@ def _median(values: list[float]) -> str:
 
 
 def _measure(options: argparse.Namespace, results: Results, known: set[tuple[Any, ...]]) -> None:
-    began, longest = time.monotonic(), _FIRST
-    shape, work = shape_of(options), firsttokens.TINY if options.tiny else Work()
-    given: dict[str, Any] = {"max_tokens": 40000, "gpu_blocks": _BLOCKS, "gpu_share": 0.85, "graph_sizes": _SIZES}
+    began, longest = time.monotonic(), _FIRST_QUICK if options.quick else _FIRST
+    shape, work = shape_of(options), firsttokens.QUICK if options.quick else Work()
+    blocks = _BLOCKS_QUICK if options.quick else _BLOCKS
+    given: dict[str, Any] = {"max_tokens": 40000, "gpu_blocks": blocks, "gpu_share": 0.85, "graph_sizes": _SIZES}
     if options.tiny:
+        work = firsttokens.TINY
         given = {"max_tokens": 2048, "gpu_blocks": 600}
+    is_measured = False
     with plain_setup(options, shape="tiny" if options.tiny else options.shape, tiny_pool=0.25, **given) as plain:
         for turn in range(options.turns):
             for connector in options.connectors:
@@ -143,7 +146,8 @@ def _measure(options: argparse.Namespace, results: Results, known: set[tuple[Any
                         return run(_TIMEOUT, firsttokens.measure, setup, shape, work)
 
                     results.attempt("headline", once, **labels)
-                longest = time.monotonic() - at if longest == _FIRST else max(longest, time.monotonic() - at)
+                longest = max(longest, time.monotonic() - at) if is_measured else time.monotonic() - at
+                is_measured = True
 
 
 def main(argv: Sequence[str]) -> int:
@@ -153,7 +157,7 @@ def main(argv: Sequence[str]) -> int:
             print(f"{table.to_markdown()}\n")
         return 0
     if options.pool is None:
-        options.pool = _POOLS.get(options.shape, 24.0)
+        options.pool = (_POOLS_QUICK if options.quick else _POOLS).get(options.shape, 24.0)
     before = [] if options.resume is None else read_rows(options.resume)
     results = open_results("headline", options)
     _measure(options, results, {label_of(row) for row in before})
@@ -167,6 +171,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = make_parser("headline", __doc__, shape=True)
     parser.add_argument("--turns", type=int, default=2, help="processes of each connector; default: %(default)s")
     parser.add_argument("--seconds", type=float, default=500.0, help="in which all rows must end; default: %(default)s")
+    parser.add_argument("--quick", action="store_true", help="fewer prompts and pairs, for a machine lent for minutes")
     parser.add_argument("--resume", type=Path, metavar="DIR", help="with the rows of earlier runs, in headline*.jsonl")
     parser.add_argument("--table", type=Path, metavar="DIR", help="measure nothing, and show the rows in this folder")
     parser.add_argument("--attention", default="FLASH_ATTN", help="vLLM's attention backend; default: %(default)s")
