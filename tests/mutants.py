@@ -982,9 +982,23 @@ MUTANTS = [
     Mutant(
         "the_slower_way_brings_the_layers",
         "engine/kvstow/devices/cuda/layerways.py",
-        "if self._tried[other] >= _FASTER * self._tried[self.way]:",
-        "if self._tried[self.way] >= _FASTER * self._tried[other]:",
-        f"{LAYER_WAYS}::test_a_way_is_left_for_one_that_is_faster_by_a_tenth",
+        "kernel < SLOW_KERNEL * engine:",
+        "engine < SLOW_KERNEL * kernel:",
+        f"{LAYER_WAYS}::test_the_kernel_reads_unless_it_is_slow",
+    ),
+    Mutant(
+        "a_kernel_that_is_almost_as_fast_as_the_copy_engine_is_not_used",
+        "engine/kvstow/devices/cuda/layerways.py",
+        "kernel < SLOW_KERNEL * engine:",
+        "kernel < engine:",
+        f"{LAYER_WAYS}::test_the_kernel_reads_unless_it_is_slow",
+    ),
+    Mutant(
+        "rates_near_the_limit_change_the_way_of_layers",
+        "engine/kvstow/devices/cuda/layerways.py",
+        "kernel >= _FASTER * SLOW_KERNEL * engine:",
+        "kernel >= SLOW_KERNEL * engine:",
+        f"{LAYER_WAYS}::test_rates_near_the_limit_do_not_change_the_way",
     ),
     Mutant(
         "streams_of_layers_are_waited_for_when_they_are_gone",
@@ -998,7 +1012,14 @@ MUTANTS = [
         "engine/kvstow/devices/cuda/layertrial.py",
         "return TrialRates(kernel, engine)",
         "return TrialRates(engine, kernel)",
-        f"{LAYER_WAYS}::test_the_faster_way_is_taken",
+        f"{LAYER_WAYS}::test_the_kernel_reads_unless_it_is_slow",
+    ),
+    Mutant(
+        "a_slow_kernel_is_not_told",
+        "api/kvstow_api/conditions/pools.py",
+        "if kernel < SLOW_KERNEL * engine:",
+        "if False:",
+        "tests/api/test_conditions.py::test_a_condition_has_cause_reason_fix_and_evidence",
     ),
     Mutant(
         "the_ways_are_tried_once",

@@ -202,7 +202,8 @@ RANKS = _columns(
     "rank",
     "rank, state, pool, session, host, pid, device, pinned, rate=pin_rate_bytes_per_second, pending=pending_ops, "
     "report=last_report_age_seconds, error",
-    wide="boot=boot_id, mode=pin_mode, resident=resident_bytes, loaded=load_bytes_total, stored=store_bytes_total, "
+    wide="boot=boot_id, mode=pin_mode, layers=layer_way, kernel=layer_kernel_bytes_per_second, "
+    "engine=layer_engine_bytes_per_second, resident=resident_bytes, loaded=load_bytes_total, stored=store_bytes_total, "
     "notice",
     state=rank_state,
     pinned=_pinned,

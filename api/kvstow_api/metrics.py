@@ -23,6 +23,7 @@ from prometheus_client.samples import Sample
 from prometheus_client.utils import floatToGoString
 
 from kvstow.errors import PinError
+from kvstow.messages import LayerWay
 from kvstow.stats import DIRECTIONS, Counters, DirectionStats, EngineState, EngineStats, Exposed, Histogram
 from kvstow.status import SESSION_STATES, RankStatus, Readiness, SessionState
 from kvstow.tier.blockstore import StorePart
@@ -286,6 +287,11 @@ def _chunks(rank: RankStatus) -> Mapping[str, float]:
     return {"pending": pending, "done": rank.chunks_done, "failed": rank.chunks_failed}
 
 
+def _layer_rates(rank: RankStatus) -> Mapping[str, float]:
+    rates = {"kernel": rank.layer_kernel_bytes_per_second, "engine": rank.layer_engine_bytes_per_second}
+    return {way: rate for way, rate in rates.items() if rate is not None}
+
+
 _OF_MEMORY = (
     gauge("pool_pinned_bytes", f"Bytes pinned by the engine with the fewest; {_SHARED}", "pinned_bytes", over=min),
     gauge(
@@ -325,6 +331,20 @@ _OF_RANKS = (
         "Bytes pinned by the current or latest growth of the pool, divided by its duration, of the slowest engine",
         "pin_rate_bytes_per_second",
         over=min,
+    ),
+    gauge(
+        "layer_read_bytes_per_second",
+        "How fast loads by layer can come, by the kernel that reads host memory and by the copy engine, of the fastest "
+        "engine; absent until it is measured",
+        _layer_rates,
+        ("way",),
+        max,
+    ),
+    gauge(
+        "layer_ways",
+        "Engines whose loads by layer come by the kernel, or by the copy engine",
+        lambda rank: {way: float(way == rank.layer_way) for way in get_args(LayerWay)} if rank.layer_way else {},
+        ("way",),
     ),
     gauge("pin_chunks", "Chunks of memory to pin, by state", _chunks, ("state",)),
     gauge("rank_pending_ops", "Ops that the rank has not finished", "pending_ops"),

@@ -11,12 +11,12 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvstow.copythread import CopyThread
 from kvstow.devices.base import Fence, LayerDevice, LayeredLoad, Ticket, TicketState
 from kvstow.errors import CopyError
-from kvstow.messages import Op
+from kvstow.messages import LayerFigures, Op
 
 _STAGED_TIMEOUT = 30.0  # seconds; then the device hangs, and so does the host's own work
 _LOOK = 0.5e-3
@@ -57,6 +57,12 @@ class LayeredLoads:
         self.num_parts = device.num_parts
         self.failure: str | None = None
         """Why loads by layer are off, or None."""
+
+    @property
+    def figures(self) -> LayerFigures:
+        """Of the device; without a way where loads by layer are off. For any thread."""
+        figures = self._device.layer_figures
+        return figures if self.failure is None else replace(figures, layer_way=None)
 
     def load(self, ops: Sequence[Op], after: Fence | None) -> LayeredLoad | None:
         """Load what `ops` name, once `after` is reached. With None as the result, all of it is in its blocks: it has

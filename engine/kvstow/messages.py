@@ -16,6 +16,7 @@ from kvstow.plaintext import MOST_TEXT, is_plain, plain
 Direction = Literal["store", "load"]
 TierDirection = Literal["read", "write"]
 Mark = Literal["source_free", "done", "failed"]
+LayerWay = Literal["kernel", "engine"]
 RankState = Literal["starting", "pinning", "ready", "degraded", "failed", "stopped"]
 
 RANK_STATES: tuple[RankState, ...] = get_args(RankState)
@@ -143,8 +144,25 @@ class CopyFigures:
     load_busy_seconds: float = 0.0
 
 
+SLOW_KERNEL = 0.8
+"""Of the copy engine's rate: a kernel that reads host memory at less than this is slow."""
+
+
 @dataclass(frozen=True, kw_only=True)
-class RankFigures(CopyFigures, PoolFigures, RankProcess):
+class LayerFigures:
+    """The two ways by which a device can bring loads by layer, and how fast each is: a kernel that reads host memory,
+    and the copy engine. `layer_way`: the one that such loads take now; null if there are none, or the device has one
+    way. Rates are in bytes per second, null until they were measured; the engine's stays null where layers do not lie
+    together in a slot.
+    """
+
+    layer_way: LayerWay | None = None
+    layer_kernel_bytes_per_second: float | None = None
+    layer_engine_bytes_per_second: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankFigures(LayerFigures, CopyFigures, PoolFigures, RankProcess):
     """What a rank knows of itself; its process first, as fields of the last base come first.
 
     `stale_desired_states` counts desired states that it ignored because a newer one had arrived first. `numa_bytes`:
@@ -240,7 +258,7 @@ _MAX_ENTRIES = 64  # of a mapping in a message: failure reasons and NUMA nodes a
 _Message = TypeVar("_Message", RankReport, DesiredState)
 
 
-def figures_of(kind: type[RankFigures | PoolFigures | CopyFigures], of: Any) -> dict[str, Any]:
+def figures_of(kind: type[RankFigures | PoolFigures | CopyFigures | LayerFigures], of: Any) -> dict[str, Any]:
     """The fields of `kind`, which is a base of the class of `of`, as keyword arguments."""
     return {name: getattr(of, name) for name in kind.__dataclass_fields__}
 

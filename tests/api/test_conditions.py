@@ -62,6 +62,9 @@ RANK = RankStatus(
     load_busy_seconds=0.1,
     pin_failures={},
     numa_bytes={},
+    layer_way="kernel",
+    layer_kernel_bytes_per_second=0.8 * 54e9,
+    layer_engine_bytes_per_second=54e9,
     last_report_age_seconds=0.1,
     session=EXAMPLES["SessionStatus"]["id"],
 )
@@ -170,6 +173,7 @@ FIRING = [
     ("clocks", "warning", evidence(clock_offsets={0: -30.0})),
     ("links", "warning", evidence(RANK, replace(RANK, rank=1, load_busy_seconds=0.21))),
     ("links", "warning", evidence(RANK, replace(RANK, rank=1, store_busy_seconds=0.21))),
+    ("slow_kernel", "info", evidence(replace(RANK, layer_way="engine", layer_kernel_bytes_per_second=27e9))),
     ("thrashing", "warning", evidence(kept=[sample(0), sample(5, evicted=8)])),
     ("pool_size", "info", evidence(curve=LARGER)),
     ("pool_size", "info", evidence(curve=replace(FITS, enough=FITS.items[1]))),
@@ -212,6 +216,7 @@ SILENT = [
     ("memlock", evidence(replace(RANK, pin_mode="cuda", locked_bytes=0))),  # the driver needs none
     ("links", evidence(RANK, replace(RANK, rank=1, load_busy_seconds=0.19))),
     ("links", evidence(RANK, replace(RANK, rank=1, load_busy_seconds=9.0, load_bytes_total=GIB - 1))),
+    ("slow_kernel", evidence(replace(RANK, layer_engine_bytes_per_second=None, layer_kernel_bytes_per_second=1e9))),
     ("thrashing", evidence(kept=[sample(0), sample(5, evicted=20, hit=2)])),
     ("thrashing", evidence(kept=[sample(0, evicted=8), sample(5, evicted=15)])),
 ]
@@ -282,6 +287,7 @@ def test_checks_without_evidence_are_skipped_with_a_reason() -> None:
         "memlock",
         "clocks",
         "links",
+        "slow_kernel",
         "thrashing",
         "token_files",
         "pool_size",
@@ -324,7 +330,7 @@ async def test_the_route_gathers_the_evidence(launch: Any, ranks: Any) -> None:
     ranks.engine.admin.set_bypass(load=True, store=False, ttl_seconds=None)
     body = (await client.get("/v1/doctor")).json()
     assert {one["name"] for one in body["conditions"]} == {"certificate", "huge_pages", "clocks", "bypass"}
-    assert set(body["skipped"]) == {"links", "thrashing", "token_files", "token_unusable", "pool_size"}
+    assert set(body["skipped"]) == {"links", "slow_kernel", "thrashing", "token_files", "token_unusable", "pool_size"}
 
 
 @pytest.mark.anyio

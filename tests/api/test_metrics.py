@@ -47,6 +47,7 @@ FAMILIES = {
         kvstow_pool_capacity_bytes kvstow_pool_pinned_bytes kvstow_pool_locked_bytes kvstow_pool_resident_bytes
         kvstow_pool_blocks kvstow_pool_capacity_blocks kvstow_pool_usable_blocks kvstow_pool_block_bytes kvstow_leases
         kvstow_pin_progress_ratio kvstow_pin_elapsed_seconds kvstow_pin_rate_bytes_per_second kvstow_pin_chunks
+        kvstow_layer_read_bytes_per_second kvstow_layer_ways
         kvstow_ready kvstow_rank_ready kvstow_rank_heartbeat_timestamp_seconds kvstow_rank_pending_ops kvstow_state
         kvstow_pool_numa_bytes kvstow_transfer_queue_depth
         kvstow_health_check kvstow_operations_inflight kvstow_http_requests_inflight kvstow_build_info
@@ -105,6 +106,8 @@ async def test_every_family_is_there_before_any_traffic(client: httpx.AsyncClien
     assert empty - {"kvstow_node_orphaned_bytes"} == {  # which a thread measures first
         "kvstow_pool_numa_bytes",  # only ranks know which nodes there are
         "kvstow_pin_rate_bytes_per_second",  # no rank has pinned anything
+        "kvstow_layer_read_bytes_per_second",  # no rank has two ways for loads by layer
+        "kvstow_layer_ways",
         "kvstow_rejected_connections",  # nobody connects to this engine
         "kvstow_curve_hit_ratio",  # there is no evidence yet
         "kvstow_curve_requests",
@@ -140,6 +143,15 @@ async def test_unknown_values_have_no_series(launch: Any, ranks: Any) -> None:
     ranks.report(pin_rate_bytes_per_second=5.0)
     families = await scrape(await launch())
     assert value(families, "kvstow_pin_rate_bytes_per_second", rank="0", pool="host") == 5.0
+
+
+async def test_both_ways_of_loads_by_layer_are_shown(launch: Any, ranks: Any) -> None:
+    ranks.report(layer_way="engine", layer_kernel_bytes_per_second=27e9, layer_engine_bytes_per_second=45e9)
+    families = await scrape(await launch())
+    of = {"rank": "0", "pool": "host"}
+    for way, rate, engines in (("kernel", 27e9, 0), ("engine", 45e9, 1)):
+        assert value(families, "kvstow_layer_read_bytes_per_second", way=way, **of) == rate
+        assert value(families, "kvstow_layer_ways", way=way, **of) == engines
 
 
 async def test_traffic_adds_no_label(

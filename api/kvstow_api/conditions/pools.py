@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
 from kvstow.bytesize import format_size
+from kvstow.messages import SLOW_KERNEL
 from kvstow.stats import EngineStats
 from kvstow.status import RankStatus, SessionStatus
 from kvstow_api.conditions.evidence import Evidence, Found, NothingToMeasure, condition, make_condition
@@ -408,6 +409,31 @@ def _rates(ranks: Iterable[RankStatus], direction: str) -> list[tuple[RankStatus
         (rank, getattr(rank, f"{direction}_bytes_total"), getattr(rank, f"{direction}_busy_seconds")) for rank in ranks
     )
     return [(rank, total / busy) for rank, total, busy in moved if total >= LINK_BYTES and busy > 0]
+
+
+@condition("slow_kernel", "pool")
+def find_slow_kernels(evidence: Evidence) -> Found:
+    rates = [
+        (rank, kernel, engine)
+        for rank in evidence.reporting
+        if (kernel := rank.layer_kernel_bytes_per_second) is not None
+        and (engine := rank.layer_engine_bytes_per_second) is not None
+    ]
+    if not rates:
+        raise NothingToMeasure("no rank has two ways for loads by layer")
+    for rank, kernel, engine in rates:
+        if kernel < SLOW_KERNEL * engine:
+            yield make_condition(
+                "info",
+                f"on {evidence.name_of(rank)} a kernel reads host memory at {format_size(int(kernel))}/s, "
+                f"the copy engine at {format_size(int(engine))}/s",
+                "loads by layer come by the copy engine here, in groups of layers: the first layers come later",
+                "nothing has to be done. If other machines of this kind are faster, compare IOMMU settings, NUMA "
+                "binding and huge pages",
+                rank,
+                kernel_bytes_per_second=kernel,
+                engine_bytes_per_second=engine,
+            )
 
 
 @condition("thrashing", "pool")

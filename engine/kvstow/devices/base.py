@@ -24,7 +24,7 @@ import numpy as np
 
 from kvstow.errors import CopyError
 from kvstow.memory.slotpool import Int64Array, SlotPool
-from kvstow.messages import LoadLaunch, StagedLoad
+from kvstow.messages import LayerFigures, LoadLaunch, StagedLoad
 
 
 class TicketState(Enum):
@@ -104,6 +104,10 @@ class LayerDevice(Protocol):
 
     @property
     def num_parts(self) -> int: ...
+
+    @property
+    def layer_figures(self) -> LayerFigures:
+        """By which way it loads, and how fast. For any thread."""
 
     def load_layers(self, blocks: Sequence[int], slots: Sequence[int], after: Fence | None) -> LayeredLoad:
         """Start to copy slot `slots[i]` to block `blocks[i]`, part by part; the blocks are written once `after` has

@@ -15,6 +15,7 @@ from kvstow.devices.base import Fence, TicketState, checked, checked_slots
 from kvstow.errors import ConfigError, CopyError
 from kvstow.layout import KVLayout, Part, Region
 from kvstow.memory.slotpool import SlotPool
+from kvstow.messages import LayerFigures
 
 Rows: TypeAlias = npt.NDArray[np.uint8]
 """One row for each block or slot."""
@@ -112,7 +113,7 @@ class CpuDevice:
         self._parts = tuple(parts or ())
         if parts is not None:
             layout.require_parts(parts)
-        self.num_parts = len(self._parts)
+        self.num_parts, self.layer_figures = len(self._parts), LayerFigures()
 
     def launch_store(self, op_id: int, blocks: Sequence[int], slots: Sequence[int], after: Fence | None) -> CpuTicket:
         return CpuTicket(lambda: self._move(self._whole, blocks, self._places(blocks, slots), is_store=True), after)

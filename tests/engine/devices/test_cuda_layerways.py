@@ -12,6 +12,7 @@ from kvstow.devices.cuda import DriverError
 from kvstow.devices.cuda.layergroups import group_ends, may_use_engine, slot_ends
 from kvstow.devices.cuda.layerways import WayRates
 from kvstow.layout import KVLayout, Region, Span
+from kvstow.messages import LayerFigures
 
 MakeRank = Callable[..., Any]
 KIB, MIB = 1 << 10, 1 << 20
@@ -81,18 +82,20 @@ def _load(cuda: Any, rank: Any) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("fetch", "copy", "way"), [(20e9, 40e9, "engine"), (50e9, 54e9, "kernel"), (55e9, 30e9, "kernel")]
+    ("fetch", "copy", "way"),
+    [(20e9, 40e9, "engine"), (27e9, 45.7e9, "engine"), (49e9, 54e9, "kernel"), (55e9, 30e9, "kernel")],
 )
-def test_the_faster_way_is_taken(
+def test_the_kernel_reads_unless_it_is_slow(
     fetch: float, copy: float, way: str, cuda: Any, make_rank: MakeRank, clock: Clock
 ) -> None:
-    """Also from the first load on; the kernel stays unless the copy engine is faster by a tenth and more."""
+    """From the first load on. At 49 of 54 GB/s it was the better way on a GPU, as new tokens had to be computed."""
     rank = make_rank(fetch, copy)
     queued = _load(cuda, rank)
     assert ("scatter" in queued) == (way == "engine")
-    found = rank.device.layer_rates
-    assert found.way == way
-    assert (found.kernel, found.engine) == pytest.approx((fetch, copy))
+    found = rank.device.layer_figures
+    assert found.layer_way == way
+    assert found.layer_kernel_bytes_per_second == pytest.approx(fetch)
+    assert found.layer_engine_bytes_per_second == pytest.approx(copy)
 
 
 def test_each_layer_waits_for_its_group_and_for_none_behind_it(cuda: Any, slow: Any) -> None:
@@ -167,10 +170,10 @@ def test_both_ways_are_tried_again_every_minute(cuda: Any, slow: Any, clock: Clo
     assert "fetch" not in _load(cuda, slow)
     clock.now = 60.0
     assert "fetch" in _load(cuda, slow)
-    assert slow.device.layer_rates.way == "kernel"
+    assert slow.device.layer_figures.layer_way == "kernel"
     clock.now = 119.0
     assert "scatter" not in _load(cuda, slow)
-    assert slow.device.layer_rates.kernel == pytest.approx(60e9)
+    assert slow.device.layer_figures.layer_kernel_bytes_per_second == pytest.approx(60e9)
 
 
 def test_a_trial_has_ended_before_the_load_gives_its_slots_back(cuda: Any, slow: Any, clock: Clock) -> None:
@@ -189,13 +192,13 @@ def test_a_trial_has_ended_before_the_load_gives_its_slots_back(cuda: Any, slow:
 @pytest.mark.parametrize(
     ("kernel", "engine", "before", "after"),
     [
-        (50, 54, "kernel", "kernel"),
-        (50, 56, "kernel", "engine"),
-        (54, 50, "engine", "engine"),
-        (56, 50, "engine", "kernel"),
+        (40, 50, "kernel", "kernel"),
+        (39, 50, "kernel", "engine"),
+        (43, 50, "engine", "engine"),
+        (45, 50, "engine", "kernel"),
     ],
 )
-def test_a_way_is_left_for_one_that_is_faster_by_a_tenth(kernel: float, engine: float, before: str, after: str) -> None:
+def test_rates_near_the_limit_do_not_change_the_way(kernel: float, engine: float, before: str, after: str) -> None:
     ways = WayRates(Clock())
     ways.tried(1, 2 if before == "engine" else 1)
     assert ways.way == before
@@ -233,7 +236,7 @@ def test_a_slot_of_one_group_leaves_the_kernel_alone(make_cuda_rank: MakeRank) -
     layout = KVLayout(tuple(Region(str(number), 4, 64 * KIB, 64 * KIB) for number in range(7)))
     assert not may_use_engine(layout, layout.parts)
     rank = make_cuda_rank(_PAGES, layers=True)
-    assert rank.device.layer_rates == ("kernel", None, None)
+    assert rank.device.layer_figures == LayerFigures(layer_way="kernel")
 
 
 def test_closing_waits_for_all_streams_before_it_destroys_them(cuda: Any, slow: Any) -> None:

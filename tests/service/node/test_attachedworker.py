@@ -35,7 +35,7 @@ from kvstow.memfd import create_memfd
 from kvstow.memory.extents import EXTENT_NAME
 from kvstow.memory.mappedpool import MappedPool
 from kvstow.memory.pinning import FixedPace
-from kvstow.messages import Completion, DesiredState, Direction, Op, RankReport, StepPlan
+from kvstow.messages import Completion, DesiredState, Direction, LayerFigures, Op, RankReport, StepPlan
 from kvstow.testing.fakes import FakeClock, FakeDevice, FakeRegistrar, FakeTicket
 from kvstow_service.node.pools.memoryholder import SessionLink
 from kvstow_service.node.pools.nodesession import Steps
@@ -102,7 +102,7 @@ class Service:
 class FakeLayers:
     """Loads by layer whose copies end when the test says so."""
 
-    num_parts = 1
+    num_parts, layer_figures = 1, LayerFigures()
 
     def __init__(self) -> None:
         self.ticket = FakeTicket()

@@ -16,7 +16,7 @@ from kvstow.devices.cpu import CpuDevice, Rows, rows_at
 from kvstow.errors import CopyError
 from kvstow.layout import KVLayout
 from kvstow.memory.hostpool import HostPool
-from kvstow.messages import Direction, Mark
+from kvstow.messages import Direction, LayerFigures, Mark
 
 _SPOILED = 0xEE
 
@@ -95,7 +95,7 @@ class SimulatedDevice:
         self._random, self._delay, self._gap, self._failure_rate = random, delay, gap, failure_rate
         self._bad_slots = bad_slots
         self._tick = 0
-        self.num_parts = 1
+        self.num_parts, self.layer_figures = 1, LayerFigures()
         self._stream, self._layered = stream, list[tuple[int, Mark]]()
         self.next_layered: Sequence[int] = ()
         """The ops of the load by layer that begins next."""

@@ -19,11 +19,11 @@ from kvstow.devices.cuda.context import CudaRegistrar, Timer, new_stream, primar
 from kvstow.devices.cuda.copier import Copier, PageKernels, Transfer
 from kvstow.devices.cuda.driver import AccessOrder, Driver, Handle, Int64Array
 from kvstow.devices.cuda.layerloader import CudaLayeredLoad, LayerLoader
-from kvstow.devices.cuda.layerways import LayerRates
 from kvstow.devices.cuda.plan import Split
 from kvstow.errors import ConfigError, CopyError
 from kvstow.layout import KVLayout, Part
 from kvstow.memory.slotpool import SlotPool
+from kvstow.messages import LayerFigures
 
 logger = logging.getLogger("kvstow.cuda")
 
@@ -132,9 +132,8 @@ class CudaDevice:
             return self._layers.load(targets, addresses, after)
 
     @property
-    def layer_rates(self) -> LayerRates | None:
-        """Of loads by layer; None if there are none."""
-        return None if self._layers is None else self._layers.rates
+    def layer_figures(self) -> LayerFigures:
+        return LayerFigures() if self._layers is None else self._layers.figures
 
     def load_now(self, blocks: Sequence[int], slots: Sequence[int], after: Fence | None) -> None:
         assert self._layers is not None

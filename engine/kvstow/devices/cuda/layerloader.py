@@ -27,10 +27,11 @@ from kvstow.devices.cuda.copier import copy_to_device, twice
 from kvstow.devices.cuda.driver import Driver, DriverError, Handle, Int64Array
 from kvstow.devices.cuda.layergroups import LayerGroups, may_use_engine
 from kvstow.devices.cuda.layertrial import PIECE_BYTES, PLACE, Fetch, LayerTrial
-from kvstow.devices.cuda.layerways import LayerRates, Way, WayRates
+from kvstow.devices.cuda.layerways import WayRates
 from kvstow.devices.cuda.plan import PIECE
 from kvstow.errors import CopyError
 from kvstow.layout import KVLayout, Part
+from kvstow.messages import LayerFigures, LayerWay
 
 _LAUNCH_BYTES = 5 << 19  # what the link moves in 50 us, which a launch and the wait for it cost the host
 _AT_A_TIME = 4  # loads; a host is two steps ahead of the device at most, with one load in each
@@ -47,7 +48,7 @@ class _Buffers:
         undo.callback(driver.free, self.device)
         self.places = np.ctypeslib.as_array((ctypes.c_uint8 * num_bytes).from_address(self.host)).view(PLACE)
         self.timer, self.finished = Timer(driver, undo), new_event(driver, undo, timing=False)
-        self.way: Way = "kernel"
+        self.way: LayerWay = "kernel"
         self.num_bytes = 0
 
 
@@ -188,8 +189,8 @@ class LayerLoader:
         return ends
 
     @property
-    def rates(self) -> LayerRates:
-        return self._ways.rates
+    def figures(self) -> LayerFigures:
+        return self._ways.figures
 
     def advance(self) -> None:
         """Notice which loads have finished."""
