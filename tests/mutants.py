@@ -314,8 +314,8 @@ MUTANTS = [
     Mutant(
         "what_loads_have_saved_is_told_twice",
         f"{ENGINE_CORE}/loadpolicy.py",
-        "self._told, self._hits, self._waited = cost, PromptPart(), 0.0",
-        "self._told, self._waited = cost, 0.0",
+        "self._told, self._hits, self._waited, self._not_made = cost, PromptPart(), 0.0, 0",
+        "self._told, self._waited, self._not_made = cost, 0.0, 0",
         f"{PREFILL_METER}::test_nothing_is_told_before_the_cost_is_known_and_then_everything_once",
     ),
     Mutant(
@@ -1075,6 +1075,13 @@ MUTANTS = [
         f"{ENGINE_CORE}/loadpolicy.py",
         "        if hit < self._step_seconds(prompt):\n",
         "        if True:\n",
+        f"{LOAD_POLICY}::test_alone_a_load_that_takes_longer_than_computing_is_not_made",
+    ),
+    Mutant(
+        "loads_that_are_not_made_are_not_told",
+        f"{ENGINE_CORE}/loadpolicy.py",
+        "            self._not_made += 1\n",
+        "            pass\n",
         f"{LOAD_POLICY}::test_alone_a_load_that_takes_longer_than_computing_is_not_made",
     ),
     Mutant(

@@ -54,12 +54,14 @@ class PrefillCost(NamedTuple):
 
 class PrefillNews(NamedTuple):
     """What an engine tells of its prefills: their cost, how many tokens loads have brought since it told the last time,
-    how long computing those would have taken, and how long the engine has waited for loads."""
+    how long computing those would have taken, how long the engine has waited for loads, and how many loads it has not
+    made because computing takes less time."""
 
     cost: PrefillCost
     hit_tokens: int = 0
     hit_seconds: float = 0.0
     waited: float = 0.0
+    not_made: int = 0
 
 
 _RECENT = 9

@@ -209,7 +209,7 @@ class PrefillStats:
 
     `hit_seconds`: estimated, of computing `hit_tokens`, which loads have brought. `load_wait_seconds`: in which engines
     computed nothing, or less, because they waited for loads. `seconds_saved`: the first less the second, as a counter
-    that never falls.
+    that never falls. `loads_not_made`: hits that were computed, as loading them would have taken longer.
     """
 
     seconds_saved: Annotated[
@@ -228,7 +228,12 @@ class PrefillStats:
         float, Exposed("load_wait_seconds", "Time in which engines computed less because they waited for loads")
     ] = 0.0
 
-    def count(self, *, tokens: int, seconds: float, waited: float) -> None:
+    loads_not_made: Annotated[
+        int, Exposed("loads_not_made", "Loads that were not made because computing takes less time")
+    ] = 0
+
+    def count(self, *, tokens: int, seconds: float, waited: float, not_made: int = 0) -> None:
+        self.loads_not_made += not_made
         self.hit_tokens += tokens
         self.hit_seconds += seconds
         self.load_wait_seconds += waited

@@ -112,13 +112,14 @@ class Prefill(Packed, frozen=True):
     hit_tokens: U32 = 0
     hit_seconds: Seconds = 0.0
     waited: Seconds = 0.0
+    not_made: U32 = 0
 
     @classmethod
     def of(cls, news: PrefillNews) -> Prefill:
         return cls(news.cost, *news[1:])
 
     def news(self) -> PrefillNews:
-        return PrefillNews(PrefillCost(*self.cost), self.hit_tokens, self.hit_seconds, self.waited)
+        return PrefillNews(PrefillCost(*self.cost), self.hit_tokens, self.hit_seconds, self.waited, self.not_made)
 
 
 class Release(Packed, frozen=True):

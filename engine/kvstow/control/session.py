@@ -508,7 +508,9 @@ class Session:
         """Count what loads have saved, by what it costs this engine to compute prompts."""
         pool = self.pool
         with pool.lock:
-            pool.counters.prefill.count(tokens=news.hit_tokens, seconds=news.hit_seconds, waited=news.waited)
+            pool.counters.prefill.count(
+                tokens=news.hit_tokens, seconds=news.hit_seconds, waited=news.waited, not_made=news.not_made
+            )
 
     # -- completion -----------------------------------------------------------------------------------------
 

@@ -349,7 +349,7 @@ def test_an_answer_that_was_to_come_fails_with_the_session(engine: Engine, node:
 
 
 def test_the_speed_of_prefill_reaches_the_service(engine: Engine, node: Node) -> None:
-    news = PrefillNews(PrefillCost(1e-4, 1e-9, 4096.0), 4096, 0.5, 0.25)
+    news = PrefillNews(PrefillCost(1e-4, 1e-9, 4096.0), 4096, 0.5, 0.25, 3)
     engine.note_prefill(news)
     wait_until(lambda: node.events("prefill"), engine.step)
     assert node.events("prefill") == [("prefill", news)]

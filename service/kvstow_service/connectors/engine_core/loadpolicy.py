@@ -85,8 +85,8 @@ class LoadPolicy:
         """Why loads by layer are off on some rank."""
         self.counts: Counter[Choice] = Counter()
         """Loads that began, by how they went and why."""
-        self.not_made = 0
-        """Loads that would have taken longer than computing."""
+        self._not_made, self._computed = 0, ""
+        """Loads that would have taken longer than computing, not told yet; and the last request that was computed."""
         self._rates: dict[bool, float] = {}  # of loads by layer (True) and before the step, once measured
         self._delay = _FIRST_DELAY  # of a load before the step, beside its copy
         self._steps: deque[float] = deque(maxlen=_STEPS)  # seconds of the last ones
@@ -153,7 +153,9 @@ class LoadPolicy:
         hit = max(step, load) + _LAYER_DELAY if choice.by_layer else self._delay + load + step
         if hit < self._step_seconds(prompt):
             return True
-        self.not_made += 1
+        if request_id != self._computed:  # vLLM asks again if it has no room for the request
+            self._computed = request_id
+            self._not_made += 1
         return False
 
     def _is_alone(self, request_id: str) -> bool:
@@ -288,10 +290,10 @@ class LoadPolicy:
     def take_news(self) -> PrefillNews | None:
         """For the control plane: what is new since the last call; None while it is not known what prompts cost."""
         cost = self._fit.cost
-        if cost is None or (cost == self._told and not self._hits.tokens and not self._waited):
+        if cost is None or (cost == self._told and not (self._hits.tokens or self._waited or self._not_made)):
             return None
-        news = PrefillNews(cost, self._hits.tokens, cost.seconds(self._hits), self._waited)
-        self._told, self._hits, self._waited = cost, PromptPart(), 0.0
+        news = PrefillNews(cost, self._hits.tokens, cost.seconds(self._hits), self._waited, self._not_made)
+        self._told, self._hits, self._waited, self._not_made = cost, PromptPart(), 0.0, 0
         return news
 
 
