@@ -482,6 +482,43 @@ MUTANTS = [
         "tests/engine/attach/test_messages.py::test_a_list_has_65_536_items_at_most",
     ),
     Mutant(
+        "a_list_of_keys_is_unpacked_in_one_call",
+        "engine/kvstow/attach/wire.py",
+        "_PIECE = 256",
+        "_PIECE = 1 << 15",
+        "tests/engine/attach/test_messages.py::test_keys_are_unpacked_in_steps_of_1024",
+    ),
+    Mutant(
+        "what_comes_beside_keys_has_no_limit",
+        "engine/kvstow/attach/wire.py",
+        "_MOST_BESIDE_KEYS = 4096",
+        "_MOST_BESIDE_KEYS = 8 << 20",
+        "tests/engine/attach/test_messages.py::test_a_message_that_takes_long_to_unpack_is_refused_unread",
+    ),
+    Mutant(
+        "a_message_of_any_kind_has_8_mib",
+        "engine/kvstow/attach/wire.py",
+        "        if len(payload) > cls.MOST_BYTES and",
+        "        if len(payload) > 8 << 20 and",
+        "tests/engine/attach/test_messages.py::test_a_message_that_takes_long_to_unpack_is_refused_unread",
+    ),
+    Mutant(
+        "errors_of_ops_are_made_plain_by_the_service",
+        "engine/kvstow/attach/calls.py",
+        "            if done.error and not is_plain(done.error, MOST_ERROR):",
+        "            if False:",
+        "tests/engine/attach/test_messages.py"
+        "::test_what_ranks_and_the_service_say_of_an_error_is_one_line_of_printable_text",
+    ),
+    Mutant(
+        "a_long_list_of_keys_is_unpacked_in_one_turn",
+        "service/kvstow_service/node/attach/attachserver.py",
+        "    if len(frame.payload) > _UNPACKED_AT_ONCE_BYTES:",
+        "    if False:",
+        "tests/service/node/attach/test_attachserver.py"
+        "::test_a_call_with_many_keys_is_unpacked_between_the_turns_of_others",
+    ),
+    Mutant(
         "a_lookup_is_one_slice",
         "service/kvstow_service/node/pools/nodesession.py",
         "    return [items[start : start + CALL_SLICE] for start in range(0, len(items), CALL_SLICE)]",

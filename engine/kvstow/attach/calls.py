@@ -22,6 +22,8 @@ from msgspec import Meta
 from msgspec.structs import force_setattr
 
 from kvstow.attach.wire import (
+    MOST_COMPLETIONS,
+    MOST_ERROR,
     MOST_LISTED,
     U32,
     U64,
@@ -158,6 +160,7 @@ class BeginStore(Packed, frozen=True):
     """Store blocks under `keys`."""
 
     KIND: ClassVar = Kind.BEGIN_STORE
+    MOST_BYTES: ClassVar = 96 << 10
     keys: StoredKeys
     request_id: Text = ""
 
@@ -187,22 +190,27 @@ _TOO_LONG = 1e9
 
 
 class Completions(Packed, frozen=True):
-    """What `rank` reports about its ops, in order; `listed` cuts what is longer. No answer: see `SettledOps`."""
+    """What `rank` reports about its ops, in order. No answer: see `SettledOps`."""
 
     KIND: ClassVar = Kind.COMPLETIONS
+    MOST_BYTES: ClassVar = 1 << 20
     rank: U32
     boot_id: Text
-    completions: Annotated[tuple[Completion, ...], Meta(max_length=MOST_LISTED)]
+    completions: Annotated[tuple[Completion, ...], Meta(max_length=MOST_COMPLETIONS)]
 
-    def __post_init__(self) -> None:
-        if any(done.error for done in self.completions):
-            clean = [replace(done, error=plain(done.error)) if done.error else done for done in self.completions]
-            force_setattr(self, "completions", tuple(clean))
+    @classmethod
+    def listed(cls, rank: int, boot_id: str, completions: Sequence[Completion]) -> Iterator[Self]:
+        """These completions in as many messages as they need. Errors are cut, and become plain text."""
+        clean = [replace(done, error=plain(done.error, MOST_ERROR)) if done.error else done for done in completions]
+        for start in range(0, len(clean), MOST_COMPLETIONS):
+            yield cls(rank, boot_id, tuple(clean[start : start + MOST_COMPLETIONS]))
 
     def check(self) -> None:
         # The type is the data plane's, which needs no msgspec.
         for done in self.completions:
             seconds, queued = done.seconds, done.queue_seconds
+            if done.error and not is_plain(done.error, MOST_ERROR):
+                raise ValueError(f"op {done.op_id} has failed by {done.error[:100]!a}; allowed: one line of plain text")
             if done.op_id < 0 or done.num_bytes < 0 or not (0 <= seconds < _TOO_LONG and 0 <= queued < _TOO_LONG):
                 raise ValueError(f"op {done.op_id} has moved {done.num_bytes} bytes in {seconds} and {queued} seconds")
 
@@ -407,7 +415,7 @@ class Report(Message, frozen=True):
         return _dump(self.report.to_json())
 
     @classmethod
-    def unpack(cls, payload: bytes) -> Self:
+    def _unpack_whole(cls, payload: bytes) -> Self:
         return cls(decoded(lambda data: RankReport.from_json(msgspec.json.decode(data)), payload, "report"))
 
 

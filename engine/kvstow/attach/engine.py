@@ -35,7 +35,6 @@ from kvstow.attach.calls import (
     ResetDone,
     SettledOps,
     StoreBegun,
-    listed,
 )
 from kvstow.attach.channel import Frame
 from kvstow.attach.connection import Answer, AttachConnection, Call
@@ -428,7 +427,7 @@ class AttachedEngine:
         if not self._unsent:
             return []
         unsent, self._unsent = self._unsent, {}
-        return [Completions(*sender, piece) for sender, done in unsent.items() for piece in listed(done)]
+        return [message for sender, done in unsent.items() for message in Completions.listed(*sender, done)]
 
     def _take(self, frames: list[Frame]) -> None:
         for frame in frames:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from enum import IntEnum
 from functools import cache
 from typing import Annotated, Any, ClassVar, Final, Literal, Self, TypeVar
@@ -27,7 +27,7 @@ Role = Literal["scheduler", "worker"]
 Sender = Literal["scheduler", "worker", "service"]
 
 
-VERSION: Final = 4
+VERSION: Final = 5
 
 
 class Kind(IntEnum):
@@ -91,9 +91,18 @@ def refusal_of(kind: int, sender: Sender, num_fds: int = 0) -> str | None:
 
 
 MOST_ITEMS = 1 << 16
-"""Items of any list: a million tokens in blocks of 16. A list is read in one call that keeps other threads waiting."""
+"""Items of any list: a million tokens in blocks of 16."""
+_PIECE = 256
+"""Keys that are unpacked in one call of C, which keeps all other threads waiting: for 4 ms with `MOST_ITEMS` keys."""
+_PIECES_AT_ONCE = 4
+_MOST_BESIDE_KEYS = 4096
+"""Bytes of a message with lists of keys, without these."""
 MOST_STORED = 256
 """Blocks of one store: it is planned in one go, and it ends in one."""
+MOST_COMPLETIONS = 1024
+"""Completions in one message, which is unpacked in one call of C."""
+MOST_ERROR = MOST_NAME
+"""Characters of the error of a completion."""
 MOST_LISTED = 4096
 """Items of a list that is read for people or kept."""
 
@@ -109,7 +118,7 @@ Key = Annotated[bytes, Meta(min_length=1, max_length=256)]
 Keys = Annotated[Sequence[Key], Meta(max_length=MOST_ITEMS)]
 StoredKeys = Annotated[Sequence[Key], Meta(max_length=MOST_STORED)]
 U32s = Annotated[tuple[U32, ...], Meta(max_length=MOST_ITEMS)]
-U64s = Annotated[tuple[U64, ...], Meta(max_length=MOST_ITEMS)]
+U64s = Annotated[tuple[U64, ...], Meta(max_length=MOST_LISTED)]
 Runs = Annotated[tuple[tuple[U32, U32], ...], Meta(max_length=MOST_ITEMS)]
 Digest = Annotated[bytes, Meta(max_length=8)]
 Counts = Annotated[dict[Name, U32], Meta(max_length=64)]
@@ -119,6 +128,9 @@ class Message(Struct, frozen=True):
     """A message in JSON: it has names, so another version can read it as far as it must."""
 
     KIND: ClassVar[Kind]
+    MOST_BYTES: ClassVar[int] = 64 << 10
+    """The limit of what an engine or a worker sends, because it is unpacked in one call of C. Lists of keys do not
+    count: they are unpacked in pieces."""
 
     def pack(self) -> bytes:
         # Not msgspec's JSON, which raises an error for half a surrogate, as in a path that is no UTF-8: the service
@@ -128,6 +140,29 @@ class Message(Struct, frozen=True):
     @classmethod
     def unpack(cls, payload: bytes) -> Self:
         """Raises `ProtocolError`, with reason `malformed`, for anything else."""
+        steps = cls.unpack_in_steps(payload)
+        while True:
+            try:
+                next(steps)
+            except StopIteration as ended:
+                found: Self = ended.value
+                return found
+
+    @classmethod
+    def unpack_in_steps(cls, payload: bytes) -> Generator[None, None, Self]:
+        """`unpack`, in steps that are over soon."""
+        yield from ()
+        cls._check_length(payload)
+        return cls._unpack_whole(payload)
+
+    @classmethod
+    def _check_length(cls, payload: bytes) -> None:
+        if len(payload) > cls.MOST_BYTES and cls.KIND not in SENT_BY["service"]:
+            words = f"{cls.KIND.name.lower()}: {len(payload)} bytes; allowed: {cls.MOST_BYTES}"
+            raise ProtocolError("malformed", words)
+
+    @classmethod
+    def _unpack_whole(cls, payload: bytes) -> Self:
         fields = cls.__struct_fields__ if issubclass(cls, Packed) else ()
         found: Self = decoded(_reader(cls), payload, cls.KIND.name.lower(), fields)
         return found
@@ -138,14 +173,35 @@ class Message(Struct, frozen=True):
 
 
 class Packed(Message, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A message in MessagePack, as an array of its fields."""
+    """A message in MessagePack, as an array of its fields. With lists of keys, it is an array of the message without
+    them, packed, and of their pieces, packed, too."""
 
     def pack(self) -> bytes:
         """Raises `ProtocolError` for what cannot be sent."""
+        names = _key_lists(type(self))
         try:
-            return _encode(self)
+            if not names:
+                return _encode(self)
+            lists = [_packed_in_pieces(getattr(self, name)) for name in names]
+            return _encode((_encode(msgspec.structs.replace(self, **dict.fromkeys(names, ()))), *lists))
         except (UnicodeError, OverflowError) as error:
             raise ProtocolError("malformed", f"{self.KIND.name.lower()}: {error}") from error
+
+    @classmethod
+    def unpack_in_steps(cls, payload: bytes) -> Generator[None, None, Self]:
+        names, what = _key_lists(cls), cls.KIND.name.lower()
+        if not names:
+            return (yield from super().unpack_in_steps(payload))
+        rest, *lists = decoded(_splitter(len(names)), payload, what)
+        message = cls._unpack_whole(rest)
+        for name, pieces in zip(names, lists, strict=True):
+            keys: list[bytes] = []
+            for number, piece in enumerate(pieces, 1):
+                keys += decoded(_read_piece, piece, f"{what}: {name}")
+                if not number % _PIECES_AT_ONCE:
+                    yield
+            msgspec.structs.force_setattr(message, name, keys)
+        return message
 
     def check(self) -> None:
         """Names and sentences in a packed message are made plain where they are shown."""
@@ -155,7 +211,25 @@ class PackedPart(Struct, frozen=True, array_like=True, forbid_unknown_fields=Tru
     """A part of a packed message."""
 
 
+@cache
+def _key_lists(kind: type[Packed]) -> tuple[str, ...]:
+    """The fields that may have many keys."""
+    return tuple(field.name for field in msgspec.structs.fields(kind) if field.type == Keys)
+
+
+def _packed_in_pieces(keys: Sequence[bytes]) -> list[bytes]:
+    return [_encode(keys[start : start + _PIECE]) for start in range(0, len(keys), _PIECE)]
+
+
+@cache
+def _splitter(num_lists: int) -> Callable[[bytes], Any]:
+    rest = Annotated[bytes, Meta(max_length=_MOST_BESIDE_KEYS)]
+    pieces = Annotated[tuple[bytes, ...], Meta(max_length=MOST_ITEMS // _PIECE)]
+    return msgspec.msgpack.Decoder(tuple[(rest, *[pieces] * num_lists)]).decode  # type: ignore[misc]
+
+
 _encode = msgspec.msgpack.Encoder().encode
+_read_piece = msgspec.msgpack.Decoder(Annotated[list[Key], Meta(max_length=_PIECE)]).decode
 _T = TypeVar("_T")
 
 

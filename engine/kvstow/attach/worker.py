@@ -457,8 +457,8 @@ class AttachedWorker:
         if released or now >= self._next_report or is_news(report, self._reported):
             self._next_report, self._reported = now + REPORT_SECONDS, report
             self._reports.append(self._connection.call(Report(report)))
-        if released:
-            self._connection.send(ReleasedExtents(tuple(released)))
+        for extent_ids in listed(released):
+            self._connection.send(ReleasedExtents(extent_ids))
 
     # -- sessions -------------------------------------------------------------------------------------------
 

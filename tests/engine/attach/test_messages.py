@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import struct
 import tracemalloc
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -33,7 +34,17 @@ from kvstow.attach.calls import (
 )
 from kvstow.attach.hello import Hello, Refused, Welcome
 from kvstow.attach.identity import FleetWeights, GroupIdentity, NamespaceIdentity, PoolIdentity, RegionIdentity
-from kvstow.attach.wire import MOST_LISTED, MOST_STORED, SENT_BY, VERSION, Kind, Message, Packed, refusal_of
+from kvstow.attach.wire import (
+    MOST_COMPLETIONS,
+    MOST_LISTED,
+    MOST_STORED,
+    SENT_BY,
+    VERSION,
+    Kind,
+    Message,
+    Packed,
+    refusal_of,
+)
 from kvstow.errors import AttachRefusedError, ProtocolError
 from kvstow.hints import LONGEST_PAUSE, MOST_NAME_CHARS, Hints
 from kvstow.messages import Completion, DesiredState, RankReport
@@ -213,18 +224,48 @@ def test_keys_keep_their_zero_bytes() -> None:
 
 def test_a_key_has_between_1_and_256_bytes() -> None:
     for key in (b"", bytes(257)):
-        with pytest.raises(ProtocolError, match=r"lookup: Expected `bytes` of length .* - at `\$.keys\[0\]`"):
+        with pytest.raises(ProtocolError, match=r"lookup: keys: Expected `bytes` of length .* - at `\$\[0\]`"):
             Lookup.unpack(Lookup([key]).pack())
 
 
 def test_a_list_has_65_536_items_at_most() -> None:
     most = [b"key"] * (1 << 16)
     assert len(calls.Lookup.unpack(calls.Lookup(most).pack()).keys) == 1 << 16
-    long = [*most, b"key"]
-    longer: dict[Any, Any] = {calls.Lookup: long, calls.LookupPrompt: long, calls.Release: (1,) * len(long)}
-    for kind, items in longer.items():
-        with pytest.raises(ProtocolError, match="length <= 65536"):
-            kind.unpack(kind(items).pack())
+    for kind in (calls.Lookup, calls.LookupPrompt):
+        with pytest.raises(ProtocolError, match=r"length <= 256 - at `\$\[1\]`"):  # pieces of 256 keys
+            kind.unpack(kind([*most, b"key"]).pack())
+    with pytest.raises(ProtocolError, match="length <= 256"):
+        calls.Lookup.unpack(in_pieces(calls.Lookup([]).pack(), [b"key"] * 257))
+    with pytest.raises(ProtocolError, match="length <= 4096"):
+        calls.Release.unpack(calls.Release((1,) * 4097).pack())
+
+
+def in_pieces(without_keys: bytes, *pieces: list[bytes]) -> bytes:
+    """The message with these pieces of keys."""
+    rest, _ = msgspec.msgpack.decode(without_keys)
+    return msgspec.msgpack.encode([rest, list(map(msgspec.msgpack.encode, pieces))])
+
+
+def test_keys_are_unpacked_in_steps_of_1024() -> None:
+    """One call for all of them would keep other threads waiting."""
+    keys = [b"%d" % number for number in range(5000)]
+    steps = calls.Admit.unpack_in_steps(calls.Admit(7, keys, (2, 9)).pack())
+    assert sum(1 for _ in steps) == 5
+    assert calls.Admit.unpack(calls.Admit(7, keys, (2, 9)).pack()) == calls.Admit(7, keys, (2, 9))
+
+
+@pytest.mark.parametrize(
+    ("kind", "payload", "words"),
+    [
+        (calls.Admit, calls.Admit(0, [], (0, 0), Hints(ignored=("rate",) * 1000)).pack(), "length <= 4096"),
+        (calls.Report, b"[" + b"[]," * 30_000 + b"0]", "allowed: 65536"),
+        (Completions, Completions(0, "x" * (1 << 20), ()).pack(), "allowed: 1048576"),
+    ],
+)
+def test_a_message_that_takes_long_to_unpack_is_refused_unread(kind: type[Message], payload: bytes, words: str) -> None:
+    """However its bytes are shared out, in fields that have no limit of their own, too."""
+    with pytest.raises(ProtocolError, match=words):
+        kind.unpack(payload)
 
 
 def test_a_slot_beyond_four_billion_is_refused() -> None:
@@ -237,16 +278,20 @@ def test_a_slot_beyond_four_billion_is_refused() -> None:
 
 def test_a_worker_lists_no_more_than_a_list_has_room_for() -> None:
     done, extent = Completion(1, "done"), ExtentSlots(1, 1)
-    for make in (lambda count: Completions(0, "", (done,) * count), lambda count: RegisteredExtents((extent,) * count)):
-        message = make(MOST_LISTED)
+    makes: dict[int, Callable[[int], Message]] = {
+        MOST_COMPLETIONS: lambda count: Completions(0, "", (done,) * count),
+        MOST_LISTED: lambda count: RegisteredExtents((extent,) * count),
+    }
+    for most, make in makes.items():
+        message = make(most)
         assert type(message).unpack(message.pack()) == message
-        with pytest.raises(ProtocolError, match="Expected `array` of length <= 4096"):
-            type(message).unpack(make(MOST_LISTED + 1).pack())
+        with pytest.raises(ProtocolError, match=f"Expected `array` of length <= {most}"):
+            type(message).unpack(make(most + 1).pack())
 
 
 def test_values_out_of_range_are_malformed() -> None:
     with pytest.raises(ProtocolError, match=r"lookup: Invalid enum value 9 - at `\$.hold`"):
-        Lookup.unpack(msgspec.msgpack.encode([[], 9]))
+        Lookup.unpack(msgspec.msgpack.encode([msgspec.msgpack.encode([[], 9]), []]))
     with pytest.raises(ProtocolError, match="1 hits of 0 blocks"):
         calls.CountLookup.unpack(calls.CountLookup(0, 1).pack())
     with pytest.raises(ProtocolError, match="it has looked up blocks from 9 to 8"):
@@ -287,12 +332,15 @@ def test_hints_have_limits(hints: Hints) -> None:
 
 def test_what_ranks_and_the_service_say_of_an_error_is_one_line_of_printable_text() -> None:
     for text in ("one\ntwo", "one\ud800two"):
-        (done,) = Completions.unpack(Completions(0, "", (Completion(1, "failed", text),)).pack()).completions
+        (message,) = Completions.listed(0, "", [Completion(1, "failed", text)])
+        (done,) = Completions.unpack(message.pack()).completions
         (op,) = SettledOps.unpack(SettledOps((SettledOp(1, "store", "failed", text),)).pack()).ops
         assert done.error == op.error == "one two"
-    raw = msgspec.msgpack.encode([0, "", [{"op_id": 1, "mark": "failed", "error": "one\ntwo" + "x" * 5000}]])
-    assert len(Completions.unpack(raw).completions[0].error or "") == 4096
-    assert "\n" not in (Completions.unpack(raw).completions[0].error or "")
+    for text in ("one\ntwo", "x" * 256):
+        (message,) = Completions.listed(0, "", [Completion(1, "failed", text)])
+        assert len(message.completions[0].error or "") <= 255
+        with pytest.raises(ProtocolError, match=r"op 1 has failed by .*; allowed: one line of plain text"):
+            Completions.unpack(Completions(0, "", (Completion(1, "failed", text),)).pack())
 
 
 def test_the_leading_run_begins_at_the_first_key() -> None:

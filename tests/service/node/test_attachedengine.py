@@ -13,7 +13,7 @@ from kvstow.attach.calls import Hold
 from kvstow.attach.connection import Answer
 from kvstow.attach.engine import PROBE_BLOCKS, PROBE_SECONDS, AttachedEngine, Hits
 from kvstow.attach.hello import number_of
-from kvstow.attach.wire import MOST_LISTED
+from kvstow.attach.wire import MOST_COMPLETIONS
 from kvstow.errors import AttachRefusedError, NotFoundError
 from kvstow.messages import Completion, Op
 from kvstow.prefill import PrefillCost, PrefillNews
@@ -107,7 +107,7 @@ def test_what_is_stored_is_found_and_loaded(engine: Engine) -> None:
 
 
 def test_many_completions_are_sent_in_several_messages(engine: Engine) -> None:
-    done = [Completion(number, "done") for number in range(MOST_LISTED + 1)]
+    done = [Completion(number, "done") for number in range(MOST_COMPLETIONS + 1)]
     engine._unsent[0, BOOT] = done
     sent = [message.completions for message in engine._take_unsent()]
     assert sent == [tuple(done[:-1]), (done[-1],)]

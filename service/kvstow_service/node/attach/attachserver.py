@@ -62,6 +62,8 @@ _TURN_SECONDS = 0.001
 longer."""
 _PAUSED_ABOVE_BYTES = 1 << 20
 """While a client leaves more than this unread, the server does not read from it either."""
+_UNPACKED_AT_ONCE_BYTES = 32 << 10
+"""Longer messages are unpacked in pieces, between which other clients have their turns."""
 _LAST_READS = 64
 """Reads from a client that has disconnected, at most. Its socket's buffer holds less than they return."""
 _FAILED = "the service has failed in this call; its log says how"
@@ -108,7 +110,20 @@ def answer_to(
 
     Raises what the call raises. Raises `ProtocolError` for a payload that is not a message of its kind.
     """
-    call = _CALLS[frame.kind].unpack(frame.payload)
+    if len(frame.payload) > _UNPACKED_AT_ONCE_BYTES:
+        return _answer_in_steps(host, member, frame, later)
+    return _answer(host, member, _CALLS[frame.kind].unpack(frame.payload), later)
+
+
+def _answer_in_steps(host: NodeHost, member: Member, frame: Frame, later: Later | None) -> Steps[Message | None]:
+    call = yield from _CALLS[frame.kind].unpack_in_steps(frame.payload)
+    answer = _answer(host, member, call, later)
+    return (yield from answer) if isinstance(answer, Generator) else answer
+
+
+def _answer(
+    host: NodeHost, member: Member, call: Message, later: Later | None
+) -> Message | Steps[Message | None] | None:
     if (steps := _steps_of_long(member.session.hosted, call, later)) is not None:
         return steps
     if isinstance(call, Report | Completions | RegisteredExtents | ReleasedExtents):

@@ -406,6 +406,21 @@ def test_a_call_with_many_items_is_worked_off_between_the_turns_of_others(
     greedy.close()
 
 
+def test_a_call_with_many_keys_is_unpacked_between_the_turns_of_others(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    greedy, other = raw_session(node), node.attach()
+    order: list[tuple[str, int]] = []
+    monkeypatch.setattr(FakeSession, "admit", lambda session, call: order.append((session.session_id, len(call.keys))))
+    other_id = other.welcome.session_id if other.welcome else ""
+    with node.standing_still():
+        greedy.send(Kind.ADMIT, Admit(0, [b"key"] * 10_000, (0, 0)).pack())
+        other.send(Admit(0, [], (0, 0)))
+    wait_until(lambda: len(order) == 2)
+    assert [order[0], order[1][1]] == [(other_id, 0), 10_000]
+    greedy.close()
+
+
 def test_a_refusal_is_read_although_the_client_is_still_sending(node: Node) -> None:
     channel = raw_session(node)
     channel.send(Kind.WELCOME, b"")
