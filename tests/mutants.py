@@ -886,9 +886,17 @@ MUTANTS = [
     Mutant(
         "a_pause_of_the_service_counts_for_timeouts",
         "service/kvstow_service/process/runningclock.py",
-        "                    self._stopped_seconds += gap\n",
-        "",
+        "_Watched(stopped + pause, ",
+        "_Watched(stopped, ",
         "tests/service/process/test_runningclock.py::test_the_time_in_which_the_process_was_stopped_does_not_count",
+    ),
+    Mutant(
+        "a_pause_of_the_service_counts_until_it_is_noticed",
+        "service/kvstow_service/process/runningclock.py",
+        "(now if now < until else until) - stopped",
+        "now - stopped",
+        "tests/service/process/test_runningclock.py"
+        "::test_a_thread_that_goes_on_before_the_one_that_watches_sees_no_jump",
     ),
     Mutant(
         "the_checks_are_those_of_the_first_moment",

@@ -97,8 +97,9 @@ def _serve(settings: Settings, log: QueuedLog) -> int:
         with short_switch_interval():  # the admin server answers while the node recovers a million blocks
             node.start()
         clock.watch()
-        ticker.start()
-        running.callback(ticker.stop)
+        for each in (ticker, Ticker(clock.watch)):  # `Node.tick` may take longer than the clock waits
+            each.start()
+            running.callback(each.stop)
         _announce(settings, sockets)
 
         stop = stops.wait()

@@ -5,40 +5,47 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from threading import Lock
+from math import inf
+from typing import NamedTuple
 
 logger = logging.getLogger("kvstow.service")
 
-_LONGEST_SECONDS = 3.0
-"""Between two looks at the clock by a process that runs: its ticker looks once a second."""
+LONGEST_SECONDS = 3.0
+"""Between two calls of `watch` in a process that runs. As much of a pause is counted."""
+
+
+class _Watched(NamedTuple):
+    """`stopped`: the seconds that do not count. `until`: where the clock stands still if nobody watches again."""
+
+    stopped: float
+    until: float
 
 
 class RunningClock:
     """The monotonic clock, less the time in which this process was stopped (SIGSTOP, a frozen cgroup).
 
     The process has read no message of others meanwhile, so to count that time would blame them: ranks would be silent,
-    and transfers stuck, by the pause of the service. Thread-safe, and it never goes backwards."""
+    and transfers stuck, by the pause of the service.
+
+    One thread calls `watch` every second. If it is overdue, the clock stands still until it calls again, so the threads
+    that go on before it see no jump. Any thread may look at the clock, which takes no lock and never goes backwards.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock, self._lock = clock, Lock()
-        self._last: float | None = None
-        """The last look; None until `watch`."""
-        self._stopped_seconds = 0.0
+        self._clock = clock
+        self._watched = _Watched(0.0, inf)
+        """Replaced whole, so that no look finds half of it."""
 
     def watch(self) -> None:
-        """From now on somebody looks at this clock every second, as long as the process runs."""
-        self._last = self._clock()
+        """The process runs. Call it every second once it was called."""
+        stopped, until = self._watched
+        now = self._clock()
+        pause = max(0.0, now - until)
+        self._watched = _Watched(stopped + pause, now + LONGEST_SECONDS)
+        if pause:
+            logger.warning("this process was stopped for %.1f s; that counts for no timeout", pause + LONGEST_SECONDS)
 
     def __call__(self) -> float:
-        gap = 0.0
-        with self._lock:
-            now = self._clock()
-            if self._last is not None:
-                if now - self._last > _LONGEST_SECONDS:
-                    gap = now - self._last
-                    self._stopped_seconds += gap
-                self._last = now
-            running = now - self._stopped_seconds
-        if gap:
-            logger.warning("this process was stopped for %.1f s; that time counts for no timeout", gap)
-        return running
+        stopped, until = self._watched
+        now = self._clock()
+        return (now if now < until else until) - stopped

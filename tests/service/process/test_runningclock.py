@@ -2,44 +2,59 @@
 
 from __future__ import annotations
 
-import threading
-import time
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 
 from kvstow.testing.fakes import FakeClock
-from kvstow_service.process.runningclock import RunningClock
+from kvstow_service.process.runningclock import LONGEST_SECONDS, RunningClock
 
 
 def test_the_time_in_which_the_process_was_stopped_does_not_count(caplog: pytest.LogCaptureFixture) -> None:
     monotonic = FakeClock()
     clock = RunningClock(monotonic)
     begun = clock()
-    monotonic.advance(60.0)  # a long start, during which nobody looks
+    monotonic.advance(60.0)  # a long start, during which nobody watches
     clock.watch()
     for _ in range(3):
         monotonic.advance(1.0)
         assert clock() == monotonic()
+        clock.watch()
     monotonic.advance(40.0)
-    assert clock() == begun + 63.0
+    clock.watch()
+    assert clock() == begun + 63.0 + LONGEST_SECONDS
     assert "was stopped for 40.0 s" in caplog.text
     monotonic.advance(1.0)
-    assert clock() == begun + 64.0
+    clock.watch()
+    assert clock() == begun + 64.0 + LONGEST_SECONDS
     assert caplog.text.count("was stopped") == 1
 
 
-def test_threads_that_go_on_together_leave_a_pause_out_once() -> None:
-    clock, seen = RunningClock(), list[float]()
-    before = clock()
-
-    def look() -> None:
-        seen.extend(clock() for _ in range(1000))
-
+def test_a_thread_that_goes_on_before_the_one_that_watches_sees_no_jump() -> None:
+    monotonic = FakeClock()
+    clock = RunningClock(monotonic)
     clock.watch()
-    threads: list[Any] = [threading.Thread(target=look) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert before <= min(seen) <= max(seen) <= time.monotonic()
+    monotonic.advance(40.0)
+    before = clock()
+    assert before == monotonic() - 40.0 + LONGEST_SECONDS
+    clock.watch()
+    assert clock() == before
+    monotonic.advance(1.0)
+    assert clock() == before + 1.0
+
+
+def test_a_pause_that_is_noticed_during_a_look_is_left_out_once() -> None:
+    monotonic, others = FakeClock(), list[Callable[[], None]]()
+
+    def read() -> float:
+        """Other threads run before it returns."""
+        while others:
+            others.pop()()
+        return monotonic()
+
+    clock = RunningClock(read)
+    clock.watch()
+    monotonic.advance(40.0)
+    before = clock()
+    others.append(clock.watch)
+    assert before == clock() == clock()
