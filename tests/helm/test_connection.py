@@ -402,6 +402,11 @@ def test_the_notes_name_commands_that_exist(helm: Path, case: str, number: int) 
         command.make_context(name, rest)
 
 
+@pytest.mark.parametrize("case", ["engine", "engine-node", "addon", "addon-sidecar"])
+def test_the_notes_of_an_engine_say_which_plugins_vllm_must_load(helm: Path, case: str) -> None:
+    assert "VLLM_PLUGINS, the list must contain kvstow" in notes_of(helm, CHART / "ci" / f"{case}-values.yaml")
+
+
 def test_the_notes_name_the_resource_that_a_pool_in_reserved_huge_pages_needs(helm: Path) -> None:
     notes = notes_of(helm, CHART / "ci" / "addon-hugepages-values.yaml")
     assert "\n     1 x (1 % of 8Gi)\n" in notes

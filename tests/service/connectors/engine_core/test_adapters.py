@@ -207,6 +207,20 @@ def test_a_repository_is_its_commit_until_its_branch_moves(tmp_path: Path, monke
     assert str(real) in ask(late, str(first)).reason
 
 
+def test_a_link_of_a_snapshot_that_is_changed_by_hand_is_noticed_once_its_adapter_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllmprocess, "_folder", lambda repository, cache: tmp_path / "models--org--name")
+    link = write_snapshot(tmp_path, "1" * 40) / "adapter_model.safetensors"
+    other = write_snapshot(tmp_path, "2" * 40, "other weights") / "adapter_model.safetensors"
+    adapters = make_adapters()
+    adapter = ask(adapters, str(link.parent))
+    assert adapter.is_named
+    link.unlink()
+    link.symlink_to(os.readlink(other))
+    assert str(link) in ask(adapters, str(link.parent)).reason
+
+
 def let_time_pass(folder: Path) -> None:
     """Until the file system has a later time than this moment: its clock is coarse."""
     now, file = time.time(), folder / "time"
