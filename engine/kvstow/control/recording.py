@@ -1,4 +1,5 @@
-"""A recording of the requests of a pool: when they ended, what they looked up, and hashes in place of their keys.
+"""A recording of the requests of a pool: when they began and how they ended, what they looked up, and hashes in place
+of their keys, of the names of their contexts and of their last tokens.
 
 The hashes are keyed, and their key is never written anywhere and ends with the recording. So they say which blocks are
 equal within one recording, and nothing else: nobody finds a block by them, guesses a prompt, or compares two
@@ -11,15 +12,19 @@ import json
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from hashlib import blake2b
 from threading import Lock
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+from kvstow.endings import NO_ENDING, Ending
 from kvstow.errors import InvalidRequestError
 
 MOST_WAITING = 1 << 18
 """Keys that a recording holds until they are read, requests counted as one more each: about 30 MiB."""
+MOST_OPEN = 1 << 20
+"""Blocks of requests that were read and have not ended: 32 MiB. Of more, the oldest requests are written without an
+end."""
 MOST_SECONDS = 86_400.0
 MOST_BYTES = 4 << 30
 _TAKEN = 1 << 13
@@ -30,16 +35,28 @@ _SECRET_BYTES = 32
 End = Literal["time", "size", "slow", "stopped"]
 
 
-class _Waiting(NamedTuple):
+class _Begun(NamedTuple):
+    number: Hashable
     time: float
     tag: int
-    parts: list[tuple[bytes, ...]]
+    keys: Sequence[bytes]
     looked_up: tuple[int, int]
+    context: bytes | None
 
     @property
     def size(self) -> int:
         """In what `MOST_WAITING` counts."""
-        return sum(map(len, self.parts)) + 1
+        return len(self.keys) + 1
+
+
+class _Ended(NamedTuple):
+    number: Hashable
+    time: float
+    ending: Ending
+
+    @property
+    def size(self) -> int:
+        return 1
 
 
 class Taken(NamedTuple):
@@ -75,11 +92,12 @@ class Recording:
         self._began, self._bytes_left = began, max_bytes
         self._clock, self._ends = clock, clock() + seconds
         self._block_tokens = block_tokens or 1
-        self._waiting: deque[_Waiting] = deque()
-        self._behind: dict[int, list[tuple[int, tuple[bytes, ...]]]] = {}
-        """By session: parts of a chain whose beginning is still to come, the end first, with their places in it."""
+        self._waiting: deque[_Begun | _Ended] = deque()
         self._held = 0
         self._end: End | None = None
+        self._open: dict[Hashable, dict[str, Any]] = {}
+        """The reader's: lines of requests that have not ended, by number, in the order in which they began."""
+        self._open_blocks = 0
         self.requests = self.blocks = 0
         """That were read."""
 
@@ -90,46 +108,82 @@ class Recording:
             return self._has_ended()
 
     def add(
-        self, session: int, keys: Sequence[bytes], tag: int, start: int, looked_up: tuple[int, int] | None, now: float
+        self,
+        number: Hashable,
+        keys: Sequence[bytes],
+        tag: int,
+        looked_up: tuple[int, int] | None,
+        now: float,
+        context: bytes | None = None,
     ) -> None:
-        """A request of a session has used these keys; see `Session.use`. `tag`: of the namespace. O(keys), some
-        nanoseconds each."""
+        """A request has begun, with this chain; see `Session.admit`. `number`: until its end, no other one has it.
+        `tag`: of the namespace. `context`: the id of the one that its client has named. Keeps `keys`, which must not
+        change."""
+        self._add(_Begun(number, now, tag, keys, looked_up or (0, len(keys)), context))
+
+    def end(self, number: Hashable, ending: Ending, now: float) -> None:
+        """The request has ended. Without an effect if it began before the recording."""
+        self._add(_Ended(number, now, ending))
+
+    def _add(self, what: _Begun | _Ended) -> None:
         with self._lock:
             if self._has_ended():
                 return
-            if self._held + len(keys) + 1 > MOST_WAITING:
+            if self._held + what.size > MOST_WAITING:
                 self._finish("slow")
                 return
-            self._held += len(keys) + 1
-            self._behind.setdefault(session, []).append((start, tuple(keys)))
-            if not start:
-                behind = self._behind.pop(session)
-                waiting = _Waiting(now, tag, _joined(behind), looked_up or (0, len(keys)))
-                self._held += waiting.size - sum(len(part) + 1 for _, part in behind)
-                self._waiting.append(waiting)
+            self._held += what.size
+            self._waiting.append(what)
 
     def take(self) -> Taken:
-        """What has come since the last call, or a part of it. For the reader; hashes without the lock."""
-        requests: list[_Waiting] = []
+        """Requests that have ended since the last call, or some of them. Those that go on at the end of the recording
+        come last, without an end. For the reader; hashes without the lock."""
+        found: list[_Begun | _Ended] = []
         num_keys = 0
         with self._lock:
             self._has_ended()
             while self._waiting and num_keys < _TAKEN:
-                requests.append(self._waiting.popleft())
-                num_keys += requests[-1].size
-                self._held -= requests[-1].size
-        lines = []
-        for request in requests:
-            line = self._line(request)
-            if len(line) > self._bytes_left:
-                with self._lock:
-                    self._waiting.clear()
-                    self._finish("size")
-                break
-            self._bytes_left -= len(line)
-            lines.append(line)
+                found.append(self._waiting.popleft())
+                num_keys += found[-1].size
+                self._held -= found[-1].size
+            is_last = self._end is not None and not self._waiting
+        lines: list[bytes] = []
+        for one in found:
+            if isinstance(one, _Begun):
+                if one.number in self._open:  # its session has ended without it
+                    self._write(one.number, lines)
+                self._open[one.number] = line = self._line(one)
+                self._open_blocks += len(line["hash_ids"])
+                while self._open_blocks > MOST_OPEN:
+                    self._write(next(iter(self._open)), lines)
+            elif one.number in self._open:
+                line = self._open[one.number]
+                line["end"] = self._milliseconds(one.time)
+                if (stop := self._stop(one.ending)) is not None:
+                    line["stop"] = stop
+                self._write(one.number, lines)
+        while is_last and self._open:
+            self._write(next(iter(self._open)), lines)
         with self._lock:
             return Taken(b"".join(lines), None if self._waiting else self._end)
+
+    def _write(self, number: Hashable, lines: list[bytes]) -> None:
+        """Append the line of an open request, which is open no more, if there is room for it."""
+        described = self._open.pop(number)
+        self._open_blocks -= len(described["hash_ids"])
+        line = json.dumps(described, separators=(",", ":")).encode() + b"\n"
+        if len(line) > self._bytes_left:
+            self._bytes_left = 0
+            with self._lock:
+                self._waiting.clear()
+                self._held = 0
+                self._finish("size")
+            return
+        self._bytes_left -= len(line)
+        self.requests += 1
+        first, stop = described["looked_up"]
+        self.blocks += stop - first
+        lines.append(line)
 
     def stop(self) -> None:
         """Its reader has gone, or reads what is left too late. Idempotent."""
@@ -147,34 +201,31 @@ class Recording:
 
     def _finish(self, end: End) -> None:
         self._end = self._end or end
-        self._behind.clear()
 
-    def _line(self, request: _Waiting) -> bytes:
-        ids = [self._id(request.tag, key) for part in request.parts for key in part]
-        ids = list(dict.fromkeys(ids))  # a client may repeat a key; a trace does not
+    def _line(self, request: _Begun) -> dict[str, Any]:
+        # A client may repeat a key; a trace does not.
+        ids = list(dict.fromkeys([self._id(request.tag, key) for key in request.keys]))
         first, stop = (min(position, len(ids)) for position in request.looked_up)
-        self.requests += 1
-        self.blocks += stop - first
-        line = {
-            "timestamp": round(1000 * (request.time - self._began)),
+        line: dict[str, Any] = {
+            "timestamp": self._milliseconds(request.time),
             "input_length": stop * self._block_tokens,
             "output_length": (len(ids) - stop) * self._block_tokens,
             "hash_ids": ids,
             "looked_up": [first, stop],
         }
-        return json.dumps(line, separators=(",", ":")).encode() + b"\n"
+        if request.context is not None:
+            line["context"] = f"{self._id(request.tag, request.context):013x}"
+        return line
+
+    def _stop(self, ending: Ending) -> str | None:
+        """In place of the last two tokens, which tell how the answer ended, there is a hash."""
+        if ending.tokens is not None:
+            return f"{ending.status}-{self._id(0, repr(ending.tokens).encode()):013x}"
+        return None if ending.status == NO_ENDING.status else ending.status
+
+    def _milliseconds(self, time: float) -> int:
+        return round(1000 * (time - self._began))
 
     def _id(self, tag: int, key: bytes) -> int:
         digest = blake2b(tag.to_bytes(8, "big") + key, digest_size=8, key=self._secret).digest()
         return int.from_bytes(digest, "big") >> (64 - _ID_BITS)
-
-
-def _joined(behind: list[tuple[int, tuple[bytes, ...]]]) -> list[tuple[bytes, ...]]:
-    """The parts of a chain from its beginning on, without those of another chain whose beginning never came."""
-    found: list[tuple[bytes, ...]] = []
-    expected = 0
-    for start, part in reversed(behind):
-        if start == expected:
-            found.append(part)
-            expected += len(part)
-    return found

@@ -438,7 +438,8 @@ class Session:
         pool.learn(seen)
         tag = request.namespace.tag
         if recording is not None:
-            recording.add(id(self), keys, tag, 0, looked_up, now)
+            context = None if hints is None else hints.context
+            recording.add((id(self), number), tuple(keys), tag, looked_up, now, context)
         if pool.comparison is not None and pool.slots.limit:
             pool.comparison.use(keys, tag, range(*(looked_up or (0, len(keys)))), pool.slots.limit)
         return number
@@ -488,6 +489,8 @@ class Session:
                 pool.index.absorb(request.running, request.namespace, some, pool.clock())
             yield
         hints = request.hints
+        if (recording := pool.recording) is not None:
+            recording.end((id(self), number), ending, pool.clock())
         with pool.lock:
             if hints is not None and ending.status not in ("interrupted", "abort"):
                 ending = ending._replace(resume_in=hints.resume_in, release=hints.release)

@@ -30,7 +30,7 @@ from heapq import heappop, heappush
 from itertools import chain, count, islice, pairwise
 from typing import Any, NamedTuple, cast, overload
 
-from kvstow.endings import NO_ENDING, Ending
+from kvstow.endings import NO_ENDING, STATUSES, Ending, Status
 from kvstow.errors import ConfigError, InvalidRequestError
 from kvstow.keys import BlockKey, make_key
 from kvstow.layout import KVLayout, Region
@@ -117,7 +117,9 @@ class Numbers:
 
 def ending_of_trace(stop: str | None) -> Ending:
     """How a request has ended, for the control plane, which knows ends of text by their last tokens: each `stop` of a
-    trace stands for a pair of them."""
+    trace stands for a pair of them, except those that are a status of the control plane's."""
+    if stop in STATUSES:
+        return Ending(cast(Status, stop))
     return NO_ENDING if stop is None else Ending("stop", (zlib.crc32(stop.encode()), 0))
 
 
@@ -188,7 +190,8 @@ def events(requests: Iterable[TraceRequest]) -> Iterator[Event]:
 
 
 def read_trace(path: str, *, limit: int | None = None) -> list[TraceRequest]:
-    """The first `limit` requests of the file at `path`, or of standard input for `-`; all without a limit.
+    """The first `limit` requests of the file at `path`, or of standard input for `-`, all without a limit, in the order
+    in which they began: a recording has them in the order of their ends.
 
     Empty lines are skipped. Raises `InvalidRequestError` naming the file, the line and what is wrong; also for a
     trace without requests.
@@ -197,7 +200,7 @@ def read_trace(path: str, *, limit: int | None = None) -> list[TraceRequest]:
         requests = list(islice(parse_trace(lines, "<stdin>" if path == "-" else path), limit))
     if not requests:
         raise InvalidRequestError(f"{path} holds no requests")
-    return requests
+    return sorted(requests, key=lambda request: request.timestamp)
 
 
 def read_lines(path: str, *, longest: int = LONGEST_LINE) -> Generator[bytes]:

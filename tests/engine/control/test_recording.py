@@ -12,6 +12,7 @@ import pytest
 from kvstow.control import recording
 from kvstow.control.engine import OffloadEngine
 from kvstow.control.recording import MOST_BYTES, MOST_SECONDS, Recording
+from kvstow.endings import NO_ENDING, Ending
 from kvstow.errors import ConflictError, InvalidRequestError
 from kvstow.testing.fakes import FakeClock
 from kvstow.testing.rank import use_keys
@@ -37,13 +38,13 @@ def use(
     made: Recording,
     chain: Sequence[bytes],
     *,
-    session: int = 1,
     tag: int = 0,
-    start: int = 0,
     looked_up: tuple[int, int] | None = None,
     now: float = 101.5,
+    ending: Ending = NO_ENDING,
 ) -> None:
-    made.add(session, chain, tag, start, looked_up, now)
+    made.add("request", chain, tag, looked_up, now)
+    made.end("request", ending, now + 0.25)
 
 
 def lines(made: Recording) -> list[dict[str, Any]]:
@@ -54,14 +55,14 @@ def test_a_line_has_times_lengths_and_what_was_looked_up(made: Recording) -> Non
     use(made, keys(1, 2, 3, 4, 5), looked_up=(1, 3))
     (line,) = lines(made)
     ids = line.pop("hash_ids")
-    assert line == {"timestamp": 1500, "input_length": 48, "output_length": 32, "looked_up": [1, 3]}
+    assert line == {"timestamp": 1500, "end": 1750, "input_length": 48, "output_length": 32, "looked_up": [1, 3]}
     assert len(set(ids)) == 5
     assert (made.requests, made.blocks) == (1, 2)
 
 
 def test_equal_blocks_have_equal_ids_within_a_namespace(made: Recording) -> None:
     use(made, keys(1, 2))
-    use(made, keys(1, 3), session=2)
+    use(made, keys(1, 3))
     use(made, keys(1), tag=7)
     first, second, other = (line["hash_ids"] for line in lines(made))
     assert first[0] == second[0] != other[0]
@@ -84,26 +85,48 @@ def test_ids_tell_nothing_outside_of_their_recording(clock: FakeClock) -> None:
     assert max(one["hash_ids"]) < 1 << 52, "any reader of JSON keeps them"
 
 
-def test_a_chain_in_parts_is_one_request(made: Recording) -> None:
-    chain = keys(*range(9))
-    use(made, chain[6:], start=6)
-    use(made, keys(20), session=2)
-    use(made, chain[2:6], start=2)
-    use(made, chain[:2], looked_up=(0, 7))
-    other, whole = (line["hash_ids"] for line in lines(made))
-    assert (len(other), len(whole)) == (1, 9)
-    use(made, chain)
-    (line,) = lines(made)
-    assert line["hash_ids"] == whole
+def test_requests_that_overlap_have_their_own_ends(made: Recording) -> None:
+    for number in range(3):
+        made.add(number, keys(number), 0, None, 101.0 + number)
+    made.end(1, Ending("stop", (5, 6)), 110.0)
+    made.end(0, Ending("length"), 111.0)
+    made.end(7, NO_ENDING, 112.0)  # began before the recording
+    first, second = lines(made)
+    assert (first["timestamp"], first["end"], first["stop"][:5]) == (2000, 10_000, "stop-")
+    assert (second["timestamp"], second["end"], second["stop"]) == (1000, 11_000, "length")
+    made.add(1, keys(9), 0, None, 113.0)
+    made.end(1, Ending("stop", (5, 6)), 114.0)
+    assert [line["stop"] for line in lines(made)] == [first["stop"]], "equal tokens, equal names"
 
 
-def test_parts_of_a_chain_that_never_began_are_left_out(made: Recording) -> None:
-    use(made, keys(*range(50, 60)), start=30)
-    use(made, keys(3), start=2)
-    use(made, keys(1, 2))
-    (line,) = lines(made)
-    assert len(line["hash_ids"]) == 3
-    assert made._held == 0
+def test_requests_that_go_on_at_its_end_have_none(made: Recording, clock: FakeClock) -> None:
+    for number in range(2):
+        made.add(number, keys(number), 0, None, 101.0)
+    made.end(1, NO_ENDING, 102.0)
+    clock.advance(60.0)
+    taken = made.take()
+    assert ["end" in json.loads(line) for line in taken.lines.splitlines()] == [True, False]
+    assert taken.end == "time"
+
+
+def test_of_many_running_requests_the_oldest_have_no_end(made: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recording, "MOST_OPEN", 10)
+    for number in range(12):
+        made.add(number, keys(number), 0, None, 101.0 + number)
+    assert [line["timestamp"] for line in lines(made)] == [1000, 2000]
+    for number in range(12):
+        made.end(number, NO_ENDING, 120.0)
+    assert len(lines(made)) == 10
+    assert made._open_blocks == 0
+
+
+def test_a_context_has_a_name_that_tells_nothing(made: Recording) -> None:
+    for number in range(2):
+        made.add(number, keys(number), 0, None, 101.0, b"a context" if number < 2 else None)
+        made.end(number, NO_ENDING, 102.0)
+    first, second = (line["context"] for line in lines(made))
+    assert first == second
+    assert len(first) == 13
 
 
 def test_a_repeated_key_occurs_once(made: Recording) -> None:
@@ -137,18 +160,9 @@ def test_it_ends_when_nobody_reads_and_holds_no_more(made: Recording, monkeypatc
     for number in range(500):
         use(made, keys(number % 200, (number + 1) % 200))
     assert made._held <= 100
-    assert len(made._waiting) == 33
     assert made.is_over
     taken = made.take()
-    assert (len(taken.lines.splitlines()), taken.end) == (33, "slow")
-
-
-def test_parts_whose_beginning_never_comes_count_too(made: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recording, "MOST_WAITING", 100)
-    for number in range(500):
-        use(made, keys(1), session=number, start=1)
-    assert made.is_over
-    assert not made._behind
+    assert (len(taken.lines.splitlines()), taken.end) == (25, "slow")
 
 
 def test_a_reader_that_keeps_up_goes_on(made: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,7 +174,7 @@ def test_a_reader_that_keeps_up_goes_on(made: Recording, monkeypatch: pytest.Mon
 
 
 def test_much_is_taken_piece_by_piece(made: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recording, "_TAKEN", 4)
+    monkeypatch.setattr(recording, "_TAKEN", 8)
     for number in range(4):
         use(made, keys(number, number + 1))
     made.stop()
@@ -190,6 +204,7 @@ def test_a_pool_records_uses_with_and_without_a_comparison(make_engine: Callable
             use_keys(engine, keys(1, 2, 3, 4), looked_up=(0, 3))
             (line,) = lines(made)
             assert (len(line["hash_ids"]), line["looked_up"]) == (4, [0, 3])
+            assert line["end"] >= line["timestamp"]
         assert engine.pool.recording is None
         use_keys(engine, keys(1))
         assert made.take() == (b"", "stopped")
@@ -213,7 +228,7 @@ def test_a_pool_has_one_recording_at_a_time(make_engine: Callable[..., OffloadEn
 def test_stalled_readers_hold_no_more_than_one_recording(
     make_engine: Callable[..., OffloadEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recording, "MOST_WAITING", 3)
+    monkeypatch.setattr(recording, "MOST_WAITING", 4)
     engine = make_engine()
     with engine.record(**LIMITS) as stalled:
         use_keys(engine, keys(1))
