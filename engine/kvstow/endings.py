@@ -7,6 +7,7 @@ state worthless, and gains nothing.
 
 from __future__ import annotations
 
+import struct
 from bisect import bisect_right
 from typing import Final, Literal, NamedTuple, get_args
 
@@ -18,6 +19,8 @@ STATUSES: Final[tuple[Status, ...]] = get_args(Status)
 MOST_PAIRS = 8
 _RESUME_TIMES = 39
 _FIRST_TIME, _TIME_FACTOR = 0.5, 1.4
+_PAIR = struct.Struct("<IQQ")
+PAIRS_BYTES = MOST_PAIRS * _PAIR.size
 
 OTHER = 0
 PAIRS = range(len(STATUSES), len(STATUSES) + MOST_PAIRS)
@@ -70,6 +73,17 @@ class Endings:
         """Pairs that are counted."""
         return len(self._counts)
 
+    def dump(self) -> bytes:
+        """Which pair each state of `PAIRS` stands for, and how often it occurred: `PAIRS_BYTES` bytes for `load`."""
+        found = {state: (self._counts[pair], *pair) for pair, state in self._states.items()}
+        return b"".join(_PAIR.pack(*found.get(state, (0, 0, 0))) for state in PAIRS)
+
+    def load(self, data: bytes) -> None:
+        """Take up what an earlier life of the pool has learned, before any ending."""
+        for state, (count, *pair) in zip(PAIRS, _PAIR.iter_unpack(data), strict=True):
+            if count:
+                self._counts[pair[0], pair[1]], self._states[pair[0], pair[1]] = count, state
+
     def state_of(self, ending: Ending) -> tuple[int, bool]:
         """The state, and whether it has just got another meaning."""
         if ending.release:
@@ -94,7 +108,7 @@ class Endings:
         if pair in states:
             return states[pair], False
         if len(states) < MOST_PAIRS:
-            states[pair] = PAIRS[len(states)]
+            states[pair] = min(set(PAIRS).difference(states.values()))
             return states[pair], True
         rarest = min(states, key=counts.__getitem__)
         if count > 2 * counts[rarest] + 16:

@@ -36,6 +36,8 @@ _SAME_USE = 2.0
 _LAST_BIN = NUM_BINS - 1
 _MOST_MOVES = 1024
 """Watches that move on in one call."""
+_MOST_STEPS = 256
+"""Newer watches that one is put before: of a request that began long ago, that may be wrong by a little."""
 _MOST_WAITING = 4096
 """Evicted keys that wait to be remembered: many at once cost little more than one."""
 _MOST_EXPECTED = 1 << 18
@@ -92,10 +94,23 @@ class ChainPart:
     Each block is counted once: `resident` ones have a slot; `expected` ones are keys of the part in `Order.expected`,
     while their request is running or has just ended; `evicted` ones are remembered by the number of the part, roughly.
     `slots`: of the resident ones, in prefix order, without those that `Chains` has set aside; some may have another
-    owner meanwhile. `absent`: the keys of the expected ones; some may be so no longer."""
+    owner meanwhile. `absent`: the keys of the expected ones; some may be so no longer. `by_start`: when it is evicted
+    follows from when its request has begun, even after the end."""
 
     __slots__ = (
-        *("absent", "ended", "evicted", "expected", "fetch", "number", "order", "request", "resident", "running"),
+        *(
+            "absent",
+            "by_start",
+            "ended",
+            "evicted",
+            "expected",
+            "fetch",
+            "number",
+            "order",
+            "request",
+            "resident",
+            "running",
+        ),
         *("slots", "uses", "weight"),
     )
 
@@ -103,6 +118,7 @@ class ChainPart:
         self.number, self.order, self.uses = number, order, uses
         self.resident = self.expected = self.evicted = self.fetch = 0
         self.weight = 0.0
+        self.by_start = False
         self.slots = array("I")
         self.absent: list[bytes] | None = None
         self.request: Running | None = None
@@ -117,7 +133,7 @@ class ChainPart:
     @property
     def home(self) -> Watch:
         """The watch that says when its blocks are evicted."""
-        watch = self.ended or self.running
+        watch = self.running if self.by_start and self.running is not None else self.ended or self.running
         assert watch is not None
         return watch
 
@@ -250,7 +266,7 @@ class Chains:
         """`held`: slots that must not be evicted."""
         self.hazards, self._held, self._learns = hazards, held, learns
         self.is_lru = False
-        """What has waited longest is evicted, whatever its class."""
+        """What was used longest ago is evicted, by the start of its last request, whatever its class."""
         self.evicted_blocks = EvictedBlocks()
         self._owner: list[ChainPart | None] = unvisited([])
         """The part of each slot. A part must not lead back to the pool when its request has ended: see
@@ -386,11 +402,12 @@ class Chains:
             part.request = None
             if part.running is None:  # all its blocks were removed
                 continue
-            self._unlink(part.running)  # from its order, if it was admitted with this request
-            self._link(part.running, None)
+            part.by_start = self.is_lru
             part.ended = Watch(part, self.hazards.first_cell(state, part.uses), now)
             part.ended.turn = next(self._serial)
-            self._link(part.ended, part.order if part.slots else None)
+            self._unlink(part.running)
+            for watch in (part.running, part.ended):
+                self._link(watch, part.order if part.slots and watch is part.home else None)
             if part.absent:
                 self._just_ended.append((now, part))
 
@@ -586,7 +603,7 @@ class Chains:
             if part.ended is watch and watch.home is not None:
                 self._unlink(watch)
                 watch.first_cell, watch.bin, watch.since = self.hazards.first_cell(state, max(part.uses, 1)), 0, now
-                self._link(watch, part.order if part.slots else None)
+                self._link(watch, part.order if part.slots and watch is part.home else None)
 
     # -- slots ----------------------------------------------------------------------------------------------
 
@@ -620,13 +637,28 @@ class Chains:
                     self._settle(part)
             at = end
 
-    def _own_new(self, order: Order, slots: Sequence[int], now: float, *, fetched: bool) -> None:
-        """Blocks that no request has used."""
-        part = ChainPart(next(self._serial), order, 0)
+    def restore(self, order: Order, slots: Sequence[int], uses: bytes, now: float) -> None:
+        """The blocks in these slots, in ascending order, are those of an earlier life of the pool. `uses`: how often
+        requests have used the block in each slot, as far as that is known."""
+        at = 0
+        while at < len(slots):
+            end = at + 1
+            while end < len(slots) and uses[end] == uses[at]:
+                end += 1
+            self._own_new(order, slots[at:end], now, uses=min(uses[at], MOST_USES))
+            at = end
+
+    def uses_of(self, first_slot: int, end_slot: int) -> bytes:
+        """How often requests have used the block in each of these slots; 0 for those without one."""
+        return bytes([0 if part is None else part.uses for part in self._owner[first_slot:end_slot]])
+
+    def _own_new(self, order: Order, slots: Sequence[int], now: float, *, fetched: bool = False, uses: int = 0) -> None:
+        """Blocks that no request has used in this life of the pool."""
+        part = ChainPart(next(self._serial), order, uses)
         part.weight = 1.0 / len(slots)
         part.fetch = _UNUSED if fetched else 0
         self._own(part, slots)
-        part.ended = Watch(part, self.hazards.first_cell(FETCHED if fetched else OTHER, 1), now)
+        part.ended = Watch(part, self.hazards.first_cell(FETCHED if fetched else OTHER, max(1, uses)), now)
         self._link(part.ended, order)
 
     def remove(self, slots: Sequence[int]) -> None:
@@ -850,16 +882,20 @@ class Chains:
     # -- lists ----------------------------------------------------------------------------------------------
 
     def _link(self, watch: Watch, order: Order | None) -> None:
-        """Put the watch at the end of its cell's list, of this order or of the others."""
+        """Put the watch into its cell's list, of this order or of the others. It is the newest there, unless its part
+        has just got its first slots, or lost its last ones: then it finds its place among the newest."""
         cell = watch.first_cell + watch.bin
         lists = self._others if order is None else order.lists
         watches = lists.get(cell)
         if watches is None:
             watches = lists[cell] = WatchList(cell, order)
-        last = watches.prev
-        watch.home, watch.prev, watch.next = watches, last, watches
-        last.next = watches.prev = watch
-        if last is watches:
+        was_empty, last, steps = watches.next is watches, watches.prev, 0
+        while last is not watches and steps < _MOST_STEPS and last.since > watch.since:
+            last, steps = last.prev, steps + 1
+        after = last.next
+        watch.home, watch.prev, watch.next = watches, last, after
+        last.next = after.prev = watch
+        if was_empty:
             if order is not None:
                 order.filled(cell)
             if not watches.is_queued:
@@ -928,7 +964,7 @@ class Chains:
         meanwhile."""
         lists = order.by_place()
         if self.is_lru:
-            parts = sorted((watch for each in lists for watch in each), key=lambda watch: watch.since)
+            parts = sorted((watch for each in lists for watch in each), key=lambda watch: (watch.since, watch.turn))
         else:
             parts = [watch for each in lists for watch in each]
         for watch in parts:

@@ -48,6 +48,8 @@ _HALF_LIFE = 20_000
 EVERY = 32
 """Requests after which the places are computed anew."""
 _LEAST_SURVIVAL = 1e-6
+_MOST_KEPT = 40
+"""Rows that outlive the process, those with the most observations: 400 bytes each."""
 _HEAD = b"KVH1" + b"".join(number.to_bytes(2, "little") for number in (NUM_CLASSES, NUM_BINS, RUNNING))
 _ALL_ROWS_EVERY = 8
 """So often, the places of classes that were not observed are computed, too, as the common prior changes."""
@@ -68,6 +70,13 @@ class Observations(NamedTuple):
     returned: Floats
     place: Floats
     changed: npt.NDArray[np.int64]
+
+    def dump(self) -> bytes:
+        """What was observed, in a form that `Hazards.load` reads. At most 16 KiB."""
+        rows = np.sort(np.argsort(self.exposed.sum(axis=1))[-_MOST_KEPT:])
+        counts = [one[rows].astype("<f4").tobytes() for one in (self.exposed, self.returned)]
+        classes = self.classes[rows].astype("<u2")
+        return b"".join((_HEAD, len(rows).to_bytes(2, "little"), classes.tobytes(), *counts))
 
 
 class Places(NamedTuple):
@@ -175,15 +184,9 @@ class Hazards:
 
     # -- persistence ----------------------------------------------------------------------------------------
 
-    def dump(self) -> bytes:
-        """What was observed, in a form that `load` reads."""
-        rows = [counts.astype("<f4").tobytes() for counts in self._views()]
-        classes = np.array(self._classes, "<u2")
-        return b"".join((_HEAD, len(classes).to_bytes(2, "little"), classes.tobytes(), *rows))
-
     def load(self, data: bytes) -> bool:
-        """Take up what another life of the pool has observed. Returns False, and changes nothing, if the data are
-        damaged, or of other classes."""
+        """Take up what an earlier life of the pool has observed; see `Observations.dump`. Returns False, and changes
+        nothing, if the data are damaged, or of other classes."""
         at = len(_HEAD) + 2
         count = int.from_bytes(data[len(_HEAD) : at], "little")
         if not data.startswith(_HEAD) or len(data) != at + count * (2 + 8 * NUM_BINS):
@@ -194,9 +197,6 @@ class Hazards:
             return False
         if (found < 0).any() or (found[1] > found[0]).any():
             return False
-        for number in classes.tolist():
-            if self._first_cell[number] < 0:
-                self._add_row(number)
         for number in classes.tolist():
             if self._first_cell[number] < 0:
                 self._add_row(number)

@@ -144,6 +144,15 @@ class Index:
         self.times.mark_stored(slots, now)
         self.chains.publish(namespace.order, keys, slots, now, fetched=fetched)
 
+    def restore(
+        self, namespace: Namespace, keys: Sequence[bytes], slots: Sequence[int], uses: bytes, now: float
+    ) -> None:
+        """The slots, in ascending order, hold the blocks with these keys since an earlier life of the pool; see
+        `Chains.restore`."""
+        namespace.keys.put(keys, slots)
+        self.times.mark_stored(slots, now)
+        self.chains.restore(namespace.order, slots, uses, now)
+
     def lose_contents(self, low: int, now: float) -> None:
         """The contents of the slots from `low` on are lost. Stores in flight to them do not become visible; the caller
         removes visible blocks."""

@@ -8,6 +8,9 @@ word 0   checksum of all others, of the slot's number and of the journal; 0: the
 word 1   of a block, its namespace and the length of its key; of a slot that a session may be writing, that session
 word 2   to 6: the key, of at most 40 bytes
 word 7   of a block, its place in the order of publishing
+
+Behind the records are a byte for each slot, how often its block was used, and what the pool has learned, with a
+checksum. Both are only about what is evicted first, so a crash may leave an old value, or none.
 """
 
 from __future__ import annotations
@@ -100,6 +103,8 @@ MAX_KEY_BYTES = 40
 _FILLING = np.uint64(0xF111 << 48)
 _FILLING_MASK = np.uint64(0xFFFF << 48)
 _MAX_NAMESPACE = (1 << 32) - 1
+LEARNED_BYTES = 16 << 10
+_LEARNED = struct.Struct("<II")  # the length of what was learned, and its CRC-32; then itself
 
 # Odd constants of the checksum.
 _FACTORS = [np.uint64(value) for value in (
@@ -201,6 +206,8 @@ class IndexJournal:
         self._sequence = 0
         self._order = 0
         self._content: dict[str, Any] = {}
+        self._uses_at = HEADER_BYTES + max_slots * RECORD_BYTES
+        self._learned_at = self._uses_at + max_slots
 
     @classmethod
     def create(cls, max_slots: int, content: Mapping[str, Any]) -> Self:
@@ -209,6 +216,7 @@ class IndexJournal:
         journal = cls(fd, max_slots)
         try:
             journal._salt = np.uint64(int.from_bytes(os.urandom(8), "little"))
+            journal._take_memory(journal._learned_at, LEARNED_BYTES)
             journal.write_content(content)
         except BaseException:
             journal.close()
@@ -271,9 +279,13 @@ class IndexJournal:
             raise PinError(
                 "out_of_memory", f"the journal of the index has room for {self.max_slots} slots, not {end_slot}"
             )
-        num_bytes = (end_slot - first_slot) * RECORD_BYTES
+        num_slots = end_slot - first_slot
+        self._take_memory(HEADER_BYTES + first_slot * RECORD_BYTES, num_slots * RECORD_BYTES)
+        self._take_memory(self._uses_at + first_slot, num_slots)
+
+    def _take_memory(self, offset: int, num_bytes: int) -> None:
         try:
-            os.posix_fallocate(self.fd, HEADER_BYTES + first_slot * RECORD_BYTES, num_bytes)
+            os.posix_fallocate(self.fd, offset, num_bytes)
         except OSError as error:
             size = format_size(num_bytes)
             raise PinError("out_of_memory", f"{size} for the journal of the index: {error.strerror}") from error
@@ -306,6 +318,29 @@ class IndexJournal:
         self._erase(rows)
         self._store(rows, STATE, np.uint64(0))
 
+    def write_uses(self, first_slot: int, uses: bytes) -> None:
+        """How often the blocks in the slots from `first_slot` on were used. The slots were reserved."""
+        at = self._uses_at + first_slot
+        self._memory[at : at + len(uses)] = uses
+
+    def uses(self, num_slots: int) -> bytes:
+        """What `write_uses` has written of the slots below `num_slots`, which were reserved; some may be of an earlier
+        block in the slot."""
+        return self._memory[self._uses_at : self._uses_at + num_slots]
+
+    def write_learned(self, learned: bytes) -> None:
+        """What the pool has learned of its traffic, in place of what there was. Without effect if it is too long."""
+        if len(learned) <= LEARNED_BYTES - _LEARNED.size:
+            data = _LEARNED.pack(len(learned), zlib.crc32(learned)) + learned
+            self._memory[self._learned_at : self._learned_at + len(data)] = data
+
+    def learned(self) -> bytes:
+        """What `write_learned` has written; empty if that is damaged, or nothing was."""
+        length, checksum = _LEARNED.unpack_from(self._memory, self._learned_at)
+        start = self._learned_at + _LEARNED.size
+        found = self._memory[start : start + length] if length <= LEARNED_BYTES - _LEARNED.size else b""
+        return found if zlib.crc32(found) == checksum else b""
+
     def recover(self) -> RecoveredIndex:
         """Read all records: 1 s for a million. Records that were cut off in the middle are made empty."""
         used = [np.flatnonzero(self._records[low:high, :KEY].any(axis=1)) + low for low, high in self._extents()]
@@ -337,6 +372,8 @@ class IndexJournal:
         while (start := _seek(self.fd, end, os.SEEK_DATA)) is not None:
             end = os.lseek(self.fd, start, os.SEEK_HOLE)
             low, high = (start - HEADER_BYTES) // RECORD_BYTES, -(-(end - HEADER_BYTES) // RECORD_BYTES)
+            if low >= self.max_slots:
+                return
             yield low, min(high, self.max_slots)
 
     def close(self) -> None:
@@ -377,4 +414,5 @@ def _seek(fd: int, offset: int, whence: int) -> int | None:
 def _file_bytes(max_slots: int) -> int:
     if max_slots <= 0:
         raise InvalidRequestError(f"max_slots is {max_slots}; allowed: 1 or more")
-    return -(-(HEADER_BYTES + max_slots * RECORD_BYTES) // mmap.PAGESIZE) * mmap.PAGESIZE
+    num_bytes = HEADER_BYTES + max_slots * (RECORD_BYTES + 1) + LEARNED_BYTES
+    return -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE

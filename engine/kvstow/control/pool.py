@@ -31,7 +31,7 @@ from kvstow.control.recording import Recording
 from kvstow.control.shares import Shares
 from kvstow.control.slots import AgeSampler, SlotMap
 from kvstow.control.sources import Sources
-from kvstow.endings import Ending, Endings
+from kvstow.endings import PAIRS_BYTES, Ending, Endings
 from kvstow.errors import InvalidRequestError
 from kvstow.messages import DesiredState
 from kvstow.owners import Holding
@@ -48,6 +48,8 @@ its new limit, and evicting them frees no usable slot."""
 _LEASES_AT_ONCE = 256
 _ENDS_AT_ONCE = 16
 """Requests."""
+_USES_SLICES = 16
+"""Of slots whose uses are recorded in one tick: 64 ticks for a million."""
 INTERRUPTED = Ending("interrupted")
 
 
@@ -275,6 +277,8 @@ class Pool:
         """The store below it; only a `SharedPool` may have one."""
         self.journal: IndexJournal | None = None
         """Only a `SharedPool` has one, as its memory may outlive the process."""
+        self._uses_journaled = 0
+        """The slots below it have their uses in the journal; see `journal_uses`."""
         self.earlier: EarlierUses | None = None
         """Processes of an earlier service's sessions may still use the pool's blocks."""
         self.owed: deque[Sequence[int]] = deque()
@@ -316,8 +320,28 @@ class Pool:
         """Compute the places of blocks anew, from what a call with the lock has found due. Without the lock."""
         if seen is not None:
             places = compute(seen)
+            observed = b"" if self.journal is None else seen.dump()
             with self.lock:
                 self.index.chains.hazards.install(places)
+                if self.journal is not None:
+                    self.journal.write_learned(self.endings.dump() + observed)
+
+    def learn_from(self, learned: bytes) -> None:
+        """Take up what `learn` has left in the journal of an earlier life of the pool, before any request."""
+        if self.index.chains.hazards.load(learned[PAIRS_BYTES:]):
+            self.endings.load(learned[:PAIRS_BYTES])
+
+    def journal_uses(self) -> bool:
+        """Record how often the blocks of the next slice of slots were used. Returns False after the last slice."""
+        with self.lock:
+            limit = self.slots.limit
+            if self.journal is None or not limit:
+                return False
+            start = self._uses_journaled if self._uses_journaled < limit else 0
+            end = min(start + self.slice_slots, limit)
+            self.journal.write_uses(start, self.index.chains.uses_of(start, end))
+            self._uses_journaled = end
+            return end < limit
 
     def end_request(self, running: Running, ending: Ending) -> None:
         """A request has ended. The caller holds the lock. O(parts of its chain)."""
@@ -644,6 +668,9 @@ class Pool:
             self.index.chains.pass_time(now)
         while self.end_left():
             time.sleep(0)
+        for _ in range(_USES_SLICES):
+            if not self.journal_uses():
+                break
         self.write_log()
 
     @property

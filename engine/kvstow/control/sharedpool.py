@@ -246,10 +246,13 @@ def recover(
     with pool.lock:
         limit = pool.slots.limit
         nameless = _drop(pool, found, names, {one.number for one in earlier}, limit)
-    num_blocks = 0
+    num_blocks, uses = 0, bytes(limit)
+    if pool.journal is not None:
+        pool.learn_from(pool.journal.learned())
+        uses = pool.journal.uses(limit)
     for tag, blocks in found.blocks.items():
         if tag in names:
-            num_blocks += _restore(pool, names[tag], tag, blocks, limit)
+            num_blocks += _restore(pool, names[tag], tag, blocks, limit, uses)
     with pool.lock:
         pool.last_session_id = max([0, *found.filling, *(one.number for one in earlier)])
         for one in earlier:
@@ -290,7 +293,7 @@ def _drop(pool: SharedPool, found: RecoveredIndex, names: Mapping[int, str], ali
     return nameless + orphans
 
 
-def _restore(pool: SharedPool, name: str, tag: int, blocks: Mapping[bytes, int], limit: int) -> int:
+def _restore(pool: SharedPool, name: str, tag: int, blocks: Mapping[bytes, int], limit: int, uses: bytes) -> int:
     """Make the blocks of a namespace visible, in the order in which they were stored, and return their number. No
     object is made for each of a million blocks but its key."""
     with pool.lock:
@@ -306,8 +309,7 @@ def _restore(pool: SharedPool, name: str, tag: int, blocks: Mapping[bytes, int],
             keys, slots = [keys[index] for index in order], [slots[index] for index in order]
         with pool.lock:
             pool.slots.take(slots)
-            namespace.keys.put(keys, slots)
-            pool.index.admit(namespace, keys, slots, pool.clock())
+            pool.index.restore(namespace, keys, slots, bytes([uses[slot] for slot in slots]), pool.clock())
     with pool.lock:
         pool.index.namespaces.leave(namespace)
     return len(all_keys)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from tests.engine.control import journalwriter
 from tests.engine.control.journalwriter import NAMESPACE, PROGRESS, SESSION, SLOTS, Operation, operations
 
-from kvstow.control.indexjournal import IndexJournal, RecoveredIndex
+from kvstow.control.indexjournal import LEARNED_BYTES, IndexJournal, RecoveredIndex
 from kvstow.errors import ForeignMemoryError, IntegrityError, InvalidRequestError, JournalError, PinError
 
 CONTENT = {"pool": "llama-0a1b2c", "layout": [4096], "namespaces": {"3": "weights-1"}}
@@ -365,19 +365,42 @@ def test_recovering_takes_no_memory_for_slots_that_were_never_used() -> None:
         journal.publish([slot], 1, [b"%d" % slot])
     before = journal.resident_bytes
     assert sorted(recover(journal).blocks[1].values()) == [3, 1 << 19, (1 << 20) - 1]
-    assert journal.resident_bytes == before <= 6 * 4096
+    assert journal.resident_bytes == before <= LEARNED_BYTES + 7 * 4096
     journal.close()
 
 
 def test_a_journal_takes_memory_for_the_slots_that_are_reserved() -> None:
     journal = IndexJournal.create(1 << 20, CONTENT)
-    assert journal.resident_bytes <= 8192
+    assert journal.resident_bytes <= LEARNED_BYTES + 8192
     journal.reserve(0, 1 << 14)
-    assert journal.resident_bytes <= (64 << 14) + 8192
+    assert journal.resident_bytes <= (65 << 14) + LEARNED_BYTES + 8192
     journal.begin(range(1 << 14), 1)
-    assert journal.resident_bytes <= (64 << 14) + 8192
+    journal.write_uses(0, bytes(1 << 14))
+    journal.write_learned(bytes(LEARNED_BYTES - 8))
+    assert journal.resident_bytes <= (65 << 14) + LEARNED_BYTES + 8192
     journal.reserve(5, 5)
     journal.close()
+
+
+def test_uses_and_what_was_learned_are_there_again(journal: IndexJournal) -> None:
+    assert (journal.uses(SLOTS), journal.learned()) == (bytes(SLOTS), b"")
+    journal.write_uses(3, bytes([7, 8, 9]))
+    journal.write_learned(b"a longer one")
+    journal.write_learned(b"some bytes")
+    journal.write_learned(bytes(LEARNED_BYTES))  # has no room
+    again = IndexJournal.open(os.dup(journal.fd))
+    assert (again.uses(7), again.learned()) == (bytes([0, 0, 0, 7, 8, 9, 0]), b"some bytes")
+    assert again.recover().blocks == {}
+    again.close()
+
+
+@pytest.mark.parametrize("at", [0, 3, 4, 8, 17])
+def test_what_was_learned_is_dropped_if_a_byte_of_it_has_changed(journal: IndexJournal, at: int) -> None:
+    journal.write_learned(b"some bytes")
+    start = os.pread(journal.fd, os.fstat(journal.fd).st_size, 0).index(b"some bytes")
+    offset = start - 8 + at
+    os.pwrite(journal.fd, bytes([os.pread(journal.fd, 1, offset)[0] ^ 0x80]), offset)
+    assert journal.learned() == b""
 
 
 def test_memory_that_is_refused_is_an_error(journal: IndexJournal, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -407,7 +430,7 @@ def recover_full(slots: int) -> float:
         chosen = range(at, at + 50_000)
         journal.begin(chosen, 1)
         journal.publish(chosen, 1, [keys[slot * 34 : slot * 34 + 34] for slot in chosen])
-    assert journal.resident_bytes <= 64 * slots + 16384
+    assert journal.resident_bytes <= 65 * slots + LEARNED_BYTES + 16384
     started = os.times()
     found = recover(journal)
     ended = os.times()
@@ -417,7 +440,7 @@ def recover_full(slots: int) -> float:
     return ended.user + ended.system - started.user - started.system
 
 
-def test_a_full_journal_is_recovered_from_64_bytes_a_slot() -> None:
+def test_a_full_journal_is_recovered_from_65_bytes_a_slot() -> None:
     recover_full(50_000)
 
 

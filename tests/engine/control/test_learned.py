@@ -13,8 +13,19 @@ from tests.engine.control.sharedhost import Host
 
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
-from kvstow.control.hazards import LOWER, NUM_BINS, UPPER, Hazards, bin_of
-from kvstow.endings import FETCHED, NO_ENDING, OTHER, RELEASED, RESUME_TIMES, RESUMES, RUNNING, Ending, Endings
+from kvstow.control.hazards import LOWER, NUM_BINS, UPPER, Hazards, Observations, bin_of, compute
+from kvstow.endings import (
+    FETCHED,
+    NO_ENDING,
+    OTHER,
+    PAIRS_BYTES,
+    RELEASED,
+    RESUME_TIMES,
+    RESUMES,
+    RUNNING,
+    Ending,
+    Endings,
+)
 from kvstow.hints import Hints, context_id
 from kvstow.testing.fakes import FakeClock
 from kvstow.testing.rank import FakeRank, make_ranks, store_keys, use_keys
@@ -94,6 +105,20 @@ def test_the_policy_lru_evicts_what_was_used_longest_ago(make_host: MakeEngine, 
     for number in range(2):
         traffic.serve(make_keys(4, f"other {number}"), 0.5, ANSWER)
     assert (traffic.present(tools), traffic.present(answers)) == (2, 6)
+
+
+def test_the_policy_lru_goes_by_the_start_of_the_last_request(make_host: MakeEngine, clock: FakeClock) -> None:
+    traffic = Traffic(make_host(slots=12, policy="lru"), clock)
+    chains = {name: make_keys(4, name) for name in ("long", "short", "late")}
+    long = traffic.engine.admit(chains["long"])
+    clock.advance(1.0)
+    traffic.serve(chains["short"], 1.0)
+    store_keys(traffic.engine, traffic.ranks, chains["long"])  # later than it was used
+    traffic.serve(chains["late"], 1.0)
+    traffic.end(long, chains["long"])
+    traffic.serve(make_keys(4, "other"), 1.0)
+    assert [traffic.present(chain) for chain in chains.values()] == [0, 4, 4]
+    traffic.engine.check_integrity()
 
 
 def test_the_end_of_a_chain_goes_before_its_beginning(make_traffic: MakeTraffic) -> None:
@@ -361,13 +386,19 @@ def observe(hazards: Hazards, state: int, seconds: float, count: int, *, returns
             hazards.came_back(first + at, 1.0)
 
 
-def refresh(hazards: Hazards) -> None:
-    seen_ = None
-    while seen_ is None:
-        seen_ = hazards.count_request()
-    from kvstow.control.hazards import compute
+def due(hazards: Hazards) -> Observations:
+    while True:
+        found = hazards.count_request()
+        if found is not None:
+            return found
 
-    hazards.install(compute(seen_))
+
+def refresh(hazards: Hazards) -> None:
+    hazards.install(compute(due(hazards)))
+
+
+def dump(hazards: Hazards) -> bytes:
+    return due(hazards).dump()
 
 
 def test_a_place_is_the_best_rate_of_return_over_all_horizons() -> None:
@@ -418,10 +449,34 @@ def test_hazards_outlive_their_process() -> None:
     hazards, other = Hazards(), Hazards()
     observe(hazards, RELEASED, 60.0, 50, returns=True)
     refresh(hazards)
-    data = hazards.dump()
+    data = dump(hazards)
     assert len(data) <= 16 << 10
     assert other.load(data)
     assert places_of(other, RELEASED) == pytest.approx(places_of(hazards, RELEASED), rel=1e-3)
+
+
+def test_of_many_classes_those_with_the_most_observations_outlive_their_process() -> None:
+    hazards, other = Hazards(), Hazards()
+    states = [Endings().state_of(Ending(resume_in=seconds))[0] for seconds in RESUME_TIMES]
+    for number, state in enumerate(states):
+        for uses in (1, 2, 4):
+            hazards.waited(hazards.first_cell(state, uses), hazards.first_cell(state, uses) + 1, 1.0 + number)
+    data = dump(hazards)
+    assert len(data) <= 16 << 10
+    assert other.load(data)
+    assert other.observed()[0].sum() > 0.5 * hazards.observed()[0].sum()
+
+
+def test_a_pair_of_tokens_keeps_its_state() -> None:
+    endings, other = Endings(), Endings()
+    pairs = [(number, 1 << 60) for number in range(3)]
+    states = [endings.state_of(Ending("stop", pair))[0] for pair in pairs]
+    assert len(endings.dump()) == PAIRS_BYTES
+    other.load(endings.dump())
+    assert [other.state_of(Ending("stop", pair)) for pair in reversed(pairs)] == [(one, False) for one in states[::-1]]
+    state, is_new = other.state_of(Ending("stop", (9, 9)))
+    assert is_new
+    assert state not in states
 
 
 @pytest.mark.parametrize(
@@ -440,8 +495,8 @@ def test_hazards_outlive_their_process() -> None:
 def test_damaged_hazards_are_dropped(change: Callable[[bytes], bytes]) -> None:
     hazards, other = Hazards(), Hazards()
     observe(hazards, OTHER, 60.0, 50, returns=True)
-    assert not other.load(change(hazards.dump()))
-    assert other.dump() == Hazards().dump()
+    assert not other.load(change(dump(hazards)))
+    assert dump(other) == dump(Hazards())
 
 
 # -- ends --------------------------------------------------------------------------------------------------------

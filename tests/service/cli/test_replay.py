@@ -221,16 +221,14 @@ def test_a_table_has_the_hits_of_each_size_and_policy(trace: str) -> None:
         assert all(0 <= ratio <= ratios["min"] + 1e-9 for ratio in ratios.values())
     assert found["sizes"][-1]["ratios"]["min"] <= found["everything"]
     single = json.loads(invoke(trace, "--slot-size=1KiB", "--pool-slots=50", "--policy=lru", "--json").stdout)
-    assert found["sizes"][1]["ratios"]["lru"] == pytest.approx(single["block_hit_rate"], abs=0.002)
+    assert found["sizes"][1]["ratios"]["lru"] == pytest.approx(single["block_hit_rate"])
 
 
 def test_one_pool_without_data_hits_what_it_hits_with_them(trace: str) -> None:
     pool = ("--pool-slots=50", "--policy=lru", "--slot-size=1KiB", "--json")
     found, moved = (json.loads(run(trace, *pool).stdout) for run in (hits, invoke))
-    for name in ("requests", "blocks", "slots", "policy", "ranks"):
+    for name in ("requests", "blocks", "hit_blocks", "block_hit_rate", "slots", "policy", "ranks"):
         assert found[name] == moved[name], name
-    # A request with data holds its blocks while it stores, so another one may be evicted in the place of one of them.
-    assert abs(found["hit_blocks"] - moved["hit_blocks"]) <= 2
     assert found["loaded_bytes"] == 0 < moved["loaded_bytes"]
 
 

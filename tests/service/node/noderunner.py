@@ -1,8 +1,9 @@
 """A node in a process of its own, for tests that kill it.
 
 `python noderunner.py SOCKET STATE EXTENTS [keep] [timeout=SECONDS | elsewhere] [tier | tier=URL]` prints what it has
-recovered, and for each line of its input what it has. It ends on SIGTERM. With `elsewhere` it starts no keeper. With
-`tier` it has a store that never ends a fetch. `unrecorded` is a mutant: nobody records the transfers.
+recovered, and for each line of its input what it has; before that, the line `tick` has it tick. It ends on SIGTERM.
+With `elsewhere` it starts no keeper. With `tier` it has a store that never ends a fetch. `unrecorded` is a mutant:
+nobody records the transfers.
 """
 
 from __future__ import annotations
@@ -70,6 +71,8 @@ def shown(node: Node) -> dict[str, Any]:
             "free": pool.facade.stats().pool.slots.free,
             "usable": pool.facade.stats().pool.usable_slots,
             "is_waiting": pool.earlier is not None,
+            "used": sum(uses > 0 for uses in pool.index.chains.uses_of(0, pool.slots.limit)),
+            "returns": float(pool.index.chains.hazards.observed()[1].sum()),
         }
         for pool in node.host.pools()
     }
@@ -167,8 +170,15 @@ class RunningNode:
         return found
 
     def show(self) -> dict[str, Any]:
+        return self._ask("show")
+
+    def tick(self) -> dict[str, Any]:
+        """What its admin process has it do once a second."""
+        return self._ask("tick")
+
+    def _ask(self, what: str) -> dict[str, Any]:
         assert self.process.stdin is not None
-        self.process.stdin.write("show\n")
+        self.process.stdin.write(f"{what}\n")
         return self._read()
 
     def kill(self) -> None:
@@ -198,7 +208,9 @@ def main() -> None:
     try:
         node.start()
         print(json.dumps(shown(node)), flush=True)
-        for _ in sys.stdin:
+        for line in sys.stdin:
+            if line == "tick\n":
+                node.tick()
             print(json.dumps(shown(node)), flush=True)
         signal.pause()
     except SystemExit:

@@ -22,6 +22,7 @@ from tests.service.node.noderunner import EXTENT_BYTES, RunningNode
 from tests.service.node.rawengine import RawEngine, key_of
 
 from kvstow.attach.calls import Hold
+from kvstow.control.hazards import EVERY
 from kvstow.errors import KeeperError
 from kvstow_service.node.survival.keeperclient import KeeperClient
 from kvstow_service.node.survival.orphanedmemory import find_orphaned_memory
@@ -124,6 +125,21 @@ def test_every_block_is_found_again_and_has_its_bytes(start_node: StartNode, att
     engine = attach(engine.welcome.token)
     engine.wait_for(lambda: engine.load(KEYS) == len(KEYS))
     assert not pool_of(again.show())["is_waiting"]
+
+
+def test_what_was_learned_of_blocks_and_traffic_outlives_the_service(start_node: StartNode, attach: Attach) -> None:
+    node = start_node()
+    engine = attach()
+    engine.store_until_found(KEYS)
+    for _ in range(2 * EVERY):
+        engine.use(KEYS[:10])
+    engine.wait_for(lambda: pool_of(node.tick())["returns"] > EVERY)
+    assert pool_of(node.show())["used"] == 10
+    returns = pool_of(node.show())["returns"]
+    node.kill()
+    again = pool_of(start_node().first)
+    assert (again["blocks"], again["used"]) == (len(KEYS), 10)
+    assert again["returns"] == pytest.approx(returns, rel=0.05), "what the last few requests have taught is lost"
 
 
 def test_what_a_session_was_writing_waits_until_it_has_spoken(start_node: StartNode, attach: Attach) -> None:

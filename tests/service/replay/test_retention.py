@@ -16,7 +16,7 @@ def test_right_hints_come_near_the_optimum_and_wrong_ones_cost_nothing() -> None
         for name, say in (("none", retention.silent), *retention.CLIENTS.items())
         if name in ("none", "exact", "sigma 1", "50% wrong")
     }
-    assert hits["exact"] >= 0.85 * optimum
-    assert hits["exact"] > hits["none"]
-    assert hits["sigma 1"] >= 0.8 * optimum
+    assert hits["none"] < 0.9 * optimum
+    assert hits["exact"] >= 0.94 * optimum, "each announced time is a class that has to learn from 682 requests"
+    assert hits["sigma 1"] >= 0.9 * optimum
     assert hits["50% wrong"] >= hits["none"] - 0.005 * blocks

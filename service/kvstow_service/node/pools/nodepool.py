@@ -100,6 +100,8 @@ class NodePool(SharedPool):
 
     def end_journal(self) -> None:
         """Call before the journal is closed."""
+        while self.journal_uses():
+            pass
         with self.lock:
             self.journal = None
 

@@ -393,6 +393,8 @@ def test_no_request_keeps_others_waiting_with_its_burst() -> None:
 
 @pytest.mark.parametrize("groups", [ONE_GROUP, WITH_SHORT_WINDOW], ids=["full", "window"])
 def test_the_beginning_of_a_prefix_that_took_several_steps_is_evicted_last(groups: KVGroups) -> None:
+    # Blocks of windows count with their request from its end on. Those that are not even offered by then, because they
+    # did not fit into its last step, are evicted in the order in which they are stored.
     host = VllmHost(groups, gpu_blocks=65, step_blocks=6 if groups.is_plain else 64, slots=40)
     run_and_finish(host)
     idle_steps(host)
