@@ -23,6 +23,7 @@ from bench.policytraces import DATA
 from bench.report import Table, verdict
 from kvstow.config import EngineConfig
 from kvstow.control.pooltier import PoolTier
+from kvstow.control.session import result_of
 from kvstow.control.sharedpool import SharedPool
 from kvstow.keys import make_key
 from kvstow.messages import Completion, Op, RankReport
@@ -81,6 +82,7 @@ class ModelDisk:
 
     name = shown = "disk"
     slot_alignment = 1
+    answers_at_once = True
 
     def __init__(self, places: int, clock: FakeClock) -> None:
         self._places, self._clock = places, clock
@@ -232,7 +234,7 @@ class TieredPool:
         lease = session.acquire(keys, count=False)
         in_memory = lease.num_keys
         if in_memory < len(keys):
-            wait = tier.look_for(self._of, session, keys, lambda: None, first=in_memory)
+            wait = result_of(tier.look_for(self._of, session, keys, lambda: None, first=in_memory))
             if wait is not None:
                 self.disk.run()
                 assert wait.is_over
@@ -248,7 +250,7 @@ class TieredPool:
             tier.write_stored()
             self.disk.run()
         use_keys(session, keys)
-        tier.note_use(self._of, keys)
+        result_of(tier.note_use(self._of, keys))
         self.disk.run()
         return hits, hits - in_memory
 

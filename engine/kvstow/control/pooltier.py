@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
@@ -14,6 +14,7 @@ from kvstow.control.contextkeys import ContextKeys, DueContexts
 from kvstow.control.indexjournal import fit
 from kvstow.control.namespaces import Namespace
 from kvstow.control.ops import TierOp
+from kvstow.control.session import result_of
 from kvstow.control.sharedpool import SharedPool
 from kvstow.prefill import PrefillCost
 from kvstow.results import Lease, Needed, Needs
@@ -197,14 +198,25 @@ class PoolTier:
         *,
         first: int = 0,
         needs: Needs | None = None,
-    ) -> TierWait | None:
+    ) -> Generator[None, None, TierWait | None]:
         """A request of this session has these keys, which stay as they are. Not all of them are in the pool, but the
         `first` ones are, as the caller has just seen. `needs`: what a hit is, if it is no leading run; `first` is 0
         then. None: there is nothing to wait for. Otherwise `then` is called once through `post`: the request looks its
-        keys up again, computes what is not there, and releases `TierWait.leases`."""
+        keys up again, computes what is not there, and releases `TierWait.leases`.
+
+        It comes in steps, each for a slice of the keys, for others to have their turns between them."""
         if of.stored is None or not self.is_on(of):
             return None
         of.counters.requests += 1
+        asked = keys[first:] if first else keys
+        has: Sequence[bool] | None = None
+        try:
+            if self._store.answers_at_once:
+                has = yield from self._ask(of, of.stored, asked, is_run=needs is None)
+        except Exception as error:  # noqa: BLE001 - the request continues with what the pool has
+            self.fail(error)
+        if not self.is_on(of):
+            return None
         now = self._clock()
         wait = TierWait(of, session, keys, first, needs, then, now, now + ANSWER_SECONDS)
         if not of.even.may_pay:
@@ -212,8 +224,8 @@ class PoolTier:
         with self._pool.lock:
             self._waits[wait] = None
         try:
-            asked = keys[first:] if first else keys
-            has = self.stored_pool.has(of.stored, asked, partial(self._take_answer, wait))
+            if has is None:
+                has = self.stored_pool.has(of.stored, asked, partial(self._take_answer, wait))
             if has is None:
                 if wait.is_over:
                     of.counters.declined_requests += 1
@@ -230,6 +242,27 @@ class PoolTier:
             self._waits.pop(wait, None)
             wait.is_over = True
         return None
+
+    def _ask(
+        self, of: TieredNamespace, stored: StoredNamespace, keys: Sequence[bytes], *, is_run: bool
+    ) -> Generator[None, None, Sequence[bool]]:
+        """What the store has of these keys, a slice at a time. `is_run`: what comes behind the first key that neither
+        the store nor the pool has does not matter."""
+        pool, found = self._pool, list[bool]()
+        for at in range(0, len(keys), pool.slice_slots):
+            if at:
+                yield
+            some = keys[at : at + pool.slice_slots]
+            has = self.stored_pool.has(stored, some, lambda answer: None)
+            assert has is not None
+            found += has
+            if is_run and not all(has):
+                with pool.lock:
+                    slots = of.namespace.keys.slots_of(some)
+                    lacking = [key for key, slot, one in zip(some, slots, has, strict=True) if slot is None and not one]
+                    if not all(self._filled_by(of.namespace, key)[1] for key in lacking):
+                        break
+        return found + [False] * (len(keys) - len(found))
 
     def _take_answer(self, wait: TierWait, has: Sequence[bool]) -> None:
         """The store says later which of the request's keys it has."""
@@ -484,7 +517,7 @@ class PoolTier:
                 of, keys = self._noted.popleft()
             except IndexError:  # another thread was faster
                 return
-            self._offer(of, keys, is_use=False)
+            result_of(self._offer(of, keys, is_use=False))
 
     def _postpone(self, of: TieredNamespace, keys: Sequence[bytes]) -> None:
         """With the lock held: write these blocks later."""
@@ -497,9 +530,10 @@ class PoolTier:
     def _most_writing(self) -> int:
         return max(1, int(WRITING_SHARE * self._pool.slots.limit))
 
-    def note_use(self, of: TieredNamespace, keys: Sequence[bytes]) -> None:
-        """A request that is being admitted uses these blocks, its whole chain from the root on."""
-        self._offer(of, keys, is_use=True)
+    def note_use(self, of: TieredNamespace, keys: Sequence[bytes]) -> Generator[None, None, None]:
+        """A request that is being admitted uses these blocks, its whole chain from the root on. In steps, each for a
+        slice of the keys."""
+        yield from self._offer(of, keys, is_use=True)
 
     def note_context(
         self, of: TieredNamespace, context: bytes, chain: Sequence[bytes], *, release: bool = False
@@ -510,14 +544,22 @@ class PoolTier:
         if of.contexts.note(context, chain, release=release):
             self._schedule(of, context)
 
-    def _offer(self, of: TieredNamespace, keys: Sequence[bytes], *, is_use: bool) -> None:
-        """Have those of the blocks written that the store wants, are in the pool, and may be written now."""
-        if of.stored is None or not self.is_on(of):
+    def _offer(self, of: TieredNamespace, keys: Sequence[bytes], *, is_use: bool) -> Generator[None, None, None]:
+        """Have those of the blocks written that the store wants, are in the pool, and may be written now. The store
+        hears of the end of a long chain first, so that the root is the last one used; the root is written first."""
+        stored, size = of.stored, self._pool.slice_slots
+        if stored is None or not self.is_on(of):
             return
+        wanted = list[list[bytes]]()
         try:
-            wanted = self.stored_pool.offer(of.stored, keys, is_use=is_use)
-            if wanted:
-                self._write(of, of.stored, [keys[index] for index in wanted])
+            for start in range((len(keys) - 1) // size * size, -1, -size):
+                some = keys[start : start + size]
+                wanted.append([some[index] for index in self.stored_pool.offer(stored, some, is_use=is_use)])
+                if start:
+                    yield
+            for some in reversed(wanted):
+                if some:
+                    self._write(of, stored, some)
         except Exception as error:  # noqa: BLE001 - the thread that serves engines goes on
             self.fail(error)
 

@@ -60,7 +60,7 @@ class MemoryBlockStore:
         are the same."""
         self.places, self.most_in_piece = places, most_in_piece
         self.answers_later = self.is_hanging = False
-        self.held: set[Literal["read", "write", "remove"]] = set()
+        self.held: set[Literal["read", "write", "remove", "purge"]] = set()
         self.fate: Callable[[Name], Fate | None] = lambda name: None
         self.wants: Callable[[bytes, bool], bool] = lambda key, again: True
         self.expectation: Callable[[int], Expectation] = lambda num_blocks: Expectation(0.0, 0, 0.0)
@@ -112,6 +112,10 @@ class MemoryBlockStore:
         if self._thread is not None:
             self._thread.join()
         self.run()
+
+    @property
+    def answers_at_once(self) -> bool:
+        return not self.answers_later
 
     # -- the test's side --------------------------------------------------------------------------------------
 
@@ -322,7 +326,11 @@ class MemoryStoredPool:
             if not dry_run:
                 for name in found:
                     del self._store.blocks[name]
-            self._later(lambda: then(Purged(len(found))))
+            answer = partial(then, Purged(len(found)))
+            if "purge" in self._store.held:
+                self.removals.append(answer)
+            else:
+                self._later(answer)
 
     def _matches(self, wish: PurgeWish, name: Name, block: StoredBlock) -> bool:
         if wish.namespace is not None:

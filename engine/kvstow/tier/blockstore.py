@@ -179,7 +179,8 @@ class StoredPool(Protocol):
     ) -> Sequence[bool] | None:
         """For each key, whether a read would find it. A hint: it may be gone by then. None: not known yet, and
         `on_answer` is called once with the answer, which is that nothing is there if the other side does not answer. A
-        store that cannot be used now has nothing, and says so at once. Counts as no use."""
+        store that cannot be used now has nothing, and says so at once. Counts as no use. Where
+        `BlockStore.answers_at_once`, callers ask for a part of a long chain at a time."""
 
     def offer(self, namespace: StoredNamespace, keys: Sequence[bytes], *, is_use: bool) -> Sequence[int]:
         """A request has just stored these blocks, or used them (`is_use`), wherever they are; they are a chain or a
@@ -240,6 +241,10 @@ class BlockStore(Protocol):
     def slot_alignment(self) -> int:
         """Slots must begin at multiples of so many bytes to be lent: 1 where any address will do. A read may fill a
         slot up to the next multiple."""
+
+    @property
+    def answers_at_once(self) -> bool:
+        """Whether `StoredPool.has` never returns None."""
 
     @property
     def shown(self) -> str:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import pytest
 from tests.engine.control.tieredpool import PREFILL, TieredPool
 
+from kvstow.control.session import result_of
 from kvstow.testing.memoryblockstore import MemoryBlockStore
 from kvstow.tier.blockstore import Expectation
 from kvstow.tier.breakeven import BreakEven, Estimate
@@ -78,7 +79,7 @@ def replay(rate: float | None) -> Figures:
         tiered.use(keys)
         for _ in keys:  # writes take no time
             tiered.run()
-            tiered.tier.note_use(tiered.of, keys)
+            result_of(tiered.tier.note_use(tiered.of, keys))
         tiered.run()
     return Figures((tiered.clock() - began) / len(requests), hits, tiered.of.counters.declined_requests)
 

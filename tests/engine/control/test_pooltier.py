@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 
 import pytest
 from tests.engine.control.sharedhost import Host
@@ -12,11 +12,12 @@ from kvstow.control import pooltier
 from kvstow.control.administration import Sweep, purge_store
 from kvstow.control.indexjournal import IndexJournal
 from kvstow.control.pooltier import ANSWER_SECONDS, WRITING_SHARE
+from kvstow.control.session import result_of
 from kvstow.hints import Hints
 from kvstow.prefill import PrefillCost
 from kvstow.results import Needed
 from kvstow.testing.memoryblockstore import MemoryBlockStore
-from kvstow.tier.blockstore import Fate, Piece, Purged, PurgeWish
+from kvstow.tier.blockstore import Fate, Piece, Purged, PurgeWish, StoredNamespace
 from kvstow.tier.breakeven import FIRST_PROBE_SECONDS, PROBE_BLOCKS
 from kvstow.tier.tierstatus import TIER_FAILED
 
@@ -130,7 +131,7 @@ def test_nothing_is_read_into_a_namespace_that_nobody_finds() -> None:
     tiered.engine.session.lose("closed")
     tiered.host.kill(tiered.engine)
     tiered.pool.drop_namespace("model").run()
-    assert tiered.tier.look_for(tiered.of, tiered.engine.session, KEYS[:4], lambda: None) is None
+    assert result_of(tiered.tier.look_for(tiered.of, tiered.engine.session, KEYS[:4], lambda: None)) is None
     assert not tiered.store.pools[0].reads
     assert tiered.counts["free"] == 40
 
@@ -345,10 +346,74 @@ def test_a_slot_that_is_being_written_is_not_reused() -> None:
 def test_a_use_is_noted_also_of_blocks_that_the_pool_has_lost() -> None:
     tiered = TieredPool(slots=400, store=MemoryBlockStore(places=6))
     tiered.put(KEYS[:6])
-    tiered.tier.note_use(tiered.of, KEYS[:3])
+    result_of(tiered.tier.note_use(tiered.of, KEYS[:3]))
     tiered.store_blocks(KEYS[10:13])
     tiered.run()
     assert tiered.in_store(KEYS[:6]) == [True] * 3 + [False] * 3
+
+
+# -- long chains ------------------------------------------------------------------------------------------------------
+
+
+def steps_of(steps: Generator[None, None, object]) -> int:
+    return 1 + sum(1 for _ in steps)
+
+
+def asked_in(tiered: TieredPool, monkeypatch: pytest.MonkeyPatch, what: str) -> list[Sequence[bytes]]:
+    """The keys of each call of this name, from now on, where three keys make a slice."""
+    stored, asked = tiered.tier.stored_pool, list[Sequence[bytes]]()
+    call = getattr(stored, what)
+
+    def note(namespace: StoredNamespace, keys: Sequence[bytes], *args: object, **options: object) -> object:
+        asked.append(keys)
+        return call(namespace, keys, *args, **options)
+
+    monkeypatch.setattr(stored, what, note)
+    tiered.pool.slice_slots = 3
+    return asked
+
+
+def test_a_long_chain_is_looked_for_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    tiered = TieredPool()
+    tiered.put(KEYS[:8])
+    asked = asked_in(tiered, monkeypatch, "has")
+    steps = tiered.tier.look_for(tiered.of, tiered.engine.session, KEYS[:8], lambda: None)
+    assert steps_of(steps) == 3
+    assert asked == [KEYS[:3], KEYS[3:6], KEYS[6:8]]
+    tiered.run()
+    assert tiered.loaded(KEYS[:8]) == 8
+
+
+def test_what_comes_behind_a_gap_is_not_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    tiered = TieredPool()
+    tiered.put([*KEYS[:1], *KEYS[2:4], *KEYS[5:20]])
+    tiered.store_blocks(KEYS[1:2])
+    tiered.run()
+    asked = asked_in(tiered, monkeypatch, "has")
+    request = tiered.look(KEYS[:20])
+    tiered.run()
+    request.end()
+    assert asked == [KEYS[:3], KEYS[3:6]]
+    assert tiered.loaded(KEYS[:20]) == 4
+
+
+def test_a_long_chain_is_offered_in_slices_its_root_last_and_written_root_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tiered = TieredPool(slots=400, store=MemoryBlockStore(most_in_piece=8))
+    tiered.store.wants = lambda key, is_use: is_use
+    tiered.store_blocks(KEYS[:8])
+    offered = asked_in(tiered, monkeypatch, "offer")
+    written = asked_in_transfers(tiered, monkeypatch)
+    assert steps_of(tiered.tier.note_use(tiered.of, KEYS[:8])) == 3
+    assert offered == [KEYS[6:8], KEYS[3:6], KEYS[:3]]
+    assert written == [KEYS[:3], KEYS[3:6], KEYS[6:8]]
+
+
+def asked_in_transfers(tiered: TieredPool, monkeypatch: pytest.MonkeyPatch) -> list[Sequence[bytes]]:
+    stored, written = tiered.tier.stored_pool, list[Sequence[bytes]]()
+    monkeypatch.setattr(stored, "write", lambda transfer: written.append(list(transfer.keys)))
+    return written
 
 
 # -- namespaces -------------------------------------------------------------------------------------------------------
@@ -362,7 +427,7 @@ def test_a_namespace_without_a_fingerprint_is_neither_written_nor_read() -> None
     tiered.store_blocks(KEYS[:8], other)
     tiered.use(KEYS[:8], other, of)
     assert not tiered.store.pools[0].writes
-    assert tiered.tier.look_for(of, other.session, KEYS[:4], lambda: None) is None
+    assert result_of(tiered.tier.look_for(of, other.session, KEYS[:4], lambda: None)) is None
     assert [(one.state, one.reason) for one in tiered.tier.statuses()] == [("on", ""), ("off", "for a reason")]
 
 
@@ -432,7 +497,7 @@ CONTEXT = b"c" * 16
 def use_in_context(tiered: TieredPool, keys: Sequence[bytes], hints: Hints) -> None:
     session = tiered.engine.session
     number = session.admit(keys, hints=hints)
-    tiered.tier.note_use(tiered.of, keys)
+    result_of(tiered.tier.note_use(tiered.of, keys))
     ended = session.end_request(number)
     tiered.tier.note_context(tiered.of, CONTEXT, ended.chain, release=hints.release)
 

@@ -9,6 +9,7 @@ from tests.engine.control.sharedhost import Client, Host
 from kvstow.control.engine import PoolFacade
 from kvstow.control.indexjournal import IndexJournal
 from kvstow.control.pooltier import PoolTier, TieredNamespace, TierWait
+from kvstow.control.session import result_of
 from kvstow.prefill import PrefillCost
 from kvstow.results import Needs
 from kvstow.testing.memoryblockstore import MemoryBlockStore, StoredBlock
@@ -80,7 +81,7 @@ class TieredPool:
     def use(self, keys: Sequence[bytes], engine: Client | None = None, of: TieredNamespace | None = None) -> None:
         """A request begins, and ends at once."""
         use_keys((engine or self.engine).session, keys)
-        self.tier.note_use(of or self.of, keys)
+        result_of(self.tier.note_use(of or self.of, keys))
 
     def put(self, keys: Sequence[bytes]) -> None:
         """The store has these blocks, and the pool does not."""
@@ -122,8 +123,8 @@ class Request:
         self._tiered = tiered
         self.is_over = False
         session = tiered.engine.session
-        self.wait: TierWait | None = tiered.tier.look_for(
-            tiered.of, session, keys, self._note, first=first, needs=needs
+        self.wait: TierWait | None = result_of(
+            tiered.tier.look_for(tiered.of, session, keys, self._note, first=first, needs=needs)
         )
 
     def _note(self) -> None:

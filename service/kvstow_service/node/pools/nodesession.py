@@ -31,6 +31,7 @@ from kvstow.attach.calls import (
 )
 from kvstow.attach.hello import Hello
 from kvstow.attach.peer import Peer
+from kvstow.attach.wire import Message
 from kvstow.control.attachedsession import AttachedSession
 from kvstow.control.namespaces import joined_runs, runs_without
 from kvstow.control.pooltier import TierWait
@@ -144,8 +145,9 @@ _KEYS_PER_PAGE = 2048
 HINTS_PER_SECOND = 1000
 """Of one session, as many at once, too. No engine ends so many requests."""
 
-Later = Callable[[Callable[[], Found | Pending]], object]
-"""Answers a lookup that was `Pending` with what the given call returns. `Pending` means that it takes more time.
+Later = Callable[[Callable[[], Message]], object]
+"""Answers a call that was not answered at once, such as a lookup that was `Pending`, with what the given call returns.
+`Pending` means that it takes more time.
 
 Makes the call at once, or never if the client has gone. An error in the call is answered like one in the lookup itself.
 Raises nothing."""
@@ -262,7 +264,7 @@ class NodeSession(MemoryHolder):
             first = held.runs[0][1] if held.runs and not held.runs[0][0] and not is_prompt else 0
             waits: list[TierWait] = []
             then = partial(self._answer, later, partial(self._find_anew, call, held, waits))
-            wait = tier.pool.look_for(tier.of, self.control, call.keys, then, first=first, needs=needs)
+            wait = yield from tier.pool.look_for(tier.of, self.control, call.keys, then, first=first, needs=needs)
             if wait is not None:
                 waits.append(wait)
                 return Pending()
@@ -373,7 +375,7 @@ class NodeSession(MemoryHolder):
             call.keys, CALL_SLICE, number=call.number, looked_up=looked_up, hints=hints, source=source
         )
         if self.tier is not None:
-            self.tier.pool.note_use(self.tier.of, call.keys)
+            yield from self.tier.pool.note_use(self.tier.of, call.keys)
 
     def end(self, call: End) -> None:
         result_of(self.end_in_steps(call))

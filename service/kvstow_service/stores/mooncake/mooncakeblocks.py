@@ -97,6 +97,7 @@ class MooncakeBlocks:
 
     name = "mooncake"
     slot_alignment = 1
+    answers_at_once = False
 
     def __init__(self, clients: MooncakeClients, shown: str, clock: Callable[[], float] = time.monotonic) -> None:
         self.shown, self._clients, self._clock = shown, clients, clock
