@@ -1966,6 +1966,57 @@ MUTANTS = [
         f"{DISK_TESTS}/test_diskpath.py::test_an_operation_that_hangs_stops_what_has_not_begun",
     ),
     Mutant(
+        "a_purge_of_a_disk_in_use_is_forgotten",
+        f"{DISK}/diskpath.py",
+        "                self._gone.wishes.append(_Wish(",
+        '                if self.state == "starting":\n                    self._gone.wishes.append(_Wish(',
+        f"{DISK_TESTS}/test_diskpath.py::"
+        "test_a_purge_while_another_process_has_the_files_is_answered_and_done_when_it_has_them_no_longer",
+    ),
+    Mutant(
+        "a_purge_waits_for_files_that_cannot_be_opened",
+        f"{DISK}/diskpath.py",
+        '        if state not in ("on", "starting"):\n            self._answer_wishes()\n',
+        "",
+        f"{DISK_TESTS}/test_diskpath.py::"
+        "test_a_purge_while_another_process_has_the_files_is_answered_and_done_when_it_has_them_no_longer",
+    ),
+    Mutant(
+        "a_deletion_is_answered_before_the_store_has_forgotten",
+        "service/kvstow_service/node/node.py",
+        "        if not has_gone.wait(_PURGE_SECONDS):\n",
+        "        if not has_gone.wait(0):\n",
+        "tests/service/node/test_nodestore.py::test_the_answer_to_a_deletion_waits_for_the_store",
+    ),
+    Mutant(
+        "a_reset_is_answered_before_the_store_has_forgotten",
+        "service/kvstow_service/node/nodehost.py",
+        "        self.tier.forget_reset(before, then)\n        return None\n",
+        "        self.tier.forget_reset(before, lambda: None)\n        return ResetDone(name)\n",
+        "tests/service/node/test_nodestore.py::test_the_answer_to_a_reset_waits_for_the_store",
+    ),
+    Mutant(
+        "a_purge_before_an_engine_comes_back_leaves_the_disk_alone",
+        "service/kvstow_service/node/node.py",
+        "                self.tier.restore_pool(pool)\n",
+        "                pass\n",
+        "tests/service/node/test_disknode.py::test_what_is_purged_before_an_engine_comes_back_leaves_the_disk",
+    ),
+    Mutant(
+        "long_chains_are_looked_for_at_once",
+        POOL_TIER,
+        "        for at in range(0, len(keys), pool.slice_slots):\n            if at:\n                yield\n",
+        "        for at in range(0, len(keys), pool.slice_slots):\n",
+        f"{POOL_TIER_TESTS}::test_a_long_chain_is_looked_for_in_slices",
+    ),
+    Mutant(
+        "the_end_of_a_long_chain_is_used_last",
+        POOL_TIER,
+        "            for start in range((len(keys) - 1) // size * size, -1, -size):\n",
+        "            for start in range(0, len(keys), size):\n",
+        f"{POOL_TIER_TESTS}::test_a_long_chain_is_offered_in_slices_its_root_last_and_written_root_first",
+    ),
+    Mutant(
         "the_budget_of_writes_is_spent_on_anything",
         f"{DISK}/writebudget.py",
         "        return was_used_again or available >= self._size / len(self._level) / 2\n",

@@ -186,8 +186,9 @@ class Directory(Protocol):
     def find_pool(self, name: str) -> HostedPool | None: ...
 
     def delete_pool(self, name: str) -> None:
-        """Forget a pool and all its blocks; its memory is for others as soon as no process can reach it. May wait for a
-        lock. Raises `NotFoundError`, or `ConflictError` if the pool has sessions or cannot be deleted."""
+        """Forget a pool and all its blocks; its memory is for others as soon as no process can reach it. Waits until
+        nothing can bring back a block that the store below the pool had. Raises `NotFoundError`, or `ConflictError` if
+        the pool has sessions or cannot be deleted."""
 
     def sessions(self) -> Sequence[SessionStatus]:
         """All sessions, the oldest first, lost ones included."""

@@ -123,18 +123,20 @@ def test_hooks_return_what_the_scheduler_side_returns(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(
-    ("fetched", "sources"),
+    ("fetched", "store", "sources"),
     [
-        (0, {CacheHitSource.HOST: 32}),
-        (16, {CacheHitSource.HOST: 16, CacheHitSource.EXTERNAL_UNSPECIFIED: 16}),
-        (32, {CacheHitSource.EXTERNAL_UNSPECIFIED: 32}),
-        (48, {CacheHitSource.EXTERNAL_UNSPECIFIED: 32}),
+        (0, "", {CacheHitSource.HOST: 32}),
+        (0, "disk", {CacheHitSource.HOST: 32}),
+        (16, "disk", {CacheHitSource.HOST: 16, CacheHitSource.DISK: 16}),
+        (16, "mooncake", {CacheHitSource.HOST: 16, CacheHitSource.EXTERNAL_UNSPECIFIED: 16}),
+        (32, "mooncake", {CacheHitSource.EXTERNAL_UNSPECIFIED: 32}),
+        (48, "disk", {CacheHitSource.DISK: 32}),
     ],
 )
-def test_a_hit_is_reported_by_where_it_came_from(fetched: int, sources: dict[CacheHitSource, int]) -> None:
-    """From host memory, or from the fleet tier for this request."""
+def test_a_hit_is_reported_by_where_it_came_from(fetched: int, store: str, sources: dict[CacheHitSource, int]) -> None:
+    """From host memory, or from the store below the pool for this request."""
     made = make_scheduler()
-    made._host.side = SimpleNamespace(fetched_tokens=lambda request: fetched)
+    made._host.side = SimpleNamespace(fetched_tokens=lambda request: fetched, store=store)
     assert made.get_external_cache_hit_sources(None, 32) == sources
     assert made.get_external_cache_hit_sources(None, 0) == {}
 

@@ -151,6 +151,8 @@ class AttachedEngine:
         """The ticket of the current session, for the workers. None without a session."""
         self.num_sessions = 0
         self._source_key = b""
+        self.store = ""
+        """The name of the store below the service's pools, if there is one: see `BlockStore.name`."""
 
     # -- the session ----------------------------------------------------------------------------------------
 
@@ -390,7 +392,7 @@ class AttachedEngine:
     def _begin_session(self, welcome: Welcome) -> None:
         self.num_sessions += 1
         self.ticket = SessionTicket(self.num_sessions, welcome.token)
-        self._source_key = bytes.fromhex(welcome.source_key)
+        self._source_key, self.store = bytes.fromhex(welcome.source_key), welcome.store
         self._ops.begin_session(self.num_sessions)
         self._room, self._probe_at = 0, float("-inf")
 

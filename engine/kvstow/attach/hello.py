@@ -147,7 +147,7 @@ class Hello(Message, frozen=True, kw_only=True):
 class Welcome(Message, frozen=True, kw_only=True):
     """The connection now belongs to a session. `token` is for the session's workers. `sharing_off` holds sentences that
     say why this session shares no blocks with others; it is empty if it may share. `source_key`: of the digests of
-    sources, in hex (`source_of`)."""
+    sources, in hex (`source_of`). `store`: the name of the store below the pools; empty without one."""
 
     KIND: ClassVar = Kind.WELCOME
     session_id: Text
@@ -158,6 +158,7 @@ class Welcome(Message, frozen=True, kw_only=True):
     namespace: Text = ""
     sharing_off: _Texts = ()
     source_key: Annotated[str, Meta(pattern=_SOURCE_KEY)] = ""
+    store: Text = ""
 
 
 TRANSIENT_REFUSALS: Final = frozenset(

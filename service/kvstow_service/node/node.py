@@ -26,7 +26,7 @@ from kvstow.memory.limits import MemoryLimits, limits_of
 from kvstow.memory.nodememory import NodeMemory
 from kvstow.memory.region import memory_nodes
 from kvstow.status import MemoryFailure, MemoryStatus, NamespaceStatus, SessionStatus, UserLimit
-from kvstow.tier.blockstore import BlockStore
+from kvstow.tier.blockstore import BlockStore, Purged
 from kvstow.tier.fingerprint import OWN_TENANT
 from kvstow_api.directory import HostedPool
 from kvstow_service.node.attach.attachserver import AttachServer, AttachSocket
@@ -46,6 +46,7 @@ _RETRY_SECONDS = 10.0
 _REVOKE_SECONDS = 5.0  # at the end, for threads that answer in milliseconds
 _CHECK_SECONDS = 60.0
 _PACE_TICKS = 6
+_PURGE_SECONDS = 60.0  # longer than a disk may hang before it counts as stuck
 _MAX_CHECKED_SLOTS = 65_536  # the check holds a pool's lock for 1 us a slot
 
 
@@ -133,6 +134,8 @@ class Node:
         if self._store is not None:
             measure = partial(measure_store, settings.tier)
             self.tier = self.host.tier = NodeStore(self._store, memory, self.server.post, tenants_of(settings), measure)
+            for pool in self.host.pools():
+                self.tier.restore_pool(pool)
         self.populator.start()
         memory.start()
         self.server.start()
@@ -283,7 +286,19 @@ class Node:
         return self.host.namespaces()
 
     def delete_pool(self, name: str) -> None:
-        self.host.delete_pool(name)
+        """See `Directory.delete_pool`. Waits until nothing can bring back a block that the store below the pool had
+        of it. A disk that does not work ends this wait, and the log names it."""
+        has_gone, notices = threading.Event(), list[str]()
+
+        def note(purged: Purged) -> None:
+            notices.append(purged.notice)
+            has_gone.set()
+
+        self.host.delete_pool(name, note)
+        if not has_gone.wait(_PURGE_SECONDS):
+            notices.append(f"the store below it has not answered within {_PURGE_SECONDS:.0f} s")
+        if notices[0]:
+            logger.warning("pool %s was deleted, but blocks of it may be left: %s", name, notices[0])
 
     @property
     def rejected(self) -> dict[str, int]:

@@ -22,10 +22,11 @@ from kvstow.control.session import MOST_HELD, MOST_HELD_SLOTS
 from kvstow.errors import AttachRefusedError, ConflictError, NotFoundError
 from kvstow.owners import Holding, SharedLimit
 from kvstow.status import NamespaceStatus, SessionStatus, UserLimit
+from kvstow.tier.blockstore import Purged
 from kvstow_service.node.pools.memoryholder import SessionLink
 from kvstow_service.node.pools.memorythread import MemoryThread
 from kvstow_service.node.pools.nodepool import KnownNamespace, NodePool, PoolSettings, sharing_off, unique_name
-from kvstow_service.node.pools.nodesession import NodeSession
+from kvstow_service.node.pools.nodesession import Later, NodeSession
 from kvstow_service.node.survival.roster import PoolRecord, WorkerRecord
 from kvstow_service.node.tier.nodestore import NodeStore
 
@@ -90,8 +91,9 @@ class NodeHost:
         with self._lock:
             return self._pools.get(name)
 
-    def delete_pool(self, name: str) -> None:
-        """Forget a pool and all its blocks. Raises `NotFoundError`, or `ConflictError` while it has sessions, including
+    def delete_pool(self, name: str, on_purged: Callable[[Purged], object] = lambda purged: None) -> None:
+        """Forget a pool and all its blocks. `on_purged` is called when nothing can bring back what the store below the
+        pool had of it, from any thread. Raises `NotFoundError`, or `ConflictError` while it has sessions, including
         lost ones."""
         with self._lock:
             pool = self._pools.get(name)
@@ -99,7 +101,7 @@ class NodeHost:
                 raise NotFoundError(f"there is no pool {name!r}; there are: {', '.join(self._pools) or 'none'}")
             if ids := self._sessions_of(pool):
                 raise ConflictError(f"pool {name} has sessions ({', '.join(ids)}); detach them first")
-            self._close_pool(pool, purge=True)
+            self._close_pool(pool, on_purged)
 
     def close_if_unused(self, pool: NodePool) -> None:
         """The pool has no memory and no worker of an engine. It ends, unless it has sessions."""
@@ -107,16 +109,18 @@ class NodeHost:
             if self._pools.get(pool.name) is pool and not self._sessions_of(pool):
                 self._close_pool(pool)
 
-    def _close_pool(self, pool: NodePool, *, purge: bool = False) -> None:
+    def _close_pool(self, pool: NodePool, on_purged: Callable[[Purged], object] | None = None) -> None:
         """The only way in which a pool ends: it is not found any more, then the store below it releases it, then its
-        memory goes back. `purge`: its blocks leave that store, too. The caller holds the lock."""
+        memory goes back. `on_purged`: its blocks leave that store, too. The caller holds the lock."""
         self._closing[pool.name] = self._pools.pop(pool.name)
         with pool.lock:
             pool.closed = True
-        if self.tier is None:
-            self._end_pool(pool)
-        else:
-            self.tier.drop_pool(pool, partial(self._end_pool, pool), purge=purge)
+        if self.tier is not None:
+            self.tier.drop_pool(pool, partial(self._end_pool, pool), on_purged)
+            return
+        self._end_pool(pool)
+        if on_purged is not None:
+            on_purged(Purged(0))
 
     def _end_pool(self, pool: NodePool) -> None:
         """Nothing but its memory is left. Another pool may have its name: the memory thread forgets this one first."""
@@ -244,6 +248,7 @@ class NodeHost:
             namespace=namespace.name,
             sharing_off=reasons,
             source_key=pool.sources.key.hex(),
+            store="" if self.tier is None else self.tier.store,
         )
 
     def _pool_to_end(self, uid: int) -> NodePool | None:
@@ -285,18 +290,22 @@ class NodeHost:
             )
         return pool
 
-    def reset(self, session_id: str) -> ResetDone:
+    def reset(self, session_id: str, later: Later | None = None) -> ResetDone | None:
+        """None: the answer comes `later`, when nothing can bring back what the store had of the former namespace."""
         session = self._sessions[session_id]
         before, namespace = session.tier, session.control.namespace
         session.control.on_stored = session.tier = None  # the keys no longer mean the same blocks
         name = session.control.reset()
-        if self.tier is not None and before is not None and not namespace.num_sessions:
-            self.tier.forget_reset(before)
         with self._lock:
             session.namespace = session.pool.enter_fresh(session.namespace, name)
-        if self.tier is not None:
-            session.tier = self.tier.enter(session, session.hello.fleet_weights)
-        return ResetDone(name)
+        if self.tier is None or before is None:
+            return ResetDone(name)
+        session.tier = self.tier.enter(session, session.hello.fleet_weights)
+        if namespace.num_sessions or before.of.stored is None:
+            return ResetDone(name)
+        then = (lambda: None) if later is None else partial(later, lambda: ResetDone(name))
+        self.tier.forget_reset(before, then)
+        return None
 
     def next_deadline(self) -> float | None:
         """When to call `expire`; None if no lookup waits. O(sessions whose lookups wait, and requests that wait for the

@@ -14,17 +14,18 @@ import pytest
 from msgspec.structs import replace
 from tests.service.conftest import Eventually
 from tests.service.node.keepers import end_keeper
-from tests.service.node.rawengine import HELLO, RawEngine, key_of
+from tests.service.node.rawengine import HELLO, POOL, SLOT_BYTES, RawEngine, key_of
 from tests.service.node.realservice import RealService
 from tests.service.stores.disk.loopdisk import LoopDisk, LoopDiskError
 
-from kvstow.attach.calls import Prefill
+from kvstow.attach.calls import Detach, Prefill
 from kvstow.attach.identity import FleetWeights
 from kvstow_service.stores.disk.diskfiles import PathError, open_folder
 
 pytestmark = pytest.mark.process
 
 NAMED = replace(HELLO, fleet_weights=FleetWeights("digest 1"))
+ONE_RANK = replace(NAMED, pool=replace(POOL, slot_bytes=(SLOT_BYTES,), tensor_parallel=1))
 MEMORY = ("--memory", "16MiB", "--extent-size", "2MiB", "--pin-pause", "0s")
 
 
@@ -155,6 +156,30 @@ def test_blocks_survive_service_keeper_and_engines(service: DiskService, end: st
     read_again(service.attach(), keys)
     (pool,) = service.client.get("/v1/tier").json()["items"]
     assert pool["counters"]["read_blocks"] >= 40
+
+
+@pytest.mark.parametrize("how", ["purge", "delete"])
+def test_what_is_purged_before_an_engine_comes_back_leaves_the_disk(
+    service: DiskService, eventually: Eventually, how: str
+) -> None:
+    service.start()
+    engine = service.attach(ONE_RANK)
+    store_on_disk(service, engine, keys_of(0, 40))
+    engine.workers[0].connection.close(Detach("done"))
+    eventually(lambda: not service.client.get("/v1/sessions").json()["items"], "the end of the session")
+    service.close_engines()
+    service.kill_service()
+    service.start()
+    (pool,) = service.client.get("/v1/pools").json()["items"]
+    assert service.part()["blocks"] == 40
+    path = f"/v1/pools/{pool['name']}"
+    if how == "delete":
+        assert service.client.delete(path).status_code == 204
+    else:
+        assert service.client.post(f"{path}/purge", json={"all": True}).json()["stored_blocks"] == 40
+    assert service.part()["blocks"] == 0
+    data = service.disk / "kvstow" / "data"
+    eventually(lambda: not any(data.read_bytes()), "zeros in place of the blocks")
 
 
 def test_more_than_memory_holds_is_found(service: DiskService) -> None:

@@ -314,6 +314,40 @@ def test_a_pool_that_an_operator_deletes_leaves_no_block_in_the_store(
     eventually(lambda: not node.host._closing, "the pool's name")
 
 
+def test_the_answer_to_a_deletion_waits_for_the_store(
+    make_node: MakeNode, engines: Engines, eventually: Eventually
+) -> None:
+    node = make_node()
+    engine = engines(node, ONE_RANK)
+    engine.store_until_found(keys_of(0, 4))
+    leave(engine)
+    eventually(lambda: not node.host.sessions(), "the end of the session")
+    store_of(node).held = {"purge"}
+    deleting = threading.Thread(target=node.delete_pool, args=(only_pool(node).name,))
+    deleting.start()
+    eventually(lambda: store_of(node).pools[0].removals, "what the store was asked for")
+    assert deleting.is_alive()
+    assert not node.host.pools()
+    store_of(node).release()
+    deleting.join(30)
+    assert not deleting.is_alive()
+
+
+def test_the_answer_to_a_reset_waits_for_the_store(make_node: MakeNode, engines: Engines) -> None:
+    node = make_node()
+    engine = engines(node)
+    engine.store_until_found(keys_of(0, 4))
+    store_of(node).held = {"purge"}
+    before = [one.name for one in node.host.namespaces()]
+    call = engine.scheduler.call(Reset())
+    engine.wait_for(lambda: store_of(node).pools[0].removals)
+    engine.store_until_found(keys_of(4, 4))  # the engine goes on meanwhile, in its fresh namespace
+    assert not call.done
+    store_of(node).release()
+    engine.wait_for(lambda: call.done)
+    assert call.answer(ResetDone).namespace not in before
+
+
 def test_after_a_reset_nothing_is_written_or_read_and_the_former_blocks_are_gone(
     make_node: MakeNode, engines: Engines
 ) -> None:
@@ -530,7 +564,7 @@ def test_a_defect_at_the_end_of_a_pool_keeps_nobody_waiting(
 
     monkeypatch.setattr(owner, broken, fail)
     has_ended = threading.Event()
-    node_store(node).drop_pool(pool, has_ended.set, purge=False)
+    node_store(node).drop_pool(pool, has_ended.set)
     assert has_ended.wait(30)
     assert memory.has_ended.wait(30)
     eventually(lambda: pool.facade.stats().faults.errors["host"] >= 1, "the count of errors")

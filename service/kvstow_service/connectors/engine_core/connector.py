@@ -198,9 +198,12 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
         from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-        fetched = self._host.ask("sources of a hit", lambda side: side.fetched_tokens(request), 0)
-        fetched = min(fetched, num_external_tokens)  # vLLM has no name of its own for a remote store
-        counts = {CacheHitSource.HOST: num_external_tokens - fetched, CacheHitSource.EXTERNAL_UNSPECIFIED: fetched}
+        what = "sources of a hit"
+        fetched, store = self._host.ask(what, lambda side: (side.fetched_tokens(request), side.store), (0, ""))
+        fetched = min(fetched, num_external_tokens)
+        # vLLM has no name of its own for a remote store.
+        below = CacheHitSource.DISK if store == "disk" else CacheHitSource.EXTERNAL_UNSPECIFIED
+        counts = {CacheHitSource.HOST: num_external_tokens - fetched, below: fetched}
         return {source: count for source, count in counts.items() if count}
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:

@@ -148,8 +148,13 @@ class SchedulerSide:
         return True
 
     def fetched_tokens(self, request: Request) -> int:
-        """How many of the tokens that the request loads in this admission came from the fleet tier."""
+        """How many of the tokens that the request loads in this admission came from the store below the pool."""
         return self._tracked(request).fetched_tokens
+
+    @property
+    def store(self) -> str:
+        """The name of that store, if there is one: see `BlockStore.name`."""
+        return self.control.store
 
     def fail_admission(self, request: Request, tables: Sequence[Sequence[int]], load_tokens: int) -> None:
         """`admit` has raised. vLLM waits for the load anyway, so the next step reports it as failed."""

@@ -181,7 +181,7 @@ def _answer_to_engine(
         case ReadEvents():
             return session.read_events(call)
         case Reset():
-            return host.reset(member.session.session_id)
+            return host.reset(member.session.session_id, later)
         case Release(lease_ids):
             session.release_leases(lease_ids)
         case Admit():

@@ -17,7 +17,7 @@ from kvstow.attach.identity import FleetWeights
 from kvstow.control.pooltier import PoolTier, TieredNamespace
 from kvstow.errors import ConflictError, NotFoundError
 from kvstow.results import Needs
-from kvstow.tier.blockstore import BlockStore, PurgeWish, StoredLayout, StorePart
+from kvstow.tier.blockstore import BlockStore, Purged, PurgeWish, StoredLayout, StorePart
 from kvstow.tier.fingerprint import WEIGHTS_CHANGED, Fingerprint, fingerprint
 from kvstow.tier.tierstatus import TierCounters, TierStatus
 from kvstow_api.directory import TierLabels, TierMeasurements
@@ -40,6 +40,48 @@ class SessionTier(NamedTuple):
     pool: PoolTier
     of: TieredNamespace
     needs_of: Callable[[Sequence[bytes]], Needs | None]
+
+
+class FormerPool:
+    """What administration needs of the store below a pool that no engine has used in this life of the service: see
+    `PoolStore`. What is purged before the first engine comes back leaves the store, too."""
+
+    def __init__(self, store: BlockStore, layout: StoredLayout) -> None:
+        self._store, self._layout = store, layout
+        self._lock = Lock()
+        self._num_purges = 0
+        self._tier: PoolTier | None = None
+        """Set when an engine has come back."""
+
+    def purge(self, wish: PurgeWish, then: Callable[[Purged], object], *, dry_run: bool = False) -> None:
+        if self._tier is not None:
+            self._tier.purge(wish, then, dry_run=dry_run)
+            return
+        stored = self._store.join(self._layout, lambda pieces: None)
+        stored.purge(wish, then, dry_run=dry_run)
+        stored.leave(lambda: None)
+
+    def begin_purge(self) -> None:
+        with self._lock:
+            self._num_purges += 1
+            if self._tier is not None:
+                self._tier.begin_purge()
+
+    def end_purge(self) -> None:
+        with self._lock:
+            self._num_purges -= 1
+            if self._tier is not None:
+                self._tier.end_purge()
+
+    def keys_of(self, context: bytes) -> list[bytes]:
+        return [] if self._tier is None else self._tier.keys_of(context)
+
+    def follow(self, tier: PoolTier) -> None:
+        """An engine has come back, and this is the pool's store from now on, also for purges under way."""
+        with self._lock:
+            self._tier = tier
+            for _ in range(self._num_purges):
+                tier.begin_purge()
 
 
 class NodeStore:
@@ -95,24 +137,33 @@ class NodeStore:
         return SessionTier(memory.tier, of, lambda keys: None if groups is None else needs_of(groups, keys))
 
     def _join(self, session: MemoryHolder) -> TierMemory:
-        pool = session.pool
+        pool, former = session.pool, session.pool.tier
         groups = groups_of(pool.identity)
         is_plain = groups is None or groups.is_plain
-        owner = self._tenant_of(_uid_of(pool)) or f"uid:{_uid_of(pool)}"
-        sizes = tuple(pool.config.slot_bytes_of(rank) for rank in sorted(pool.storing_ranks))
         tier = PoolTier(
             pool,
             session.control.namespace,
             self._store,
-            StoredLayout(pool.name, sizes, _identity_of(pool, owner), owner),
+            self._layout_of(pool),
             block_tokens=None if groups is None else groups.alignment,
             needs_of=None if is_plain or groups is None else partial(needs_of, groups),
             post=self._post,
             on_taken=partial(self._grow, pool),
         )
+        if isinstance(former, FormerPool):
+            former.follow(tier)
         memory = TierMemory(pool, session.namespace, tier, self._memory, self._post)
         memory.join(self._end)
         return memory
+
+    def _layout_of(self, pool: NodePool) -> StoredLayout:
+        owner = self._tenant_of(_uid_of(pool)) or f"uid:{_uid_of(pool)}"
+        sizes = tuple(pool.config.slot_bytes_of(rank) for rank in sorted(pool.storing_ranks))
+        return StoredLayout(pool.name, sizes, _identity_of(pool, owner), owner)
+
+    def restore_pool(self, pool: NodePool) -> None:
+        """The pool is of an earlier service, and no engine has come back to it."""
+        pool.tier = FormerPool(self._store, self._layout_of(pool))
 
     def _grow(self, pool: NodePool) -> None:
         """Reads take slots as stores do: a pool that was emptied by a restart grows by them, too."""
@@ -144,24 +195,30 @@ class NodeStore:
         for one in self._members():
             one.tier.expire()
 
-    def forget_reset(self, tier: SessionTier) -> None:
-        """An engine has reset its cache, and no other is in its former namespace: what the store has of it goes."""
-        if tier.of.stored is not None:
-            tier.pool.purge(PurgeWish(namespace=tier.of.stored), lambda purged: None)
+    def forget_reset(self, tier: SessionTier, then: Callable[[], object]) -> None:
+        """An engine has reset its cache, and no other is in its former namespace, which the store has a name for: what
+        the store has of it goes. `then` is called by the attach server's thread when nothing can bring it back."""
+        tier.pool.purge(PurgeWish(namespace=tier.of.stored), lambda purged: self._post(then))
 
-    def drop_pool(self, pool: NodePool, then: Callable[[], object], *, purge: bool) -> None:
-        """The pool ends: release its memory, then call `then`, from any thread. `purge`: what the store has of it goes,
-        because an operator has deleted it."""
+    def drop_pool(
+        self, pool: NodePool, then: Callable[[], object], on_purged: Callable[[Purged], object] | None = None
+    ) -> None:
+        """The pool ends: release its memory, then call `then`, from any thread. `on_purged`: what the store has of it
+        goes, because an operator has deleted it; called when nothing can bring it back, from any thread."""
         with self._lock:
-            found = None if self._is_closed else self._pools.pop(pool.name, None)
+            is_closed, former = self._is_closed, pool.tier
+            found = None if is_closed else self._pools.pop(pool.name, None)
             if found is not None:
                 self._ending.append(found)
+        if on_purged is not None:
+            if former is None or is_closed:
+                on_purged(Purged(0))
+            else:
+                former.purge(PurgeWish(), on_purged)
         if found is None:
             then()
-            return
-        if purge:
-            found.tier.purge(PurgeWish(), lambda purged: None)
-        found.begin_end(then)
+        else:
+            found.begin_end(then)
 
     def _members(self) -> list[TierMemory]:
         with self._lock:

@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
+import xxhash
 
 MAGIC: Final = b"KVSTOWDK"
 VERSION: Final = 1
@@ -277,6 +278,12 @@ def _own_checksums(records: Any, chunk: int, first: int) -> Any:
         mixed = (mixed ^ words[:, at]) * np.uint64(_MULTIPLIER)
         mixed ^= mixed >> np.uint64(29)
     return mixed
+
+
+def name_digests(fingerprint: bytes, keys: Iterable[bytes]) -> list[bytes]:
+    """The digests of blocks' names, from that of their namespace's fingerprint. 16 bytes each."""
+    digest_of_key, seed = xxhash.xxh3_128_digest, int.from_bytes(fingerprint[:8], "little")
+    return [digest_of_key(key, seed) for key in keys]
 
 
 def digest_of(text: str) -> bytes:

@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple, Protocol
 
 from kvstow.tier.blockstore import Fate, PartCounters, PartState, StorePart
 from kvstow_service.stores.disk.blockfile import FoundFiles
-from kvstow_service.stores.disk.diskformat import MOST_NAMESPACES, NamespaceEntry
+from kvstow_service.stores.disk.diskformat import MOST_NAMESPACES, NamespaceEntry, name_digests
 from kvstow_service.stores.disk.diskmessages import (
     MOST_PLACES,
     MOST_USES,
@@ -40,25 +40,27 @@ logger = logging.getLogger("kvstow.disk")
 
 
 class Selection(NamedTuple):
-    """Which blocks a purge removes. `digests`: these, if it is not None. Otherwise those of the namespaces with these
-    `fingerprints`, or with this `identity`, whose keys begin with one of `prefixes` (none: all). Only those that were
-    written, or last used, before these times."""
+    """Which blocks a purge removes: those of the namespaces with these `fingerprints`, or with this `identity`. `keys`:
+    only these, if it is not None. `prefixes`: only keys that begin with one of them, if there are any. Only those that
+    were written, or last used, before these times."""
 
-    digests: frozenset[bytes] | None = None
     fingerprints: frozenset[bytes] = frozenset()
     identity: bytes | None = None
+    keys: frozenset[bytes] | None = None
     prefixes: tuple[bytes, ...] = ()
     written_before: float | None = None
     used_before: float | None = None
 
-    def takes_job(self, job: Job, fingerprint: bytes, identity: bytes) -> bool:
+    @property
+    def has_age(self) -> bool:
+        return self.written_before is not None or self.used_before is not None
+
+    def takes_job(self, job: Job) -> bool:
         """Whether it is about a block that is being written now, which is younger than any age."""
-        if self.written_before is not None or self.used_before is not None:
+        if self.has_age or (job.name.fingerprint not in self.fingerprints and job.name.identity != self.identity):
             return False
-        if self.digests is not None:
-            return job.digest in self.digests
-        if fingerprint not in self.fingerprints and identity != self.identity:
-            return False
+        if self.keys is not None:
+            return job.key in self.keys
         return not self.prefixes or job.key.startswith(self.prefixes)
 
 
@@ -71,6 +73,14 @@ class _Mark:
     ticket: PurgeTicket | None
 
 
+@dataclass(slots=True, eq=False)
+class _Wish:
+    """A purge before the files were opened. `ticket`: the caller that waits for it, if one does."""
+
+    selection: Selection
+    ticket: PurgeTicket | None
+
+
 @dataclass(slots=True)
 class _Gone:
     """What must never be found again. `marks`: what the records do not say yet, and `marked` the numbers of those
@@ -78,7 +88,7 @@ class _Gone:
 
     marks: list[_Mark] = field(default_factory=list)
     marked: set[int] = field(default_factory=set)
-    wishes: list[tuple[Selection, PurgeTicket]] = field(default_factory=list)
+    wishes: list[_Wish] = field(default_factory=list)
     dirty: list[int] = field(default_factory=list)
     is_overwriting: bool = False
 
@@ -139,8 +149,14 @@ class _Namespaces:
         return row, entry
 
     def numbers_for(self, selection: Selection) -> list[int]:
+        return [entry.number for entry in self._entries_for(selection)]
+
+    def fingerprints_for(self, selection: Selection) -> list[bytes]:
+        return [entry.fingerprint for entry in self._entries_for(selection)]
+
+    def _entries_for(self, selection: Selection) -> list[NamespaceEntry]:
         return [
-            entry.number
+            entry
             for entry in self.rows.values()
             if entry.fingerprint in selection.fingerprints or entry.identity == selection.identity
         ]
@@ -191,10 +207,6 @@ class DiskPath:
         assert self.places is not None
         self.places.use(place, self._wall())
         self._touched.add(self.places.where(place).chunk)
-
-    def fingerprints_of(self, identity: bytes) -> list[bytes]:
-        """Of the namespaces that pools with this identity have written."""
-        return [entry.fingerprint for entry in self._namespaces.rows.values() if entry.identity == identity]
 
     def can_write(self, kind: PlaceKind, *, was_used_again: bool) -> bool:
         if self.places is None or not self.is_on or not self.places.fits(kind):
@@ -379,9 +391,10 @@ class DiskPath:
     def purge(self, selection: Selection, ticket: PurgeTicket | None) -> int:
         """How many blocks go. `ticket`: None to count only."""
         if self.places is None:
-            if ticket is not None and self.state == "starting":
-                ticket.add()
-                self._gone.wishes.append((selection, ticket))
+            if ticket is not None:
+                if self.state == "starting":
+                    ticket.add()
+                self._gone.wishes.append(_Wish(selection, ticket if self.state == "starting" else None))
             return 0
         chosen = self._select(self.places, selection)
         if ticket is None:
@@ -396,13 +409,15 @@ class DiskPath:
         return len(chosen)
 
     def _select(self, places: DiskPlaces, selection: Selection) -> list[int]:
-        if selection.digests is not None:
-            found = [place for digest in selection.digests if (place := places.index.get(digest)) is not None]
-            if selection.written_before is None and selection.used_before is None:
+        if selection.keys is not None:
+            names = self._namespaces.fingerprints_for(selection)
+            digests = [digest for one in names for digest in name_digests(one, selection.keys)]
+            found = [place for digest in digests if (place := places.index.get(digest)) is not None]
+            if not selection.has_age:
                 return found
             chosen = set(
                 places.select(
-                    [entry.number for entry in self._namespaces.rows.values()],
+                    self._namespaces.numbers_for(selection),
                     written_before=selection.written_before,
                     used_before=selection.used_before,
                 )
@@ -418,7 +433,7 @@ class DiskPath:
     def _purge_writes(self, selection: Selection, ticket: PurgeTicket) -> None:
         """None of the blocks that are being written becomes visible."""
         lane = self.queue.lanes["write"]
-        waiting = [job for job in lane.jobs() if selection.takes_job(job, job.name.fingerprint, job.name.identity)]
+        waiting = [job for job in lane.jobs() if selection.takes_job(job)]
         for job in waiting:
             lane.withdraw(job)
         if waiting:
@@ -427,7 +442,7 @@ class DiskPath:
             for job in done.jobs:
                 if job.is_read or job.is_purged:
                     continue
-                if selection.takes_job(job, job.name.fingerprint, job.name.identity):
+                if selection.takes_job(job):
                     job.is_purged = True
                     if self.is_on:
                         job.ticket = ticket
@@ -500,8 +515,9 @@ class DiskPath:
         for mark in self._gone.marks:
             self._send_mark(mark)
         wishes, self._gone.wishes = self._gone.wishes, []
-        for selection, ticket in wishes:
-            self.purge(selection, ticket)
+        for wish in wishes:
+            ticket = wish.ticket or PurgeTicket(lambda: None)
+            self.purge(wish.selection, ticket)
             ticket.done()
         self.pump()
 
@@ -595,10 +611,19 @@ class DiskPath:
             log = logger.info if state in ("on", "starting") else logger.warning
             log("disk %s: %s%s", self.name, state, f" ({reason})" if reason else "")
         self.state, self.reason = state, reason
+        if state not in ("on", "starting"):
+            self._answer_wishes()
         if state == "on":
             again, self._again = self._again, []
             for request, then in again:
                 self._send(request._replace(number=self._number()), then)
+
+    def _answer_wishes(self) -> None:
+        """The files cannot be opened now. Purges are done when they are, but nobody waits for that."""
+        for wish in self._gone.wishes:
+            ticket, wish.ticket = wish.ticket, None
+            if ticket is not None:
+                ticket.done()
 
     def _number(self) -> int:
         self._next_number += 1

@@ -14,8 +14,6 @@ from functools import partial
 from itertools import count
 from queue import SimpleQueue
 
-import xxhash
-
 from kvstow.tier.blockstore import (
     BlockTransfer,
     Expectation,
@@ -29,7 +27,7 @@ from kvstow.tier.blockstore import (
     StorePart,
 )
 from kvstow_service.stores.disk.blockfile import FoundFiles
-from kvstow_service.stores.disk.diskformat import digest_of, padded
+from kvstow_service.stores.disk.diskformat import digest_of, name_digests, padded
 from kvstow_service.stores.disk.diskmessages import AddExtent, Done, Open, PartAt, Problem, RemoveExtent, Request
 from kvstow_service.stores.disk.diskpath import DiskPath, Selection
 from kvstow_service.stores.disk.pathchannel import PathChannel
@@ -42,12 +40,6 @@ _REMEMBERED_PLACES = 1 << 18
 """For so many the uses of blocks that the disks lack are remembered, in 4 MiB."""
 
 logger = logging.getLogger("kvstow.disk")
-
-
-def name_digest(fingerprint: bytes, key: bytes) -> bytes:
-    """The digest of a block's name, from that of its namespace's fingerprint. 16 bytes."""
-    digest: bytes = xxhash.xxh3_128_digest(key, int.from_bytes(fingerprint[:8], "little"))
-    return digest
 
 
 class _Calls:
@@ -239,17 +231,17 @@ class DiskPool:
     ) -> Sequence[bool]:
         if self._has_left:
             return [False] * len(keys)
-        fingerprint = self._name(namespace).fingerprint
-        digests = [name_digest(fingerprint, key) for key in keys]
+        digests = name_digests(self._name(namespace).fingerprint, keys)
         with self._store.lock:
             indexes = [disk.places.index for disk in self._store.disks if disk.is_on and disk.places is not None]
+            if len(indexes) == 1:
+                return list(map(indexes[0].__contains__, digests))
             return [any(digest in index for index in indexes) for digest in digests]
 
     def offer(self, namespace: StoredNamespace, keys: Sequence[bytes], *, is_use: bool) -> Sequence[int]:
         if self._has_left:
             return []
-        fingerprint = self._name(namespace).fingerprint
-        digests = [name_digest(fingerprint, key) for key in keys]
+        digests = name_digests(self._name(namespace).fingerprint, keys)
         store, wanted = self._store, list[int]()
         with store.lock:
             may_write = [
@@ -278,9 +270,10 @@ class DiskPool:
 
     def _begin(self, batch: BlockTransfer, *, is_read: bool) -> None:
         name, store = self._name(batch.namespace), self._store
+        digests = name_digests(name.fingerprint, batch.keys)
         jobs = [
-            Job(batch.op_id, is_read, name, key, name_digest(name.fingerprint, key), slot, self.kind)
-            for key, slot in zip(batch.keys, batch.slots, strict=True)
+            Job(batch.op_id, is_read, name, key, digest, slot, self.kind)
+            for key, digest, slot in zip(batch.keys, digests, batch.slots, strict=True)
         ]
         if not jobs:
             return
@@ -326,9 +319,7 @@ class DiskPool:
             used_before=None if wish.idle_seconds is None else now - wish.idle_seconds,
         )
         if wish.keys is not None:
-            fingerprints = {name.fingerprint for name in self._names.values()}
-            fingerprints.update(one for disk in self._store.disks for one in disk.fingerprints_of(self._identity))
-            return ages._replace(digests=frozenset(name_digest(one, key) for one in fingerprints for key in wish.keys))
+            return ages._replace(identity=self._identity, keys=frozenset(wish.keys))
         if wish.namespace is not None:
             return ages._replace(fingerprints=frozenset([self._name(wish.namespace).fingerprint]))
         return ages._replace(identity=self._identity, prefixes=wish.key_prefixes or ())
@@ -412,6 +403,7 @@ class DiskStore:
     written."""
 
     name = "disk"
+    answers_at_once = True
 
     def __init__(
         self,

@@ -11,7 +11,7 @@ import pytest
 from kvstow.tier.blockstore import Fate
 from kvstow_service.stores.disk.blockfile import FoundFiles
 from kvstow_service.stores.disk.diskchild import READERS, WRITERS
-from kvstow_service.stores.disk.diskformat import Header, NamespaceEntry, digest_of
+from kvstow_service.stores.disk.diskformat import Header, NamespaceEntry, digest_of, name_digests
 from kvstow_service.stores.disk.diskmessages import (
     AddNamespace,
     Assign,
@@ -35,6 +35,10 @@ PLACE = 2 * MIB
 CHUNK = 64 * MIB
 NAME = NamespaceName(digest_of("fingerprint"), digest_of("identity"), "1000", "label")
 OTHER = NamespaceName(digest_of("another"), digest_of("identity"), "2000", "label")
+
+
+def key_of(slot: int) -> bytes:
+    return b"\0\0" + slot.to_bytes(32, "big")
 
 
 class Host:
@@ -86,7 +90,7 @@ class Host:
         return jobs
 
     def _job(self, slot: int, name: NamespaceName, *, is_read: bool) -> Job:
-        key = b"\0\0" + slot.to_bytes(32, "big")
+        key = key_of(slot)
         return Job(self._ops, is_read, name, key, digest_of(f"{slot}"), slot, PlaceKind(name.owner, PLACE))
 
     def take(self, kind: type) -> list[Any]:
@@ -259,7 +263,7 @@ def test_a_purge_waits_for_a_write_that_is_under_way_and_undoes_it(host: Host) -
     _, called = purge(host, ALL._replace(prefixes=(b"\xff",)))
     assert called == [True], "it is about other keys"
     wanted, called = ticket()
-    host.disk.purge(Selection(digests=frozenset([digest_of("2")])), wanted)
+    host.disk.purge(ALL._replace(keys=frozenset([key_of(2)])), wanted)
     wanted.done()
     assert called == [True]
     host.answer(MoveBlocks)
@@ -327,6 +331,27 @@ def test_a_purge_while_the_files_are_opened_is_done_then(host: Host) -> None:
     assert host.disk.place_of(digest_of("1")) is None
     host.answer(MarkDirty)
     assert called == [True]
+
+
+@pytest.mark.parametrize("purged_first", [True, False])
+def test_a_purge_while_another_process_has_the_files_is_answered_and_done_when_it_has_them_no_longer(
+    host: Host, purged_first: bool
+) -> None:
+    """It does not hear yet which namespaces the files have."""
+    (named,) = name_digests(NAME.fingerprint, [key_of(1)])
+    host.disk.ended("its process has ended")
+    selection = ALL._replace(keys=frozenset([key_of(1)]))
+    if purged_first:
+        count, called = purge(host, selection)
+        assert (count, called) == (0, [])
+        host.disk.has_problem(Problem("in use", "another process has its files"))
+    else:
+        host.disk.has_problem(Problem("in use", "another process has its files"))
+        count, called = purge(host, selection)
+    assert (count, called) == (0, [True])
+    host.disk.opened(found_with(host, 3, named), 1 << 40)
+    assert host.disk.place_of(named) is None
+    assert host.answer(MarkDirty) == 1
 
 
 def test_a_purge_does_not_wait_for_a_disk_that_does_not_work(host: Host) -> None:
