@@ -101,7 +101,7 @@ ORDER = {
     "service/kvstow_service/replay": "trace importing kv processes remoteranks offload ranks hittable result driver "
     "launcher",
     "service/kvstow_service/connectors/engine_core": "kvgroups vllmprocess pathtrail adapters trackedrequests "
-    "loadpolicy options hints controlplane stepplan offloadmetrics kvevents loads gpublocks stores "
+    "enginetimes loadpolicy options hints controlplane stepplan offloadmetrics kvevents loads gpublocks stores "
     "runningrequests schedulerside workerside metadata metricsexport schedulerhost embeddedschedulerhost workerhost "
     "connector",
     "service/kvstow_service/connectors/vllm": "rankdataplane tensorhost modelweights valuesettings modelpaths "

@@ -36,6 +36,7 @@ EVICTION_REASONS = ("capacity", "operator", "purge", "resize", "load_failed", "r
 LOAD_CHOICES = (
     "layer_alone",
     "layer_budget",
+    "layer_trial",
     "layer_setting",
     "async_budget",
     "async_burst",

@@ -14,54 +14,31 @@ launch however few tokens it has.
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
-from kvstow.prefill import PrefillCost, PrefillFit, PrefillNews, PromptPart
+from kvstow.prefill import PrefillCost, PrefillNews, PromptPart
+from kvstow_service.connectors.engine_core.enginetimes import LoadTimes, StepBegun, StepTimes
 from kvstow_service.connectors.engine_core.trackedrequests import Choice, TrackedRequest
 
 LoadPath = Literal["auto", "layer", "async"]
 LOAD_PATHS: tuple[LoadPath, ...] = get_args(LoadPath)
 
-_FIRST_RATE = 20e9  # bytes a second, until a load was measured
-_FIRST_DELAY = 0.005  # seconds, until a load before a step was measured
 _LAYER_DELAY = 0.001  # seconds of the host to begin a load by layer
-_NEW = 0.2  # weight of a new measurement
-_STEPS = 8
-_LEAST_BYTES = 16 << 20  # of a load whose rate is measured
 _NOTHING = PromptPart()
 LEAST_TOKENS = 256
 """How many prompt tokens a step must compute to show what they cost. If a step can have fewer than twice as many
 tokens, half of its limit is enough."""
-_LEAST_SHARE = 0.5
-"""The least share of its time with which a step that also decodes counts."""
-
-
-class _Planned(NamedTuple):
-    """A step. `most`: the most tokens that it computes of a request. `load_seconds`: of its loads by layer."""
-
-    number: int
-    at: float
-    prompts: PromptPart
-    decodes: bool
-    most: int
-    load_seconds: float
 
 
 class LoadPolicy:
-    """Times steps and loads. Used by the scheduler's thread. O(1) for each choice, O(requests) for each step.
+    """Used by the scheduler's thread. O(1) for each choice, O(requests) for each step.
 
     Where no load can go by layer, the reason is `setting` (the user wants none) or `engine` (this engine allows none).
 
-    A step begins when it is planned. If vLLM plans ahead, it begins when the step before it has ended. Tokens that were
-    loaded or found on the GPU are not computed, and do not count. From the time of a step that also decodes, the time
-    of a step that only decodes is subtracted: without the prompts, it would have taken that. Steps of few tokens take
-    as long as their launch, so they show no cost.
-
-    The engine waits for loads before the step while any is under way and no step is: other requests that run meanwhile
-    hide it. It waits for loads by layer as long as their step takes longer than it would without them, at most as long
-    as the loads take.
+    Tokens that were loaded or found on the GPU are not computed, and do not count. The engine waits for loads before
+    the step while any is under way and no step is: other requests that run meanwhile hide it.
     """
 
     def __init__(
@@ -77,8 +54,8 @@ class LoadPolicy:
     ) -> None:
         """`step_budget`: seconds that loads by layer may add to a step of other requests. `slot_bytes`: on the rank
         where they are largest. `is_possible`: whether this engine can load by layer. `block_tokens`: in a slot."""
-        self._path, self._budget, self._slot_bytes, self._clock = path, step_budget, slot_bytes, clock
-        self._is_possible, self._block_tokens, self._least_tokens = is_possible, block_tokens, least_tokens
+        self._path, self._budget, self._clock, self._is_possible = path, step_budget, clock, is_possible
+        self._loads, self._steps = LoadTimes(slot_bytes, clock), StepTimes(block_tokens, least_tokens)
         self.requests: Mapping[str, TrackedRequest] = {}
         """Those that vLLM has, by name."""
         self.off: str | None = None
@@ -87,17 +64,9 @@ class LoadPolicy:
         """Loads that began, by how they went and why."""
         self._not_made, self._computed = 0, ""
         """Loads that would have taken longer than computing, not told yet; and the last request that was computed."""
-        self._rates: dict[bool, float] = {}  # of loads by layer (True) and before the step, once measured
-        self._delay = _FIRST_DELAY  # of a load before the step, beside its copy
-        self._steps: deque[float] = deque(maxlen=_STEPS)  # seconds of the last ones
-        self._tail_seconds = 0.0  # of a step in which requests compute the rest of a block; 0 before it was measured
-        self._decode_seconds = 0.0  # of a step that only decodes
         self._running: set[str] = set()
         self._by_layer = self._queued = 0  # blocks: of the step that is being planned; of other loads under way
         self._waiting = 0  # blocks of loads by layer that wait for their slots, or for vLLM to ask for them
-        self._fit = PrefillFit()
-        self._planned: deque[_Planned] = deque()
-        self._last_end = 0.0
         self._seen_at = 0.0  # until then, waiting was counted
         self._told: PrefillCost | None = None
         self._hits, self._waited = PromptPart(), 0.0  # not told yet
@@ -116,42 +85,44 @@ class LoadPolicy:
         """For a load of so many blocks. `rest`: what is computed behind it. `is_whole`: of the whole prompt, after
         which vLLM would have nothing to compute in this step. `had_no_room`: it was to go by layer, and vLLM had no
         blocks for the request."""
-        if self._path == "async":
-            return Choice(False, "setting")
-        if not self._is_possible:
-            return Choice(False, "engine")
-        if self.off is not None:
-            return Choice(False, "rank")
-        if is_whole:
-            return Choice(False, "whole_prompt")
-        if had_no_room:
-            return Choice(False, "no_room")
-        if self._path == "layer":
-            return Choice(True, "setting")
-        others = len(self._running) - (request_id in self._running)
-        before = self._blocks_before
-        hidden = min(self._steps, default=0.0) if others else 0.0  # a step of others lasts so long anyway
-        step, blocks = max(hidden, self._step_seconds(rest)), num_blocks + before
-        by_layer, whole = self._seconds(blocks, by_layer=True), self._seconds(blocks, by_layer=False)
-        is_slower = self._delay + whole + step < max(step, by_layer) + _LAYER_DELAY
-        if self._is_alone(request_id):
-            if self._needs_trial(num_blocks) and by_layer > step:
-                return Choice(False, "trial")
-            return Choice(False, "rate") if is_slower else Choice(True, "alone")
-        if self._budget and by_layer - hidden <= self._budget:
+        obstacles = {
+            "setting": self._path == "async",
+            "engine": not self._is_possible,
+            "rank": self.off is not None,
+            "whole_prompt": is_whole,
+            "no_room": had_no_room,
+        }
+        for reason, is_there in obstacles.items():
+            if is_there:
+                return Choice(False, reason)
+        return Choice(True, "setting") if self._path == "layer" else self._faster(request_id, num_blocks, rest)
+
+    def _faster(self, request_id: str, num_blocks: int, rest: PromptPart) -> Choice:
+        others, before = len(self._running) - (request_id in self._running), self._blocks_before
+        hidden = self._steps.shortest if others else 0.0  # a step of others lasts so long anyway
+        step, blocks = max(hidden, self._steps.seconds(rest)), num_blocks + before
+        by_layer, whole = (self._loads.seconds(blocks, by_layer=way) for way in (True, False))
+        is_slower = self._loads.delay + whole + step < max(step, by_layer) + _LAYER_DELAY
+        if not self._is_alone(request_id):
+            if not self._budget or by_layer - hidden > self._budget:
+                return Choice(False, "budget" if others and not before else "burst")
             return Choice(False, "rate") if is_slower else Choice(True, "budget")
-        return Choice(False, "budget" if others and not before else "burst")
+        if by_layer > step and self._loads.needs_whole(num_blocks):
+            return Choice(False, "trial")
+        if not is_slower:
+            return Choice(True, "alone")
+        return Choice(True, "trial") if self._loads.needs_layers(num_blocks) else Choice(False, "rate")
 
     def is_worth_it(
         self, request_id: str, choice: Choice, num_blocks: int, prompt: PromptPart, rest: PromptPart
     ) -> bool:
         """Whether to load so many blocks, of all that the request has to compute, `prompt`, and then compute the
         `rest`. Beside others always, since the computation would be theirs as well. `choice`: of this load."""
-        if self._path != "auto" or self._fit.cost is None or not self._is_alone(request_id):
+        if self._path != "auto" or self._steps.cost is None or not self._is_alone(request_id):
             return True
-        step, load = self._step_seconds(rest), self._seconds(num_blocks, by_layer=choice.by_layer)
-        hit = max(step, load) + _LAYER_DELAY if choice.by_layer else self._delay + load + step
-        if hit < self._step_seconds(prompt):
+        step, load = self._steps.seconds(rest), self._loads.seconds(num_blocks, by_layer=choice.by_layer)
+        hit = max(step, load) + _LAYER_DELAY if choice.by_layer else self._loads.delay + load + step
+        if hit < self._steps.seconds(prompt):
             return True
         if request_id != self._computed:  # vLLM asks again if it has no room for the request
             self._computed = request_id
@@ -169,28 +140,15 @@ class LoadPolicy:
         """Of loads that share the link with the next one."""
         return self._by_layer + self._queued + self._waiting
 
-    def _step_seconds(self, prompts: PromptPart) -> float:
-        """How long a step takes that computes these tokens: as its launch does, at least."""
-        cost = self._fit.cost
-        return max(self._tail_seconds or self._decode_seconds, 0.0 if cost is None else cost.seconds(prompts))
-
-    def _needs_trial(self, num_blocks: int) -> bool:
-        """Whether only loads by layer were measured: then one goes before its step, to be compared with."""
-        return self._rates.keys() == {True} and num_blocks * self._slot_bytes >= _LEAST_BYTES
-
     @property
     def loads_last_block(self) -> bool:
         """Whether the last block of a prompt is loaded if it alone is missing: only if that, and a step that decodes,
         take less than a step that computes the block's tokens. Not before both kinds of step were measured."""
-        if not self._tail_seconds or not self._decode_seconds:
+        steps = self._steps
+        if not steps.tail or not steps.decode:
             return False
-        load = self._seconds(1 + self._queued, by_layer=False)
-        return self._delay + load + self._decode_seconds < self._tail_seconds
-
-    def _seconds(self, num_blocks: int, *, by_layer: bool) -> float:
-        """How long so many blocks take on the link."""
-        rate = self._rates.get(by_layer) or self._rates.get(not by_layer) or _FIRST_RATE
-        return num_blocks * self._slot_bytes / rate
+        load = self._loads.seconds(1 + self._queued, by_layer=False)
+        return self._loads.delay + load + steps.decode < steps.tail
 
     # -- loads ----------------------------------------------------------------------------------------------
 
@@ -203,6 +161,8 @@ class LoadPolicy:
         self.counts[choice] += 1
         if choice.by_layer:
             self._by_layer += num_blocks
+            if choice.reason == "trial":
+                self._loads.trying_layers()
         else:
             self._look()
             self._queued += num_blocks
@@ -211,16 +171,12 @@ class LoadPolicy:
         """A load that does not go by layer has ended on all ranks, `seconds` after it had begun."""
         self._look()
         if seconds is not None:
-            delay = seconds - self._seconds(self._queued, by_layer=False)  # the others share the link with it
-            self._delay += _NEW * (max(0.0, delay) - self._delay)
+            self._loads.has_taken(seconds, self._queued)  # the others share the link with it
         self._queued -= num_blocks
 
     def measured(self, num_bytes: int, seconds: float, *, by_layer: bool) -> None:
         """A load on some rank was so fast."""
-        if num_bytes >= _LEAST_BYTES and seconds > 0:
-            rate = num_bytes / seconds
-            before = self._rates.get(by_layer, rate)
-            self._rates[by_layer] = before + _NEW * (rate - before)
+        self._loads.measured(num_bytes, seconds, by_layer=by_layer)
 
     def loaded(self, tokens: PromptPart) -> None:
         self._hits = self._hits.with_part(tokens)
@@ -228,7 +184,7 @@ class LoadPolicy:
     def _look(self) -> float:
         """Count the time since the last look, if the engine has waited since. Returns the time."""
         now = self._clock()
-        if self._queued and not self._planned:
+        if self._queued and not self._steps.is_under_way:
             self._waited += now - self._seen_at
         self._seen_at = now
         return now
@@ -239,7 +195,7 @@ class LoadPolicy:
         """Steps have ascending numbers. `step`: vLLM's `SchedulerOutput`, before vLLM counts its tokens as computed.
         Returns whether `step_ended` is to be called: not for steps that compute nothing."""
         scheduled: Mapping[str, int] = step.num_scheduled_tokens
-        load_seconds = self._seconds(self._by_layer, by_layer=True)
+        load_seconds = self._loads.seconds(self._by_layer, by_layer=True)
         self._by_layer, self._running = 0, set(scheduled)
         if not scheduled:
             return False
@@ -253,49 +209,20 @@ class LoadPolicy:
                     start = 0 if tracked is None else tracked.request.num_computed_tokens
                     prompts = prompts.with_part(PromptPart.between(start, start + count))
         most, decodes = max(scheduled.values()), total > prompts.tokens
-        self._planned.append(_Planned(number, self._look(), prompts, decodes, most, load_seconds))
+        self._steps.planned(StepBegun(number, self._look(), prompts, decodes, most, load_seconds))
         return True
 
     def step_ended(self, number: int) -> None:
-        now, planned = self._look(), self._planned
-        while planned and planned[0].number < number:
-            planned.popleft()
-        if not planned or planned[0].number != number:
-            return
-        step = planned.popleft()
-        seconds = now - max(step.at, self._last_end)
-        self._last_end = now
-        self._steps.append(seconds)
-        if step.load_seconds:
-            self._waited += min(step.load_seconds, max(0.0, seconds - self._expected(step)))
-        elif not step.prompts.tokens:
-            self._decode_seconds = _mean(self._decode_seconds, seconds)
-        else:
-            if step.most <= self._block_tokens:
-                self._tail_seconds = _mean(self._tail_seconds, seconds)
-            if step.prompts.tokens >= self._least_tokens:
-                if step.decodes:
-                    seconds = max(seconds - self._decode_seconds, _LEAST_SHARE * seconds)
-                self._fit.observe(step.prompts, seconds)
-
-    def _expected(self, step: _Planned) -> float:
-        """How long the step would have taken without loads; 0 if that is not known."""
-        cost = self._fit.cost
-        prompts = 0.0 if cost is None else cost.seconds(step.prompts)
-        return prompts + self._decode_seconds if step.decodes else max(prompts, self._decode_seconds)
+        self._waited += self._steps.ended(number, self._look())
 
     def finished(self, request_id: str) -> None:
         self._running.discard(request_id)
 
     def take_news(self) -> PrefillNews | None:
         """For the control plane: what is new since the last call; None while it is not known what prompts cost."""
-        cost = self._fit.cost
+        cost = self._steps.cost
         if cost is None or (cost == self._told and not (self._hits.tokens or self._waited or self._not_made)):
             return None
         news = PrefillNews(cost, self._hits.tokens, cost.seconds(self._hits), self._waited, self._not_made)
         self._told, self._hits, self._waited, self._not_made = cost, PromptPart(), 0.0, 0
         return news
-
-
-def _mean(before: float, new: float) -> float:
-    return before + _NEW * (new - before) if before else new

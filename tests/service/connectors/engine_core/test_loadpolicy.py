@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -36,15 +37,20 @@ def make(
     return policy
 
 
-def plan(policy: LoadPolicy, **scheduled: int) -> None:
-    number = max((step.number for step in policy._planned), default=0) + 1
+_numbers = itertools.count(1)
+
+
+def plan(policy: LoadPolicy, **scheduled: int) -> int:
+    """Returns the number of the step."""
+    number = next(_numbers)
     policy.planned(number, SimpleNamespace(num_scheduled_tokens=scheduled))
+    return number
 
 
 def run_step(policy: LoadPolicy, clock: Clock, seconds: float, **scheduled: int) -> None:
-    plan(policy, **scheduled)
+    number = plan(policy, **scheduled)
     clock.now += seconds
-    policy.step_ended(policy._planned[-1].number)
+    policy.step_ended(number)
 
 
 def run_steps(policy: LoadPolicy, clock: Clock, seconds: float, *running: str, tokens: int = 1) -> None:
@@ -155,10 +161,11 @@ def test_the_setting_decides(clock: Clock) -> None:
 
 def test_short_loads_do_not_count_as_a_measurement(clock: Clock) -> None:
     policy = make(clock)
+    run_steps(policy, clock, 0.0, "other")
     for by_layer in (True, False):
         policy.measured(MIB, 1.0, by_layer=by_layer)
         policy.measured(1000 * MIB, 0.0, by_layer=by_layer)
-    assert policy._rates == {True: 1000 * MIB, False: 1000 * MIB}
+    assert choose(policy, 9) == (True, "budget")
 
 
 # -- two estimates ------------------------------------------------------------------------------------------------
@@ -208,6 +215,22 @@ def test_a_load_before_the_step_is_tried_once_if_none_was_measured(clock: Clock)
     assert choose(policy, 100) == (False, "trial")
     assert choose(policy, 10) == (True, "alone"), "too small to measure"
     policy.measured(100 * MIB, 0.1, by_layer=False)
+    assert choose(policy, 100) == (True, "alone")
+
+
+def test_loads_by_layer_that_were_slower_are_tried_again_every_minute(clock: Clock) -> None:
+    policy = make(clock, layer=500)
+    clock.now = 59.0
+    assert choose(policy, 100) == (False, "rate")
+    clock.now = 60.0
+    assert choose(policy, 10) == (False, "rate"), "too small to measure"
+    assert choose(policy, 100) == (True, "trial")
+    policy.begun(Choice(True, "trial"), 100)
+    plan(policy, new=1)
+    policy.finished("new")
+    assert choose(policy, 100) == (False, "rate")
+    for _ in range(20):
+        policy.measured(100 * MIB, 0.1, by_layer=True)
     assert choose(policy, 100) == (True, "alone")
 
 
@@ -304,6 +327,6 @@ def test_steps_that_load_or_prefill_and_idle_time_are_no_measurement(clock: Cloc
     run_step(policy, clock, 1.0, r=16)
     run_step(policy, clock, 1.0, r=1000)
     clock.now += 60.0
-    assert (policy._tail_seconds, policy._decode_seconds) == (0, 0)
+    assert (policy._steps.tail, policy._steps.decode) == (0, 0)
     run_step(policy, clock, 1.0, other=1)
-    assert (policy._tail_seconds, policy._decode_seconds) == (0, 1.0)
+    assert (policy._steps.tail, policy._steps.decode) == (0, 1.0)
