@@ -777,7 +777,7 @@ MUTANTS = [
     Mutant(
         "a_refusal_is_logged_each_time",
         "engine/kvstow/memory/extents.py",
-        "if error.reason != self._refusal:",
+        "if error.reason != self._logged_reason:",
         "if True:",
         "tests/engine/memory/test_populator.py::test_a_refusal_is_in_the_log_once_however_often_it_is_tried_again",
     ),
@@ -1848,7 +1848,7 @@ MUTANTS = [
     Mutant(
         "pinned_memory_holds_up_the_rest",
         "engine/kvstow/memory/nodememory.py",
-        "self.given_up[number] = extent  # the last one to be looked at again",
+        "self.given_up[number] = extent  # at the end, so that the others are checked before it",
         "self.given_up = {number: extent, **self.given_up}",
         f"{NODE_MEMORY}::test_pinned_memory_does_not_hold_up_the_rest",
     ),

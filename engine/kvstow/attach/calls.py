@@ -1,7 +1,7 @@
-"""What the halves of an engine and the node service send each other after the hello.
+"""The messages between the halves of an engine and the node service, after the hello.
 
-Slots are the pool's. Blocks are the engine's own and stay with it: pair `i` of an op is the engine's block `i`. The
-blocks of its namespace that were stored or removed are events, which it reads page by page.
+The service numbers slots, and the engine numbers blocks. Block numbers are never sent: slot `i` of an op belongs to the
+engine's block `i`. The engine reads page by page which blocks of its namespace were stored or removed.
 
 A rank's memory is a list of extents. An extent is a sealed memfd that holds the slots from `first_slot` on, back to
 back at the pool's slot stride. The service publishes how far each extent is populated. The worker maps no further, and
@@ -53,19 +53,19 @@ _T = TypeVar("_T")
 
 
 class Hold(IntEnum):
-    """What a lookup protects from eviction."""
+    """Which keys a lookup protects from eviction."""
 
     NOTHING = 0
     PRESENT = 1
-    """All keys that are present."""
+    """The lookup holds all keys that are present."""
     LEADING = 2
-    """The keys up to the first absent one. The answer holds no other run."""
+    """The lookup holds the keys before the first absent one. Its answer has no other run."""
     ALL = 3
-    """All keys, or nothing if one of them is absent."""
+    """The lookup holds all keys, or nothing if one of them is absent."""
 
 
 class Lookup(Packed, frozen=True):
-    """Which of `keys` are present. `counted`: it counts as a lookup of a request."""
+    """Ask which of `keys` are present. With `counted`, it counts as a lookup of a request."""
 
     KIND: ClassVar = Kind.LOOKUP
     keys: Keys
@@ -74,18 +74,18 @@ class Lookup(Packed, frozen=True):
 
 
 class LookupPrompt(Packed, frozen=True):
-    """Which of `keys` are present. `keys` are those of all blocks of a prompt, one KV group after the other. Holds
-    nothing. The service may fetch the missing keys that a hit needs from the fleet tier before it answers."""
+    """Ask which of `keys` are present, and hold nothing. They are the keys of all blocks of a prompt, one KV group
+    after the other. Before it answers, the service may fetch missing keys that a hit needs from the fleet tier."""
 
     KIND: ClassVar = Kind.LOOKUP_PROMPT
     keys: Keys
 
 
 class Found(Packed, frozen=True):
-    """Runs of present keys, as (index of the first key, length). `lease_id` is 0 if nothing is held. `fetched`:
-    the runs of those keys that came while the lookup waited for the fleet tier.
+    """The answer to a lookup: the runs of present keys, as pairs of the index of the first key and the length.
 
-    A lease holds the keys of all runs, in order. `BeginLoad.first` is an index into them.
+    `lease_id` is 0 if nothing is held. A lease holds the keys of all runs, in order, and `BeginLoad.first` is an index
+    into them. `fetched` are the runs of keys that came from the fleet tier while the lookup waited for it.
     """
 
     KIND: ClassVar = Kind.FOUND
@@ -95,19 +95,20 @@ class Found(Packed, frozen=True):
 
     @property
     def leading(self) -> int:
-        """How many keys are present, counted from the first key."""
+        """How many keys are present before the first absent one."""
         return self.runs[0][1] if self.runs and self.runs[0][0] == 0 else 0
 
 
 class Pending(Packed, frozen=True):
-    """The answer to a lookup takes time: the fleet tier may have more blocks, or the ranks are still registering the
-    memory. The answer comes later, under the same request id. Answers to other calls may come before it."""
+    """Say that the answer to a lookup takes time: the fleet tier may have more blocks, or the ranks are still
+    registering the memory. The answer follows later, under the same request id. Answers to other calls may come before
+    it."""
 
     KIND: ClassVar = Kind.PENDING
 
 
 class Prefill(Packed, frozen=True):
-    """What computing prompts costs the engine, and what its loads have saved: see `PrefillNews`. No answer."""
+    """Report the cost of computing prompts, and the time that loads have saved: see `PrefillNews`. No answer."""
 
     KIND: ClassVar = Kind.PREFILL
     cost: tuple[Seconds, Seconds, Annotated[float, Meta(ge=0, lt=1 << 32)]]
@@ -125,15 +126,15 @@ class Prefill(Packed, frozen=True):
 
 
 class Release(Packed, frozen=True):
-    """End leases. No answer; a lease that has ended is ignored."""
+    """End leases. A lease that has ended already is ignored. No answer."""
 
     KIND: ClassVar = Kind.RELEASE
     lease_ids: U64s
 
 
 class BeginLoad(Packed, frozen=True):
-    """Load `count` slots of a lease, starting at its slot `first`. This uses up the lease. `choice`: one of
-    `LOAD_CHOICES`, which is counted."""
+    """Load `count` slots of a lease, from its slot `first` on. This ends the lease. `choice` is one of `LOAD_CHOICES`,
+    and is counted in the pool's statistics."""
 
     KIND: ClassVar = Kind.BEGIN_LOAD
     lease_id: U64
@@ -149,7 +150,7 @@ class BeginLoad(Packed, frozen=True):
 
 
 class LoadBegun(Packed, frozen=True):
-    """The op of a load, and the slots to read."""
+    """The answer to `BeginLoad`: the load's op, and the slots to read."""
 
     KIND: ClassVar = Kind.LOAD_BEGUN
     op_id: U64
@@ -157,7 +158,7 @@ class LoadBegun(Packed, frozen=True):
 
 
 class BeginStore(Packed, frozen=True):
-    """Store blocks under `keys`."""
+    """Ask to store one block under each of `keys`."""
 
     KIND: ClassVar = Kind.BEGIN_STORE
     MOST_BYTES: ClassVar = 96 << 10
@@ -166,11 +167,13 @@ class BeginStore(Packed, frozen=True):
 
 
 class StoreBegun(Packed, frozen=True):
-    """The op of a store. Block `accepted[i]`, an index into the requested keys, goes to `slots[i]`. `op_id` is 0 if
-    there is nothing to store. `outcomes` and `unplaced` are those of `StoreGrant`. `room` is the number of blocks that
-    the next store would find a slot for. `incomplete`: numbers of running requests of the session that lack blocks from
-    now on, because their slots were lent to others or their store was deferred: it is worth offering their chains when
-    they end."""
+    """The answer to `BeginStore`: the store's op, or 0 if there is nothing to store.
+
+    `accepted` holds indexes into the requested keys. The block of key `accepted[i]` goes to `slots[i]`. For `outcomes`
+    and `unplaced`, see `StoreGrant`. `room` is the number of blocks for which the next store would find a slot.
+    `incomplete` are the numbers of running requests of the session that lack blocks from now on, because their slots
+    were lent to others or their store was deferred. It is worth offering their chains again when they end.
+    """
 
     KIND: ClassVar = Kind.STORE_BEGUN
     op_id: U64
@@ -186,11 +189,12 @@ class StoreBegun(Packed, frozen=True):
             raise ValueError(f"{len(self.accepted)} blocks and {len(self.slots)} slots")
 
 
-_TOO_LONG = 1e9
+_MOST_SECONDS = 1e9
+"""A duration in a completion is shorter than this."""
 
 
 class Completions(Packed, frozen=True):
-    """What `rank` reports about its ops, in order. No answer: see `SettledOps`."""
+    """Report completions of a rank's ops, in order. The service sends the results later, in `SettledOps`."""
 
     KIND: ClassVar = Kind.COMPLETIONS
     MOST_BYTES: ClassVar = 1 << 20
@@ -200,23 +204,29 @@ class Completions(Packed, frozen=True):
 
     @classmethod
     def listed(cls, rank: int, boot_id: str, completions: Sequence[Completion]) -> Iterator[Self]:
-        """These completions in as many messages as they need. Errors are cut, and become plain text."""
+        """Make messages of these completions, each of which has at most `MOST_COMPLETIONS`. Errors are cut, and become
+        plain text."""
         clean = [replace(done, error=plain(done.error, MOST_ERROR)) if done.error else done for done in completions]
         for start in range(0, len(clean), MOST_COMPLETIONS):
             yield cls(rank, boot_id, tuple(clean[start : start + MOST_COMPLETIONS]))
 
     def check(self) -> None:
-        # The type is the data plane's, which needs no msgspec.
+        # `Completion` is a type of the data plane, which does without msgspec. So its limits are checked here.
         for done in self.completions:
-            seconds, queued = done.seconds, done.queue_seconds
             if done.error and not is_plain(done.error, MOST_ERROR):
-                raise ValueError(f"op {done.op_id} has failed by {done.error[:100]!a}; allowed: one line of plain text")
-            if done.op_id < 0 or done.num_bytes < 0 or not (0 <= seconds < _TOO_LONG and 0 <= queued < _TOO_LONG):
-                raise ValueError(f"op {done.op_id} has moved {done.num_bytes} bytes in {seconds} and {queued} seconds")
+                raise ValueError(
+                    f"the error of op {done.op_id} is {done.error[:100]!a}; allowed: one line of printable characters"
+                )
+            durations = (done.seconds, done.queue_seconds)
+            if done.op_id < 0 or done.num_bytes < 0 or not all(0 <= one < _MOST_SECONDS for one in durations):
+                raise ValueError(
+                    f"op {done.op_id} has moved {done.num_bytes} bytes in {durations[0]} seconds, and was queued for "
+                    f"{durations[1]} seconds"
+                )
 
 
 class SettledOp(PackedPart, frozen=True):
-    """A final result of an op of this session: see `kvstow.control.ops.Settled`."""
+    """The final result of an op of this session: see `kvstow.results.Settled`."""
 
     op_id: U64
     direction: Direction
@@ -229,7 +239,8 @@ class SettledOp(PackedPart, frozen=True):
 
 
 class SettledOps(Packed, frozen=True):
-    """Results that became final, in order. Sent unasked. `room` and `incomplete` as in `StoreBegun`."""
+    """Final results, in order. The service sends them without a request. For `room` and `incomplete`, see
+    `StoreBegun`."""
 
     KIND: ClassVar = Kind.SETTLED
     ops: tuple[SettledOp, ...]
@@ -238,8 +249,8 @@ class SettledOps(Packed, frozen=True):
 
 
 class Admit(Packed, frozen=True):
-    """The request with this number, which the engine has chosen, begins to compute; see `Session.admit`. `source`: see
-    `Source`. No answer."""
+    """A request begins to compute: see `Session.admit`. The engine has chosen its number. For `source`, see `Source`.
+    No answer."""
 
     KIND: ClassVar = Kind.ADMIT
     number: U64
@@ -251,14 +262,14 @@ class Admit(Packed, frozen=True):
     def check(self) -> None:
         first, stop = self.looked_up
         if stop < first:
-            raise ValueError(f"it has looked up blocks from {first} to {stop}")
+            raise ValueError(f"the looked-up blocks begin at {first} and end at {stop}")
         if self.hints is not None:
             _check_hints(self.hints)
 
 
 class End(Packed, frozen=True):
-    """The request with this number has ended; see `Session.end_request`, also for `more` and `others`, and `Ending` for
-    `status` and `tokens`. No answer."""
+    """A request has ended. For `more` and `others`, see `Session.end_request`. For `status` and `tokens`, see `Ending`.
+    No answer."""
 
     KIND: ClassVar = Kind.END
     number: U64
@@ -269,7 +280,8 @@ class End(Packed, frozen=True):
 
 
 def _check_hints(hints: Hints) -> None:
-    """The type is the control plane's, which needs no msgspec."""
+    """Raise `ValueError` for hints beyond their limits. `Hints` is a type of the control plane, which does without
+    msgspec, so its limits are checked here."""
     context, resume_in = hints.context, hints.resume_in
     if context is not None and len(context) != CONTEXT_BYTES:
         raise ValueError(f"the id of a context has {len(context)} bytes; allowed: {CONTEXT_BYTES}")
@@ -282,7 +294,7 @@ def _check_hints(hints: Hints) -> None:
 
 
 class CountLookup(Packed, frozen=True):
-    """Count one lookup of `queried` blocks that found `hits`. `source`: see `Source`. No answer."""
+    """Count one lookup of `queried` blocks that found `hits`. For `source`, see `Source`. No answer."""
 
     KIND: ClassVar = Kind.COUNT_LOOKUP
     queried: U32
@@ -295,35 +307,36 @@ class CountLookup(Packed, frozen=True):
 
 
 class Reset(Packed, frozen=True):
-    """Move this session to a fresh epoch. Nothing that other sessions use is removed."""
+    """Move this session to a fresh epoch. Other sessions keep their blocks."""
 
     KIND: ClassVar = Kind.RESET
 
 
 class ResetDone(Packed, frozen=True):
-    """The session's namespace after a reset."""
+    """The answer to `Reset`: the session's new namespace."""
 
     KIND: ClassVar = Kind.RESET_DONE
     namespace: Text
 
 
 class BlockChange(NamedTuple):
-    """Blocks that can be found from now on, or no longer."""
+    """Blocks that lookups find from now on (`stored`), or find no longer (`removed`)."""
 
     kind: Literal["stored", "removed"]
     keys: Keys
 
 
 class ReadEvents(Packed, frozen=True):
-    """Ask what has happened after this cursor. 0 starts at the oldest event that the service keeps."""
+    """Ask for the events after this cursor. 0 starts at the oldest event that the service keeps."""
 
     KIND: ClassVar = Kind.READ_EVENTS
     after: U64
 
 
 class EventPage(Packed, frozen=True):
-    """What has happened to the blocks of the session's namespace, in order. `cursor` is the position after the last
-    event that was read. `lost`: earlier events were dropped. `has_more`: another page can be read at once."""
+    """The answer to `ReadEvents`: changes of the blocks of the session's namespace, in order. `cursor` is the position
+    after the last event of the page. `lost` means that events before this page were dropped. `has_more` means that
+    another page can be read at once."""
 
     KIND: ClassVar = Kind.EVENTS
     cursor: U64
@@ -333,8 +346,8 @@ class EventPage(Packed, frozen=True):
 
 
 class ExtentGrant(NamedTuple):
-    """A piece of a rank's memory. `number` is its position among the rank's extents, the same on all ranks of a
-    pool."""
+    """An extent that a rank may map. `number` is its position among the rank's extents. Extents with the same number
+    hold the same slots on all ranks of a pool."""
 
     extent_id: U64
     number: U32
@@ -345,22 +358,24 @@ class ExtentGrant(NamedTuple):
 
 
 class ExtentBytes(NamedTuple):
-    """The first `num_bytes` of an extent."""
+    """The first `num_bytes` bytes of an extent."""
 
     extent_id: U64
     num_bytes: U64
 
 
 class ExtentSlots(NamedTuple):
+    """The first `num_slots` slots of an extent."""
+
     extent_id: U64
     num_slots: U32
 
 
 class GrantedExtents(Packed, frozen=True):
-    """Extents that the rank may map from now on. The frame has one descriptor per extent, in the same order.
+    """Let the rank map these extents. The frame has one descriptor for each extent, in the same order.
 
-    With `is_all`, the worker now has everything that there is for it. What it still has mapped from an earlier session
-    and was not granted in this one is of no use, and it releases it. The service sends that in each session, also if it
+    With `is_all`, the worker has now been granted every extent. It releases those that it still has mapped from an
+    earlier session, unless they were granted in this one. The service sends `is_all` once in each session, even if it
     has no extents for the worker.
     """
 
@@ -376,22 +391,23 @@ class GrantedExtents(Packed, frozen=True):
 
 
 class RegisteredExtents(Packed, frozen=True):
-    """How many slots of each extent, counted from its first slot, the worker can copy to and from."""
+    """Report how many slots of each extent, counted from its first slot, the worker can copy to and from."""
 
     KIND: ClassVar = Kind.REGISTERED
     extents: Annotated[tuple[ExtentSlots, ...], Meta(max_length=MOST_LISTED)]
 
 
 class PopulatedExtents(Packed, frozen=True):
-    """How many bytes of each extent, counted from its start, are populated. The numbers only grow."""
+    """Publish how many bytes of each extent, counted from its start, are populated. The numbers only grow."""
 
     KIND: ClassVar = Kind.POPULATED
     extents: tuple[ExtentBytes, ...]
 
 
 class RevokedExtents(Packed, frozen=True):
-    """Extents to unregister and unmap as soon as no copy uses them. Answered with `ReleasedExtents`. `at_end`: the
-    service ends, and the extents may have slots of loads that it has agreed to. Otherwise they have none."""
+    """Tell the worker to unregister and unmap these extents as soon as no copy uses them. The worker answers with
+    `ReleasedExtents`. With `at_end`, the service is ending, and the extents may have slots of loads that it has
+    granted. Otherwise they have none."""
 
     KIND: ClassVar = Kind.REVOKED
     extent_ids: U64s
@@ -399,14 +415,14 @@ class RevokedExtents(Packed, frozen=True):
 
 
 class ReleasedExtents(Packed, frozen=True):
-    """Extents that this process no longer has mapped, registered or open."""
+    """Report that this process no longer has these extents mapped, registered or open."""
 
     KIND: ClassVar = Kind.RELEASED
     extent_ids: U64s
 
 
 class Report(Message, frozen=True):
-    """A rank's report. The answer is its desired state."""
+    """Report the state of a rank. The service answers with `Desired`."""
 
     KIND: ClassVar = Kind.REPORT
     report: RankReport
@@ -420,7 +436,7 @@ class Report(Message, frozen=True):
 
 
 class Desired(Message, frozen=True):
-    """A rank's desired state: the answer to its report. Also sent unasked when it changes."""
+    """The desired state of a rank. It is the answer to a report, and the service also sends it when it changes."""
 
     KIND: ClassVar = Kind.DESIRED
     desired: DesiredState
@@ -434,14 +450,14 @@ class Desired(Message, frozen=True):
 
 
 class Detach(Packed, frozen=True):
-    """This process leaves. It has nothing of the pool mapped, and no copy under way. No answer."""
+    """End the session of this process, which has nothing of the pool mapped and no copy under way. No answer."""
 
     KIND: ClassVar = Kind.DETACH
     reason: Text = ""
 
 
 def listed(rows: Sequence[_T]) -> Iterator[tuple[_T, ...]]:
-    """The rows in pieces that a message may have."""
+    """Divide the rows into pieces that are short enough for one message."""
     for start in range(0, len(rows), MOST_LISTED):
         yield tuple(rows[start : start + MOST_LISTED])
 

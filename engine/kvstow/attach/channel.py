@@ -2,7 +2,7 @@
 
 Frames tell messages apart in a stream of bytes. A frame is a header of 16 bytes, little endian, and a payload: u32
 length of the payload, u16 kind, u16 number of file descriptors that belong to it, u64 request id. An answer has the
-request id of its request; 0 means that no answer is expected, or that none was asked for.
+request id of its request. The request id is 0 if no answer is expected, and in messages that answer no request.
 """
 
 from __future__ import annotations
@@ -19,15 +19,32 @@ from typing import NamedTuple
 from kvstow.errors import DisconnectedError, ProtocolError
 
 MAX_PAYLOAD_BYTES = 8 << 20
-"""A lookup of 100,000 keys takes 3.6 MB."""
+"""The limit for a payload, in bytes. A lookup of 100,000 keys takes 3.6 MB."""
 MAX_HELLO_BYTES = 64 << 10
-"""The limit for the first frame, which anybody who can connect may send. That of an engine with 80 layers in storages
-of their own takes 7 KB, of 16 pipelined ranks with 126 layers 32 KB."""
+"""The limit for the payload of the first frame, in bytes. It is small, because every process that can connect may send
+such a frame. An engine with 80 layers in separate storages needs 7 KB, and 16 pipelined ranks with 126 layers 32 KB."""
 MAX_FDS = 250
-"""The limit for one frame. The kernel passes up to 253 in one message."""
+"""The limit for the file descriptors of one frame. The kernel passes up to 253 in one message."""
 HEADER_BYTES = 16
+"""The size of a frame's header."""
+MAX_UNSENT_BYTES = MAX_PAYLOAD_BYTES + (1 << 20)
+"""How many bytes may be queued for a peer that does not read: the largest frame and some small ones."""
+MAX_UNSENT_FDS = 4096
+"""How many copies of descriptors may be queued with them: those of 4 TiB in extents of 1 GiB."""
+SCRATCH_BYTES = 256 << 10
+"""How many bytes one `Channel.receive` reads at most."""
 
 _HEADER = struct.Struct("<IHHQ")
+_SOCKET_BUFFER_BYTES = 1 << 20
+"""The size of the kernel's send buffer."""
+_KERNEL_MAX_FDS = 253
+_FD_SPACE = socket.CMSG_SPACE(_KERNEL_MAX_FDS * array("i").itemsize)
+_BUFFERS_PER_CALL = 64
+"""How many queued buffers one system call sends at most."""
+_FDS_LOST = (
+    "file descriptors were sent, but did not all arrive: either SELinux forbids passing them between the two processes "
+    "(run both with the same level), or this process has reached its limit of open files"
+)
 
 
 class Frame(NamedTuple):
@@ -40,7 +57,7 @@ class Frame(NamedTuple):
 
 
 def encode_header(kind: int, payload_bytes: int, request_id: int = 0, num_fds: int = 0) -> bytes:
-    """Raises `ProtocolError` for a payload or a number of descriptors that no frame may have."""
+    """Return the header of a frame. Raises `ProtocolError` if a frame cannot have this many bytes or descriptors."""
     if payload_bytes > MAX_PAYLOAD_BYTES:
         raise ProtocolError("too_long", f"a payload has {payload_bytes} bytes; allowed: {MAX_PAYLOAD_BYTES}")
     if num_fds > MAX_FDS:
@@ -49,9 +66,9 @@ def encode_header(kind: int, payload_bytes: int, request_id: int = 0, num_fds: i
 
 
 class FrameDecoder:
-    """Cuts a stream into frames. Not thread-safe.
+    """Divides a stream into frames. Not thread-safe.
 
-    It holds at most one frame of `limit` bytes plus the input of one `feed` call. It refuses a longer frame as soon as
+    It keeps at most one frame of `limit` bytes and the input of one `feed` call. It refuses a longer frame as soon as
     the header has arrived.
     """
 
@@ -62,12 +79,12 @@ class FrameDecoder:
 
     @property
     def buffered(self) -> int:
-        """How many bytes of an incomplete frame are held."""
+        """How many bytes of an incomplete frame it keeps."""
         return len(self._rest)
 
     def feed(self, data: bytes | memoryview) -> list[tuple[Frame, int]]:
-        """The frames that `data` completes, still without their descriptors, and how many each has. Raises
-        `ProtocolError`; after that, do not call it again."""
+        """Return the frames that `data` completes, without their descriptors, and the number of descriptors of each.
+        Raises `ProtocolError`. Do not call it again after that."""
         if not self._rest:
             frames, used = self._cut(memoryview(data))
             self._rest += data[used:]
@@ -80,7 +97,7 @@ class FrameDecoder:
         return frames
 
     def _cut(self, view: memoryview) -> tuple[list[tuple[Frame, int]], int]:
-        """The whole frames at the beginning of `view`, and their length."""
+        """Return the complete frames at the beginning of `view`, and the number of bytes that they take."""
         frames: list[tuple[Frame, int]] = []
         at, end = 0, len(view)
         while end - at >= HEADER_BYTES:
@@ -97,27 +114,19 @@ class FrameDecoder:
         return frames, at
 
 
-MAX_UNSENT_BYTES = MAX_PAYLOAD_BYTES + (1 << 20)
-"""How much may wait for a peer that does not read: one frame of the largest kind and some small ones."""
-MAX_UNSENT_FDS = 4096
-"""How many copies of descriptors may wait with them: those of 4 TiB in extents of 1 GiB."""
+class _Unsent(NamedTuple):
+    """Bytes that are queued for the socket, and copies of the descriptors that go with the first byte."""
 
-SCRATCH_BYTES = 256 << 10
-_SOCKET_BUFFER_BYTES = 1 << 20
-_KERNEL_MAX_FDS = 253
-_FD_SPACE = socket.CMSG_SPACE(_KERNEL_MAX_FDS * array("i").itemsize)
-_BUFFERS_PER_CALL = 64
-_FDS_LOST = (
-    "file descriptors were sent, but did not all arrive: either SELinux forbids passing them between the two processes "
-    "(run both with the same level), or this process has reached its limit of open files"
-)
+    data: bytes | memoryview
+    fds: tuple[int, ...] = ()
 
 
 class Channel:
-    """Frames over a connected Unix stream socket, which it owns. Never blocks. One thread uses it.
+    """Sends and receives frames over a connected Unix stream socket, which it owns. It never blocks, and only one
+    thread uses it.
 
-    Received descriptors are close-on-exec and belong to the frame that announced them. After an error, the only valid
-    call is `close`.
+    Received descriptors are close-on-exec and belong to the frame that announced them. After an error, only `close` may
+    be called.
     """
 
     def __init__(
@@ -137,12 +146,13 @@ class Channel:
         self._decoder = FrameDecoder(limit)
         self._max_unsent = max_unsent
         self._fds: deque[int] = deque()
-        """Received, but not assigned to a frame yet."""
+        """Received descriptors that belong to no complete frame yet."""
         self._unsent: deque[_Unsent] = deque()
         self.unsent_bytes = 0
         self._unsent_fds = 0
         self.accepts_fds = accepts_fds
-        """If False, the kernel discards descriptors, and `receive` raises `ProtocolError`."""
+        """Whether the other end may send descriptors. If not, the kernel discards them, and `receive` raises
+        `ProtocolError`."""
         self.bytes_received = 0
         self.bytes_sent = 0
 
@@ -151,18 +161,18 @@ class Channel:
 
     @property
     def buffered_bytes(self) -> int:
-        """How many bytes of an incomplete frame were received."""
+        """How many bytes of an incomplete frame have been received."""
         return self._decoder.buffered
 
     def set_limit(self, limit: int) -> None:
-        """Change the length limit for payloads received from now on."""
+        """Change the limit for payloads that arrive from now on, in bytes."""
         self._decoder.limit = limit
 
     # -- receiving ------------------------------------------------------------------------------------------
 
     def receive(self) -> list[Frame]:
-        """The frames that one read completes, often none. Reads at most `SCRATCH_BYTES`, so call it again while the
-        socket is readable. Raises `DisconnectedError` at the end of the stream, and `ProtocolError`."""
+        """Return the frames that one read completes, often none. It reads at most `SCRATCH_BYTES`, so call it again
+        while the socket is readable. Raises `DisconnectedError` at the end of the stream, and `ProtocolError`."""
         try:
             count, ancillary, flags, _ = self._socket.recvmsg_into(
                 [self._scratch], _FD_SPACE if self.accepts_fds else 0, socket.MSG_CMSG_CLOEXEC
@@ -194,7 +204,7 @@ class Channel:
         return frames
 
     def _take_fds(self, count: int) -> tuple[int, ...]:
-        """The descriptors of a frame: they travel with its first byte, so all of them are here."""
+        """Take the descriptors of a frame. All of them have arrived, because they travel with its first byte."""
         if len(self._fds) < count:
             raise ProtocolError("fds_missing", f"a frame announces {count} file descriptors; {len(self._fds)} came")
         return tuple(self._fds.popleft() for _ in range(count))
@@ -202,10 +212,10 @@ class Channel:
     # -- sending --------------------------------------------------------------------------------------------
 
     def send(self, kind: int, payload: bytes = b"", request_id: int = 0, fds: Sequence[int] = ()) -> None:
-        """Send a frame. What the socket does not take at once is queued for `flush`. The caller keeps its descriptors
-        and may close them.
+        """Send a frame. Bytes that the socket does not take at once are queued for `flush`. The caller still owns its
+        descriptors, and may close them.
 
-        Raises `DisconnectedError`. Raises `ProtocolError` with reason `slow_reader` if too much is queued already.
+        Raises `DisconnectedError`. Raises `ProtocolError` with reason `slow_reader` if the queue would become too long.
         """
         header = encode_header(kind, len(payload), request_id, len(fds))
         if self._unsent:
@@ -225,7 +235,7 @@ class Channel:
             self._queue(_Unsent(memoryview(payload)[sent - HEADER_BYTES :]))
 
     def flush(self) -> bool:
-        """Send as much of the queue as the socket takes. Returns True if nothing is left. Raises
+        """Send queued bytes until the socket takes no more. Returns True if the queue is empty. Raises
         `DisconnectedError`."""
         while self._unsent:
             first = self._unsent[0]
@@ -280,20 +290,15 @@ class Channel:
         self.unsent_bytes = self._unsent_fds = 0
 
 
-class _Unsent(NamedTuple):
-    """Bytes queued for the socket, with copies of the descriptors that go with the first byte."""
-
-    data: bytes | memoryview
-    fds: tuple[int, ...] = ()
-
-
 def close_fds(fds: Sequence[int] | deque[int]) -> None:
+    """Close all these file descriptors."""
     for fd in fds:
         os.close(fd)
 
 
 def duplicates_of(fds: Sequence[int]) -> list[int]:
-    """Raises `OSError`, and makes none, if this process can have no more descriptors."""
+    """Duplicate these file descriptors. If this process can have no more of them, it raises `OSError` and makes
+    none."""
     copies = list[int]()
     try:
         copies.extend(map(os.dup, fds))

@@ -1,4 +1,4 @@
-"""The client's side of a connection to the node service, which reconnects by itself."""
+"""The client's end of a connection to the node service. It reconnects by itself."""
 
 from __future__ import annotations
 
@@ -29,37 +29,43 @@ from kvstow.errors import (
 logger = logging.getLogger("kvstow.attach")
 
 FIRST_PAUSE_SECONDS = 0.1
+"""The pause before the first attempt to connect again. It doubles with each attempt."""
 LONGEST_PAUSE_SECONDS = 5.0
+"""The longest pause between two attempts."""
 REFUSED_PAUSE_SECONDS = 30.0
 """The pause after a refusal that lasts until one of the two sides is changed."""
 HELLO_SECONDS = 10.0
+"""How long the service may take to answer the hello."""
 
 State = Literal["detached", "greeting", "attached", "closed"]
+"""In the state `greeting`, the hello was sent and not answered yet."""
 
-
-_SELECTABLE = 1024  # descriptors that `select` takes: FD_SETSIZE
+_SELECTABLE = 1024
+"""FD_SETSIZE: `select` accepts descriptors below this number."""
 
 _M = TypeVar("_M", bound=Message)
 _T = TypeVar("_T")
 
 
 class Call:
-    """A request that was sent. One thread uses it. It is `done` once its answer has arrived, or never will."""
+    """A request that was sent. Only one thread uses it. It is `done` once its answer has arrived, or is known never to
+    arrive."""
 
     __slots__ = ("_answer", "_error", "done", "is_pending", "is_unwanted")
 
     def __init__(self) -> None:
         self.done = False
         self.is_unwanted = False
-        """Set once the host no longer needs the answer."""
+        """The host no longer needs the answer."""
         self.is_pending = False
-        """The service has sent `Pending`: this answer takes time. Answers to later calls may come first."""
+        """The service has sent `Pending`, because this answer takes time. Answers to later calls may come first."""
         self._answer: Frame | None = None
         self._error: KvstowError | None = None
 
     def answer(self, kind: type[_M]) -> _M:
-        """The answer of a call that is `done`. Raises `AttachError`: `DisconnectedError` if the connection ended first,
-        `CallFailedError` if the service refused the call, and `ProtocolError` for an answer of another kind."""
+        """Return the answer of a call that is `done`. Raises `DisconnectedError` if the connection ended first,
+        `CallFailedError` if the service refused the call, and `ProtocolError` for an answer of another kind. All of
+        these are `AttachError`s."""
         if self._error is not None:
             raise self._error
         if self._answer is None:
@@ -72,22 +78,24 @@ class Call:
         return kind.unpack(self._answer.payload)
 
     def resolve(self, frame: Frame) -> None:
-        """The answer has arrived. An `Answer` raises `ProtocolError` if it is a wrong one."""
+        """Take the answer. An `Answer` raises `ProtocolError` if it cannot be read."""
         self.done, self._answer = True, frame
 
     def fail(self, error: KvstowError) -> None:
+        """End the call without an answer."""
         self.done, self._error = True, error
 
 
 class Answer(Call, Generic[_T]):
-    """A request of an `AttachedEngine`. Once it is `done` it has a `value`. If the service answered, the value is its
-    answer. If the service refused the request or disconnected, the value promises nothing (no hits, no op), and `error`
+    """A request of an `AttachedEngine`, which has a `value` once it is `done`. The value is made from the service's
+    answer. If the service refused the request or disconnected, the value is an empty one (no hits, no op), and `error`
     says why."""
 
     __slots__ = ("_read", "error", "value")
 
     def __init__(self, read: Callable[[Call], _T], without: _T) -> None:
-        """`read` makes the value from the answer when it arrives. If it raises, the value is `without`."""
+        """`read` makes the value from the answer when it arrives. `without` is the value if there is no answer, or if
+        `read` raises."""
         super().__init__()
         self.value = without
         self.error: str | None = None
@@ -95,7 +103,7 @@ class Answer(Call, Generic[_T]):
 
     @classmethod
     def given(cls, value: _T, error: str | None = None) -> Answer[_T]:
-        """An answer to what was not asked."""
+        """Make an answer that is done, for a request that need not be sent."""
         answer = cls(lambda call: value, value)
         answer.done, answer.error = True, error
         return answer
@@ -117,11 +125,13 @@ class Answer(Call, Generic[_T]):
 class AttachConnection:
     """Connects to the service's socket, sends the hello, and reconnects whenever the connection ends.
 
-    It starts no thread. Only `poll` and `wait` wait. The host calls `poll` often; it does all the work. One thread uses
-    the connection. No call raises because the service is absent, is slow, refuses, or breaks the protocol. In those
-    cases the state is not `attached`, and `problem` says why. The next attempt follows after a pause that doubles from
-    0.1 to 5 seconds (30 after a refusal that is not transient), plus up to a quarter at random. It is 0.1 again once a
-    connection was attached for 5 seconds: one that the service welcomes and then drops is a failure, too.
+    It starts no thread, and only one thread uses it. The host calls `poll` often, which does all the work. Only `poll`
+    and `wait` wait. No call raises because the service is absent or slow, refuses the hello, or breaks the protocol. In
+    those cases the state is not `attached`, and `problem` says why.
+
+    The next attempt follows after a pause that doubles from 0.1 to 5 seconds (30 after a refusal that is not
+    transient), plus up to a quarter at random. The pause begins at 0.1 seconds again once a connection has been
+    attached for 5 seconds. A connection that the service welcomes and then drops counts as a failed attempt.
     """
 
     def __init__(
@@ -135,8 +145,9 @@ class AttachConnection:
         clock: Callable[[], float] = time.monotonic,
         jitter: Callable[[], float] = random.random,
     ) -> None:
-        """`make_hello` is called for each attempt. `poll`, `call` and `send` call `on_attached` and `on_lost`, in turn.
-        Each connection is a session of its own: nothing from the previous one stays valid."""
+        """`make_hello` is called for each attempt. Each connection is a session of its own, and nothing of the previous
+        one stays valid. `on_attached` is called when a session begins, and `on_lost` when it ends, by `poll`, `call`,
+        `send`, `wait`, `disconnect` or `close`."""
         self._path = path
         self._make_hello = make_hello
         self._accepts_fds = accepts_fds
@@ -155,17 +166,17 @@ class AttachConnection:
         self.welcome: Welcome | None = None
         """The welcome of the current session, or None without a session."""
         self.problem: str | None = None
-        """Why it is not attached, as a sentence. None while it is attached, and before the first attempt."""
+        """The reason why it is not attached, as a sentence. None while it is attached, and before the first attempt."""
         self.refusal: str | None = None
-        """Why the service refused the last attempt, in snake case. None if it did not refuse."""
+        """The service's reason for refusing the last attempt, in snake case. None if it did not refuse."""
 
     # -- sending --------------------------------------------------------------------------------------------
 
     def call(self, message: Message, call: Call | None = None) -> Call:
-        """Send a request that the service answers. Never waits. Without a session, the call has already failed when it
-        is returned. `call`: what gets the answer; by default, a new one.
+        """Send a request that the service answers. Never waits. The answer goes to `call`, or to a new `Call`. Without
+        a session, the returned call has already failed.
 
-        Raises `ProtocolError`, and sends nothing, if no frame can hold the message.
+        Raises `ProtocolError`, and sends nothing, if the message does not fit in a frame.
         """
         call = call or Call()
         channel = self._channel
@@ -188,8 +199,8 @@ class AttachConnection:
         return self._channel is channel
 
     def wait(self, call: Call, seconds: float) -> bool:
-        """Wait for the answer of a call. Returns whether the call is done. Unasked messages that arrive meanwhile are
-        kept for `poll`."""
+        """Wait up to `seconds` for the answer of a call. Returns whether the call is done. Messages that answer no call
+        and arrive meanwhile are kept for `poll`."""
         deadline = self._clock() + seconds
         while not call.done and self.state == "attached":
             left = deadline - self._clock()
@@ -199,17 +210,19 @@ class AttachConnection:
         return call.done
 
     def drain(self) -> None:
-        """Receive all that has arrived, up to the end of the connection if the service has closed it: what was sent
-        before arrives first. Unasked messages are kept for `poll`. Never waits."""
+        """Receive everything that has arrived. If the service has closed the connection, that includes all messages
+        from before its end. Messages that answer no call are kept for `poll`. Never waits."""
         channel, received = self._channel, -1
         while channel is not None and self._channel is channel and received != channel.bytes_received:
             received = channel.bytes_received
             self._exchange(0.0)
 
     def poll(self, seconds: float = 0.0) -> list[Frame]:
-        """Receive what has arrived, waiting up to `seconds` for it, and connect if it is time. Returns the unasked
-        messages of the service, in order. All of them are from one session, which may have ended: no received message
-        is lost. The caller owns the descriptors."""
+        """Receive what has arrived, wait up to `seconds` for it, and connect if it is time for the next attempt.
+
+        Returns the messages of the service that answer no call, in order. They are from one session, which may have
+        ended: no received message is lost. The caller owns their descriptors.
+        """
         if self._channel is None:
             if self._pushed or self.state == "closed" or self._clock() < self._next_attempt:
                 return self.take_pushed()
@@ -219,31 +232,31 @@ class AttachConnection:
         return self.take_pushed()
 
     def take_pushed(self) -> list[Frame]:
-        """The unasked messages that `poll` has not returned yet. Receives nothing new."""
+        """Return messages that answer no call and that `poll` has not returned yet. Receives nothing."""
         pushed, self._pushed = self._pushed, []
         return pushed
 
     def fileno(self) -> int:
-        """The socket, for a host that waits on several. -1 without a connection."""
+        """Return the socket's descriptor, for a host that waits on several. -1 without a connection."""
         return -1 if self._channel is None else self._channel.fileno()
 
     def retry_now(self) -> None:
-        """Let the next `poll` connect without a pause, for example because the hello would differ now."""
+        """Let the next `poll` connect without a pause, for example because the hello has changed."""
         self._next_attempt = float("-inf")
 
     def disconnect(self, problem: str) -> None:
-        """End the connection. It reconnects after a pause."""
+        """End the connection for the reason `problem`. It reconnects after a pause."""
         self._lose(problem)
 
     def close(self, *last_words: Message) -> None:
-        """End the connection for good. Idempotent. If there is still a session, `last_words` are sent first. It is no
-        error if the service has ended the session meanwhile."""
+        """End the connection for good. Idempotent. If there is a session, `last_words` are sent first. If the service
+        has ended the session meanwhile, they are lost without an error."""
         if self.state != "closed":
             if self._channel is not None and self.state == "attached":
                 with suppress(AttachError):
                     for message in last_words:
                         self._channel.send(message.KIND, _payload_of(message))
-            self.problem = "the client has closed the connection"  # nothing to log
+            self.problem = "the client has closed the connection"  # set here so that `_lose` does not log it
             self._lose(self.problem)
             self.state = "closed"
             for frame in self.take_pushed():
@@ -274,7 +287,7 @@ class AttachConnection:
             self._lose_with_last_words(channel, str(error))
 
     def _exchange(self, seconds: float) -> None:
-        """Send and receive what is possible now. Waits for that up to `seconds`."""
+        """Send and receive what the socket takes and has. Waits up to `seconds` until it can do either."""
         channel = self._channel
         if channel is None:
             return
@@ -299,8 +312,9 @@ class AttachConnection:
             self._lose(f"the service has not answered the hello for {HELLO_SECONDS:g} seconds")
 
     def _wait_for(self, channel: Channel, seconds: float) -> None:
-        """Wait until the channel can receive, or can send what is queued. `select` waits in microseconds. `poll` rounds
-        up to a millisecond, which is too long for a step, but it accepts every descriptor."""
+        """Wait until the channel can receive, or can send what is queued. `select` waits with a precision of
+        microseconds. `poll` rounds up to a millisecond, which is too long for a step, but it accepts every
+        descriptor."""
         fd, sends = channel.fileno(), channel.unsent_bytes > 0
         if fd < _SELECTABLE:
             select.select([fd], [fd] if sends else [], [], seconds)
@@ -331,9 +345,9 @@ class AttachConnection:
                 raise ProtocolError("unexpected", f"{Kind(frame.kind).name} comes before the welcome")
             self._attach(Welcome.unpack(frame.payload))
         elif frame.kind == Kind.PENDING:
-            asked = self._calls.get(frame.request_id)
-            if asked is not None:
-                asked.is_pending = True
+            pending = self._calls.get(frame.request_id)
+            if pending is not None:
+                pending.is_pending = True
         elif frame.request_id:
             call = self._calls.pop(frame.request_id, None)
             if call is not None:
@@ -348,8 +362,8 @@ class AttachConnection:
         self._on_attached(welcome)
 
     def _lose_with_last_words(self, channel: Channel, problem: str) -> None:
-        """Handle a failed send. Messages that the service sent before it closed still count, and they may give the
-        reason why it closed."""
+        """Handle a failed send. Messages that the service has sent before it closed the connection still count, and
+        they may say why it closed."""
         try:
             received = -1
             while self._channel is channel and received != channel.bytes_received:
@@ -368,7 +382,8 @@ class AttachConnection:
         self._lose(sentence, None if reason in TRANSIENT_REFUSALS else REFUSED_PAUSE_SECONDS)
 
     def _lose(self, problem: str, pause: float | None = None) -> None:
-        """End this connection. Its open calls get no answer. Received messages are kept for `poll`."""
+        """End this connection for the reason `problem`. Its open calls fail. Received messages are kept for `poll`. The
+        next attempt follows after `pause` seconds, or after the usual pause."""
         was_attached = self.state == "attached"
         if self._channel is not None:
             self._channel.close()
@@ -392,7 +407,7 @@ class AttachConnection:
 
 
 def socket_path(address: str) -> Path:
-    """The path in `unix:PATH` or `unix:///PATH`. Raises `ConfigError` for anything else."""
+    """Return the path in `unix:PATH` or `unix:///PATH`. Raises `ConfigError` for any other address."""
     scheme, colon, rest = address.partition(":")
     path = rest.removeprefix("//") if rest.startswith("///") else rest
     if scheme != "unix" or not colon or not path or path.startswith("//"):

@@ -52,16 +52,18 @@ from kvstow.results import NO_LEASE, KeyRun, Lease, Settled, StoreGrant
 from kvstow.source import NO_SOURCE, Source
 
 PROBE_SECONDS = 0.5
-"""How long to wait before another store is tried after the service has reported no room."""
+"""How long to wait before the next store is tried after the service has reported no room."""
 PROBE_BLOCKS = 64
+"""How many blocks such a store may have."""
 _EPOCH_BITS = 61
+"""The number of random bits in a fresh epoch."""
 
 _T = TypeVar("_T")
 
 
 class Hits(NamedTuple):
-    """Which keys are present, and the lease on those that are held, in the order of the runs. The lease may be
-    empty. `fetched`: the runs of the keys that the fleet tier has brought meanwhile."""
+    """The result of a lookup. `runs` are the runs of present keys. `lease` holds keys in the order of the runs, and may
+    be empty. `fetched` are the runs of keys that came from the fleet tier during the lookup."""
 
     lease: Lease
     runs: tuple[KeyRun, ...]
@@ -69,7 +71,7 @@ class Hits(NamedTuple):
 
     @property
     def leading(self) -> int:
-        """How many keys are present, counted from the first key."""
+        """How many keys are present before the first absent one."""
         return self.runs[0].length if self.runs and self.runs[0].first == 0 else 0
 
 
@@ -77,20 +79,21 @@ _MISS = Hits(NO_LEASE, ())
 
 
 class AttachedEngine:
-    """Asks the node service what an embedded host asks its `OffloadEngine`. The results are the same, but come later.
+    """Sends the calls of an engine to the node service. It has the calls of an `OffloadEngine`, with which an embedded
+    host works. The results are the same, but they arrive later.
 
-    Only one thread uses it, and it starts none. Only `wait` waits. No call raises because the service is absent, slow
-    or refuses: lookups miss, stores are refused, and `problem` says why. The host calls `step` once a step, which
-    connects, sends and receives. A result arrives in a later `step` or `wait`.
+    Only one thread uses it, and it starts none. Only `wait` waits. No call raises because the service is absent, is
+    slow or refuses the engine: lookups then miss, stores are refused, and `problem` says why. The host calls `step`
+    once in each of its steps, which connects, sends and receives. A result arrives in a later `step` or `wait`.
 
-    Sessions: each connection is a session. When it ends, its leases are void and its unanswered calls have failed.
-    Loads under way still end through the completions of the ranks. Stores under way fail once all ranks have read their
-    blocks. The next session has another `ticket`, which the host gives to its workers (`AttachedWorker.join`).
+    Each connection is a session. When it ends, its leases are void and its unanswered calls have failed. Loads under
+    way still end through the completions of the ranks. Stores under way fail once all ranks have read their blocks. The
+    next session has another `ticket`, which the host gives to its workers (`AttachedWorker.join`).
 
-    The host gives each op to the worker of every rank (a replicated store to rank 0 only) and passes all completions to
-    `complete`. A worker fails an op that it cannot run.
+    The host gives each op to the worker of every rank, but a replicated store to rank 0 only. It passes all completions
+    to `complete`. A worker fails an op that it cannot run.
 
-    A request's name comes from the engine's clients and may be any text. The service gets what it can show of it.
+    The id of a request comes from the engine's clients and may be any text. The service gets its printable part.
 
     Keys and blocks are in prefix order, root first. Calls that take keys raise `ProtocolError` if the keys do not
     fit in a frame (8 MiB).
@@ -111,9 +114,9 @@ class AttachedEngine:
         clock: Callable[[], float] = time.monotonic,
         jitter: Callable[[], float] = random.random,
     ) -> None:
-        """`path`: see `socket_path`. `step_wait` is the time, in seconds, that all calls of `wait` in one step may take
-        together. `namespace` may be a function, which is called before the first hello, as an engine may not know its
-        hash function earlier. For the other parameters see `Hello`."""
+        """`path` is the service's socket: see `socket_path`. `step_wait` is the time in seconds that all calls of
+        `wait` in one step may take together. `namespace` may be a function, because an engine may learn its hash
+        function late. It is called before the first hello. For the other parameters, see `Hello`."""
         self._namespace = namespace
         self._hello = Hello(
             role="scheduler",
@@ -139,14 +142,16 @@ class AttachedEngine:
         self._ops = OpenOps(pool.num_ranks, replicated=pool.replicated)
         self.moved_blocks, self.moved_seconds = self._ops.moved_blocks, self._ops.moved_seconds
         self._unwanted: list[Lease] = []
-        """Leases of answers that were discarded before they arrived."""
+        """The leases of answers that the host discarded before they arrived."""
         self._unsent: dict[tuple[int, str], list[Completion]] = {}
-        """Completions to send, by rank and boot."""
+        """Completions to send, by rank and boot id."""
         self._last_request = 0
         self._incomplete: set[int] = set()
-        """Numbers of requests of which the service has said that they lack blocks."""
+        """The numbers of requests that lack blocks, as the service has reported."""
         self._room = 0
-        self._probe_at = float("-inf")
+        """How many blocks the next store would find a slot for, as the service has reported."""
+        self._probe_time = float("-inf")
+        """When a store may be tried although the service has reported no room."""
         self.ticket: SessionTicket | None = None
         """The ticket of the current session, for the workers. None without a session."""
         self.num_sessions = 0
@@ -157,16 +162,16 @@ class AttachedEngine:
     # -- the session ----------------------------------------------------------------------------------------
 
     def step(self) -> None:
-        """Call once a step. Sends completions, receives what has arrived, and connects if it is time. O(what has
-        arrived)."""
+        """Send completions, receive what has arrived, and connect if it is time for an attempt. The host calls it once
+        in each step. O(messages that have arrived)."""
         self._wait_left = self._step_wait
         self._flush()
         self._take(self._connection.poll())
         self._flush()
 
     def wait(self, *answers: Answer[_T], seconds: float | None = None) -> bool:
-        """Wait until these answers are done, for up to `seconds`, or for what is left of the step's `step_wait`.
-        Returns whether they are. Does not wait for pending answers: a later `step` brings them."""
+        """Wait until these answers are done, for up to `seconds`, or for the rest of the step's `step_wait`. Returns
+        whether all of them are done. It does not wait for pending answers, which arrive in a later `step`."""
         for answer in answers:
             if answer.done or answer.is_pending:
                 continue
@@ -186,17 +191,17 @@ class AttachedEngine:
 
     @property
     def welcome(self) -> Welcome | None:
-        """What the service has sent about the current session: its id, and the names of its pool and namespace."""
+        """The service's welcome to the current session, with its id, and the names of its pool and namespace."""
         return self._connection.welcome
 
     @property
     def problem(self) -> str | None:
-        """Why it is not attached, as a sentence. None while it is attached, and before the first `step`."""
+        """The reason why it is not attached, as a sentence. None while it is attached, and before the first `step`."""
         return self._connection.problem
 
     @property
     def refusal(self) -> str | None:
-        """Why the service refused the last attempt, in snake case. None if it did not refuse."""
+        """The service's reason for refusing the last attempt, in snake case. None if it did not refuse."""
         return self._connection.refusal
 
     @property
@@ -206,7 +211,7 @@ class AttachedEngine:
         return () if welcome is None else welcome.sharing_off
 
     def fileno(self) -> int:
-        """The socket, for a host that waits on several. -1 without a connection."""
+        """Return the socket's descriptor, for a host that waits on several. -1 without a connection."""
         return self._connection.fileno()
 
     def disconnect(self, problem: str) -> None:
@@ -221,28 +226,30 @@ class AttachedEngine:
     # -- lookup and load ------------------------------------------------------------------------------------
 
     def find(self, keys: Sequence[bytes], *, hold: Hold = Hold.PRESENT, count: bool = True) -> Answer[Hits]:
-        """Ask which of the keys are present, and hold them as `hold` says. The four values match `acquire_runs`
-        (`PRESENT`), `acquire` (`LEADING`), `lease` (`ALL`) and `find_runs` (`NOTHING`). With `count`, it counts as a
-        lookup. A host that asks repeatedly for one request passes False and reports the result with `count_lookup`.
+        """Ask which of the keys are present, and hold them as `hold` says. The values of `hold` match four methods of a
+        session: `acquire_runs` (`PRESENT`), `acquire` (`LEADING`), `lease` (`ALL`) and `find_runs` (`NOTHING`). With
+        `count`, it counts as a lookup. A host that asks several times for one request passes False, and reports the
+        result with `count_lookup`.
 
-        Release the lease, or use it for `begin_load`. `discard` an answer that is no longer needed.
+        The host releases the lease, or uses it for `begin_load`. It calls `discard` for an answer that it no longer
+        needs.
         """
         return self._ask(Lookup(keys, hold, count), partial(self._read_found, len(keys)), _MISS)
 
     def find_prompt(self, keys: Sequence[bytes]) -> Answer[Hits]:
-        """Ask which blocks of a prompt are present, one KV group after the other. Holds nothing. Unlike `find` with
-        `NOTHING`, it waits for the blocks that the fleet tier can bring, if the service has a tier."""
+        """Ask which blocks of a prompt are present, one KV group after the other, and hold nothing. Unlike `find` with
+        `NOTHING`, the answer waits for blocks that the service can fetch from a fleet tier."""
         return self._ask(LookupPrompt(keys), partial(self._read_found, len(keys)), _MISS)
 
     def discard(self, answer: Answer[Hits]) -> None:
-        """Drop an answer that the host does not need. Its lease is released as soon as it arrives. Idempotent."""
+        """Drop an answer that the host does not need. Its lease is released when the answer arrives. Idempotent."""
         answer.is_unwanted = True
         if answer.done:
             self.release_lease(answer.value.lease)
 
     @property
     def source_key(self) -> bytes:
-        """Of the digests of sources, in this session (`source_of`). Empty without a session."""
+        """The key for digests of sources in this session (`source_of`). Empty without a session."""
         return b"" if self.ticket is None else self._source_key
 
     def count_lookup(self, queried: int, hits: int, source: Source = NO_SOURCE) -> None:
@@ -263,9 +270,9 @@ class AttachedEngine:
         request_id: str = "",
         choice: str = "async_engine",
     ) -> Answer[Op | None]:
-        """Ask to load the slots of the lease, starting at its slot `first`, into `blocks`. Uses up the lease. The value
-        is None if the service disconnected, or refused because the lease was broken; nothing is held then.
-        `choice`: one of `LOAD_CHOICES`."""
+        """Ask to load the slots of the lease, from its slot `first` on, into `blocks`. This ends the lease. The value
+        is None if the service disconnected, or refused because the lease was broken. Nothing is held then. `choice` is
+        one of `LOAD_CHOICES`."""
         if not self._is_of_session(lease.lease_id):
             return Answer.given(None, "the session of the lease has ended")
         call = BeginLoad(count_of(lease.lease_id), first, len(blocks), plain(request_id), choice)
@@ -274,24 +281,24 @@ class AttachedEngine:
     # -- store ----------------------------------------------------------------------------------------------
 
     def begin_store(self, keys: Sequence[bytes], blocks: Sequence[int], *, request_id: str = "") -> Answer[StoreGrant]:
-        """Ask to store block `blocks[i]` under `keys[i]`; see `Session.begin_store`. Ask one step ahead, so that the
-        answer has arrived when the next step is planned. The host must not change the blocks before the answer has
+        """Ask to store block `blocks[i]` under `keys[i]`: see `Session.begin_store`. The host asks one step ahead, so
+        that the answer has arrived when it plans the next step. It must not change the blocks before the answer has
         arrived and the store has read them. Raises `InvalidRequestError` for more than `MOST_STORED` blocks."""
         count = len(keys)
         if count > MOST_STORED:
-            raise InvalidRequestError(f"a store of {count} blocks; allowed: {MOST_STORED}, so store them in parts")
-        self._probe_at = self._clock() + PROBE_SECONDS
+            raise InvalidRequestError(f"a store has {count} blocks; allowed: {MOST_STORED}, so store them in parts")
+        self._probe_time = self._clock() + PROBE_SECONDS
         without = StoreGrant(None, (), {"dropped_not_ready": count}, range(count))
         call = BeginStore(keys, plain(request_id))
         return self._ask(call, partial(self._read_store, tuple(blocks), request_id), without)
 
     def store_room(self) -> int:
-        """How many blocks the next store would find a slot for, as the service last reported. 0 without a session. If
-        that was 0, or nothing was reported yet, it returns a few blocks twice a second: only a store that is tried
-        learns of new room."""
+        """Return for how many blocks the next store would find a slot, as the service has reported last. 0 without a
+        session. If the service has reported 0 or nothing yet, this returns a few blocks twice a second, because only
+        the answer to a store reports new room."""
         if self.ticket is None:
             return 0
-        if self._room or self._clock() < self._probe_at:
+        if self._room or self._clock() < self._probe_time:
             return self._room
         return PROBE_BLOCKS
 
@@ -303,7 +310,8 @@ class AttachedEngine:
         hints: Hints | None = None,
         source: Source = NO_SOURCE,
     ) -> int:
-        """See `Session.admit`. Numbers are never used twice, not even in another session."""
+        """Begin a request: see `Session.admit`. Returns its number, which is never used twice, not even in another
+        session."""
         self._last_request += 1
         self._send(Admit(self._last_request, keys, looked_up or (0, len(keys)), hints, source))
         return self._last_request
@@ -316,8 +324,8 @@ class AttachedEngine:
         more: Sequence[bytes] = (),
         others: Sequence[bytes] = (),
     ) -> bool:
-        """See `Session.end_request`. Returns whether the request lacks blocks in the pool, as far as the service has
-        said by now. A call sent after this one finds the request ended."""
+        """End a request: see `Session.end_request`. Returns whether the service has reported by now that blocks of the
+        request are missing in the pool. For calls that are sent after this one, the request has ended."""
         self._send(End(number, ending.status, ending.tokens, more, others))
         if number not in self._incomplete:
             return False
@@ -325,9 +333,9 @@ class AttachedEngine:
         return True
 
     def reset(self, reason: str = "") -> Answer[str]:
-        """Switch to a fresh namespace. This engine finds no block stored so far again, in this session or a later one.
-        Nothing that others use is removed. The value is the namespace's name, or "" without a session. `reason`: why
-        the engine shares nothing from now on, as a sentence."""
+        """Switch to a fresh namespace. This engine never finds the blocks again that it has stored so far, whereas
+        other engines keep theirs. The value is the namespace's name, or "" without a session. `reason` is a sentence
+        that says why the engine shares nothing from now on."""
         namespace = self._make_hello().namespace
         assert namespace is not None
         fresh = replace(namespace, epoch=1 + randbits(_EPOCH_BITS), unshared=namespace.unshared or reason)
@@ -335,28 +343,30 @@ class AttachedEngine:
         return self._ask(Reset(), lambda call: call.answer(ResetDone).namespace, "")
 
     def note_prefill(self, news: PrefillNews) -> None:
-        """See `Session.note_prefill`. The service compares fetches from the fleet tier with this cost."""
+        """Report the cost of computing prompts: see `Session.note_prefill`. The service compares it with the cost of
+        fetches from the fleet tier."""
         self._send(Prefill.of(news))
 
     # -- events ---------------------------------------------------------------------------------------------
 
     def read_events(self, after: int = 0) -> Answer[EventPage]:
-        """Ask which blocks any engine has stored in or removed from the session's namespace since `after`, the cursor
-        of an earlier page of this session. Without an answer, the page is empty and its cursor is `after`."""
+        """Ask which blocks of the session's namespace were stored or removed since `after`, the cursor of an earlier
+        page of this session. Without an answer, the page is empty and its cursor is `after`."""
         return self._ask(ReadEvents(after), lambda call: call.answer(EventPage), EventPage(after, ()))
 
     # -- completion -----------------------------------------------------------------------------------------
 
     def complete(self, rank: int, boot_id: str, completions: Iterable[Completion]) -> None:
-        """Take completions of `rank`. Idempotent: late and repeated ones are ignored. They are sent together,
-        before the next call, in the next `step`, or when results are taken."""
+        """Take completions of `rank`. Late and repeated ones are ignored, so this is idempotent. They are sent together
+        before the next call, in the next `step`, or in `take_settled`."""
         for completion in completions:
             sent = self._ops.complete(rank, completion)
             if sent is not None:
                 self._unsent.setdefault((rank, boot_id), []).append(sent)
 
     def take_settled(self) -> list[Settled]:
-        """All results that became final since the last call, in order. Sends completions, as no step may follow."""
+        """Return all results that became final since the last call, in order. Also sends completions, because no step
+        may follow."""
         self._flush()
         settled = list(self._ops.settled)
         self._ops.settled.clear()
@@ -364,21 +374,21 @@ class AttachedEngine:
 
     @property
     def open_transfers(self) -> int:
-        """Ops that some rank or the service has not finished, including abandoned ones. O(1)."""
+        """How many ops some rank or the service has not finished, including abandoned ones. O(1)."""
         return len(self._ops)
 
     @property
     def awaited_transfers(self) -> int:
-        """The `open_transfers` whose result has not arrived yet. O(1)."""
+        """How many of the `open_transfers` have no result yet. O(1)."""
         return self._ops.num_awaited
 
     def open_blocks(self, direction: Direction) -> int:
-        """Blocks of the `open_transfers` in this direction. O(open transfers)."""
+        """Return how many blocks the `open_transfers` in this direction have. O(open transfers)."""
         return self._ops.num_blocks(direction)
 
     @property
     def stale_completions(self) -> int:
-        """Completions that were late or repeated."""
+        """How many completions were late or repeated."""
         return self._ops.stale_completions
 
     # -- the wire -------------------------------------------------------------------------------------------
@@ -394,7 +404,7 @@ class AttachedEngine:
         self.ticket = SessionTicket(self.num_sessions, welcome.token)
         self._source_key, self.store = bytes.fromhex(welcome.source_key), welcome.store
         self._ops.begin_session(self.num_sessions)
-        self._room, self._probe_at = 0, float("-inf")
+        self._room, self._probe_time = 0, float("-inf")
 
     def _end_session(self) -> None:
         self.ticket = None
@@ -417,8 +427,8 @@ class AttachedEngine:
         self._connection.send(message)
 
     def _flush(self) -> None:
-        """Completions are sent before the calls that depend on them: a key that failed to load must not be found
-        again."""
+        """Send completions and releases. They are sent before the calls that depend on them: a lookup must not find a
+        key again that failed to load."""
         for message in self._take_unsent():
             self._connection.send(message)
         unwanted, self._unwanted = self._unwanted, []
@@ -466,7 +476,7 @@ class AttachedEngine:
     def _read_store(self, blocks: tuple[int, ...], request_id: str, call: Call) -> StoreGrant:
         begun = call.answer(StoreBegun)
         if max(begun.accepted, default=0) >= max(1, len(blocks)):
-            raise ProtocolError("malformed", f"the service stores more than the {len(blocks)} blocks it was asked for")
+            raise ProtocolError("malformed", f"the service stores more blocks than the {len(blocks)} of the request")
         self._room = begun.room
         self._incomplete.update(begun.incomplete)
         op = None

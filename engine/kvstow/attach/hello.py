@@ -1,4 +1,4 @@
-"""The first frames of a connection: who connects, and whether it may."""
+"""The first frames of a connection: a process introduces itself, and the service welcomes or refuses it."""
 
 from __future__ import annotations
 
@@ -15,65 +15,73 @@ from kvstow.errors import AttachRefusedError
 from kvstow.plaintext import plain
 
 _COUNT_BITS = 40
-_MOST_SETTINGS = 16 << 10  # those of an engine take 2 KB
+"""The bits of an id that count the ops or leases of one session. The bits above are the session's number."""
+_MOST_SETTINGS = 16 << 10
+"""How many characters the settings of a namespace may have together. Those of an engine have about 2,000."""
 
 
 class SessionTicket(NamedTuple):
-    """Lets the engine's workers join its session. `number` counts the engine's sessions from 1. `token` is a secret of
-    this engine's processes."""
+    """A ticket with which the engine's workers join its session. `number` counts the engine's sessions from 1. `token`
+    is a secret of the engine's processes."""
 
     number: int
     token: str
 
 
 class RankSession(NamedTuple):
-    """How far a rank is in a session. `number` is that of the session's ticket; 0 while it is in no session. `slots`:
-    how many slots it can copy to and from. `is_whole`: no more slots will come. `hold`: the number of the `GateHold`
-    that the rank keeps; 0 while it keeps none."""
+    """How far a rank has come in a session."""
 
     number: int = 0
+    """The number of the session's ticket, or 0 without a session."""
     slots: int = 0
+    """How many slots the rank can copy to and from."""
     is_whole: bool = False
+    """The rank will register no further slots."""
     hold: int = 0
+    """The number of the `GateHold` that the rank keeps, or 0."""
 
 
 class GateHold(NamedTuple):
-    """The host's request to a rank to let ops of a session through after the session has ended, until the host
-    withdraws it. `session` is the number of the session's ticket. `number` is different for each request."""
+    """A host's request to a rank: the rank lets ops of a session through even after the session has ended, until the
+    host withdraws the request. `session` is the number of the session's ticket. `number` is different for each
+    request."""
 
     session: int
     number: int
 
 
 NO_HOLD = GateHold(0, 0)
+"""Withdraws the present hold."""
 
 
 def digest_of(token: str) -> str:
-    """Tells tokens apart without letting anybody join."""
+    """Return a digest that names a token. Nobody can join a session with it."""
     return sha256(token.encode()).hexdigest()
 
 
 def unique_id(number: int, count: int) -> int:
-    """An id of an op or a lease that is unique across all sessions of an engine. A service counts from 1, so a later
-    session may repeat its numbers."""
+    """Return an id of an op or a lease that is unique across all sessions of an engine. It joins the session's `number`
+    and the service's `count`, which begins at 1 again in each session."""
     return number << _COUNT_BITS | count
 
 
 def number_of(identifier: int) -> int:
-    """The number of the session that an id belongs to."""
+    """Return the number of the session that an id belongs to."""
     return identifier >> _COUNT_BITS
 
 
 def count_of(identifier: int) -> int:
+    """Return the service's count in an id."""
     return identifier & ((1 << _COUNT_BITS) - 1)
 
 
-_SOURCE_KEY = r"^(?:[0-9a-f]{2}){0,64}\Z"  # BLAKE2 takes no more
+_SOURCE_KEY = r"^(?:[0-9a-f]{2}){0,64}\Z"
+"""A key in hex. BLAKE2 takes at most 64 bytes."""
 _Texts = Annotated[tuple[Text, ...], Meta(max_length=MOST_LISTED)]
 
 
 class _AnyHello(msgspec.Struct):
-    """What a hello has in every version."""
+    """The field that a hello has in every version of the protocol."""
 
     version: Whole
 
@@ -82,13 +90,16 @@ _read_any = msgspec.json.Decoder(_AnyHello).decode
 
 
 class Hello(Message, frozen=True, kw_only=True):
-    """How a process introduces itself. `pid` and `host` are for display only: the kernel knows which process it is.
+    """The first frame of a process. `pid` and `host` are for display only, because the kernel tells the service which
+    process has connected.
 
-    The scheduler half sends both identities and receives a token, which each worker sends. `fleet_weights` names its
-    weights to other nodes, if they have a name there. `wanted_bytes` is the memory that the engine
-    would like on this node, over all ranks; 0 asks for all of it. `settled_tokens` are sessions that this process was
-    in and whose copies in it have all ended, so the service need not wait for the process to end. A worker that lists
-    its own token there joins no session: it has stopped, and gets no answer.
+    The scheduler half sends both identities and receives a token, which each worker sends. `fleet_weights` is the name
+    of its weights on other nodes, if they have one. `wanted_bytes` is the memory that the engine would like on this
+    node, over all ranks. 0 stands for all memory of the node.
+
+    `settled_tokens` name sessions of this process in which all its copies have ended, so that the service need not wait
+    for the process to end. A worker that sends its own token there joins no session: it has stopped, and gets no
+    answer.
     """
 
     KIND: ClassVar = Kind.HELLO
@@ -110,19 +121,19 @@ class Hello(Message, frozen=True, kw_only=True):
     settled_tokens: _Texts = ()
 
     def in_session(self) -> Self:
-        """What is still of use once the process is in a session. A session must not keep identities of its own: they
-        take up to seven times as much memory as the frame, and those of the pool and the namespace are equal."""
+        """Return the hello without the fields that a session does not need. Above all it drops the identities, which
+        take up to seven times the memory of the frame. The pool and the namespace have equal ones."""
         return replace(self, pool=None, namespace=None, fleet_weights=UNNAMED_WEIGHTS, settled_tokens=())
 
     @property
     def is_farewell(self) -> bool:
-        """Whether the process only reports that its copies have ended."""
+        """Whether the process only reports that its copies have ended, and joins no session."""
         return self.role == "worker" and self.token in self.settled_tokens
 
     @classmethod
     def unpack(cls, payload: bytes) -> Self:
-        """Raises `AttachRefusedError` for a hello of another version, whatever else is in it, and `ProtocolError`, with
-        reason `malformed`, for anything that is not a hello."""
+        """Read a hello. Raises `AttachRefusedError` if it has another version, whatever its other fields are. Raises
+        `ProtocolError` with reason `malformed` if it is no hello."""
         version = decoded(_read_any, payload, "hello").version
         if version != VERSION:
             raise AttachRefusedError(
@@ -138,16 +149,17 @@ class Hello(Message, frozen=True, kw_only=True):
                 force_setattr(self, name, None)
             force_setattr(self, "fleet_weights", UNNAMED_WEIGHTS)
         elif self.pool is None or self.namespace is None:
-            raise ValueError("a scheduler half needs pool and namespace")
+            raise ValueError("the scheduler half of an engine must send pool and namespace")
         elif sum(len(name) + len(value) for name, value in self.namespace.value_settings) > _MOST_SETTINGS:
-            raise ValueError(f"the settings are long; allowed: texts of at most {_MOST_SETTINGS} characters together")
+            raise ValueError(f"the settings are too long; allowed: {_MOST_SETTINGS} characters in all texts together")
         super().check()
 
 
 class Welcome(Message, frozen=True, kw_only=True):
-    """The connection now belongs to a session. `token` is for the session's workers. `sharing_off` holds sentences that
-    say why this session shares no blocks with others; it is empty if it may share. `source_key`: of the digests of
-    sources, in hex (`source_of`). `store`: the name of the store below the pools; empty without one."""
+    """The answer to a hello that the service accepts. The connection now belongs to a session. The session's workers
+    join it with `token`. `sharing_off` holds sentences that say why this session shares no blocks with others, and is
+    empty if it may share. `source_key` is the key for digests of sources, in hex (`source_of`). `store` is the name of
+    the store below the pools, and empty without one."""
 
     KIND: ClassVar = Kind.WELCOME
     session_id: Text
@@ -172,11 +184,12 @@ TRANSIENT_REFUSALS: Final = frozenset(
         "user_limit",
     }
 )
-"""Reasons that may soon no longer apply. A client tries again soon."""
+"""Reasons of refusals that may soon no longer apply, so a client tries again soon."""
 
 
 class Refused(Message, frozen=True):
-    """Why the connection is closed: a word in snake case and a sentence. It is the last frame."""
+    """The last frame of a connection that the service closes. `reason` is a word in snake case, and `message` a
+    sentence."""
 
     KIND: ClassVar = Kind.REFUSED
     reason: Text
@@ -187,7 +200,7 @@ class Refused(Message, frozen=True):
 
 
 class CallError(Message, frozen=True):
-    """The answer to a request that failed: the code of an error of `kvstow.errors`, and its message."""
+    """The answer to a call that failed: the code of an error of `kvstow.errors`, and its message."""
 
     KIND: ClassVar = Kind.ERROR
     code: Text

@@ -1,7 +1,7 @@
-"""Who may share what: the identity of a pool's memory, and of the meaning of its keys.
+"""The identities that decide what engines share: that of a pool's memory, and that of the meaning of its keys.
 
-Engines with equal pool identities share memory. Those that also have equal namespace identities share blocks. Whatever
-changes the meaning of a slot's bytes belongs in one of the two.
+Engines with equal pool identities share memory. If their namespace identities are also equal, they share blocks.
+Everything that changes the meaning of a slot's bytes belongs in one of the two.
 """
 
 from __future__ import annotations
@@ -21,20 +21,24 @@ from kvstow.attach.wire import MOST_LISTED, Text, Whole
 from kvstow.plaintext import plain
 
 SLOT_FORMAT = 1
-"""How KVStow places pages in a slot (`KVLayout.offsets`)."""
+"""The version of the way in which KVStow places pages in a slot (`KVLayout.offsets`)."""
 DRAFTER_WEIGHTS: Final = "drafter_weights"
 """The setting of `NamespaceIdentity.value_settings` that names a drafter's weights on this node."""
 _NAME_DIGITS = 6
+"""How many hex digits of the digest are in the name of a pool or a namespace."""
 _MAX_SLUG = 40
+"""How many characters of the model's name are in it, at most."""
+_MOST_SHOWN = 160
+"""How many characters of a value a difference between two identities shows."""
 
 _Listed = Meta(max_length=MOST_LISTED)
 
 
 class Identity(Struct, frozen=True, dict=True):
-    """Plain values. Two are equal if their digests are."""
+    """A set of plain values. Two identities are equal if their digests are equal."""
 
     def canonical_value(self) -> dict[str, Any]:
-        """What `canonical` is made of. Fixed: it does not follow the form in which an identity is sent."""
+        """Return the values from which `canonical` is made. Their form is fixed, even if messages change."""
         found: dict[str, Any] = msgspec.to_builtins(self)
         return found
 
@@ -50,12 +54,13 @@ class Identity(Struct, frozen=True, dict=True):
         return hashlib.sha256(self.canonical).digest()
 
     def name(self, model: str) -> str:
-        """`model` as a slug and six hex digits of the digest: `llama-3-1-8b-instruct-0a1b2c`."""
+        """Join the slug of `model` and six hex digits of the digest, as in `llama-3-1-8b-instruct-0a1b2c`."""
         return f"{slug(model)}-{self.digest.hex()[:_NAME_DIGITS]}"
 
 
 class RegionIdentity(Struct, frozen=True):
-    """The pages of one region (layer) in a slot. `layout`: how a page's bytes are arranged (shape, order)."""
+    """Describes the pages of one region (layer) in a slot. `layout` is the arrangement of a page's bytes (shape and
+    order)."""
 
     name: Text
     page_bytes: Whole
@@ -63,8 +68,8 @@ class RegionIdentity(Struct, frozen=True):
 
 
 class GroupIdentity(Struct, frozen=True):
-    """A KV group: what its blocks hold, how many tokens are in a block, how many tokens a hash covers, and its window
-    if it has one."""
+    """Describes a KV group: the kind of its KV, the tokens in a block, the tokens that a hash covers, and the window in
+    tokens if it has one."""
 
     kind: Text
     block_tokens: Whole
@@ -76,12 +81,12 @@ _Regions = Annotated[tuple[RegionIdentity, ...], _Listed]
 
 
 class PoolIdentity(Identity, frozen=True):
-    """One memory layout and one owner.
+    """Identifies a memory layout and its owner.
 
-    `regions` are those of rank 0, in the order in which they lie in a slot. `other_regions` are those of the ranks that
-    differ from rank 0 (pipeline parallelism), as (rank, regions). `slot_bytes` is indexed by rank. `replicated`: all
-    ranks hold the same bytes, which are stored once. `uid` is the user of the engines, which the service knows from the
-    kernel; None in a hello.
+    `slot_bytes` is indexed by rank. `regions` are the regions of rank 0, in the order in which they lie in a slot.
+    `other_regions` are the regions of the ranks that differ from rank 0 (pipeline parallelism), as pairs of rank and
+    regions. If the ranks are `replicated`, all of them hold the same bytes, which are stored once. `uid` is the user of
+    the engines. It is None in a hello, because the service gets it from the kernel.
     """
 
     slot_bytes: Annotated[tuple[Whole, ...], _Listed]
@@ -103,8 +108,8 @@ class PoolIdentity(Identity, frozen=True):
 
     @property
     def stored_slot_bytes(self) -> tuple[int, ...]:
-        """How many bytes a slot takes in each extent of a row: one number for each rank, or one for all if all have the
-        same bytes."""
+        """The bytes of a slot in each extent of a row. There is one number for each rank, but only one if the ranks are
+        replicated."""
         return self.slot_bytes[:1] if self.replicated else self.slot_bytes
 
     def canonical_value(self) -> dict[str, Any]:
@@ -114,13 +119,13 @@ class PoolIdentity(Identity, frozen=True):
 
 
 class NamespaceIdentity(Identity, frozen=True):
-    """One meaning of keys.
+    """Identifies a meaning of keys.
 
     `weights_id` names the weights, and `weights_source` says where that name comes from (`snapshot`, `files`,
-    `configured`). `value_settings` are settings that change values (quantization, rope, scales). `hash_probe` is the
-    result of this engine's hash function for known tokens. `epoch` grows when the weights of a running engine change.
-    `unshared` is the reason, as a sentence, why no other engine may share these blocks; empty if others may. If it is
-    set, `hash_probe` is one that no other engine has.
+    `configured`). `value_settings` are the settings that change KV values (quantization, rope, scales). `hash_probe` is
+    the result of this engine's hash function for known tokens. `epoch` changes when the weights of a running engine
+    change. `unshared` is a sentence that says why no other engine may share these blocks, and is empty if others may.
+    If it is set, no other engine has this `hash_probe`.
     """
 
     model: Text
@@ -144,9 +149,9 @@ class NamespaceIdentity(Identity, frozen=True):
 
 
 class FleetWeights(Struct, frozen=True):
-    """The name of an engine's weights, including the drafter's, that is valid on every node. If there is none,
-    `weights_id` is empty and the reason is a sentence. It is not part of an identity, because a node identifies its own
-    weights more strictly."""
+    """A name of an engine's weights, including the drafter's, that is valid on every node. If there is none,
+    `weights_id` is empty, and `reason` is a sentence that says why. The name is no part of an identity, because a node
+    identifies weights more strictly."""
 
     weights_id: Text = ""
     reason: str = ""
@@ -160,13 +165,14 @@ UNNAMED_WEIGHTS: Final = FleetWeights()
 
 
 def slug(text: str) -> str:
-    """The last part of a model's name or path in lower-case letters, digits and hyphens; `pool` if nothing is left."""
+    """Write the last part of a model's name or path in lower-case letters, digits and hyphens. Returns `pool` if
+    nothing is left of it."""
     last = text.rstrip("/").rpartition("/")[2]
     return re.sub(r"[^a-z0-9]+", "-", last.lower()).strip("-")[:_MAX_SLUG].strip("-") or "pool"
 
 
 def difference(here: Identity, there: Identity) -> str | None:
-    """The differences between two identities of one kind, as a sentence that names the fields. None if they are
+    """Describe the differences between two identities of one kind by the names of the fields. None if they are
     equal."""
     found = list(_differences(here, there))
     return None if not found else "; ".join(found)
@@ -192,7 +198,7 @@ def _setting_difference(name: str, mine: dict[str, str], theirs: dict[str, str])
 
 
 def _tuple_difference(name: str, mine: tuple[Any, ...], theirs: tuple[Any, ...]) -> str:
-    """The first entry that differs, and what differs in it."""
+    """Describe the first entry that differs."""
     if len(mine) != len(theirs):
         return f"{name} has {len(mine)} entries here and {len(theirs)} there"
     at = next(number for number, pair in enumerate(zip(mine, theirs, strict=True)) if pair[0] != pair[1])
@@ -208,4 +214,4 @@ def _tuple_difference(name: str, mine: tuple[Any, ...], theirs: tuple[Any, ...])
 
 def _shown(value: Any) -> str:
     text = value if isinstance(value, str) and value else repr(value)
-    return text if len(text) <= 160 else f"{text[:160]}..."
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."

@@ -1,4 +1,4 @@
-"""The ops of an attached engine that have not ended, and their fate when the service disconnects."""
+"""The ops of an attached engine that have not ended, and how they end when the service disconnects."""
 
 from __future__ import annotations
 
@@ -11,35 +11,40 @@ from kvstow.attach.hello import unique_id
 from kvstow.messages import Completion, Direction, Mark, Op
 from kvstow.results import Settled
 
-_GONE = "the node service disconnected before the store was complete"
+_DISCONNECTED = "the node service disconnected before the store was complete"
+"""The error of a store whose session has ended."""
 
 
 @dataclass(slots=True)
 class _OpenOp:
-    """`service_id` is the op's id in the service. `pending`: ranks that have not finished. `reading`: ranks that may
-    still read the blocks of a store. `seconds`: of the slowest rank. `is_final`: the host has the result."""
+    """An op that some rank or the service has not finished."""
 
     op: Op
     service_id: int
+    """The op's id in the service."""
     request_id: str
     pending: set[int]
+    """The ranks that have not finished."""
     reading: set[int]
+    """The ranks that may still read the blocks of a store."""
     error: str | None = None
     seconds: float = 0.0
+    """The duration on the slowest rank."""
     is_final: bool = False
+    """The result of the op is in `OpenOps.settled`, or the host has taken it."""
 
 
 class OpenOps:
-    """Settles ops as early as is safe. One thread uses it. Each op costs O(1), except in `end_session`.
+    """Settles ops as early as is safe. Only one thread uses it. Each op costs O(1), except in `end_session`.
 
-    A load ends when all ranks have finished it, whatever the service does: its bytes and slots are fixed. A
-    store returns its blocks when all ranks have read them. Only the service can report that it is stored; without a
-    service, the store has failed. Ids that the host sees are never reused, even in later sessions, so a late completion
-    of an old session is never reported in a new one.
+    A load ends when all ranks have finished it, whatever the service does, because its bytes and slots are fixed. A
+    store returns its blocks when all ranks have read them. Only the service can report that the blocks are stored.
+    Without a service, the store has failed. Ids that the host sees are never reused, even in later sessions, so a late
+    completion of an old session is never reported in a new one.
     """
 
     def __init__(self, num_ranks: int, *, replicated: bool = False) -> None:
-        """`replicated`: rank 0 alone stores."""
+        """If the ranks are `replicated`, only rank 0 stores."""
         self.num_ranks = num_ranks
         self._ranks = frozenset(range(num_ranks))
         self._storing = frozenset((0,)) if replicated else self._ranks
@@ -47,16 +52,17 @@ class OpenOps:
         self._last_count = 0
         self._open: dict[int, _OpenOp] = {}
         self._of_service: dict[int, _OpenOp] = {}
-        """Ops of the current session, by their ids in the service."""
+        """The ops of the current session, by their ids in the service."""
         self._num_final = 0
+        """How many of the open ops are final."""
         self.settled: deque[Settled] = deque()
-        """Results that the host has not taken."""
+        """Results that the host has not taken yet."""
         self.stale_completions = 0
-        """Completions of ops that had ended, or that the rank had finished already."""
+        """How many completions came for ops that had ended, or that the rank had finished already."""
         self.moved_blocks: Counter[Direction] = Counter()
-        """Blocks of ops that are done, by direction."""
+        """The blocks of ops that are done, by direction."""
         self.moved_seconds: defaultdict[Direction, float] = defaultdict(float)
-        """Seconds of the same ops, each on its slowest rank."""
+        """The duration of these ops in seconds, each on its slowest rank."""
 
     def __len__(self) -> int:
         return len(self._open)
@@ -67,14 +73,17 @@ class OpenOps:
         return len(self._open) - self._num_final
 
     def num_blocks(self, direction: Direction) -> int:
+        """Return the blocks of all open ops in this direction. O(open ops)."""
         return sum(len(entry.op.blocks) for entry in self._open.values() if entry.op.direction == direction)
 
     def begin_session(self, number: int) -> None:
+        """Begin the session with this number. Ops that start from now on belong to it."""
         self._number = number
 
     def start(
         self, direction: Direction, blocks: tuple[int, ...], slots: tuple[int, ...], service_id: int, request_id: str
     ) -> Op:
+        """Open an op that the service has granted. Returns it with an id of this engine."""
         self._last_count += 1
         op = Op(unique_id(self._number, self._last_count), direction, blocks, slots)
         ranks = self._storing if direction == "store" else self._ranks
@@ -83,13 +92,13 @@ class OpenOps:
         return op
 
     def complete(self, rank: int, completion: Completion) -> Completion | None:
-        """Take a completion of `rank`. Returns it with the op's id in the service, or None if it must not be sent
-        to the service: it is late, repeated, or of an earlier session."""
+        """Take a completion of `rank`. Returns it with the op's id in the service. Returns None if it is late, repeated
+        or of an earlier session, so that it must not be sent to the service."""
         entry = self._open.get(completion.op_id)
         if entry is None or rank not in (entry.reading if completion.mark == "source_free" else entry.pending):
             self.stale_completions += 1
             return None
-        is_known = self._is_current(entry)
+        is_current = self._is_current(entry)
         was_reading = bool(entry.reading)
         entry.reading.discard(rank)
         if completion.mark != "source_free":
@@ -99,14 +108,14 @@ class OpenOps:
             entry.error = entry.error or f"rank {rank}: {completion.error or 'failed'}"
         if entry.is_final:
             self._forget_if_over(entry)
-        elif not entry.pending and (entry.op.direction == "load" or entry.error or not is_known):
+        elif not entry.pending and (entry.op.direction == "load" or entry.error or not is_current):
             self._end(entry, "failed" if entry.error else "done")
         elif was_reading and not entry.reading:
             self._settle(entry, "source_free")
-        return replace(completion, op_id=entry.service_id) if is_known else None
+        return replace(completion, op_id=entry.service_id) if is_current else None
 
     def take_results(self, results: Sequence[SettledOp]) -> None:
-        """Take the results of ops of the current session that the service has sent."""
+        """Take results that the service has sent for ops of the current session."""
         for result in results:
             entry = self._of_service.get(result.op_id)
             if entry is None or entry.is_final:
@@ -120,11 +129,11 @@ class OpenOps:
             self._end(entry, result.mark)
 
     def end_session(self) -> None:
-        """Settle the ops of a session that has ended: the service will send no more about them. O(open ops)."""
+        """End the session. The service sends nothing more about its ops, so stores fail. O(open ops)."""
         self._of_service.clear()
         for entry in list(self._open.values()):
             if entry.op.direction == "store":
-                entry.error = entry.error or _GONE
+                entry.error = entry.error or _DISCONNECTED
                 if not entry.pending:
                     self._end(entry, "failed")
 
@@ -138,8 +147,8 @@ class OpenOps:
         self._forget_if_over(entry)
 
     def _forget_if_over(self, entry: _OpenOp) -> None:
-        """Completions of an abandoned store are passed on until the last one, which ends the quarantine of its
-        slots."""
+        """Forget the op if all ranks have finished it. Until then the completions even of a final store are passed on,
+        because the last one ends the quarantine of its slots."""
         if entry.pending:
             return
         del self._open[entry.op.op_id]

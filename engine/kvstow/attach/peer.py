@@ -1,4 +1,4 @@
-"""The process at the other end of a Unix socket: who it is, and how to notice its end."""
+"""The process at the other end of a Unix socket: identifies it, and notices its end."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import socket
 import struct
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvstow.errors import AttachRefusedError
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kvstow.status import ProcessState
 
 _SO_PEERPIDFD = 77
-"""Since Linux 6.5; works across pid namespaces. Python has no name for it."""
+"""A socket option since Linux 6.5, which works across pid namespaces. Python has no name for it."""
 _CREDENTIALS = struct.Struct("3i")
 _PID = re.compile(r"^Pid:\s*(-?\d+)$", re.MULTILINE)
 _EFFECTIVE_UID = re.compile(r"^Uid:\s*\d+\s+(\d+)", re.MULTILINE)
@@ -28,24 +28,31 @@ _NO_PIDFD_ERRNOS = frozenset({errno.ENOPROTOOPT, errno.EINVAL, errno.EOPNOTSUPP}
 
 
 def overflow_uid() -> int:
-    """The uid under which the kernel shows all users that have no number in this process's user namespace."""
+    """Return the uid that the kernel shows for every user that this process's user namespace does not map."""
     try:
         return int(Path("/proc/sys/kernel/overflowuid").read_text())
     except OSError:
         return 65534
 
 
-def credentials_of(connected: socket.socket) -> tuple[int, int, int]:
-    """Process, user and group at the other end of a Unix socket, as they were when it connected."""
-    size = _CREDENTIALS.size
-    pid, uid, gid = _CREDENTIALS.unpack(connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
-    return pid, uid, gid
+class PeerCredentials(NamedTuple):
+    """The process, the user and the group at the other end of a Unix socket."""
+
+    pid: int
+    uid: int
+    gid: int
+
+
+def credentials_of(connected: socket.socket) -> PeerCredentials:
+    """Return the credentials that the process at the other end had when it connected."""
+    data = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return PeerCredentials(*_CREDENTIALS.unpack(data))
 
 
 class Peer:
-    """A process that has connected. `pid` is the number that this process sees, or 0 if the process is not visible.
-    `uid` and `gid` are mapped to this process's user namespace. `pidfd` becomes readable when the process has ended and
-    the kernel has closed its files; None if there is none. This object owns it."""
+    """A process that has connected. `pid` is its number in this process's pid namespace, or 0 if it is not visible
+    there. `uid` and `gid` are mapped to this process's user namespace. `pidfd` becomes readable when the process has
+    ended and the kernel has closed its files. It is None if it is not available. This object owns it."""
 
     __slots__ = ("gid", "pid", "pidfd", "uid")
 
@@ -56,7 +63,7 @@ class Peer:
         self.pidfd = pidfd
 
     def has_ended(self) -> bool:
-        """Whether the process has ended; False without a pidfd."""
+        """Whether the process has ended. False without a pidfd."""
         if self.pidfd is None:
             return False
         poll = select.poll()
@@ -64,7 +71,7 @@ class Peer:
         return bool(poll.poll(0))
 
     def is_same_process(self, other: Peer) -> bool:
-        """Whether both are the same process and it has not ended. False if that cannot be known."""
+        """Whether both are the same process, and it has not ended. False if that cannot be known."""
         if self.pidfd is None or other.pidfd is None or self.has_ended():
             return False
         if self.pid and self.pid == other.pid:
@@ -73,8 +80,8 @@ class Peer:
         return mine == theirs and mine != _shared_inode()
 
     def kill(self) -> bool:
-        """Send SIGKILL. Returns False if that is not possible or the process has ended. Never kills this process, or
-        one of another user than `uid`: the pidfd may come from what an earlier service has recorded."""
+        """Send SIGKILL. Returns False if that is not possible or the process has ended. Never kills this process or a
+        process of another user than `uid`, because the pidfd may come from the records of an earlier service."""
         if self.pidfd is None or not self._is_its_process(self.pidfd):
             return False
         try:
@@ -84,16 +91,16 @@ class Peer:
         return True
 
     def _is_its_process(self, pidfd: int) -> bool:
-        """Whether the pidfd is that of another process of the peer's user. The kernel sends no signal to a process that
-        is not visible here."""
+        """Whether the pidfd belongs to a process of the peer's user other than this one. The kernel sends no signal to
+        a process that is not visible here."""
         pid = pid_of(pidfd)
         if pid in (0, os.getpid()):
             return False
         found = _uid_of(pid)
-        return found == self.uid and pid_of(pidfd) == pid  # still: so the uid is not that of a later process
+        return found == self.uid and pid_of(pidfd) == pid  # otherwise the uid may be that of a later process
 
     def state(self) -> ProcessState:
-        """Whether the process is stopped, by the kernel's word for it."""
+        """Whether the process is stopped, as the kernel reports it."""
         if not self.pid:
             return "unknown"
         try:
@@ -103,11 +110,12 @@ class Peer:
         return "stopped" if text.rpartition(")")[2].split()[0] in "Tt" else "running"
 
     def copy(self) -> Peer:
-        """The same process, with a pidfd of its own. Raises `OSError` if this process can have no more descriptors."""
+        """Return a peer for the same process with a pidfd of its own. Raises `OSError` if this process can have no more
+        descriptors."""
         return Peer(self.pid, self.uid, self.gid, None if self.pidfd is None else os.dup(self.pidfd))
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the pidfd. Idempotent."""
         if self.pidfd is not None:
             os.close(self.pidfd)
             self.pidfd = None
@@ -116,14 +124,14 @@ class Peer:
 def peer_of(
     connected: socket.socket, *, needs_pidfd: bool = True, open_pidfd: Callable[[int], int] = os.pidfd_open
 ) -> Peer:
-    """The process that connected this socket. Raises `AttachRefusedError` if its user has no number here, if it has
-    already ended, or if `needs_pidfd` is set and its pidfd is not available."""
+    """Return the process that has connected this socket. Raises `AttachRefusedError` if this user namespace does not
+    map its user, if it has already ended, or if `needs_pidfd` is set and its pidfd is not available."""
     pid, uid, gid = credentials_of(connected)
     if uid == overflow_uid():
         raise AttachRefusedError(
             "uid",
-            f"uid {uid} stands for every user that the kernel cannot name in the service's user namespace: run the "
-            "engine as a user that has a number there",
+            f"uid {uid} is the kernel's overflow uid: it stands for every user that the service's user namespace does "
+            "not map. Run the engine as a mapped user",
         )
     try:
         pidfd: int | None = _peer_pidfd(connected)
@@ -150,9 +158,10 @@ def _peer_pidfd(connected: socket.socket) -> int:
 
 
 def _open_visible(connected: socket.socket, pid: int, open_pidfd: Callable[[int], int]) -> int | None:
-    """A pidfd by process number, for kernels before 6.5. None if the process is not visible.
+    """Open a pidfd by the process number, for kernels before 6.5. Returns None if the process is not visible.
 
-    If the peer has ended, the number may belong to another process. Its socket is then closed, too.
+    If the peer has ended, the number may belong to another process by now. The peer's socket is then closed, so it is
+    checked afterwards.
     """
     if pid <= 0:
         return None
@@ -173,13 +182,13 @@ def _open_visible(connected: socket.socket, pid: int, open_pidfd: Callable[[int]
 
 
 def pid_of(pidfd: int) -> int:
-    """The number of the process as this process sees it: 0 if it does not, or if the process has ended."""
+    """Return the number of the process in this process's pid namespace. 0 if it is not visible there, or has ended."""
     found = _PID.search(Path(f"/proc/self/fdinfo/{pidfd}").read_text())
     return max(0, int(found[1])) if found else 0
 
 
 def _uid_of(pid: int) -> int | None:
-    """The effective uid, mapped to this process's user namespace. None if the process is gone."""
+    """Return the effective uid, mapped to this process's user namespace. None if the process has ended."""
     try:
         found = _EFFECTIVE_UID.search(Path(f"/proc/{pid}/status").read_text())
     except OSError:
@@ -193,7 +202,8 @@ def _inode(fd: int) -> tuple[int, int]:
 
 
 def _shared_inode() -> tuple[int, int]:
-    """The inode that all pidfds shared before Linux 6.9. Since then, each process has an inode of its own."""
+    """Return the inode that all pidfds shared before Linux 6.9. Since then, the pidfds of each process have their
+    own."""
     fd = os.eventfd(0, os.EFD_CLOEXEC)
     try:
         return _inode(fd)

@@ -1,11 +1,11 @@
-"""What messages consist of: their kinds, who sends them, and the limits of their values.
+"""The base of all messages: their kinds, which side sends them, and the limits of their values.
 
-A message is a msgspec struct: its types say what may be in it, and msgspec packs, unpacks and checks it. Nothing that
-a peer sends can name code, and every length has a limit.
+A message is a msgspec struct. Its types say what may be in it, and msgspec packs, unpacks and checks it. No message can
+name code, and every length has a limit.
 
-Both ends of a connection have the same version of the protocol. Any change of a message is a new version, and a service
-refuses engines of another one. For that, every version has the same frame header, the kinds `HELLO` and `REFUSED` in
-JSON, and the field `version` of a hello.
+Both ends of a connection have the same version of the protocol. Any change of a message makes a new version, and a
+service refuses engines of another version. For that, every version has the same frame header, the messages `HELLO` and
+`REFUSED` in JSON, and the field `version` in a hello.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ VERSION: Final = 5
 
 
 class Kind(IntEnum):
-    """What a frame is."""
+    """The kind of a frame. It tells which message the frame holds."""
 
     HELLO = 1
     WELCOME = 2
@@ -80,37 +80,37 @@ SENT_BY: Final[Mapping[Sender, frozenset[Kind]]] = {
 
 
 def refusal_of(kind: int, sender: Sender, num_fds: int = 0) -> str | None:
-    """Why this frame must not be sent, or None if it may. Only `EXTENTS` carries descriptors."""
+    """Say why this sender must not send such a frame, or return None if it may. Only `EXTENTS` carries descriptors."""
     if kind not in SENT_BY[sender]:
-        return (
-            f"{Kind(kind).name} does not come from a {sender}" if kind in set(Kind) else f"kind {kind} does not exist"
-        )
+        if kind not in set(Kind):
+            return f"kind {kind} does not exist"
+        return f"{Kind(kind).name} does not come from a {sender}"
     if num_fds and kind != Kind.EXTENTS:
         return f"{Kind(kind).name} came with {num_fds} file descriptors"
     return None
 
 
 MOST_ITEMS = 1 << 16
-"""Items of any list: a million tokens in blocks of 16."""
+"""The limit for the items of any list: a million tokens in blocks of 16."""
 _PIECE = 256
 """Keys that are unpacked in one call of C, which keeps all other threads waiting: for 4 ms with `MOST_ITEMS` keys."""
 _PIECES_AT_ONCE = 4
 _MOST_BESIDE_KEYS = 4096
 """Bytes of a message with lists of keys, without these."""
 MOST_STORED = 256
-"""Blocks of one store: it is planned in one go, and it ends in one."""
+"""The limit for the blocks of one store, because one call plans all of them, and one call ends them."""
 MOST_COMPLETIONS = 1024
-"""Completions in one message, which is unpacked in one call of C."""
+"""The limit for the completions in one message, because one call of C unpacks all of them."""
 MOST_ERROR = MOST_NAME
-"""Characters of the error of a completion."""
+"""The limit for the characters of a completion's error."""
 MOST_LISTED = 4096
-"""Items of a list that is read for people or kept."""
+"""The limit for the items of a list that is shown to people, or that the receiver keeps."""
 
 U32 = Annotated[int, Meta(ge=0, lt=1 << 32)]
 U64 = Annotated[int, Meta(ge=0)]
-"""MessagePack has no larger numbers."""
+"""An integer in MessagePack, which has none of more than 64 bits."""
 Whole = Annotated[int, Meta(ge=0, le=1 << 62)]
-"""A number in JSON, which has numbers of any size."""
+"""An integer in JSON, which has integers of any size, so this one has a limit."""
 Seconds = Annotated[float, Meta(ge=0, lt=1e9)]
 Text = Annotated[str, Meta(max_length=MOST_TEXT)]
 Name = Annotated[str, Meta(max_length=MOST_NAME)]
@@ -125,21 +125,22 @@ Counts = Annotated[dict[Name, U32], Meta(max_length=64)]
 
 
 class Message(Struct, frozen=True):
-    """A message in JSON: it has names, so another version can read it as far as it must."""
+    """A message in JSON. Its fields have names, so another version of the protocol can read those that it needs."""
 
     KIND: ClassVar[Kind]
     MOST_BYTES: ClassVar[int] = 64 << 10
-    """The limit of what an engine or a worker sends, because it is unpacked in one call of C. Lists of keys do not
-    count: they are unpacked in pieces."""
+    """The limit for the payload that an engine or a worker sends, in bytes, because one call of C unpacks it. Lists of
+    keys do not count, because they are unpacked in pieces."""
 
     def pack(self) -> bytes:
-        # Not msgspec's JSON, which raises an error for half a surrogate, as in a path that is no UTF-8: the service
-        # refuses that, and the engine goes on.
+        """Return the payload of the message's frame."""
+        # msgspec's own JSON raises an error for half a surrogate, as in a path that is no UTF-8. With this one, the
+        # service refuses such a text, and the engine continues.
         return json.dumps(msgspec.to_builtins(self), separators=(",", ":")).encode()
 
     @classmethod
     def unpack(cls, payload: bytes) -> Self:
-        """Raises `ProtocolError`, with reason `malformed`, for anything else."""
+        """Read a message from a payload. Raises `ProtocolError` with reason `malformed` if it is no such message."""
         steps = cls.unpack_in_steps(payload)
         while True:
             try:
@@ -168,7 +169,7 @@ class Message(Struct, frozen=True):
         return found
 
     def check(self) -> None:
-        """Called for a message that was received. Raises `ValueError` for what the types cannot exclude."""
+        """Check a received message. Raises `ValueError` for values that its types cannot exclude."""
         require_plain(self, "it")
 
 
@@ -177,7 +178,7 @@ class Packed(Message, frozen=True, array_like=True, forbid_unknown_fields=True):
     them, packed, and of their pieces, packed, too."""
 
     def pack(self) -> bytes:
-        """Raises `ProtocolError` for what cannot be sent."""
+        """Return the payload of the message's frame. Raises `ProtocolError` for a value that cannot be sent."""
         names = _key_lists(type(self))
         try:
             if not names:
@@ -204,11 +205,11 @@ class Packed(Message, frozen=True, array_like=True, forbid_unknown_fields=True):
         return message
 
     def check(self) -> None:
-        """Names and sentences in a packed message are made plain where they are shown."""
+        """Accept any text, because the texts of a packed message are made plain where they are shown."""
 
 
 class PackedPart(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A part of a packed message."""
+    """A part of a packed message, which is sent as an array of its fields."""
 
 
 @cache
@@ -231,11 +232,16 @@ def _splitter(num_lists: int) -> Callable[[bytes], Any]:
 _encode = msgspec.msgpack.Encoder().encode
 _read_piece = msgspec.msgpack.Decoder(Annotated[list[Key], Meta(max_length=_PIECE)]).decode
 _T = TypeVar("_T")
+_MOST_COMPLAINT = 500
+"""How many characters of msgspec's complaint about a message an error quotes."""
+_PLACE = re.compile(r"`\$\[([0-9]{1,4})\]([^`]*)`\Z")
+"""The field that msgspec names at the end of a complaint. The text before it may quote the peer."""
 
 
 def decoded(read: Callable[[bytes], _T], payload: bytes, what: str, fields: Sequence[str] = ()) -> _T:
-    """The only place where what a peer has sent is read. Every complaint becomes a `ProtocolError`, which names the
-    message and the field. `fields`: those of an array. msgspec passes bad UTF-8 on as an error of Python's."""
+    """Read a payload with `read`. All messages of a peer are read here, so every error becomes a `ProtocolError`, which
+    names the message (`what`) and the field. `fields` are the names of an array's fields. For bad UTF-8, msgspec raises
+    an error of Python."""
     try:
         return read(payload)
     except (msgspec.MsgspecError, InvalidRequestError, ValueError, RecursionError) as error:
@@ -246,13 +252,9 @@ def decoded(read: Callable[[bytes], _T], payload: bytes, what: str, fields: Sequ
         raise ProtocolError("malformed", f"{what}: {plain(problem, _MOST_COMPLAINT)}") from error
 
 
-_MOST_COMPLAINT = 500
-_PLACE = re.compile(r"`\$\[([0-9]{1,4})\]([^`]*)`\Z")
-"""The field that msgspec names at the end of a complaint. What comes before it may quote the peer."""
-
-
 @cache
 def _reader(kind: type[Message]) -> Callable[[bytes], Any]:
+    """Return a function that decodes and checks messages of this type."""
     decode = (msgspec.msgpack if issubclass(kind, Packed) else msgspec.json).Decoder(kind).decode
 
     def read(payload: bytes) -> Message:
@@ -264,7 +266,8 @@ def _reader(kind: type[Message]) -> Callable[[bytes], Any]:
 
 
 def read_value(value: Any, kind: type[_T], what: str) -> _T:
-    """What `msgspec.to_builtins` has made of a value of this kind. Raises `InvalidRequestError`."""
+    """Make a value of this kind from the result of `msgspec.to_builtins`. Raises `InvalidRequestError`, which begins
+    with `what`."""
     try:
         found = msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
@@ -274,7 +277,7 @@ def read_value(value: Any, kind: type[_T], what: str) -> _T:
 
 
 def require_plain(value: Any, at: str) -> None:
-    """Raises `InvalidRequestError`, which names the field, for a text that cannot be shown as it is."""
+    """Raise `InvalidRequestError`, which names the field, if a text has unprintable characters."""
     if isinstance(value, str):
         if not is_plain(value):
             raise InvalidRequestError(f"{at} is {ascii(value)[:100]}; allowed: printable characters")

@@ -1,4 +1,4 @@
-"""The worker half of an attached engine: one rank, which maps the service's memory and does its own copies."""
+"""The worker half of an attached engine: a rank that maps memory of the node service, and makes its copies itself."""
 
 from __future__ import annotations
 
@@ -43,26 +43,55 @@ if TYPE_CHECKING:
     from kvstow.memory.mappedpool import MappedPool
 
 
+REPORT_SECONDS = 1.0
+"""The longest pause between two reports of a rank."""
+GAP_SECONDS = 0.05
+"""The pause between two checks of the slots that the pool has registered. On a busy host, each check costs a handover
+of the interpreter."""
+DETACHED_SECONDS = 0.1
+"""The pause between two attempts while the service is absent."""
+LEAVING_SECONDS = 0.005
+"""The pause between two checks whether the copies of the session that the rank leaves have ended."""
+IDLE_SECONDS = 60.0
+"""How long the thread rests without a session to join. A ticket wakes it up."""
+LONGEST_GRACE_SECONDS = 60.0
+"""How long after the end of a session a rank keeps a `GateHold`, if its host can take back a load that was refused. A
+host that takes this long for a step hangs."""
+FAREWELL_SECONDS = 5.0
+"""The pause between two reports that all copies of an ended session have ended."""
+FAULT_SECONDS = 1.0
+"""The pause after an unexpected error."""
+
+_MAX_SETTLED = 16
+"""How many tokens of settled sessions a hello has at most."""
+_NO_TICKET = SessionTicket(0, "")
 _REFUSED = "the session of this op has ended"
+"""The error of an op that the gate does not let through."""
+
+logger = logging.getLogger("kvstow.attach")
 
 
 class OpGate:
-    """Fails ops of other sessions: their slots may lie in other memory by now, or hold other bytes. Thread-safe, and
-    its lock is never held for long. Its `load` is that of the rank's `LayeredLoads`.
+    """Lets ops of one session through, and fails all others, because their slots may lie in other memory by now, or
+    hold other bytes. It also starts loads by layer, as the `layered` of a data plane does.
 
     Once the gate is shut and `is_quiet`, no op of the session is under way on this rank, and none will be. A `GateHold`
-    for the session whose ops are let through keeps the gate open after the session's end. It has no effect on a gate
-    that is shut already, or open for another session, and `hold` says so.
+    for the present session keeps the gate open after the session's end. A hold has no effect on a gate that is shut, or
+    open for another session, and `hold` then stays 0.
+
+    Thread-safe. Its lock is never held for long.
     """
 
     def __init__(self, plane: DataPlane, *, stores: bool) -> None:
         """`stores` is False if another rank stores the same bytes for this one."""
         self._plane, self._stores = plane, stores
         self._lock = threading.Lock()
-        self._number = self._starting = 0
-        """The session whose ops are let through, and how many calls of `load` have been let through and go on."""
+        self._number = 0
+        """The number of the session whose ops are let through. 0 while the gate is shut."""
+        self._starting = 0
+        """How many calls of `load` are starting loads."""
         self.hold = 0
-        """The number of the `GateHold` that keeps the gate open; 0: none does."""
+        """The number of the `GateHold` that keeps the gate open, or 0."""
         self._refused: list[Completion] = []
 
     def open(self, number: int) -> None:
@@ -71,37 +100,43 @@ class OpGate:
             self._number, self.hold = number, 0
 
     def shut(self) -> None:
+        """Let no ops through."""
         self.open(0)
 
     def keep_open(self, hold: GateHold) -> None:
-        """Keep this hold instead of the one before. `NO_HOLD` withdraws it."""
+        """Replace the present hold by this one. `NO_HOLD` withdraws it."""
         with self._lock:
             self.hold = hold.number if hold.session == self._number else 0
 
     def shut_unless_held(self) -> bool:
-        """Returns whether the gate is shut."""
+        """Shut the gate if no hold keeps it open. Returns whether it is shut."""
         with self._lock:
             if not self.hold:
                 self._number = 0
             return not self._number
 
     def is_quiet(self) -> bool:
+        """Whether no op is under way."""
         with self._lock:
             return not self._starting and self._plane.pending_ops == 0
 
     def submit(self, plan: StepPlan, after: Fence | None) -> None:
-        """Never blocks or raises: see `DataPlane.submit`."""
-        wanted = [op for op in plan.ops if self._stores or op.direction == "load"]
+        """Submit the ops that the gate lets through, and fail the others. Never blocks or raises: see
+        `DataPlane.submit`."""
+        own_ops = [op for op in plan.ops if self._stores or op.direction == "load"]
         with self._lock:
-            ops = tuple([op for op in wanted if number_of(op.op_id) == self._number])
-            self._refused += [Completion(op.op_id, "failed", _REFUSED) for op in wanted if op not in ops]
-            if ops:  # under the lock: no op may enter after `shut`
+            ops = tuple([op for op in own_ops if number_of(op.op_id) == self._number])
+            self._refused += [Completion(op.op_id, "failed", _REFUSED) for op in own_ops if op not in ops]
+            if ops:  # under the lock, because no op may enter after `shut`
                 self._plane.submit(StepPlan(ops), after)
 
     def load(self, ops: Sequence[Op], after: Fence | None) -> LayeredLoad | None:
-        """Start loads that a computation waits for. If the gate does not let all of them through, it starts none of
-        them: they have failed, and it raises `LoadRefusedError`. Takes long if they go another way than by layer, so
-        the lock is not held: until they have started, the gate is not quiet."""
+        """Start loads that a computation waits for. If the gate does not let all of them through, all of them fail, and
+        this raises `LoadRefusedError`.
+
+        Starting takes long if the loads do not go layer by layer. So the lock is not held meanwhile, but the gate is
+        not quiet until they have started.
+        """
         assert self._plane.layered is not None
         with self._lock:
             if any(number_of(op.op_id) != self._number for op in ops):
@@ -128,44 +163,19 @@ class OpGate:
         return refused + self._plane.take_completions()
 
 
-REPORT_SECONDS = 1.0
-GAP_SECONDS = 0.05
-"""The pause between two checks of what the pool has registered. On a busy host, each check costs a handover of the
-interpreter."""
-
-logger = logging.getLogger("kvstow.attach")
-
-
-DETACHED_SECONDS = 0.1
-"""The pause between two checks for an absent service."""
-LEAVING_SECONDS = 0.005
-"""The pause between two checks whether the copies of a lost session have ended."""
-IDLE_SECONDS = 60.0
-"""How long to rest without a session to join; a ticket ends it early."""
-LONGEST_GRACE_SECONDS = 60.0
-"""How long after the end of a session a rank keeps a `GateHold`, if its host can take back a load that was refused.
-A host that takes so long for a step hangs."""
-FAREWELL_SECONDS = 5.0
-"""The pause between two messages that all copies of a lost session have ended."""
-FAULT_SECONDS = 1.0
-
-_MAX_SETTLED = 16
-_NO_TICKET = SessionTicket(0, "")
-
-
 class AttachedWorker:
-    """Owns a rank's data plane and its connection to the node service. Runs on a thread of its own.
+    """Owns a rank's data plane and its connection to the node service. It runs on a thread of its own.
 
     The host uses the worker like the data plane, and gives it each ticket of its `AttachedEngine` (`join`).
 
-    A session ends with its connection. Ops submitted before that end as usual, and the memory stays mapped. From then
-    on, or from when the host withdraws its `GateHold`, the worker refuses ops of the old session, waits for its copies
-    to end, and reports that to the service. For that it needs no ticket: an engine that has no requests takes no step,
-    and would keep the service from reusing what it may still use. The memory that it has mapped stays if the service
-    grants the same again, as after a restart with a keeper. It releases the rest.
+    A session ends with its connection. Ops that were submitted before end as usual, and the memory stays mapped. After
+    the session's end, or after the host has withdrawn its `GateHold`, the worker refuses ops of that session, waits for
+    its copies to end, and reports their end to the service. It does not wait for the next ticket with that: an engine
+    without requests makes no steps, and the service could not reuse the session's slots for a long time. Mapped memory
+    stays if the service grants it again, as it does after a restart with a keeper. The worker releases the rest.
 
-    Only `close` waits. No call raises because the service is absent. Thread-safe. No error ends the thread: each one is
-    logged, counted in `faults`, and ends the session.
+    Only `close` waits. No call raises because the service is absent. Thread-safe. No error ends the thread. Each error
+    is logged, counted in `faults`, and ends the session.
     """
 
     def __init__(
@@ -180,10 +190,11 @@ class AttachedWorker:
         may_refuse: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`pool` is the pool of `plane`. `engine` and `numa_node`: see `Hello`. `replicated`: see `PoolIdentity`.
-        `may_refuse`: whether the host can take back a load by layer that was refused. If it cannot, the worker keeps
-        each `GateHold` until the host withdraws it, however long that takes."""
+        """`pool` is the pool of `plane`. For `engine` and `numa_node`, see `Hello`, and for `replicated`, see
+        `PoolIdentity`. With `may_refuse`, the host can take back a load by layer that was refused. Otherwise the worker
+        keeps each `GateHold` until the host withdraws it, however long that takes."""
         self.faults = 0
+        """How many unexpected errors have ended a session."""
         self._longest_grace = LONGEST_GRACE_SECONDS if may_refuse else inf
         self._path = path
         self._plane, self._pool = plane, pool
@@ -205,23 +216,24 @@ class AttachedWorker:
         self._is_changed = False
         """The pool or the rank has changed since the last check."""
         self._memory_problem: str | None = None
-        """Why granted memory is missing, as a sentence."""
+        """The reason why granted memory cannot be used, as a sentence."""
         self._reports: list[Call] = []
         self._reported: RankReport | None = None
         self._registered: dict[int, int] = {}
-        self._next_look = self._next_report = float("-inf")
+        self._next_check = self._next_report = float("-inf")
         self._ticket = self._newest = _NO_TICKET
         self._was_attached = self._is_over = False
         """Whether it has joined the session of `_ticket`, and whether that session has ended."""
         self._revoked_at_end: tuple[int, ...] = ()
-        """What the service has revoked at its end, while the host may still have loads from there."""
+        """Extents that the service has revoked at its end, while the host may still start loads from them."""
         self._clock = clock
-        self._ended_at = 0.0
-        self._settle_at = 0.0
-        """When to report next that all copies of the session that is over have ended."""
+        self._end_time = 0.0
+        """When the session ended."""
+        self._next_settle = 0.0
+        """When to report next that all copies of the ended session have ended."""
         self._settled: tuple[str, ...] = ()
-        """Tokens of the newest sessions whose copies have ended here. They are sent in each session, because a service
-        that has received them may be killed before it records them."""
+        """The tokens of the newest sessions whose copies have ended here. They are sent in each session, because a
+        service that has received them may be killed before it records them."""
         self._stopping = False
         self._ended: bool | None = None
         self._closing = threading.Lock()
@@ -233,34 +245,34 @@ class AttachedWorker:
     # -- for the host ---------------------------------------------------------------------------------------
 
     def start(self, *, at_ease: bool = False) -> None:
-        """Start to attach, and to map and register the memory that the service grants. Idempotent. `at_ease`: see
+        """Start to attach, and to map and register the memory that the service grants. Idempotent. For `at_ease`, see
         `DataPlane.start`."""
         self._plane.start(at_ease=at_ease)
         if self._thread.ident is None and not self._stopping:
             self._thread.start()
 
     def join(self, ticket: SessionTicket | None) -> None:
-        """Join this session of the engine, unless there is a newer one. Cheap enough to repeat in every step."""
+        """Join this session of the engine, unless a newer one is known. Cheap enough to repeat in every step."""
         if ticket is not None and ticket.number > self._newest.number:
             self._newest = ticket
             self._wake_up()
 
     def keep_open(self, hold: GateHold) -> None:
-        """The host may give ops of the hold's session even after the session has ended, until it passes another hold.
-        `NO_HOLD` withdraws the present one. `session` says whether the rank keeps it. Cheap enough to repeat in every
-        step, before the ops of the step."""
+        """Let ops of the hold's session through even after the session has ended, until the host passes another hold.
+        `NO_HOLD` withdraws the present one. `session` says whether the rank keeps the hold. Cheap enough to repeat in
+        every step, before the ops of the step."""
         had = self._gate.hold
         self._gate.keep_open(hold)
         if had and not self._gate.hold and self._is_over:
             self._wake_up()
 
     def submit(self, plan: StepPlan, after: Fence | None = None) -> None:
-        """Like `DataPlane.submit`. Ops of a session that this rank is not in fail. Stores that rank 0 makes for all
-        ranks are left out."""
+        """Submit the ops of a step, as `DataPlane.submit` does. Ops of a session that this rank is not in fail. Stores
+        that rank 0 makes for all ranks are left out."""
         self._gate.submit(plan, after)
 
     def take_completions(self) -> list[Completion]:
-        """All completions since the last call, for `AttachedEngine.complete`. Also works after `close`."""
+        """Return all completions since the last call, for `AttachedEngine.complete`. Also works after `close`."""
         return self._gate.take_completions()
 
     def apply(self, desired: DesiredState) -> None:
@@ -287,7 +299,7 @@ class AttachedWorker:
 
     @property
     def problem(self) -> str | None:
-        """Why it is not attached, or has less memory than the service granted, as a sentence."""
+        """The reason why it is not attached, or has less memory than the service has granted, as a sentence."""
         return self._connection.problem or self._memory_problem
 
     def close(self, timeout: float = 5.0) -> bool:
@@ -339,9 +351,9 @@ class AttachedWorker:
             self._wait(seconds)
 
     def _turn(self) -> float:
-        """Do the work that is due. Returns the seconds until there may be more."""
+        """Do the work that is due. Returns the seconds until there may be more work."""
         if not self.is_attached:
-            self._take(deque(self._connection.take_pushed()))  # the last messages of a session that has ended
+            self._take(deque(self._connection.take_pushed()))  # a session that has ended may have left messages
         if self._newest.number > self._ticket.number and not self._leave():
             return LEAVING_SECONDS
         if self._is_over:
@@ -379,9 +391,9 @@ class AttachedWorker:
                     os.eventfd_read(self._wake)
 
     def _on_change(self) -> None:
-        """Called by the data plane. It does not wake the thread again while the thread pauses between two checks."""
-        is_known, self._is_changed = self._is_changed, True
-        if not is_known:
+        """Let the thread check the pool. The data plane calls this. It wakes the thread only once for each check."""
+        was_changed, self._is_changed = self._is_changed, True
+        if not was_changed:
             self._wake_up()
 
     def _wake_up(self) -> None:
@@ -397,7 +409,7 @@ class AttachedWorker:
             self._plane.apply(Desired.unpack(frame.payload).desired)
             return
         self._is_changed = True
-        if frame.kind == Kind.REVOKED:  # also after the end: there may be no session in which it is asked for again
+        if frame.kind == Kind.REVOKED:  # also after the session's end, because no later session may revoke it again
             revoked = RevokedExtents.unpack(frame.payload)
             if revoked.at_end and self._gate.hold:
                 self._revoked_at_end = revoked.extent_ids
@@ -411,7 +423,7 @@ class AttachedWorker:
             close_fds(frame.fds)
 
     def _advance(self) -> None:
-        """Take the answers that have arrived. Raises `AttachError`."""
+        """Apply the desired states in the answers that have arrived. Raises `AttachError`."""
         reports, self._reports = self._reports, []
         for call in reports:
             if call.done:
@@ -432,22 +444,25 @@ class AttachedWorker:
         except PinError as error:
             logger.warning("rank %d cannot use memory that it was granted: %s", self._plane.rank, error)
             self._memory_problem = str(error)
-        if granted.is_all:  # last: what was granted again stays mapped
+        if granted.is_all:  # after `grant`, because extents that were granted again stay mapped
             self._pool.drop_earlier()
 
     def _report_due(self) -> float:
-        """Report what has changed and what is due. Returns the seconds until there may be more to report.
+        """Report what has changed, and the rank's state if that is due. Returns the seconds until the next report.
 
-        An order matters: the worker reports that slots are no longer used, and the state that the rank has applied,
-        before it releases their extents."""
+        The order of the messages matters: the worker reports that slots are no longer registered, and the desired state
+        that it has applied, before it reports their extents as released.
+        """
         now = self._clock()
-        if now >= (self._next_look if self._is_changed else self._next_report):
-            self._is_changed = False  # before the check: a change after that is for the next check
-            self._look(now)
-            self._next_look = now + GAP_SECONDS if any(self._registered.values()) else now  # the first slots are urgent
-        return max(0.0, (self._next_look if self._is_changed else self._next_report) - now)
+        if now >= (self._next_check if self._is_changed else self._next_report):
+            self._is_changed = False  # before the check, so that a change during the check causes another one
+            self._check(now)
+            # The first slots are urgent, so there is no pause before them.
+            self._next_check = now + GAP_SECONDS if any(self._registered.values()) else now
+        return max(0.0, (self._next_check if self._is_changed else self._next_report) - now)
 
-    def _look(self, now: float) -> None:
+    def _check(self, now: float) -> None:
+        """Send what has changed since the last check."""
         registered, released = dict(self._pool.registered_slots()), self._pool.take_released()
         news = [ExtentSlots(one, slots) for one, slots in registered.items() if self._registered.get(one, 0) != slots]
         self._registered = registered
@@ -479,12 +494,12 @@ class AttachedWorker:
         return True
 
     def _settle(self) -> float:
-        """The session is over, and there is no ticket yet: report that its copies have ended. Again and again, because
-        nobody answers, and the service that has to know may come later. Returns the seconds until the next time."""
+        """Report that the copies of the ended session have ended, while there is no new ticket. The report is repeated,
+        because the service does not answer it, and may start later. Returns the seconds until the next one."""
         now = self._clock()
-        if now < self._settle_at:
-            return self._settle_at - now
-        grace = self._ended_at + self._longest_grace - now
+        if now < self._next_settle:
+            return self._next_settle - now
+        grace = self._end_time + self._longest_grace - now
         if grace <= 0:
             self._gate.shut()
         elif not self._gate.shut_unless_held():
@@ -493,11 +508,11 @@ class AttachedWorker:
             return DETACHED_SECONDS
         self._release_rest()
         self._report_settled()
-        self._settle_at = self._clock() + FAREWELL_SECONDS
+        self._next_settle = self._clock() + FAREWELL_SECONDS
         return FAREWELL_SECONDS
 
     def _release_rest(self) -> None:
-        """The session is over, and no copy is under way: release what the service has revoked at its end."""
+        """Release the extents that the service has revoked at its end. No copy is under way any more."""
         revoked, self._revoked_at_end = self._revoked_at_end, ()
         if revoked:
             self._pool.revoke(revoked)
@@ -518,10 +533,10 @@ class AttachedWorker:
     def _begin_session(self, welcome: Welcome) -> None:
         self._was_attached = True
         self._reports, self._reported, self._registered = [], None, {}
-        self._next_look = self._next_report = float("-inf")
+        self._next_check = self._next_report = float("-inf")
         self._memory_problem = None
         self._gate.open(self._ticket.number)
 
     def _end_session(self) -> None:
         self._is_over = True
-        self._ended_at = self._settle_at = self._clock()
+        self._end_time = self._next_settle = self._clock()

@@ -1,4 +1,4 @@
-"""The node's budget: which extents there are, and which pool has them. Decisions only, no memory is touched here."""
+"""The node's budget: decides which extents there are, and which pool has them. It touches no memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvstow.owners import most_of
 
 
 class Create(NamedTuple):
-    """Create an extent with this number."""
+    """Create the extent with this number."""
 
     extent: int
     num_bytes: int
@@ -23,8 +23,8 @@ class Create(NamedTuple):
 
 
 class Give(NamedTuple):
-    """The extent now belongs to this rank, in this row of the pool. The slots of a row, from `first_slot` on, are
-    usable once all its extents are given, as far as they are populated."""
+    """Give the extent to this rank, for this row of the pool. The row's slots begin with `first_slot`. They are usable
+    once all extents of the row are given and populated."""
 
     extent: int
     pool: str
@@ -35,8 +35,8 @@ class Give(NamedTuple):
 
 
 class Recall(NamedTuple):
-    """The pool loses its last row: evict what the slots hold, allocate none of them, and ask each client that mapped
-    one of the extents to release it."""
+    """Take the last row from the pool: evict the blocks in its slots, allocate none of the slots, and ask each client
+    that has mapped one of the extents to release it."""
 
     pool: str
     row: int
@@ -44,15 +44,15 @@ class Recall(NamedTuple):
 
 
 class TakeBack(NamedTuple):
-    """No client has the extent any more, so it leaves the pool and is spare."""
+    """Make the extent spare. It leaves the pool, because no client has it mapped any more."""
 
     extent: int
     pool: str
 
 
 class Close(NamedTuple):
-    """Give the spare extent's memory back to the machine, here and at the keeper. An extent that is in `closed` counts
-    as allocated until `free`."""
+    """Give the memory of a spare extent back to the machine, here and at the keeper. If the extent is in `closed`, it
+    counts as allocated until `free`."""
 
     extent: int
 
@@ -61,20 +61,22 @@ Step = Create | Give | Recall | TakeBack | Close
 
 
 class MemoryBudget:
-    """Shares `total_bytes` among pools, in extents.
+    """Divides `total_bytes` among pools, in extents.
 
-    Extents exist before there is a pool, spread over the NUMA nodes, so that they can be populated. A pool whose
-    sessions want more gets spare extents. When there are none, they are recalled from pools without sessions, starting
-    with the pool that has had none for the longest time, then from pools above their fair share, those of the owner
-    first that has the most above its own. However many pools an owner has, others lose nothing of theirs by it.
+    Extents exist before there is a pool, so that they can be populated. They are spread over the NUMA nodes. A pool
+    whose sessions request more slots gets spare extents. When there are none, the budget recalls extents from pools
+    without sessions, beginning with the pool that has been without one the longest. After that it recalls them from
+    pools above their fair share, beginning with the owner that is furthest above its own share. Owners share first,
+    and then the pools of each owner, so an owner gains nothing by having many pools.
 
-    Guarantees: the extents that exist never exceed the total, unless a restart or a lower total made it so; nothing is
-    created then. An extent belongs to one row of one pool. It changes hands only after its pool has lost it, and each
-    client that mapped it has released it or has died. An extent that one owner has used is never given to another: it
-    is closed, and counts until `free` reports that its memory is free. So a client that keeps what it claims to have
-    released makes the node smaller, never larger. The rows of a pool lie end to end: see `BookedPool`.
+    Guarantees: the extents never exceed the total, except after a restart or a reduction of the total; no extent is
+    created then. An extent belongs to one row of one pool. It changes hands only after its pool has lost it, and after
+    each client that had it mapped has released it or has died. An extent that one owner has used is never given to
+    another: it is closed, and counts as allocated until `free` reports that its memory is free. So a client that keeps
+    memory which it claims to have released makes the node smaller, never larger. The rows of a pool lie end to end: see
+    `BookedPool`.
 
-    `plan` decides; the caller carries out its steps in their order before it calls anything else. Not locked.
+    `plan` decides. The caller carries out the steps in their order before it calls anything else. Not locked.
     """
 
     def __init__(
@@ -85,57 +87,59 @@ class MemoryBudget:
         _require_units("extent size", extent_bytes)
         self.total_bytes, self.extent_bytes = total_bytes, extent_bytes
         self.extents: dict[int, BookedExtent] = {}
-        """All extents by number. Others read it. No number is used twice."""
+        """All extents by number, except the closed ones. Others may read it. No number is used twice."""
         self.closed: dict[int, BookedExtent] = {}
-        """The closed extents that were handed out, and whose memory the kernel has not taken back yet."""
+        """The closed extents whose memory the kernel has not taken back yet. Only extents that were handed out are
+        here."""
         self.allocated_bytes = 0
         """The memory of all extents, including the closed ones."""
         self._numa_nodes = tuple(numa_nodes) or (None,)
         self._last_number = 0
         self._pools: dict[str, BookedPool] = {}
-        self._moments = count(1)  # orders the ends of sessions
+        self._moments = count(1)
+        """Numbers that put the ends of sessions in order."""
 
-    # -- what engines, clients and operators do -------------------------------------------------------------
+    # -- actions of engines, clients and operators ------------------------------------------------------------
 
     def add_pool(self, name: str, layout: PoolLayout) -> None:
-        """Raises `ConflictError` if the name is taken. A pool from before a restart may have extents of another size
-        than the budget's."""
+        """Add a pool without extents. A pool of an earlier service may have another extent size than the budget. Raises
+        `ConflictError` if there is a pool of that name."""
         if name in self._pools:
             raise ConflictError(f"there is a pool {name} already")
         self._pools[name] = BookedPool(layout, next(self._moments))
 
     def remove_pool(self, name: str) -> None:
-        """Recall all its extents. The pool is gone once clients have released them. Raises `ConflictError` while it has
-        sessions."""
+        """Recall all extents of a pool. The pool is removed once clients have released them. Raises `ConflictError` if
+        it has sessions."""
         pool = self.pool(name)
-        if pool.asks:
-            raise ConflictError(f"pool {name} has sessions: {', '.join(sorted(pool.asks))}")
+        if pool.requests:
+            raise ConflictError(f"pool {name} has sessions: {', '.join(sorted(pool.requests))}")
         pool.removed = True
 
     def attach(self, name: str, session: str, slots: int | None = None) -> None:
-        """The session asks for this many slots, or for all that there are. The largest request of all sessions
-        counts."""
+        """Begin a session that requests `slots` slots, or all that there are. The pool gets the largest request of its
+        sessions, and not their sum, because they share blocks."""
         pool = self.pool(name)
         if pool.removed:
             raise ConflictError(f"pool {name} is being removed")
-        pool.asks[session] = slots
+        pool.requests[session] = slots
 
     def detach(self, name: str, session: str) -> None:
-        """The session has ended. Its pool keeps its extents until others need them."""
+        """End a session. Its pool keeps its extents until other pools need them."""
         pool = self.pool(name)
-        if pool.asks.pop(session, 0) != 0 and not pool.asks:
+        if pool.requests.pop(session, 0) != 0 and not pool.requests:
             pool.idle_since = next(self._moments)
 
     def set_nodes(self, name: str, nodes: Sequence[int | None]) -> None:
-        """Set the NUMA node of each rank's device for new rows. None changes nothing: the node is not known."""
+        """Set the NUMA node of each rank's device, for new rows. None is an unknown node, and changes nothing."""
         pool = self.pool(name)
         ranks = zip(pool.layout.ranks, nodes, strict=True)
         known = tuple(rank if node is None else replace(rank, numa_node=node) for rank, node in ranks)
         pool.layout = replace(pool.layout, ranks=known)
 
     def record_mapping(self, client: str, number: int, *, is_process: bool = True) -> None:
-        """Call it before the client gets the extent's descriptor. Raises `ConflictError` if it must not get it. A
-        client that is no process gets no descriptor."""
+        """Record that a client maps the extent, before the client gets the extent's descriptor. Raises `ConflictError`
+        if it must not get it. With `is_process` False, the client gets no descriptor."""
         extent = self.find(number)
         if extent.is_spare or extent.recalled:
             raise ConflictError(f"extent {number} is not in use, or was recalled: it may not be mapped")
@@ -144,7 +148,8 @@ class MemoryBudget:
             extent.had.add(client)
 
     def record_unmapping(self, client: str, number: int) -> None:
-        """The client reports that it has released the extent. Raises `InvalidRequestError` if it had no mapping."""
+        """Record that the client reports the extent as released. Raises `InvalidRequestError` if the client has no
+        mapping of it."""
         maps = self.find(number).maps
         if client not in maps:
             raise InvalidRequestError(f"{client} has no mapping of extent {number}")
@@ -153,18 +158,19 @@ class MemoryBudget:
             del maps[client]
 
     def record_death(self, client: str) -> None:
-        """The client's process has ended, as its pidfd shows: it has no mappings any more."""
+        """Record that the client's process has ended, as its pidfd shows. It has no mappings any more."""
         for extent in (*self.extents.values(), *self.closed.values()):
             extent.maps.pop(client, None)
             extent.had.discard(client)
 
     def record_departure(self, client: str) -> None:
-        """The client reports that it has no mappings any more. Its process lives, and may keep some all the same."""
+        """Record that the client reports all extents as released. Its process lives, so it may keep some
+        nevertheless."""
         for extent in (*self.extents.values(), *self.closed.values()):
             extent.maps.pop(client, None)
 
     def clients(self) -> set[str]:
-        """The clients that were ever handed an extent which is still there, and that live. O(extents x clients)."""
+        """Return the living clients that were ever handed one of the present extents. O(extents x clients)."""
         return {client for extent in (*self.extents.values(), *self.closed.values()) for client in extent.had}
 
     def restore_spare(self, number: int, num_bytes: int, numa_node: int | None, owner: int | None) -> None:
@@ -174,12 +180,16 @@ class MemoryBudget:
     def restore_row(
         self, name: str, first_slot: int, num_slots: int, extents: Sequence[tuple[int, int, int | None]]
     ) -> None:
-        """Restore the next row of a pool from before a restart: the number, size and NUMA node of each extent. The
-        caller then records the mappings of clients that may be alive. Raises `ConflictError`."""
+        """Restore the next row of a pool of an earlier service, from the number, the size and the NUMA node of each
+        extent. The caller then records the mappings of clients that may be alive. Raises `ConflictError` if the pool
+        cannot have such a row."""
         pool = self.pool(name)
         sizes = [num_bytes for _, num_bytes, _ in extents]
         if first_slot != pool.held_slots() or not pool.layout.has_row(num_slots, sizes):
-            raise ConflictError(f"{num_slots} slots from {first_slot} on, in {sizes} bytes, are no row of pool {name}")
+            raise ConflictError(
+                f"pool {name} cannot have a row of {num_slots} slots from slot {first_slot} on, in extents of {sizes} "
+                "bytes"
+            )
         row = len(pool.rows)
         for number, num_bytes, node in extents:
             self._restore(number, BookedExtent(num_bytes, node, pool.layout.owner, name, row))
@@ -197,64 +207,67 @@ class MemoryBudget:
         self._last_number = max(self._last_number, number)
 
     def restore_closed(self, num_bytes: int) -> int:
-        """Account for memory of an earlier service that is not used again. Returns a number that no other extent
-        has."""
+        """Record memory of an earlier service that is never used again. Returns a number that no other extent has."""
         number = min((0, *self.closed)) - 1
         self.closed[number] = BookedExtent(num_bytes, None, is_kept=True)
         self.allocated_bytes += num_bytes
         return number
 
     def give_up(self, number: int) -> None:
-        """The extent cannot be handed out any more: take back its row and those above it, and close it."""
+        """Hand out the extent no more. `plan` recalls its row and the rows above it, and then closes the extent."""
         self.find(number).is_given_up = True
 
     def keep(self, number: int) -> None:
-        """Some process still has the memory of a closed extent: do not wait for it."""
+        """Record that a process still uses the memory of a closed extent, so that nothing waits for this memory."""
         self.closed[number].is_kept = True
 
     def free(self, number: int) -> None:
-        """The kernel has taken back the memory of a closed extent, so others can have it."""
+        """Record that the kernel has taken back the memory of a closed extent, so that others can have it."""
         self.allocated_bytes -= self.closed.pop(number).num_bytes
 
-    # -- what there is --------------------------------------------------------------------------------------
+    # -- the present state ------------------------------------------------------------------------------------
 
     def pool(self, name: str) -> BookedPool:
-        """Others may set what it wants, and read the rest. Raises `NotFoundError`."""
+        """Return the record of a pool. The caller may change `wanted`, and read the rest. Raises `NotFoundError`."""
         if name not in self._pools:
             raise NotFoundError(f"there is no pool {name}")
         return self._pools[name]
 
     def find(self, number: int) -> BookedExtent:
-        """Raises `NotFoundError`."""
+        """Return the record of an extent. Raises `NotFoundError`."""
         if number not in self.extents:
             raise NotFoundError(f"there is no extent {number}")
         return self.extents[number]
 
     def mappers(self, number: int) -> list[str]:
-        """The clients that have not released the extent."""
+        """Return the clients that have not released the extent."""
         return sorted(self.find(number).maps)
 
     @property
     def spare_bytes(self) -> int:
+        """The memory of extents that belong to no pool."""
         return sum(extent.num_bytes for extent in self.extents.values() if extent.is_spare)
 
     @property
     def recalled_bytes(self) -> int:
-        """The memory of extents that were recalled, and that clients still have."""
+        """The memory of recalled extents that clients have not released yet."""
         return sum(extent.num_bytes for extent in self.extents.values() if extent.recalled)
 
     @property
     def closing_bytes(self) -> int:
-        """The memory of closed extents that no process is known to keep."""
+        """The memory of closed extents that will soon be free, because no process is known to keep it."""
         return sum(extent.num_bytes for extent in self.closed.values() if not extent.is_kept)
 
     def fair_shares(self) -> dict[str, int]:
-        """Bytes that each pool with sessions may have at least, if it wants them: first owners share, and then the
-        pools of each. What processes keep of an owner's memory counts in that owner's share. Who keeps some gets no
-        more than makes half of what other owners do not keep, so that no owner comes to keep everything in parts."""
+        """Return the bytes that each pool with sessions may have in any case, if it demands them.
+
+        Owners share the total, and then the pools of each owner divide its share. Memory that an owner's processes will
+        not give back counts in that owner's share. Such an owner may have and keep together at most half of what the
+        other owners do not keep. Otherwise it could keep all memory in the end, part by part.
+        """
         demands: dict[int | None, dict[str, int]] = {}
         for name, pool in self._pools.items():
-            if pool.asks:
+            if pool.requests:
                 slots = pool.demand_slots()
                 demand = self.total_bytes if slots is None else pool.layout.bytes_of(slots)
                 demands.setdefault(pool.layout.owner, {})[name] = demand
@@ -263,14 +276,15 @@ class MemoryBudget:
         for owner, num_bytes in kept.items():
             most = most_of(self.total_bytes, kept.total() - num_bytes)
             wanted[owner] = min(wanted[owner], max(0, most - num_bytes))
-        of_owners = fair_shares(self.total_bytes, wanted, kept)
+        owner_shares = fair_shares(self.total_bytes, wanted, kept)
         shares: dict[str, int] = {}
-        for owner, of_pools in demands.items():
-            shares |= fair_shares(of_owners[owner], of_pools)
+        for owner, pool_demands in demands.items():
+            shares |= fair_shares(owner_shares[owner], pool_demands)
         return shares
 
     def kept_bytes(self) -> Counter[int | None]:
-        """What processes keep of the memory that is not used again, by owner. That of an earlier service has none."""
+        """Return the closed memory that processes will not give back, by owner. The owner of an earlier service's
+        memory is unknown, so it is None."""
         kept: Counter[int | None] = Counter()
         for extent in self.closed.values():
             if extent.is_kept:
@@ -278,14 +292,14 @@ class MemoryBudget:
         return kept
 
     def held_bytes(self) -> Counter[int]:
-        """What the pools of each owner have, without what was recalled."""
+        """Return the memory of each owner's pools, without recalled extents."""
         held: Counter[int] = Counter()
         for pool in self._pools.values():
             held[pool.layout.owner] += pool.held_bytes()
         return held
 
     def check_integrity(self) -> None:
-        """Raises `IntegrityError` where rows and extents contradict each other."""
+        """Raise `IntegrityError` if rows and extents contradict each other."""
         in_rows: Counter[int] = Counter()
         for name, pool in self._pools.items():
             for number, row in pool.rows.items():
@@ -301,7 +315,7 @@ class MemoryBudget:
     # -- decisions ------------------------------------------------------------------------------------------
 
     def plan(self) -> list[Step]:
-        """What is to be done now. A second call without anything in between returns nothing."""
+        """Decide what is to be done now, and return the steps. A second call with nothing in between returns none."""
         steps: list[Step] = []
         self._recall_lost(steps)
         self._take_back(steps)
@@ -309,17 +323,18 @@ class MemoryBudget:
         shares = self.fair_shares()
         self._give_rows(steps, shares, whole=True)
         while self._recall_for(steps, shares):
-            self._take_back(steps)  # of rows that no client has mapped
+            self._take_back(steps)  # no client may have mapped the recalled rows
             self._close_surplus(steps)
             self._give_rows(steps, shares, whole=True)
         if not self.recalled_bytes:
             self._give_rows(steps, shares, whole=False)
-        if not self.closing_bytes:  # a row may wait for it, and would find the rest taken
+        if not self.closing_bytes:  # a row may wait for this memory, and must not find the rest taken
             self._create_spares(steps)
         return steps
 
     def _recall_lost(self, steps: list[Step]) -> None:
-        """Recall the rows of removed pools, and rows with an extent that was given up, with those above them."""
+        """Recall the rows of pools that are being removed. Also recall each row with an extent that was given up, and
+        the rows above it."""
         lost: dict[str, int] = {name: 0 for name, pool in self._pools.items() if pool.removed}
         for extent in self.extents.values():
             if extent.is_given_up and extent.pool is not None:
@@ -351,15 +366,15 @@ class MemoryBudget:
             self._close_spare(steps, owner=None)
 
     def _give_rows(self, steps: list[Step], shares: dict[str, int], *, whole: bool) -> None:
-        """Row by row, to the owner with the least memory first, and of that owner's pools to the one with the least.
-        `whole`: see `BookedPool.next_row_slots`."""
+        """Give one row at a time to the owner with the least memory, and to the smallest of its pools. For `whole`, see
+        `BookedPool.next_row_slots`."""
 
         def order(name: str) -> tuple[int, int, str]:
             pool = self._pools[name]
-            return of_owners[pool.layout.owner], pool.held_bytes(), name
+            return owner_bytes[pool.layout.owner], pool.held_bytes(), name
 
         while True:
-            available, of_owners = self._available(), self.held_bytes()
+            available, owner_bytes = self._available(), self.held_bytes()
             for name in sorted(shares, key=order):
                 if slots := self._pools[name].next_row_slots(shares[name], available, whole=whole):
                     if not self._give_row(steps, name, slots):
@@ -370,20 +385,20 @@ class MemoryBudget:
 
     @property
     def _remaining_bytes(self) -> int:
-        """What is allocated once the extents that are being closed are free."""
+        """The bytes that stay allocated once the closing extents are free."""
         return self.allocated_bytes - self.closing_bytes
 
     def _available(self) -> int:
-        """Bytes that can be given soon: spare, being closed, or not yet taken."""
+        """Return the bytes that can be given soon, because they are spare, closing or not allocated."""
         return self.total_bytes - self._remaining_bytes + self.spare_bytes
 
     def _give_row(self, steps: list[Step], name: str, num_slots: int) -> bool:
-        """Returns False, and gives nothing, if memory that is being closed has to be free first."""
+        """Give the pool its next row. Returns False, and gives nothing, if closing extents must be free first."""
         pool = self._pools[name]
         number, first_slot = len(pool.rows), pool.held_slots()
         sizes, spares = pool.layout.sizes(num_slots), list[int | None]()
-        for size, place in zip(sizes, pool.layout.ranks, strict=True):
-            spares.append(self._find_spare(size, place.numa_node, pool.layout.owner, spares))
+        for size, rank_layout in zip(sizes, pool.layout.ranks, strict=True):
+            spares.append(self._find_spare(size, rank_layout.numa_node, pool.layout.owner, spares))
         missing = sum(size for size, spare in zip(sizes, spares, strict=True) if spare is None)
         if not self._make_room(steps, missing, pool.layout.owner, spares):
             return False
@@ -401,14 +416,15 @@ class MemoryBudget:
         return True
 
     def _make_room(self, steps: list[Step], num_bytes: int, owner: int, taken: Container[int | None]) -> bool:
-        """Close spare extents, but for those that are taken, until so many bytes can be taken for new ones. Returns
-        whether they can be taken at once."""
+        """Close spare extents, except those in `taken`, until new extents of `num_bytes` fit below the total. Returns
+        whether they fit at once, and not only when the closing extents are free."""
         while self.total_bytes - self._remaining_bytes < num_bytes:
             self._close_spare(steps, owner, taken)
         return self.total_bytes - self.allocated_bytes >= num_bytes
 
     def _close_spare(self, steps: list[Step], owner: int | None, taken: Container[int | None] = ()) -> None:
-        """Close the newest spare extent, which is populated last: one that this owner may not have, if there is any."""
+        """Close one spare extent: if possible one that this owner must not have, and of those the newest, because the
+        newest is populated last."""
         spares = (
             (number, extent.owner) for number, extent in self.extents.items() if extent.is_spare and number not in taken
         )
@@ -417,7 +433,7 @@ class MemoryBudget:
         steps.append(Close(number))
 
     def _close(self, number: int) -> None:
-        """An extent that was handed out counts until the kernel has its memory back."""
+        """Close an extent. If it was handed out, it counts as allocated until the kernel has its memory back."""
         extent = self.extents.pop(number)
         if extent.owner is None:
             self.allocated_bytes -= extent.num_bytes
@@ -427,8 +443,8 @@ class MemoryBudget:
     def _find_spare(
         self, num_bytes: int, node: int | None, owner: int, taken: Container[int | None] = ()
     ) -> int | None:
-        """A spare extent of this size that the owner may have: on the node, or else on the node with the most spare
-        memory. The oldest of them, because it is populated first."""
+        """Find a spare extent of this size that the owner may have. It lies on the given node, or else on the node with
+        the most spare memory. The oldest one is chosen, because it is populated first."""
         by_node = self._bytes_by_node(spare_only=True)
         fitting = [
             (extent.numa_node != node, -by_node[extent.numa_node], number)
@@ -462,24 +478,25 @@ class MemoryBudget:
         return number
 
     def _recall_for(self, steps: list[Step], shares: dict[str, int]) -> bool:
-        """Recall rows for pools that have less than their share, and whether there were any."""
+        """Recall rows for pools that have less than their share. Returns whether any row was recalled."""
         surplus = max(0, self._remaining_bytes - self.total_bytes)
         needed = sum(self._pools[name].missing_bytes(share) for name, share in shares.items())
-        short = surplus + needed - max(0, self._available()) - self.recalled_bytes
+        missing = surplus + needed - max(0, self._available()) - self.recalled_bytes
         before = len(steps)
         for may_cross in (False, True) if surplus or self._is_starving(shares) else (False,):
             for name, row in recall_order(self._pools, shares, may_cross=may_cross):
-                if short <= 0:
+                if missing <= 0:
                     break
-                short -= self._recall(steps, name, row)
+                missing -= self._recall(steps, name, row)
         return len(steps) > before
 
     def _is_starving(self, shares: dict[str, int]) -> bool:
-        """Whether a pool has no row, and a share for one."""
+        """Whether a pool has no row although its share is large enough for one."""
         pools = ((self._pools[name], share) for name, share in shares.items())
         return any(not pool.rows and pool.missing_slots(share) > 0 for pool, share in pools)
 
     def _recall(self, steps: list[Step], name: str, number: int) -> int:
+        """Recall a row. Returns its size in bytes."""
         row = self._pools[name].rows[number]
         row.recalled = True
         extents = tuple(filter(None, row.extents))
@@ -497,9 +514,12 @@ def _require_units(what: str, num_bytes: int) -> None:
 def recall_order(
     pools: Mapping[str, BookedPool], shares: Mapping[str, int], *, may_cross: bool
 ) -> list[tuple[str, int]]:
-    """Pools and numbers of rows that may be recalled: those of pools without sessions, which have no share, then those
-    of pools above their share, as long as they are. The owner comes first that has the most above the shares of all its
-    pools, and of those the largest. `may_cross`: also the row with which a pool falls below its share."""
+    """Return the rows that may be recalled, in this order, as pairs of pool and row.
+
+    First come the rows of pools without sessions, which have no share. Then come rows of pools above their share, until
+    they are no longer above it: the next row is always that of the owner furthest above the shares of its pools, and of
+    that owner's largest pool. With `may_cross`, the row that brings a pool below its share may also be recalled.
+    """
     idle = sorted((pool.idle_since, name) for name, pool in pools.items() if name not in shares)
     order = [(name, row) for _, name in idle for row in reversed(pools[name].active_rows())]
     held = {name: pools[name].held_bytes() for name in shares}

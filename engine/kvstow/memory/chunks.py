@@ -11,7 +11,8 @@ from kvstow.memory.region import HUGE_PAGE_BYTES, PAGE_BYTES, round_up
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Slots `first_slot` up to, but not including, `end_slot`: whole pages, `num_bytes` from `offset` in the region."""
+    """The slots from `first_slot` up to, but not including, `end_slot`. They fill whole pages: `num_bytes` from
+    `offset` on in the region."""
 
     first_slot: int
     end_slot: int
@@ -25,10 +26,11 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class PinnedChunks:
-    """The pinned chunks: `last` on top of those `below`. Immutable: the pool creates the next value before it registers
-    a chunk and assigns it afterwards, so no error can occur between registering a chunk and recording it.
+    """A stack of pinned chunks: `last` lies on top of `below`. `numa_bytes` is the memory of all chunks on each NUMA
+    node.
 
-    `numa_bytes`: the memory of all of them by NUMA node.
+    Immutable. The pool makes the next value before it registers a chunk, and assigns it afterwards. So no error can
+    occur between registering a chunk and recording it.
     """
 
     last: Chunk
@@ -45,11 +47,14 @@ class PinnedChunks:
 
 @dataclass(frozen=True, slots=True)
 class ChunkGrid:
-    """Chunks of whole slots that share no page of `PAGE_BYTES`, so that each can be registered and given back alone.
+    """Divides slots into chunks that share no page of `PAGE_BYTES`, so that each chunk can be registered and given back
+    alone.
 
-    `slot_stride`: bytes from one slot to the next. It is `slot_bytes`, except for sizes that rarely meet a page
-    boundary: those are padded, by at most 8 KiB per `chunk_bytes` or a page per slot. `unit_slots`: chunks end at a
-    multiple of it, or at the end of the region; those short of the target at a multiple of `step_slots`."""
+    `slot_stride` is the number of bytes from one slot to the next. It equals `slot_bytes`, except for sizes that rarely
+    meet a page boundary: those get padding, at most 8 KiB per `chunk_bytes` or a page per slot. Each chunk ends at a
+    multiple of `unit_slots`, or at the end of the region. A chunk that ends before the target ends at a multiple of
+    `step_slots`.
+    """
 
     slot_stride: int
     unit_slots: int
@@ -58,29 +63,30 @@ class ChunkGrid:
 
     @classmethod
     def of(cls, slot_bytes: int, max_slots: int, chunk_bytes: int) -> ChunkGrid:
-        """A grid for chunks of about `chunk_bytes` or more."""
+        """Make a grid for chunks of about `chunk_bytes` or more."""
         return cls.of_stride(_stride(slot_bytes, chunk_bytes), max_slots, chunk_bytes)
 
     @classmethod
     def of_stride(cls, stride: int, max_slots: int, chunk_bytes: int) -> ChunkGrid:
-        """As `of`, for slots without more padding. Where slots rarely meet a page boundary, chunks are larger."""
+        """Make a grid for slots that get no further padding. Where slots rarely meet a page boundary, chunks are
+        larger than `chunk_bytes`."""
         unit = _slots_between_boundaries(stride, PAGE_BYTES)
         huge_unit = _slots_between_boundaries(stride, HUGE_PAGE_BYTES)
         return cls(stride, unit, huge_unit if huge_unit * stride <= chunk_bytes else unit, max_slots)
 
     def end_offset(self, target: int) -> int:
-        """Total bytes of the chunks that hold `target` slots."""
+        """Return the total size of the chunks that hold `target` slots, in bytes."""
         return round_up(self._end_slot(target) * self.slot_stride, PAGE_BYTES)
 
     def next_chunk(self, covered: int, target: int, num_bytes: int) -> Chunk:
-        """The chunk after the first `covered` slots, for a pool of `target` slots (`covered` < `target`): at most
-        `num_bytes`, or the smallest possible chunk."""
+        """Return the chunk after the first `covered` slots of a pool with `target` slots (`covered` < `target`). It has
+        at most `num_bytes`, or the smallest possible size."""
         end = min(self._next_step(covered, num_bytes), self._end_slot(target))
         offset = covered * self.slot_stride
         return Chunk(covered, end, offset, round_up(end * self.slot_stride, PAGE_BYTES) - offset)
 
     def count(self, covered: int, target: int, num_bytes: int) -> int:
-        """The number of chunks of `num_bytes` from `covered` to `target` slots."""
+        """Return how many chunks of `num_bytes` lead from `covered` to `target` slots."""
         if covered >= target:
             return 0
         rest = max(0, target - self._next_step(covered, num_bytes))
@@ -97,12 +103,12 @@ class ChunkGrid:
 
 
 def _slots_between_boundaries(stride: int, boundary: int) -> int:
-    """The least number of slots whose bytes are a multiple of `boundary`."""
+    """Return the least number of slots whose total size is a multiple of `boundary`."""
     return boundary // gcd(stride, boundary)
 
 
 def _stride(slot_bytes: int, chunk_bytes: int) -> int:
-    """The least padding that makes slots meet a page boundary at least once in `chunk_bytes`."""
+    """Return `slot_bytes` with the least padding that makes slots meet a page boundary once in `chunk_bytes`."""
     alignment = 1
     stride = slot_bytes
     while alignment < PAGE_BYTES and _slots_between_boundaries(stride, PAGE_BYTES) * stride > chunk_bytes:

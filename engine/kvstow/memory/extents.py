@@ -1,5 +1,4 @@
-"""Extents: the blocks of shared memory that make up a node's pools. They are populated in the background, one chunk
-at a time."""
+"""Extents: the pieces of shared memory that make up a node's pools. A thread populates them in the background."""
 
 from __future__ import annotations
 
@@ -41,34 +40,39 @@ from kvstow.memory.region import (
 )
 
 EXTENT_NAME = "kvstow-extent"
-STEP_BYTES = 64 << 20  # the watermark moves by whole steps
+"""The name of every extent's memfd."""
+STEP_BYTES = 64 << 20
+"""The watermark of an extent moves by steps of this size."""
 
-_PIECE_BYTES = 16 << 20  # between two checks whether to stop: 2 ms for huge pages, 10 for others
+_PIECE_BYTES = 16 << 20
+"""How many bytes are populated between two checks whether to stop. It takes 2 ms in huge pages, and 10 ms in others."""
 
 logger = logging.getLogger("kvstow.extents")
 
 
 class Extent:
-    """A memfd of `num_bytes`, a multiple of 2 MiB; those below `populated_bytes`, the watermark, may be shown to
-    clients. The owner closes it, after the populator has released it (`Populator.discard`).
+    """A memfd of `num_bytes`, a multiple of 2 MiB. Its bytes below the watermark, `populated_bytes`, may be shown to
+    clients. The owner closes it after the populator has released it (`Populator.discard`).
 
-    Any thread may read the properties; only the populator's writes them, except `row`, which is the owner's.
+    Any thread may read the fields. Only the populator's thread writes them, except `row`, which the owner writes.
     """
 
     def __init__(self, fd: int, num_bytes: int, huge_pages: HugePages, numa_node: int | None) -> None:
-        """Takes over `fd`. Use `create` or `adopt`."""
+        """Takes over `fd`. Call `create` or `adopt` instead."""
         self.fd, self.num_bytes, self.huge_pages, self.numa_node = fd, num_bytes, huge_pages, numa_node
         self.populated_bytes = 0
+        """The watermark, in bytes."""
         self.done_bytes = 0
-        """What the populator has populated; the watermark follows by whole steps."""
+        """How many bytes are populated. The watermark follows in whole steps."""
         self.small_page_bytes = 0
         """How many of the bytes that this process has populated lie in pages of 4 KiB."""
         self.row: int | None = None
-        """The row of the pool that waits for this memory; None if none does."""
+        """The row of the pool that waits for this memory, or None."""
 
     @classmethod
     def create(cls, num_bytes: int, huge_pages: HugePages = "advised", numa_node: int | None = None) -> Extent:
-        """An extent that takes no memory yet. Raises `PinError`, or `ConfigError` for another size."""
+        """Create an extent that takes no memory yet. Raises `PinError` if the kernel refuses, and `ConfigError` if the
+        size is no multiple of 2 MiB."""
         _require_whole_pages(num_bytes)
         fd = create_memfd(EXTENT_NAME, num_bytes, reserved_huge_pages=huge_pages == "reserved")
         return cls(fd, num_bytes, huge_pages, numa_node)
@@ -83,8 +87,10 @@ class Extent:
         *,
         identity: MemfdIdentity | None = None,
     ) -> Extent:
-        """An extent that an earlier service made, with its bytes; takes over `fd`. The watermark is where the memory
-        has its first gap. Raises `ForeignMemoryError`, and then the caller still owns `fd`."""
+        """Take over an extent of an earlier service and its content. Its watermark is at the first gap in its memory.
+
+        Takes over `fd`, unless it raises `ForeignMemoryError`.
+        """
         require_memfd(fd, EXTENT_NAME, num_bytes, identity=identity)
         extent = cls(fd, num_bytes, huge_pages, numa_node)
         prefix = populated_prefix(fd, reserved_huge_pages=huge_pages == "reserved")
@@ -97,17 +103,18 @@ class Extent:
 
     @property
     def is_sound(self) -> bool:
-        """Whether clients can map it. One that has its descriptor can seal it."""
+        """Whether clients can still map it. A client that has its descriptor can seal it."""
         return is_unsealed(self.fd)
 
     def close(self) -> None:
-        """Give the memory back, once no client and no keeper has it any more; idempotent."""
+        """Close the descriptor. The memory is free once no client and no keeper has it any more. Idempotent."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)
 
     def record(self, end: int, small_page_bytes: int) -> None:
-        """The bytes up to `end` are populated. Called by the populator; the watermark moves by whole steps."""
+        """Record that the bytes up to `end` are populated, `small_page_bytes` of them in pages of 4 KiB. The watermark
+        moves by whole steps. Only the populator calls this."""
         self.small_page_bytes += small_page_bytes
         self.done_bytes = end
         self.populated_bytes = end if end == self.num_bytes else max(self.populated_bytes, end - end % STEP_BYTES)
@@ -115,22 +122,22 @@ class Extent:
 
 @dataclass(slots=True)
 class Window:
-    """Address space through which extents are populated, one range of at most `STEP_BYTES` at a time. So this process
-    keeps no mapping of a pool: neither page tables nor the pool's bytes in its resident size.
+    """A range of address space through which extents are populated, at most `STEP_BYTES` at a time. So this process
+    keeps no mapping of a pool, which would cost page tables and count in its resident size.
 
-    Not locked: one thread at a time. The owner calls `close`.
+    Not locked, so only one thread at a time may use it. The owner calls `close`.
     """
 
     notices: set[str] = field(default_factory=set, init=False)
-    """The reasons why memory is not in huge pages or not on its node."""
+    """The logged reasons why memory is not in huge pages or not on its node."""
     _region: HostRegion = field(default_factory=lambda: HostRegion(STEP_BYTES), init=False)
     _can_collapse: bool = field(default=True, init=False)
     _can_populate: bool = field(default=True, init=False)
 
     def populate(self, extent: Extent, start: int, end: int, stop: Callable[[], bool]) -> int | None:
-        """Back the bytes from `start` to `end`, multiples of 2 MiB, with memory, in huge pages if the kernel can. Bytes
-        that have memory keep their content. Returns how many lie in small pages, or None if `stop` ended it early.
-        Raises `PinError`."""
+        """Populate the bytes from `start` to `end`, which are multiples of 2 MiB, in huge pages if the kernel can.
+        Populated bytes keep their content. Returns how many of the bytes lie in small pages, or None if `stop` returned
+        True. Raises `PinError`."""
         self._map(extent, start, end)
         try:
             small_page_bytes = 0
@@ -144,7 +151,7 @@ class Window:
             self._region.unmap_file(0, end - start)
 
     def close(self) -> None:
-        """Give the address space back; idempotent."""
+        """Give the address space back. Idempotent."""
         self._region.close()
 
     def _map(self, extent: Extent, start: int, end: int) -> None:
@@ -160,15 +167,19 @@ class Window:
             self._warn(prefer_node(self._region.address, size, extent.numa_node))
 
     def _populate_piece(self, extent: Extent, offset: int, address: int, num_bytes: int) -> int:
-        """Returns how many of the bytes lie in small pages afterwards."""
+        """Populate a piece. Returns how many of its bytes lie in small pages."""
         is_reserved = extent.huge_pages == "reserved"
         small = 0 if is_reserved else self._make_huge(extent, offset, address, num_bytes)
         self._populate(extent, offset, address, num_bytes, libc if is_reserved or small else quick)
         return small
 
     def _make_huge(self, extent: Extent, offset: int, address: int, num_bytes: int) -> int:
-        """Turn one 4 KiB page into a huge one, for each 2 MiB: 10 GiB/s, where populating 512 small pages first and
-        collapsing them afterwards reaches 0.2 to 0.35. The kernel refuses a range without any page."""
+        """Populate one small page of every 2 MiB, and let the kernel collapse each to a huge page. Returns how many
+        bytes it could not make huge.
+
+        The kernel collapses no range without any page. With one page it reaches 10 GiB/s, and with all 512 pages only
+        0.2 to 0.35 GiB/s.
+        """
         if not self._can_collapse:
             return num_bytes
         for start in range(0, num_bytes, HUGE_PAGE_BYTES):
@@ -189,8 +200,8 @@ class Window:
         return refused * HUGE_PAGE_BYTES
 
     def _warn(self, notice: str | None) -> None:
-        """Log why memory is slower than it could be. Each reason once: extents of several nodes take turns, and each
-        node has a reason of its own."""
+        """Log why memory is slower than it could be. Each reason is logged once only, because extents of several nodes
+        take turns, and each node may have a reason of its own."""
         if notice is not None and notice not in self.notices:
             self.notices.add(notice)
             logger.warning("%s", notice)
@@ -203,7 +214,7 @@ class Window:
                 raise self._refusal(extent, num_bytes, error_text())
             self._can_populate = False
         try:
-            os.posix_fallocate(extent.fd, offset, num_bytes)  # a kernel before 5.14
+            os.posix_fallocate(extent.fd, offset, num_bytes)  # for a kernel before 5.14
         except OSError as error:
             raise self._refusal(extent, num_bytes, error.strerror or str(error)) from error
 
@@ -224,8 +235,9 @@ PopulatorState = Literal["populating", "ready", "paused", "degraded", "failed", 
 
 
 class PopulatorStatus(NamedTuple):
-    """`degraded`: memory was refused; `failed`: an unexpected error. In both, `error` says why, what is populated stays
-    usable, and `retry` tries again."""
+    """The state of a populator at one moment. It is `degraded` if the kernel or a limit refused memory, and `failed`
+    after an unexpected error. In both cases `error` says why, populated memory stays usable, and `retry` tries
+    again."""
 
     state: PopulatorState
     populated_bytes: int
@@ -235,16 +247,16 @@ class PopulatorStatus(NamedTuple):
 
 
 class Populator:
-    """Populates the extents that pools wait for, then the others in the order in which they were added.
+    """Populates the extents that pools wait for, and then the others in the order in which they were added.
 
-    The extents of a row take turns, one step of the watermark each, because a slot is usable once it is populated on
-    every rank. Lower rows go first, over all pools.
+    Extents of lower rows come first, whatever their pool. The extents of one row take turns, one step of the watermark
+    each, because a slot is usable only when it is populated on every rank.
 
-    Guarantees: bytes below an extent's watermark have memory. A refusal or an error stops populating, not the thread,
-    and is shown until `retry` or the next `add`. After `discard` returned, the populator no longer uses the extent.
-    After `close` the thread has ended.
+    Guarantees: bytes below an extent's watermark are populated. A refusal or an error stops populating, but does not
+    end the thread. `status` shows it until `retry` or the next `add`. After `discard` has returned, the populator no
+    longer uses the extent. After `close` the thread has ended.
 
-    Thread-safe. `_state` guards the fields and is never held during a system call that takes long.
+    Thread-safe. `_state` guards the fields, and is never held during a long system call.
     """
 
     def __init__(
@@ -255,8 +267,8 @@ class Populator:
         pause: float = 0.002,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`chunk_bytes` are populated at once, at most `STEP_BYTES`, then others have the machine for `pause` seconds.
-        Raises `PinError` when there is no address space."""
+        """The thread populates `chunk_bytes` (at most `STEP_BYTES`) at a time, and then pauses for `pause` seconds.
+        Raises `PinError` if there is no address space, and `ConfigError`."""
         if chunk_bytes <= 0:
             raise ConfigError("chunk", chunk_bytes, "more than 0 bytes")
         if pause < 0:
@@ -267,18 +279,22 @@ class Populator:
         self._allowance = Allowance(limits.shortage, clock)
         self._state = threading.Condition()
         self._extents: list[Extent] = []
-        self._current: Extent | None = None  # the thread is populating it
-        self._taken = 0  # bytes populated by this process
+        self._current: Extent | None = None
+        """The extent that the thread is populating."""
+        self._taken_bytes = 0
+        """How many bytes this process has populated."""
         self._failure: str | None = None
-        self._is_defective = False  # the failure is an unexpected error
-        self._refusal = ""  # the reason that is in the log, until something can be populated again
+        self._is_unexpected = False
+        """The failure is an unexpected error, and no refusal of memory."""
+        self._logged_reason = ""
+        """The reason of the last refusal in the log, until a chunk is populated again."""
         self._listeners = Callbacks()
         self._paused = self._closing = False
         self._window = Window()
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Start populating in the background; idempotent."""
+        """Start populating in the background. Idempotent."""
         with self._state:
             if self._thread is None and not self._closing:
                 thread = threading.Thread(target=self._run, name="kvstow-populate", daemon=True)
@@ -291,31 +307,31 @@ class Populator:
         self._listeners.register(callback)
 
     def add(self, extent: Extent) -> None:
-        """Populate it, too. This is also a new attempt after a failure."""
+        """Populate this extent, too. This is also a new attempt after a failure."""
         with self._state:
             self._extents.append(extent)
             self._failure = None
             self._state.notify_all()
 
     def discard(self, extent: Extent) -> None:
-        """Leave the extent alone. Waits for the call under way: some milliseconds. Nothing happens if it is not there.
-        The caller closes it."""
+        """Stop populating the extent. Waits some milliseconds for a call under way. An unknown extent is ignored. The
+        caller closes the extent."""
         with self._state:
             if extent not in self._extents:
                 return
             self._extents.remove(extent)
             self._state.wait_for(lambda: self._current is not extent)
-            if not self._is_defective and not self._has_unfinished():
-                self._failure = None  # what was refused is not wanted any more
+            if not self._is_unexpected and not self._has_unfinished():
+                self._failure = None  # the refused memory is not wanted any more
 
     def set_paused(self, paused: bool) -> None:
-        """Start no further chunk until unpaused."""
+        """While paused, populate no further chunk."""
         with self._state:
             self._paused = paused
             self._state.notify_all()
 
     def retry(self) -> None:
-        """Try what was refused once more; nothing happens if nothing was."""
+        """Try to populate again after a failure. Without a failure, nothing happens."""
         with self._state:
             self._failure = None
             self._state.notify_all()
@@ -331,7 +347,7 @@ class Populator:
             )
 
     def close(self) -> None:
-        """Stop within milliseconds; idempotent. The extents stay as they are."""
+        """Stop within milliseconds. The extents stay as they are. Idempotent."""
         with self._state:
             self._closing = True
             self._state.notify_all()
@@ -340,7 +356,7 @@ class Populator:
             thread.join()
         self._window.close()
 
-    # The populating thread.
+    # The populating thread calls the following methods.
 
     def _run(self) -> None:
         while True:
@@ -348,41 +364,42 @@ class Populator:
                 if not self._populate_next():
                     return
             except PinError as error:
-                if error.reason != self._refusal:  # the node tries again and again
+                if error.reason != self._logged_reason:  # the node tries again and again
                     logger.warning("populating stopped: %s", error)
-                self._refusal = error.reason
-                self._fail(str(error), is_defect=False)
+                self._logged_reason = error.reason
+                self._fail(str(error), is_unexpected=False)
             except Exception as error:
-                logger.exception("populating stopped by a defect")
-                self._fail(repr(error), is_defect=True)
+                logger.exception("populating stopped: unexpected error")
+                self._fail(repr(error), is_unexpected=True)
             self._listeners.call()
 
     def _populate_next(self) -> bool:
-        """Populate one chunk; False when the populator closes."""
+        """Wait until there is something to populate, and populate one chunk. Returns False when the populator
+        closes."""
         with self._state:
             self._state.wait_for(lambda: self._closing or self._current_state() == "populating")
             if self._closing:
                 return False
             self._current = extent = min(filter(_is_unfinished, self._extents), key=_turn_of)
-            if not extent.is_sound:  # one that no process can map any more must not stop the others
+            if not extent.is_sound:  # it can be mapped no more, and must not stop the others
                 self._extents.remove(extent)
                 self._current = None
                 return True
             start = max(extent.done_bytes, extent.populated_bytes)
         try:
             end = min(start + self._chunk_bytes, start - start % STEP_BYTES + STEP_BYTES, extent.num_bytes)
-            self._allowance.require(self._taken, self._taken + end - start)
+            self._allowance.require(self._taken_bytes, self._taken_bytes + end - start)
             small_page_bytes = self._window.populate(extent, start, end, lambda: not self._is_wanted(extent))
         finally:
             with self._state:
                 self._current = None
                 self._state.notify_all()
-        self._refusal = ""
+        self._logged_reason = ""
         until = self._clock() + self._pause
         with self._state:
             if small_page_bytes is not None and extent in self._extents:
                 extent.record(end, small_page_bytes)
-                self._taken += end - start
+                self._taken_bytes += end - start
             while not self._closing and (seconds := until - self._clock()) > 0:
                 self._state.wait(seconds)
             return not self._closing
@@ -391,12 +408,12 @@ class Populator:
         with self._state:
             return not self._closing and extent in self._extents
 
-    def _fail(self, message: str, *, is_defect: bool) -> None:
+    def _fail(self, message: str, *, is_unexpected: bool) -> None:
         self._allowance.forget()
         with self._state:
-            self._failure, self._is_defective = message, is_defect
+            self._failure, self._is_unexpected = message, is_unexpected
 
-    # Under `_state`.
+    # Callers of the following methods hold `_state`.
 
     def _has_unfinished(self) -> bool:
         return any(map(_is_unfinished, self._extents))
@@ -407,7 +424,7 @@ class Populator:
         if self._thread is not None and not self._thread.is_alive():
             return "failed"
         if self._failure is not None:
-            return "failed" if self._is_defective else "degraded"
+            return "failed" if self._is_unexpected else "degraded"
         if not self._has_unfinished():
             return "ready"
         return "paused" if self._paused else "populating"
@@ -418,7 +435,8 @@ def _is_unfinished(extent: Extent) -> bool:
 
 
 def _turn_of(extent: Extent) -> tuple[float, float]:
-    """The lowest is populated next. By the watermark, so that each turn is a whole step, and by its share of the
-    extent, because the slots of some ranks are larger."""
+    """Return the extent's place in the order of populating. Lower ones come first. Within a row, the extent comes first
+    whose watermark has the lowest share of its size: the watermark makes each turn a whole step, and the share takes
+    into account that the slots of some ranks are larger."""
     row = extent.row
     return (math.inf, 0.0) if row is None else (row, extent.populated_bytes / extent.num_bytes)

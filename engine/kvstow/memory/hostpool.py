@@ -1,4 +1,4 @@
-"""One rank's host pool: slots in memory of its own, populated and pinned in the background."""
+"""The host pool of one rank of an embedded engine: memory of its own, populated and pinned in the background."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from kvstow.memory.pinning import PopulateOnly, Registrar, pace_of
 from kvstow.memory.region import HostRegion, bytes_by_node, prefer_node, round_up
 from kvstow.memory.slotpool import Int64Array, SlotPool
 
-_POPULATORS = max(1, min(8, len(os.sched_getaffinity(0)) // 2))  # threads while the host is idle; otherwise one
+_IDLE_POPULATORS = max(1, min(8, len(os.sched_getaffinity(0)) // 2))
+"""How many threads populate while the host is idle. Beside a host that makes steps, one thread populates."""
 
 
 class HostPool(SlotPool):
-    """Slots at `address + slot * slot_stride`, in address space that is reserved once. Chunks are committed from the
-    bottom up, and given back from the top down to the target."""
+    """A pool whose slots lie at `address + slot * slot_stride`, in address space that is reserved once. Chunks are
+    committed from the bottom up, and given back from the top down to the target."""
 
     def __init__(
         self,
@@ -33,8 +34,9 @@ class HostPool(SlotPool):
         cpu_clock: Callable[[], float] = time.thread_time,
         numa_node: int | None = None,
     ) -> None:
-        """Reserve address space; uses no memory yet. Memory comes from `numa_node` if possible. Raises
-        `InsufficientMemoryError` if `pool_bytes` cannot fit, `PinError` if there is not even address space.
+        """Reserve address space, and use no memory yet. Memory will come from `numa_node` if possible. Raises
+        `InsufficientMemoryError` if the machine or the cgroup has no room for `pool_bytes`, and `PinError` if there is
+        no address space.
         """
         super().__init__(
             config.slot_bytes,
@@ -75,7 +77,7 @@ class HostPool(SlotPool):
         start, end = self._pages(chunk)
         self._allowance.require(start, end)
         if start < end:
-            threads = _POPULATORS if self._is_host_idle() else 1
+            threads = _IDLE_POPULATORS if self._is_host_idle() else 1
             self._region.commit(start, end - start, plenty=self._allowance.is_plenty, threads=threads)
         self._resident_bytes = end
 
@@ -97,7 +99,7 @@ class HostPool(SlotPool):
         self._region.close()
 
     def _pages(self, chunk: Chunk) -> tuple[int, int]:
-        """Start and end of the chunk's own memory: the region's pages that begin in it. A reserved huge page across its
-        lower boundary belongs to the previous chunk."""
+        """Start and end of the chunk's memory, which is made of the pages of the region that begin in the chunk. A
+        reserved huge page across its lower boundary belongs to the previous chunk."""
         page_bytes = self._region.page_bytes
         return round_up(chunk.offset, page_bytes), round_up(chunk.end_offset, page_bytes)

@@ -1,4 +1,4 @@
-"""The steps of the pool's host, and the register calls that its thread makes between them."""
+"""What the pool's host is doing, and the register calls that the host's thread makes between its steps."""
 
 from __future__ import annotations
 
@@ -13,133 +13,165 @@ from typing import Literal, NamedTuple, Protocol
 
 from kvstow.errors import KvstowError, PinError
 
-_FELT = 0.045  # of the host's time: by so much its steps may become longer on average
-_MOST_OF_STEP = 0.045  # a longer call may be felt by fewer than half of the steps only
-_FREE, _FREE_IN_A_ROW = 0.3, 5  # of a call's time: such a cost is none, if that many comparisons in a row find it
-_FIRST_SHARE = 0.035  # of the host's time: 1.4 GiB/s, if 64 MiB take 1.45 ms
-_LEAST_SHARE, _MOST_SHARE = 0.02, 0.3
-_FACTOR = 2  # by which the share changes at most
+_MOST_SLOWDOWN = 0.045
+"""Calls may make the host's steps longer by this fraction, on average."""
+_FREE_COST = 0.3
+"""A call costs the host nothing if its steps become longer by less than this fraction of the call's duration."""
+_FREE_COMPARISONS = 5
+"""A cost below `_FREE_COST` counts only after this many comparisons in a row."""
+_FIRST_SHARE = 0.035
+"""The first share of the host's time: 1.4 GiB/s if a call of 64 MiB takes 1.45 ms."""
+_LEAST_SHARE = 0.02
+"""The share never falls below this, so that a pool of a busy host still grows."""
+_MOST_SHARE = 0.3
+"""The share never exceeds this, even if calls cost the host nothing."""
+_MOST_CHANGE = 2
+"""One comparison changes the share by at most this factor."""
 _MOST_COST = 2.5
-_DOWN, _UP = 0.5, 0.25  # of a change of the cost that is believed at once
-_SAMPLES = 16  # steps of each kind that are compared
-_ERROR_OF_MEDIAN = 1.25 / sqrt(_SAMPLES)  # in standard deviations
-_DEVIATION = 1.48  # standard deviations to a median deviation, where the tail of long steps does not count
-_FEWER = 0.44  # of the steps: the median step has no call
-_IN_A_ROW = 31  # steps with a call, then one without for comparison
-_MOST_CHARGED = 2  # times what was expected: a call of 100 ms was a stall of the machine, and no step pays for those
+"""A comparison finds at most this cost, in durations of a call. A higher cost would not lower the share further."""
+_WEIGHT_OF_LOWER, _WEIGHT_OF_HIGHER = 0.5, 0.25
+"""The weight of one comparison in the moving average of the cost, when it finds a lower or a higher cost. A host that
+does not notice calls gets its memory sooner this way."""
+_SAMPLES = 16
+"""How many steps with a call, and how many without one, make a comparison."""
+_ERROR_OF_MEDIAN = 1.25 / sqrt(_SAMPLES)
+"""The standard error of a median, in standard deviations of one sample."""
+_DEVIATION = 1.48
+"""Standard deviations in a median absolute deviation of normal samples. A few long steps do not change a median."""
+_LESS_THAN_HALF = 0.44
+"""Where calls are felt, at most this fraction of the steps has one, so that the median step has none."""
+_MOST_IN_A_ROW = 31
+"""After this many steps with a call comes one without, for the comparison."""
+_MOST_CHARGED = 2
+"""A call is charged at most this many times its expected duration. One of 100 ms was a stall of the machine, for which
+later steps need not pay."""
 
 
 class CallBudget:
-    """Decides after each step of the host whether the host may make a call.
+    """Decides after each step of the host whether the host's thread may make a call.
 
-    Calls are always of full size: each has a fixed cost of about 0.25 ms. How often one is made depends on what calls
-    cost: the budget compares the steps that had a call with those that had none. Calls may make the host 4.5 % slower.
-    For a host that is always launching, which feels each call in full, that is a share of 0.045 of its time; a host
-    that waits for its device after each launch does not notice them, and the share grows up to 0.3. It never falls
-    below 0.02, so that a busy host still gets its pool.
+    A call has a fixed cost of about 0.25 ms, so calls always have their full size, and the budget decides how often one
+    is made. It measures what calls cost: it compares the steps that had a call with those that had none. Calls may make
+    the host 4.5 % slower. A host that launches without a pause feels each call in full, so it spends 4.5 % of its time
+    on calls. A host that waits for its device after each launch does not notice them, so it spends up to 30 %. A busy
+    host spends at least 2 %, so that its pool still grows.
 
-    Where a call takes more than 4.5 % of a step and is felt, fewer than half of the steps have one, so the median step
-    has none. Otherwise 31 of 32 may have one, and are compared with the one that has none.
+    If a call takes more than 4.5 % of a step and the host feels it, fewer than half of the steps have a call. The
+    median step then has none. Otherwise 31 of 32 steps may have one, and are compared with the step that has none.
 
-    The steps of an eager host differ by more than a call takes. The less a comparison can tell, the less it changes.
+    The durations of an eager host's steps may differ by more than a call takes. The larger the error of a comparison,
+    the less it changes the cost.
 
-    Not locked: used by the host's thread; any thread may read `share` and `cost`. O(1) for a step.
+    Not locked. Only the host's thread uses it, but any thread may read `share` and `cost`. O(1) for a step.
     """
 
     def __init__(self) -> None:
         self.share = _FIRST_SHARE
+        """The fraction of its time that the host may spend on calls."""
         self.cost = 1.0
-        """By how much of a call's time the step becomes longer, as far as the comparisons tell."""
-        self._free = 0  # comparisons in a row that found no cost
+        """The measured cost of a call: how much longer it makes a step, in durations of the call."""
+        self._free_in_a_row = 0
+        """How many comparisons in a row have found no cost."""
         self._credit = 0.0
-        self._spent = 0.0  # by the call since the last step
+        """Seconds of calls that the steps have paid for and that were not spent."""
+        self._spent = 0.0
+        """Seconds of the call since the last step, or 0."""
         self._in_a_row = 0
-        self._with: deque[float] = deque(maxlen=_SAMPLES)
-        self._without: deque[float] = deque(maxlen=_SAMPLES)
+        """How many steps in a row had a call."""
+        self._with_call: deque[float] = deque(maxlen=_SAMPLES)
+        self._without_call: deque[float] = deque(maxlen=_SAMPLES)
         self._calls: deque[float] = deque(maxlen=_SAMPLES)
 
     def end_step(self, seconds: float, expected: float) -> None:
-        """A step took `seconds`, including a call made since the last step ended. The next call is expected to take
-        `expected` seconds."""
+        """Record that a step took `seconds`, including a call since the end of the last step. The next call is expected
+        to take `expected` seconds."""
         if self._spent:
-            self._with.append(seconds)
+            self._with_call.append(seconds)
             self._calls.append(self._spent)
             self._in_a_row += 1
         else:
-            self._without.append(seconds)
+            self._without_call.append(seconds)
             self._in_a_row = 0
         step = max(0.0, seconds - self._spent)
         self._spent = 0.0
         earned = step * self.share
-        if expected > step * _MOST_OF_STEP and self._free < _FREE_IN_A_ROW:
-            earned = min(earned, expected * _FEWER)
-        # No more than one call is saved up: a pause of the host must not be followed by many.
+        if expected > step * _MOST_SLOWDOWN and self._free_in_a_row < _FREE_COMPARISONS:
+            earned = min(earned, expected * _LESS_THAN_HALF)
+        # The credit never exceeds one call: many calls must not follow a pause of the host.
         self._credit = min(self._credit + earned, expected)
-        if len(self._with) == len(self._without) == _SAMPLES:
+        if len(self._with_call) == len(self._without_call) == _SAMPLES:
             self._compare()
 
     def allows(self, expected: float) -> bool:
-        """Whether the host may make a call of `expected` seconds now. Half of them is enough, and the rest is owed: the
-        estimates of a step and of a call may be a little off."""
-        return self._credit >= expected / 2 and self._in_a_row < _IN_A_ROW
+        """Whether the host may make a call of `expected` seconds now. A credit for half of the call is enough, because
+        the durations of steps and calls are estimates. Later steps pay for the rest."""
+        return self._credit >= expected / 2 and self._in_a_row < _MOST_IN_A_ROW
 
     def spend(self, seconds: float, expected: float) -> None:
-        """The host has made a call of `seconds`, where `expected` were allowed. One that took unusually long delays the
-        next a little: on a machine that stalls for 100 ms now and then, paying for that took up to 5 s of steps."""
+        """Charge a call that took `seconds` and was expected to take `expected`. A very slow call is charged in part
+        only: on a machine that sometimes stalls for 100 ms, full charges delayed the next call by up to 5 s."""
         self._spent = seconds
         self._credit -= min(seconds, _MOST_CHARGED * expected)
 
     def _compare(self) -> None:
         call = median(self._calls)
-        found = (median(self._with) - median(self._without)) / call
-        error = _ERROR_OF_MEDIAN * hypot(_deviation(self._with), _deviation(self._without)) / call
-        found = min(max(found, 0.0), _MOST_COST)
-        self._free = self._free + 1 if found + error < _FREE else 0
-        # A host that feels nothing is believed sooner than one that feels more than the calls take.
-        believed = (_DOWN if found < self.cost else _UP) / (1 + error * error)
-        self.cost += (found - self.cost) * believed
-        share = _FELT / max(self.cost, _FELT)
-        share = min(max(share, self.share / _FACTOR), self.share * _FACTOR)
+        cost = (median(self._with_call) - median(self._without_call)) / call
+        error = _ERROR_OF_MEDIAN * hypot(_deviation(self._with_call), _deviation(self._without_call)) / call
+        cost = min(max(cost, 0.0), _MOST_COST)
+        self._free_in_a_row = self._free_in_a_row + 1 if cost + error < _FREE_COST else 0
+        weight = (_WEIGHT_OF_LOWER if cost < self.cost else _WEIGHT_OF_HIGHER) / (1 + error * error)
+        self.cost += (cost - self.cost) * weight
+        share = _MOST_SLOWDOWN / max(self.cost, _MOST_SLOWDOWN)
+        share = min(max(share, self.share / _MOST_CHANGE), self.share * _MOST_CHANGE)
         self.share = min(max(share, _LEAST_SHARE), _MOST_SHARE)
-        for samples in (self._with, self._without, self._calls):
+        for samples in (self._with_call, self._without_call, self._calls):
             samples.clear()
 
 
 def _deviation(samples: Collection[float]) -> float:
-    """About a standard deviation."""
+    """Estimate the standard deviation without the tail of long steps."""
     middle = median(samples)
     return _DEVIATION * median(abs(sample - middle) for sample in samples)
 
 
-_CHECK_SECONDS = 0.1  # between two looks whether a thread that had claimed a call was interrupted
+_CHECK_SECONDS = 0.1
+"""The pause between two checks whether the thread that has claimed a call was interrupted."""
 
 
 class RegisterCall(NamedTuple):
+    """A call that registers or unregisters `num_bytes`."""
+
     make: Callable[[], None]
     num_bytes: int
 
 
 class MadeCall(NamedTuple):
-    """`seconds` on the host's thread."""
+    """A call of `num_bytes` that took the host's thread `seconds`."""
 
     num_bytes: int
     seconds: float
 
 
 class CallQueue:
-    """Calls in their order, each made at most once, by the thread that claims it first. The first that fails is the
-    last that is made.
+    """Calls that are made in their order. Each is made at most once, by the thread that claims it first. After a call
+    that fails, no other is made.
 
-    The pinning thread adds calls, and settles the queue at last. It and the host's thread claim and make them. Any
-    thread may stop the queue or hold it. Claiming, making and waking allocate nothing, so they cannot fail once a call
-    has been made.
+    The pinning thread adds calls, and settles the queue at the end. The pinning thread and the host's thread claim and
+    make the calls. Any thread may hold or stop the queue. Claiming, making and waking allocate nothing, so they cannot
+    fail once a call has been made.
     """
 
     def __init__(self) -> None:
-        self.made = 0  # calls that have succeeded: all before this one, none after it
-        self.error: Exception | None = None  # of the call that failed
-        self.is_held = self.is_stopped = False  # no call is begun: until `hold(False)`, or for good
-        self.by_host: deque[MadeCall] = deque()  # taken by the pinning thread
+        self.made = 0
+        """How many calls have succeeded. They are the first ones of the queue."""
+        self.error: Exception | None = None
+        """The error of the call that failed."""
+        self.is_held = False
+        """No call begins until `hold(False)`."""
+        self.is_stopped = False
+        """No call begins any more."""
+        self.by_host: deque[MadeCall] = deque()
+        """Calls that the host's thread has made. The pinning thread takes them out."""
         self._calls: list[RegisterCall] = []
         self._wake_at = 0
         self._is_abandoned = False
@@ -147,24 +179,24 @@ class CallQueue:
         self._wake.acquire()
 
     def __len__(self) -> int:
-        """All calls, made or not."""
+        """How many calls were added, including those that have been made."""
         return len(self._calls)
 
     @property
     def is_over(self) -> bool:
-        """No call will be begun, unless more are added."""
+        """Whether no call will begin unless more are added."""
         return self.made == len(self._calls) or self.is_over_for_good
 
     @property
     def is_over_for_good(self) -> bool:
-        """Stopped, failed, or abandoned."""
+        """Whether no call will begin any more: the queue was stopped or abandoned, or a call has failed."""
         return self.is_stopped or self._is_abandoned or self.error is not None
 
     def add(self, calls: Iterable[RegisterCall]) -> None:
         self._calls.extend(calls)
 
     def claim(self) -> bool:
-        """Whether the calling thread is to make the next call."""
+        """Claim the next call. Returns True if the calling thread now has to `make` it, and then to call `done`."""
         if not self._turn.acquire(blocking=False):
             return False
         if self.is_held or self.is_over:
@@ -173,25 +205,25 @@ class CallQueue:
         return True
 
     def make(self) -> int:
-        """Called by the thread that has claimed the call and then calls `done`. Returns the call's bytes. Raises only
-        what interrupts that thread, such as a signal handler's exception."""
+        """Make the call that this thread has claimed. Returns the call's bytes. Raises only what interrupts the thread,
+        such as a signal handler's exception: an error of the call itself ends the queue."""
         call = self._calls[self.made]
         try:
             call.make()
-        except Exception as error:  # noqa: BLE001 (raised by `settle`)
+        except Exception as error:  # noqa: BLE001 - `raise_error` raises it on the pinning thread
             self.error = error
         else:
             self.made += 1
         return call.num_bytes
 
     def done(self) -> None:
-        """Let others claim the next call, and `wait` return if enough calls have been made."""
+        """End the claim. Wakes the thread in `wait` if enough calls have been made."""
         self._turn.release()
         if self.made >= self._wake_at or self.is_over:
             self._release()
 
     def abandon(self) -> None:
-        """The host's thread was interrupted between claiming and ending a call, or close to it."""
+        """Record that the host's thread was interrupted while it had a claim, or shortly before or after."""
         self._is_abandoned = True
         self._release()
 
@@ -207,98 +239,109 @@ class CallQueue:
         self._release()
 
     def wait(self, wake_at: int, seconds: float) -> None:
-        """Until so many calls have been made, the queue is held, or no further call will be begun; at most so long."""
+        """Wait for at most `seconds` until `wake_at` calls have been made, or the queue is held or over."""
         self._wake_at = wake_at
-        self._wake.acquire(blocking=False)  # for an earlier wait
+        self._wake.acquire(blocking=False)  # an earlier wait may have left it released
         if not self.has_reached(wake_at):
             self._wake.acquire(timeout=seconds)
 
     def has_reached(self, wake_at: int) -> bool:
-        """Whether `wait` need not wait."""
+        """Whether `wake_at` calls have been made, or the queue is held or over."""
         return self.made >= wake_at or self.is_held or self.is_over
 
     def settle(self) -> int:
-        """Stop, and wait for a call under way; how many have succeeded."""
+        """Stop the queue and wait for a call under way. Returns how many calls have succeeded."""
         self.is_stopped = True
         while not self._is_abandoned and not self._turn.acquire(timeout=_CHECK_SECONDS):
             pass
         return self.made
 
     def raise_error(self) -> None:
-        """Raise the error of the call that failed, and `PinError` if the host's thread was interrupted."""
+        """Raise the error of the call that failed, or `PinError` if the host's thread was interrupted."""
         if self.error is not None:
             raise self.error
         if self._is_abandoned:
             raise PinError("driver", "the host's thread was interrupted during a register call")
 
     def _release(self) -> None:
-        with suppress(RuntimeError):  # it is released already
+        with suppress(RuntimeError):  # the lock is released already
             self._wake.release()
 
 
 HostState = Literal["starting", "idle", "stepping", "waiting"]
-"""`waiting`: the host has launched a step, and its device has not finished it."""
+"""What the host is doing. A `waiting` host has launched a step that its device has not finished."""
 
-IDLE_SECONDS = 0.02  # after a launch: the host has no work, or waits for its device
-_LAUNCH_SECONDS = 0.25  # a step that takes longer to launch was abandoned
-_LOOK_SECONDS = 0.2  # until the pinning thread looks whether the host still makes steps; each look costs a handover
+IDLE_SECONDS = 0.02
+"""When the last launch is longer ago than this, the host has no work or waits for its device."""
+_LAUNCH_SECONDS = 0.25
+"""A step that takes longer to launch was abandoned."""
+_CHECK_HOST_SECONDS = 0.2
+"""The pause between two checks of the pinning thread whether the host still makes steps. Each check costs the host a
+handover of the interpreter."""
 
 
 class Work(Protocol):
-    """What the device has to do for a step; a `Fence` is one."""
+    """The work of a step on the device, such as a `Fence`."""
 
     def query(self) -> bool:
-        """Whether it is finished. Does not wait."""
+        """Whether the work has finished. Does not wait."""
 
 
 class HostSteps:
     """Tracks what the host is doing, and lets its thread make calls that hold a lock of the driver.
 
-    If another thread makes such a call, the host waits for the lock and for being woken at each launch: eager steps
+    If another thread makes such a call, the host waits at each launch for the lock and for being woken: eager steps
     took 1.2 to 1.4 times as long. So while the host makes steps, its own thread makes the call, right after a launch.
     That costs the time of the call, or nothing if the host would have waited for its device.
 
-    How many calls it makes depends on what they cost its steps (`CallBudget`). It makes them without waking the
-    pinning thread, which would cost it a handover of the interpreter, 0.5 to 0.9 ms, for each.
+    `CallBudget` decides how often the host's thread makes a call. It does not wake the pinning thread for each, because
+    that would cost it a handover of the interpreter (0.5 to 0.9 ms).
 
-    The host's thread calls `begin` before it gives a step's work to the device, `launched` after it, and `end` last; a
-    step that ends without `launched` had no work for the device. Without calls each takes about a microsecond and no
-    lock. The pinning thread calls `offer`, `withdraw`, `wait` and `run`; any thread may call everything else.
+    The host's thread calls `begin` before it launches a step's work, `launched` after that, and `end` last. A step that
+    ends without `launched` had no work for the device. Each of the three takes about a microsecond if it makes no call,
+    and takes no lock. The pinning thread calls `offer`, `withdraw`, `wait` and `run`. Any thread may call the others.
 
     A host that never begins a step counts as idle once it has started.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self.is_starting = False  # the host makes no steps yet, but is not idle either
+        self.is_starting = False
+        """The host makes no steps yet, but it is not idle either."""
         self.is_pinning = False
-        """Set by the pinning thread while the pool grows or shrinks: the host passes the work of its steps then."""
+        """The pool grows or shrinks. Meanwhile the host passes the work of its steps. The pinning thread sets this."""
         self._is_closed = False
         self._is_launching = False
-        self._begun: float | None = None  # when it last began to launch
-        self._launched: float | None = None  # the last time; a call may follow
-        self._idle_from: float | None = None  # after that call
-        self._work: Work | None = None  # of the last step
-        self.looks = 0  # how often the pinning thread woke in `wait`
+        self._begin_time: float | None = None
+        """When the host last began to launch."""
+        self._launch_time: float | None = None
+        """When the host last ended a launch. A call may have followed."""
+        self._idle_since: float | None = None
+        """When that call ended, or the launch if there was no call."""
+        self._work: Work | None = None
+        """The work of the last step, until it has finished."""
+        self.checks = 0
+        """How often the pinning thread has woken up in `wait`."""
         self.budget = CallBudget()
-        self._expected = 0.0
+        self._expected_seconds = 0.0
+        """The expected duration of the next call."""
         self._queue: CallQueue | None = None
 
     def begin(self) -> None:
         """The host begins to launch the work of a step."""
         self.is_starting = False
-        self._begun = self._clock()
+        self._begin_time = self._clock()
         self._is_launching = True
 
     def launched(self, work: Work | None = None) -> None:
-        """The device has the step's work; `work` reports whether it has finished. Makes the next call that is offered,
-        if the steps since the last call have paid for it. Raises nothing but a signal handler's exception, which
-        interrupts the host anyway."""
+        """The device has the work of a step, and `work` says whether it has finished. Makes the next offered call if
+        the steps since the last call have paid for it. Raises only a signal handler's exception, which interrupts the
+        host anyway."""
         now = self._clock()
-        budget, expected, queue = self.budget, self._expected, self._queue
-        if self._launched is not None:
-            budget.end_step(now - self._launched, expected)
-        self._launched, self._work = now, work
+        budget, expected, queue = self.budget, self._expected_seconds, self._queue
+        if self._launch_time is not None:
+            budget.end_step(now - self._launch_time, expected)
+        self._launch_time, self._work = now, work
         if queue is not None and not self._is_closed and budget.allows(expected):
             try:
                 if queue.claim():
@@ -309,30 +352,30 @@ class HostSteps:
                     now = made
                     queue.done()
             except BaseException:
-                queue.abandon()  # the pinning thread waits for this
+                queue.abandon()  # otherwise the pinning thread would wait for the end of this call
                 raise
         self._is_launching = False
-        self._idle_from = now
+        self._idle_since = now
 
     def end(self) -> None:
         """The step has ended, with or without work for the device."""
         self._is_launching = False
 
     def close(self) -> None:
-        """Make no more calls on the host's thread, apart from one under way."""
+        """Begin no further call on the host's thread."""
         self._is_closed = True
         self._work = None
 
     def state(self, now: float) -> HostState:
-        """Called by the pinning thread."""
+        """Return what the host is doing at the time `now`. Only the pinning thread calls this."""
         if self.is_starting:
             return "starting"
         if self._is_closed:
             return "idle"
-        begun, idle_from = self._begun, self._idle_from
-        if self._is_launching and begun is not None and now - begun < _LAUNCH_SECONDS:
+        begin_time, idle_since = self._begin_time, self._idle_since
+        if self._is_launching and begin_time is not None and now - begin_time < _LAUNCH_SECONDS:
             return "stepping"
-        if idle_from is not None and now - idle_from < IDLE_SECONDS:
+        if idle_since is not None and now - idle_since < IDLE_SECONDS:
             return "stepping"
         return "waiting" if self._is_device_busy() else "idle"
 
@@ -348,32 +391,34 @@ class HostSteps:
         return False
 
     def idle_seconds(self, now: float) -> float:
-        """How long ago its last step was launched; endless before the first."""
-        return float("inf") if self._idle_from is None else now - self._idle_from
+        """Return the seconds since the last launch, or infinity before the first."""
+        return float("inf") if self._idle_since is None else now - self._idle_since
 
     def offer(self, queue: CallQueue, seconds: float) -> None:
-        """Let the host's thread make these calls, each expected to take `seconds`, until `withdraw`."""
-        self._expected = seconds
+        """Let the host's thread make these calls until `withdraw`. The next call is expected to take `seconds`."""
+        self._expected_seconds = seconds
         self._queue = queue
 
     def withdraw(self) -> None:
-        """The host's thread begins no further call."""
+        """Let the host's thread begin no further call."""
         self._queue = None
 
     def wait(self, queue: CallQueue, wake_at: int) -> bool:
-        """Whether the host makes steps, so its thread makes the calls. If it does, returns once `wake_at` of them have
-        been made, the queue is held or over, or the host makes no more steps."""
+        """Wait while the host makes steps, until its thread has made `wake_at` calls, or the queue is held or over.
+        Returns False at once if the host makes no steps."""
         if self.state(self._clock()) != "stepping":
             return False
         while not queue.has_reached(wake_at) and self.state(self._clock()) == "stepping":
-            queue.wait(wake_at, _LOOK_SECONDS)
-            self.looks += 1
+            queue.wait(wake_at, _CHECK_HOST_SECONDS)
+            self.checks += 1
         return True
 
     def run(self, call: Callable[[], None], num_bytes: int, seconds: float) -> float | None:
-        """Make `call`, expected to take `seconds`: on the host's thread while it makes steps, else on this one. Returns
-        after the call: its duration on the host's thread, or None. Raises what the call raised, and `PinError` if the
-        host's thread was interrupted during it."""
+        """Make `call`, which is expected to take `seconds`, and wait for its end. The host's thread makes it while the
+        host makes steps; otherwise this thread does. Returns its duration if the host's thread has made it, else None.
+
+        Raises the error of the call, or `PinError` if the host's thread was interrupted during the call.
+        """
         queue = CallQueue()
         queue.add([RegisterCall(call, num_bytes)])
         self.offer(queue, seconds)
@@ -382,7 +427,7 @@ class HostSteps:
                 if self.wait(queue, 1):
                     continue
                 if not queue.claim():
-                    break  # the host's thread makes it
+                    break  # the host's thread has claimed the call
                 try:
                     queue.make()
                 finally:

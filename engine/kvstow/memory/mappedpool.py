@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -30,12 +30,14 @@ from kvstow.memory.region import (
 )
 from kvstow.memory.slotpool import Int64Array, SlotPool
 
-_PIECE_BYTES = 8 << 20  # per call that makes pages present: meanwhile an mmap of any thread waits
-_MAX_SLOTS = 1 << 32  # slots are 32-bit numbers on the wire
+_PIECE_BYTES = 8 << 20
+"""How many bytes one call makes present. An mmap of any other thread waits until the call ends."""
+_MAX_SLOTS = 1 << 32
+"""The largest number of slots: their numbers have 32 bits on the wire."""
 
 
 class Grant(Protocol):
-    """What the service grants; `kvstow.attach.calls.ExtentGrant` is one."""
+    """An extent that the service grants, such as a `kvstow.attach.calls.ExtentGrant`."""
 
     @property
     def extent_id(self) -> int: ...
@@ -50,20 +52,24 @@ class Grant(Protocol):
 
 
 class MappedExtent:
-    """An extent in address space of its own, aligned to a huge page. `map` and `unmap` determine which of its bytes are
-    mapped; a child process inherits none. The owner calls `close`, which is idempotent.
+    """An extent in address space of its own, aligned to a huge page.
 
-    `is_granted`: in the current session. A revoked extent is on its way out; `is_awaited`: the service waits for it.
-    These fields are changed under the pool's lock, and one thread at a time maps.
+    `map` and `unmap` choose which of its bytes are mapped. A child process inherits no mapping. The pool changes the
+    public fields while it holds its lock, and only one thread at a time maps. The owner calls `close`, which is
+    idempotent.
     """
 
-    def __init__(self, grant: Grant, place: tuple[int, ...], fd: int, grid: ChunkGrid) -> None:
-        """Takes over `fd`. Raises `PinError` if there is no address space; then the caller still owns it. `place`:
-        which memory it is, and which slots it has."""
-        self.extent_id, self.num_bytes, self.place, self.grid = grant.extent_id, grant.num_bytes, place, grid
+    def __init__(self, grant: Grant, memory: ExtentMemory, fd: int, grid: ChunkGrid) -> None:
+        """Takes over `fd`. Raises `PinError` if there is no address space; the caller then still owns `fd`."""
+        self.extent_id, self.num_bytes, self.memory, self.grid = grant.extent_id, grant.num_bytes, memory, grid
         self.first_slot, self.end_slot = grant.first_slot, grant.first_slot + grant.num_slots
         self.populated_bytes = 0
-        self.is_granted, self.is_revoked, self.is_awaited = True, False, False
+        self.is_granted = True
+        """The current session has granted it, and not only an earlier one."""
+        self.is_revoked = False
+        """No new copy may use it. It is closed when the copies under way have ended."""
+        self.must_be_reported = False
+        """The service has revoked it in this session, and waits for the report that it is released."""
         self._region = HostRegion(grant.num_bytes)
         self.address = self._region.address
         self._fd = fd
@@ -73,28 +79,30 @@ class MappedExtent:
         return self.is_granted and not self.is_revoked
 
     def raise_populated(self, num_bytes: int) -> None:
-        """This many bytes have memory. A smaller number than before changes nothing."""
+        """Record that the first `num_bytes` are populated. A smaller number than before changes nothing."""
         num_bytes = min(num_bytes, self.num_bytes)
         self.populated_bytes = max(self.populated_bytes, num_bytes - num_bytes % HUGE_PAGE_BYTES)
 
     def next_chunk(self, slot: int, num_bytes: int) -> ExtentChunk | None:
-        """The chunk that begins with this slot, of `num_bytes` at most or the smallest possible; None if it has no
-        memory yet."""
-        done = slot - self.first_slot
+        """Return the chunk that begins with this slot, or None if the chunk is not populated yet. It has at most
+        `num_bytes`, or the smallest possible size."""
+        begin = slot - self.first_slot
         shown = min(self.grid.max_slots, self.populated_bytes // self.grid.slot_stride)
         if shown < self.grid.max_slots:
-            shown -= shown % self.grid.unit_slots  # a chunk may end there
-        if done >= shown:
+            shown -= shown % self.grid.unit_slots  # chunks end at a multiple of `unit_slots`
+        if begin >= shown:
             return None
-        chunk = self.grid.next_chunk(done, shown, num_bytes)
+        chunk = self.grid.next_chunk(begin, shown, num_bytes)
         first, end = self.first_slot + chunk.first_slot, self.first_slot + chunk.end_slot
         return ExtentChunk(first, end, chunk.offset, chunk.num_bytes, self)
 
     def map(self, start: int, end: int) -> None:
-        """Map these bytes, which are whole pages of 2 MiB and have memory already, and make their pages present, so
-        that registering them is twice as fast. Raises `PinError`, with nothing of the range mapped.
+        """Map these bytes and make their pages present, which makes registering them twice as fast. If it raises
+        `PinError`, nothing of the range is mapped.
 
-        Bytes without memory would get some, at this process's expense."""
+        The bytes are whole pages of 2 MiB, and they are populated: the kernel would populate others now, and charge the
+        memory to this process.
+        """
         self._region.map_file(start, end - start, self._fd, start)
         try:
             for offset in range(start, end, _PIECE_BYTES):
@@ -119,24 +127,35 @@ def _make_present(address: int, num_bytes: int) -> None:
         return
     if ctypes.get_errno() != errno.EINVAL:
         raise PinError("out_of_memory", f"mapping {format_size(num_bytes)} failed: {error_text()}")
-    pages = np.ctypeslib.as_array((ctypes.c_uint8 * num_bytes).from_address(address))  # a kernel before 5.14
+    # A kernel before 5.14 does not know MADV_POPULATE_READ. Reading each page has the same effect.
+    pages = np.ctypeslib.as_array((ctypes.c_uint8 * num_bytes).from_address(address))
     pages[::PAGE_BYTES].max()
+
+
+class ExtentMemory(NamedTuple):
+    """Identifies an extent's memory by its file, and the slots that it holds. It is the same in every session."""
+
+    device: int
+    inode: int
+    num_bytes: int
+    first_slot: int
+    num_slots: int
 
 
 @dataclass(frozen=True, slots=True)
 class ExtentChunk(Chunk):
-    """`offset` counts from the beginning of the extent."""
+    """A chunk of an extent. Its `offset` counts from the beginning of the extent."""
 
     extent: MappedExtent
 
     def pages(self) -> tuple[int, int]:
-        """Start and end of the huge pages that begin in the chunk: each is mapped whole, with the chunk that it begins
-        in. All are below the watermark, which is at the end of one."""
+        """Start and end of the huge pages that begin in the chunk. A huge page is mapped with the chunk in which it
+        begins. All these pages are populated, because the watermark always lies at the end of a huge page."""
         return round_up(self.offset, HUGE_PAGE_BYTES), round_up(self.end_offset, HUGE_PAGE_BYTES)
 
 
 class _AddressTable:
-    """Where the slots of extents lie. Immutable, so any thread may use it without a lock. O(log extents) for a slot."""
+    """Finds the address of a slot in O(log extents). Immutable, so any thread may use it without a lock."""
 
     def __init__(self, extents: Sequence[MappedExtent] = (), stride: int = 0) -> None:
         self._first = np.array([extent.first_slot for extent in extents], np.int64)
@@ -144,25 +163,26 @@ class _AddressTable:
         self._stride = stride
 
     def addresses(self, slots: Int64Array) -> Int64Array:
-        at = np.searchsorted(self._first, slots, side="right") - 1
-        return self._address[at] + (slots - self._first[at]) * self._stride
+        extent = np.searchsorted(self._first, slots, side="right") - 1
+        return self._address[extent] + (slots - self._first[extent]) * self._stride
 
 
 class MappedPool(SlotPool):
-    """Slots in extents that the node service has granted, as far as it has populated them.
+    """A pool whose slots lie in extents that the node service grants and populates.
 
-    Each extent has address space of its own, and its slots lie in it back to back. One range for all slots would put
-    all extents but the first where the kernel cannot map huge pages, unless the size of a slot divides 2 MiB. So
-    `addresses` looks up the extent.
+    Each extent has address space of its own, and its slots lie in it back to back. In one range for all slots, the
+    kernel could map huge pages in the first extent only, unless the size of a slot divides 2 MiB. So `addresses` looks
+    up the extent of each slot.
 
-    Slots become usable from slot 0 on, without a gap. What the service grants and revokes decides, and not the target,
-    which is for display: grants may come before the target that goes with them. Memory goes back when an extent is
-    revoked, or not granted again in a new session. It goes before new memory is mapped, so there is never more than one
-    pool's worth. Nothing above the populated bytes is mapped: the kernel would charge it to this process.
+    Slots become usable from slot 0 on, without a gap. Grants and revocations decide which slots there are. The target
+    is for display only, because a grant may arrive before the target that belongs to it. An extent's memory goes back
+    when the service revokes it, or does not grant it again in a new session. It goes back before new memory is mapped,
+    so the process never maps more memory than the pool has. Bytes above the watermark are not mapped, because the
+    kernel would charge them to this process.
 
-    An extent belongs to the session that granted it; those of earlier sessions are held until this one has granted all
-    that there is. Extents in place have slots of their own. An extent that is granted with slots of others, which are
-    on their way out, arrives: it comes into its place when the last of them has been retired.
+    An extent belongs to the session that granted it. Extents of earlier sessions stay mapped until the new session has
+    granted everything. No slot is in two extents in place. A new extent may have slots of extents that are being
+    released. It then waits among the arriving extents, and comes into its place when the last of those is closed.
     """
 
     def __init__(
@@ -174,16 +194,21 @@ class MappedPool(SlotPool):
         clock: Callable[[], float] = time.monotonic,
         cpu_clock: Callable[[], float] = time.thread_time,
     ) -> None:
-        """Has no slots yet. `pace`: makes the pace of registering; adaptive by default."""
+        """Make a pool without slots. `pace` makes the pace of register calls, which is an `AdaptivePace` by default."""
         pace = pace or partial(AdaptivePace, LATENCY_TARGET)
         super().__init__(slot_bytes, _MAX_SLOTS, 0, registrar, pace, clock=clock, cpu_clock=cpu_clock)
         self._stride = slot_bytes
-        self._in_place: list[MappedExtent] = []  # in the order of their slots
+        self._in_place: list[MappedExtent] = []
+        """The extents in the order of their slots."""
         self._arriving: list[MappedExtent] = []
+        """Granted extents that wait until revoked ones have given up their slots."""
         self._released: list[int] = []
+        """Ids of released extents that `take_released` has not returned yet."""
         self._table = _AddressTable()
-        self._usable_end = 0  # all slots below are of granted extents, without a gap
-        self._kept_end = _MAX_SLOTS  # the first slot of a revoked extent
+        self._granted_end = 0
+        """Granted extents hold all slots below this one, without a gap."""
+        self._revoked_slot = _MAX_SLOTS
+        """The first slot of a revoked extent."""
 
     @property
     def slot_stride(self) -> int:
@@ -195,11 +220,11 @@ class MappedPool(SlotPool):
     # -- messages of the service ------------------------------------------------------------------------------
 
     def begin_session(self) -> None:
-        """The extents are those of an earlier session from now on: none of their slots is usable until they are granted
-        again. No copy may be under way."""
+        """Begin a new session. The present extents now belong to an earlier one, so their slots are unusable until they
+        are granted again. No copy may be under way."""
         with self._state:
             for extent in self._all():
-                extent.is_granted = extent.is_awaited = False
+                extent.is_granted = extent.must_be_reported = False
             for extent in self._arriving:
                 extent.is_revoked = True
             self._released.clear()
@@ -207,7 +232,7 @@ class MappedPool(SlotPool):
             self._extents_changed()
 
     def drop_earlier(self) -> None:
-        """Give back the extents of earlier sessions: those that this session has too were granted again."""
+        """Give back the extents that only earlier sessions had. Call it after this session has granted everything."""
         with self._state:
             for extent in self._in_place:
                 if not extent.is_granted:
@@ -215,8 +240,8 @@ class MappedPool(SlotPool):
             self._extents_changed()
 
     def grant(self, slot_stride: int, grants: Sequence[Grant], fds: Sequence[int]) -> None:
-        """These extents may be mapped, with a descriptor each; the pool owns the descriptors, also if this raises. An
-        extent that is mapped already stays as it is.
+        """Let the pool map these extents. There is one descriptor for each, and the pool owns all of them even if this
+        raises. An extent that is mapped already stays mapped.
 
         Raises `ConflictError` if slots overlap or their stride has changed, `InvalidRequestError` for a stride that is
         too short, and `PinError` without address space.
@@ -238,12 +263,12 @@ class MappedPool(SlotPool):
     def _grant_one(self, grant: Grant, fd: int) -> None:
         try:
             found = os.fstat(fd)
-            place = found.st_dev, found.st_ino, grant.num_bytes, grant.first_slot, grant.num_slots
-            if self._grant_again(place, grant):
+            memory = ExtentMemory(found.st_dev, found.st_ino, grant.num_bytes, grant.first_slot, grant.num_slots)
+            if self._grant_again(memory, grant):
                 os.close(fd)
                 return
             grid = ChunkGrid.of_stride(self._stride, grant.num_slots, self._pace.chunk_bytes)
-            extent = MappedExtent(grant, place, fd, grid)
+            extent = MappedExtent(grant, memory, fd, grid)
         except BaseException:
             os.close(fd)
             raise
@@ -256,11 +281,11 @@ class MappedPool(SlotPool):
                 raise
             self._extents_changed()
 
-    def _grant_again(self, place: tuple[int, ...], grant: Grant) -> bool:
-        """Whether an extent of an earlier session is this very memory, with the same slots: it is granted then."""
+    def _grant_again(self, memory: ExtentMemory, grant: Grant) -> bool:
+        """Grant an extent of an earlier session again if it is this very memory. Returns whether there is one."""
         with self._state:
             for extent in self._in_place:
-                if extent.place == place and not extent.is_granted and not extent.is_revoked:
+                if extent.memory == memory and not extent.is_granted and not extent.is_revoked:
                     extent.extent_id, extent.is_granted = grant.extent_id, True
                     extent.raise_populated(grant.populated_bytes)
                     self._extents_changed()
@@ -268,7 +293,8 @@ class MappedPool(SlotPool):
         return False
 
     def set_populated(self, extents: Iterable[tuple[int, int]]) -> None:
-        """This many bytes of these extents have memory. A smaller number than before changes nothing."""
+        """Record how many bytes of these extents are populated, as pairs of extent id and bytes. A smaller number than
+        before changes nothing."""
         with self._state:
             known = {extent.extent_id: extent for extent in self._granted()}
             for extent_id, num_bytes in extents:
@@ -277,18 +303,18 @@ class MappedPool(SlotPool):
             self._extents_changed()
 
     def revoke(self, extent_ids: Iterable[int]) -> None:
-        """Begin no copy in these extents from now on, and give them back when those under way have ended:
-        `take_released` returns them then. Retries what has failed."""
+        """Let no new copy use these extents, and give them back when the copies under way have ended. `take_released`
+        returns them then. This is also a new attempt after a failure."""
         revoked = set(extent_ids)
         with self._state:
             for extent in self._granted():
                 if extent.extent_id in revoked:
-                    extent.is_revoked = extent.is_awaited = True
+                    extent.is_revoked = extent.must_be_reported = True
             self._failure = None
             self._extents_changed()
 
     def registered_slots(self) -> list[tuple[int, int]]:
-        """For each granted extent: how many of its slots are registered and may be used."""
+        """Return the id of each granted extent, and how many of its slots are registered and may be used."""
         with self._state:
             covered = self._covered()
             return [
@@ -298,7 +324,8 @@ class MappedPool(SlotPool):
             ]
 
     def take_released(self) -> list[int]:
-        """The revoked extents with nothing mapped, registered or open any more, since the last call."""
+        """Return the ids of the revoked extents that were closed since the last call. Nothing of them is mapped,
+        registered or open any more."""
         with self._state:
             released, self._released = self._released, []
             return released
@@ -307,19 +334,20 @@ class MappedPool(SlotPool):
 
     def _give_back_step(self) -> Callable[[], None] | None:
         covered = self._covered()
-        for extent in self._all():  # a revoked extent with nothing registered
-            if extent.is_revoked and (extent in self._arriving or covered <= extent.first_slot):
-                return partial(self._retire, extent)
+        for extent in self._all():
+            has_registered_slots = extent not in self._arriving and covered > extent.first_slot
+            if extent.is_revoked and not has_registered_slots:
+                return partial(self._close_extent, extent)
         return super()._give_back_step()
 
-    def _retire(self, extent: MappedExtent) -> None:
-        """Close an extent with nothing registered. Extents that wait for its slots come into their place."""
+    def _close_extent(self, extent: MappedExtent) -> None:
+        """Close an extent without registered slots, and put the arriving extents that wait for its slots in place."""
         extent.close()
         with self._state:
             for extents in (self._in_place, self._arriving):
                 if extent in extents:
                     extents.remove(extent)
-            if extent.is_awaited:
+            if extent.must_be_reported:
                 self._released.append(extent.extent_id)
             arriving, self._arriving = self._arriving, []
             for other in arriving:
@@ -333,7 +361,7 @@ class MappedPool(SlotPool):
         return extent.next_chunk(covered, self._pace.chunk_bytes)
 
     def _forget_limits(self) -> None:
-        """There are none: the memory is the service's."""
+        """The service checks the limits, because the memory is its own."""
 
     def _commit(self, chunk: Chunk) -> None:
         assert isinstance(chunk, ExtentChunk)
@@ -365,11 +393,11 @@ class MappedPool(SlotPool):
         slots = sum(max(0, one.end_slot - max(covered, one.first_slot)) for one in self._granted())
         return -(-slots * self._stride // self._pace.chunk_bytes)
 
-    def _usable(self) -> int:
-        return self._usable_end
+    def _usable_end(self) -> int:
+        return self._granted_end
 
-    def _wanted(self) -> int:
-        return self._kept_end
+    def _wanted_end(self) -> int:
+        return self._revoked_slot
 
     def _all(self) -> list[MappedExtent]:
         return [*self._in_place, *self._arriving]
@@ -378,8 +406,8 @@ class MappedPool(SlotPool):
         return [extent for extent in self._all() if extent.may_be_used]
 
     def _place(self, extent: MappedExtent) -> None:
-        """Put it in place, or let it arrive while others, which are revoked, have some of its slots. Raises
-        `ConflictError` if one of those was granted in this session."""
+        """Put the extent in place. While other extents have some of its slots, revoke those and let this one wait.
+        Raises `ConflictError` if the current session has granted one of the others."""
         others = [one for one in self._all() if one.first_slot < extent.end_slot and extent.first_slot < one.end_slot]
         for other in others:
             if other.may_be_used:
@@ -400,9 +428,9 @@ class MappedPool(SlotPool):
             if extent.first_slot != end or not extent.may_be_used:
                 break
             end = extent.end_slot
-        self._usable_end = end
-        self._kept_end = min((one.first_slot for one in self._in_place if one.is_revoked), default=_MAX_SLOTS)
+        self._granted_end = end
+        self._revoked_slot = min((one.first_slot for one in self._in_place if one.is_revoked), default=_MAX_SLOTS)
         self._table = _AddressTable(self._in_place, self._stride)
-        if self._kept_end < self._queue_end:
+        if self._revoked_slot < self._queue_end:
             self._stop_growth()
         self._state.notify_all()

@@ -1,8 +1,8 @@
-"""Host memory as address space that is committed and given back piece by piece, near a device where one is preferred.
+"""Host memory: reserves address space, and commits it and gives it back piece by piece, near a device if one is given.
 
 Long calls go through ctypes or numpy, which release the GIL: populating 64 MiB takes 10 ms, and serving must not wait
-for that. Beside a host's steps one thread populates, at 5 GiB/s; with two, steps took 2 ms longer at the 99th
-percentile. While the host is idle, eight threads reach 26 GiB/s (memory that the machine has used before).
+for that. While a host makes steps, one thread populates, at 5 GiB/s. With two threads, steps became 2 ms longer at the
+99th percentile. While the host is idle, eight threads reach 26 GiB/s (in memory that the machine has used before).
 """
 
 from __future__ import annotations
@@ -24,8 +24,11 @@ from kvstow.errors import PinError
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 HUGE_PAGE_BYTES = 2 << 20
-_TOUCH_BYTES = 8 << 20  # less is not worth another thread
-_POPULATE_BYTES = 8 << 20  # per call, 1 ms or more: meanwhile an mmap of any thread waits
+"""The size of a huge page. Reserved huge pages of other sizes are not used."""
+_TOUCH_BYTES = 8 << 20
+"""A thread touches at least this many bytes. Fewer are not worth another thread."""
+_POPULATE_BYTES = 8 << 20
+"""How many bytes one call populates, in 1 ms or more. An mmap of any other thread waits until the call ends."""
 
 _PROT_NONE, _PROT_READ_WRITE = 0, 1 | 2
 _MAP_SHARED, _MAP_PRIVATE, _MAP_FIXED, _MAP_ANONYMOUS, _MAP_NORESERVE = 0x01, 0x02, 0x10, 0x20, 0x4000
@@ -35,10 +38,10 @@ MADV_POPULATE_READ, MADV_POPULATE_WRITE, MADV_COLLAPSE = 22, 23, 25
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 libc = ctypes.CDLL(None, use_errno=True)
-"""For calls that take long: they release the GIL."""
+"""The C library for long calls, which release the GIL."""
 quick = ctypes.PyDLL(None, use_errno=True)
-"""For calls of some microseconds, which keep the GIL: beside a thread that computes in Python, each call that releases
-it waits 5 ms to get it back."""
+"""The C library for calls of some microseconds, which keep the GIL. A call that releases it waits 5 ms to get it back
+if another thread computes in Python."""
 _address, _size, _int = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
 for _library in (libc, quick):
     _library.mmap.restype, _library.mmap.argtypes = _address, (_address, _size, _int, _int, _int, ctypes.c_long)
@@ -47,14 +50,14 @@ for _library in (libc, quick):
 
 
 class HostRegion:
-    """`num_bytes` of reserved address space, aligned to a huge page; a child process does not inherit it.
+    """A range of `num_bytes` of reserved address space, aligned to a huge page. A child process does not inherit it.
 
-    Offsets and sizes given to `commit` and `decommit` are multiples of `page_bytes`. Not locked: one thread at
-    a time. The owner calls `close`, and nothing may use the memory afterwards.
+    The offsets and sizes for `commit` and `decommit` are multiples of `page_bytes`. Not locked, so only one thread at a
+    time may use it. The owner calls `close`, and nothing may use the memory afterwards.
     """
 
     def __init__(self, num_bytes: int, huge_pages: HugePages = "advised") -> None:
-        """Raises `PinError` if there is no address space, or reserved huge pages cannot be used here."""
+        """Raises `PinError` if there is no address space, or if this machine has no usable reserved huge pages."""
         self._is_reserved = huge_pages == "reserved"
         self.page_bytes = HUGE_PAGE_BYTES if self._is_reserved else PAGE_BYTES
         self.num_bytes = round_up(num_bytes, self.page_bytes)
@@ -62,18 +65,18 @@ class HostRegion:
         if self._is_reserved:
             _require_giving_back(self.address, self.num_bytes)
         self._closed = False
-        # A pool's memory must not double in a fork, nor its huge pages be split by copy-on-write.
+        # A fork must neither double the memory of a pool nor split its huge pages by copy-on-write.
         libc.madvise(self.address, self.num_bytes, _MADV_DONTFORK)
-        # Registering huge pages is 10 times cheaper. A kernel without them refuses, and the pool works all the same.
-        # For reserved pages this changes nothing.
+        # Registering huge pages is 10 times cheaper. A kernel without huge pages refuses, and the pool works without
+        # them. For reserved pages this changes nothing.
         libc.madvise(self.address, self.num_bytes, _MADV_HUGEPAGE)
 
     def commit(self, offset: int, num_bytes: int, *, plenty: bool = False, threads: int = 1) -> None:
-        """Populate the range, with `threads` threads. Raises `PinError`; the range then holds no memory.
+        """Populate the range with `threads` threads. If it raises `PinError`, the range holds no memory.
 
-        `plenty`: no limit is near, so pages may be touched. That is faster and delays other threads less (an mmap waits
-        1 ms at the 99th percentile, and 28 ms when the kernel populates: bench/README.md), but if memory runs out, the
-        OOM killer ends the process.
+        With `plenty`, no limit is near, so the range is populated by touching its pages. That is faster and delays
+        other threads less: an mmap waits 1 ms at the 99th percentile, instead of 28 ms while the kernel populates
+        (bench/README.md). But if memory runs out, the OOM killer ends the process.
         """
         address = self.address + offset
         touch = partial(_touch_by_threads, threads=threads)
@@ -86,28 +89,28 @@ class HostRegion:
             raise
 
     def decommit(self, offset: int, num_bytes: int) -> None:
-        """Give the range's memory back; its bytes are lost."""
+        """Give the range's memory back. Its bytes are lost."""
         address = self.address + offset
         _check(libc.madvise(address, num_bytes, _MADV_DONTNEED), "madvise(MADV_DONTNEED)", num_bytes)
         _check(quick.mprotect(address, num_bytes, _PROT_NONE), "mprotect", num_bytes)
 
     def map_file(self, offset: int, num_bytes: int, fd: int, start: int) -> None:
-        """Map a file's bytes from `start` on in place of the reserved address space at `offset`. A child process does
-        not inherit the mapping. Raises `PinError`."""
+        """Map the bytes of a file from `start` on over the reserved address space at `offset`. A child process does not
+        inherit the mapping. Raises `PinError`."""
         address, flags = self.address + offset, _MAP_SHARED | _MAP_FIXED
         if quick.mmap(address, num_bytes, _PROT_READ_WRITE, flags, fd, start) != address:
             raise PinError("out_of_memory", f"mapping {format_size(num_bytes)} failed: {error_text()}")
         quick.madvise(address, num_bytes, _MADV_DONTFORK)
 
     def unmap_file(self, offset: int, num_bytes: int, library: ctypes.CDLL = libc) -> None:
-        """Put reserved address space back where a file was mapped."""
+        """Replace the mapping of a file by reserved address space."""
         address, flags = self.address + offset, _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED
         if library.mmap(address, num_bytes, _PROT_NONE, flags, -1, 0) != address:
             raise PinError("out_of_memory", f"unmapping {format_size(num_bytes)} failed: {error_text()}")
         quick.madvise(address, num_bytes, _MADV_DONTFORK)
 
     def close(self) -> None:
-        """Give back memory and address space; idempotent."""
+        """Give back the memory and the address space. Idempotent."""
         if not self._closed:
             self._closed = True
             libc.munmap(self.address, self.num_bytes)
@@ -118,23 +121,24 @@ def round_up(value: int, multiple: int) -> int:
 
 
 def _reserve_aligned(num_bytes: int, more_flags: int) -> int:
-    """Reserve more than needed, then unmap what lies before and after the aligned part."""
-    asked = num_bytes + HUGE_PAGE_BYTES
+    """Reserve address space that begins at a huge page. It reserves a huge page more, and then unmaps what lies before
+    and after the aligned part."""
+    reserved = num_bytes + HUGE_PAGE_BYTES
     flags = _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE | more_flags
-    start = libc.mmap(None, asked, _PROT_NONE, flags, -1, 0)
+    start = libc.mmap(None, reserved, _PROT_NONE, flags, -1, 0)
     if start == _MAP_FAILED:
-        raise PinError("out_of_memory", f"cannot reserve {format_size(asked)} of address space: {error_text()}")
+        raise PinError("out_of_memory", f"cannot reserve {format_size(reserved)} of address space: {error_text()}")
     address = round_up(start, HUGE_PAGE_BYTES)
     if address > start:
         libc.munmap(start, address - start)
-    if (rest := start + asked - address - num_bytes) > 0:
+    if (rest := start + reserved - address - num_bytes) > 0:
         libc.munmap(address + num_bytes, rest)
     return int(address)
 
 
 def _require_giving_back(address: int, num_bytes: int) -> None:
-    """Raise `PinError` and unmap the range if the kernel cannot take reserved huge pages back. An empty range is enough
-    to find out."""
+    """Unmap the range and raise `PinError` if the kernel cannot take reserved huge pages back. A range without any page
+    shows that, too."""
     if libc.madvise(address, num_bytes, _MADV_DONTNEED) != 0:
         what = error_text()
         libc.munmap(address, num_bytes)
@@ -142,9 +146,10 @@ def _require_giving_back(address: int, num_bytes: int) -> None:
 
 
 def _touch(address: int, num_bytes: int) -> None:
-    """Write to every page. A fault locks its own mapping (from Linux 6.4 on), populating the whole address space.
+    """Populate the range by writing to every page. From Linux 6.4 on, a page fault locks only its own mapping, whereas
+    MADV_POPULATE_WRITE locks the whole address space.
 
-    numpy releases the GIL from 500 elements (2 MiB) on: a series of smaller pieces held it and made vLLM's eager steps
+    numpy releases the GIL only for 500 elements (2 MiB) or more. Smaller pieces held it, and made vLLM's eager steps
     four times as long.
     """
     memory = np.ctypeslib.as_array((ctypes.c_uint8 * num_bytes).from_address(address))
@@ -162,25 +167,25 @@ def _touch_by_threads(address: int, num_bytes: int, *, threads: int) -> None:
 
 
 def _populate(address: int, num_bytes: int) -> None:
-    """Let the kernel fault in every page, so that no later access can fail or wait."""
-    for start, size in _refused(address, num_bytes):
+    """Let the kernel populate every page, so that no later access can fail or wait."""
+    for start, size in _populate_pieces(address, num_bytes):
         if ctypes.get_errno() == errno.EINVAL:  # a kernel before 5.14
             _touch(start, size)
         else:
-            raise PinError("out_of_memory", f"populating of {format_size(num_bytes)} failed: {error_text()}")
+            raise PinError("out_of_memory", f"populating {format_size(num_bytes)} failed: {error_text()}")
 
 
 def _populate_reserved(address: int, num_bytes: int) -> None:
-    """As `_populate`, but never by touching: a missing reserved page would raise SIGBUS."""
-    for _, size in _refused(address, num_bytes):
+    """Let the kernel populate every reserved huge page. Touching a page that is missing would raise SIGBUS."""
+    for _, size in _populate_pieces(address, num_bytes):
         is_short = ctypes.get_errno() == errno.EFAULT
         why = "the machine or the cgroup has no reserved 2 MiB page left" if is_short else error_text()
         raise PinError("hugepages", f"populating {format_size(size)} failed: {why}")
 
 
-def _refused(address: int, num_bytes: int) -> Iterator[tuple[int, int]]:
-    """Let the kernel populate the range piece by piece. Yields start and size of each piece that it refuses, with errno
-    set."""
+def _populate_pieces(address: int, num_bytes: int) -> Iterator[tuple[int, int]]:
+    """Let the kernel populate the range piece by piece. Yields the start and the size of each piece that the kernel
+    refuses, while errno says why."""
     for start in range(address, address + num_bytes, _POPULATE_BYTES):
         size = min(_POPULATE_BYTES, address + num_bytes - start)
         if libc.madvise(start, size, MADV_POPULATE_WRITE) != 0:
@@ -193,23 +198,28 @@ def _check(result: int, what: str, num_bytes: int) -> None:
 
 
 def error_text() -> str:
-    """The name and the text of the last error of `libc` or `quick`."""
+    """Describe the last error of `libc` or `quick` by its name and its text."""
     code = ctypes.get_errno()
     return f"{errno.errorcode.get(code, code)} ({os.strerror(code)})"
 
 
-_MPOL_PREFERRED = 1  # other nodes serve when this one is full
-_NODE_OF_PAGE = 1 | 2  # MPOL_F_NODE | MPOL_F_ADDR
-_MBIND = {"x86_64": 237, "aarch64": 235}  # the C library has no functions for them
+_MPOL_PREFERRED = 1
+"""The policy that takes memory from other nodes when the preferred one is full."""
+_NODE_OF_PAGE = 1 | 2
+"""MPOL_F_NODE | MPOL_F_ADDR: ask for the node of the page at an address."""
+_MBIND = {"x86_64": 237, "aarch64": 235}
 _GET_MEMPOLICY = {"x86_64": 239, "aarch64": 236}
-_NODES = 1024  # the kernel's most; a mask may be larger than the machine
+"""The numbers of the two system calls, for which the C library has no functions."""
+_NODES = 1024
+"""The largest number of nodes that the kernel supports. A mask of nodes may be larger than the machine."""
 _WORD_BITS = 64
-_NODE_STEP = 16 << 20  # bytes between two samples of the node: sampling holds the GIL
+_NODE_STEP = 16 << 20
+"""How many bytes lie between two samples of a page's node. Sampling holds the GIL, so few samples are taken."""
 
 
 def prefer_node(address: int, num_bytes: int, node: int) -> str | None:
-    """Prefer `node` for the range's future pages. Returns a sentence for people if the kernel refuses; the memory works
-    all the same. `address` is a multiple of the page size."""
+    """Prefer `node` for pages that the range gets from now on. `address` is a multiple of the page size. If the kernel
+    refuses, the memory works nevertheless, and the function returns a sentence for operators."""
     number = _MBIND.get(os.uname().machine)
     if number is None:
         return _refusal(node, f"not supported on {os.uname().machine}")
@@ -225,8 +235,8 @@ def prefer_node(address: int, num_bytes: int, node: int) -> str | None:
 
 
 def bytes_by_node(address: int, num_bytes: int, step: int = _NODE_STEP) -> Counter[int]:
-    """Bytes of the populated range by node, from one page in every `step` bytes (2 us each; any page of a huge page
-    shows its node). Empty if the kernel refuses, as in some containers."""
+    """Count the bytes of the populated range on each node. It asks for one page in every `step` bytes, which takes 2 us
+    each; one page of a huge page shows the node of all. Empty if the kernel refuses, as in some containers."""
     found: Counter[int] = Counter()
     number = _GET_MEMPOLICY.get(os.uname().machine)
     if number is None:
@@ -242,7 +252,8 @@ def bytes_by_node(address: int, num_bytes: int, step: int = _NODE_STEP) -> Count
 
 
 def memory_nodes(path: Path = Path("/sys/devices/system/node/has_memory")) -> tuple[int | None, ...]:
-    """The machine's nodes that have memory; (None,) where there is only one, or the kernel does not report them."""
+    """Return the nodes of the machine that have memory. Returns (None,) if there is only one, or if the kernel does not
+    report them."""
     try:
         parts = [part.split("-") for part in path.read_text().strip().split(",")]
         nodes = tuple(node for part in parts for node in range(int(part[0]), int(part[-1]) + 1))

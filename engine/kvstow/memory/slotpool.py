@@ -1,4 +1,4 @@
-"""A pool of slots that are pinned, and given back, while others of them are in use."""
+"""A pool of slots: some are pinned or given back while others are in use."""
 
 from __future__ import annotations
 
@@ -30,9 +30,12 @@ PoolState = Literal["pinning", "ready", "degraded", "failed", "closed"]
 
 @dataclass(frozen=True, kw_only=True)
 class PoolStatus(PoolFigures):
-    """One view of a pool. `degraded`: a chunk failed; `failed`: an unexpected error. In both, `error_reason` and
-    `error` say why, the pinned slots stay usable, and `retry` or a new target tries again. `numa_bytes`: memory by NUMA
-    node, empty if the kernel does not report it."""
+    """The state of a pool at one moment.
+
+    The state is `degraded` after a chunk could not be pinned, and `failed` after an unexpected error. In both cases
+    `error_reason` and `error` say why, the pinned slots stay usable, and `retry` or a new target tries again.
+    `numa_bytes` is the memory on each NUMA node. It is empty if the kernel does not report it.
+    """
 
     state: PoolState
     error_reason: str | None
@@ -40,52 +43,56 @@ class PoolStatus(PoolFigures):
     numa_bytes: Mapping[int, int]
 
 
-_DEFECT = "internal"  # the reason of failures that are not a `PinError`
-
 Int64Array = npt.NDArray[np.int64]
+
+_UNEXPECTED = "internal"
+"""The `reason` of a failure that is not a `PinError`."""
+_REFILL_DIVISOR = 3
+"""More chunks are populated once only a third of those ahead is left to register. Beside steps of 20 ms, the register
+calls of that third last 160 ms."""
 
 logger = logging.getLogger("kvstow.pool")
 
 
-_REFILL = 3  # more chunks are populated when a third of those ahead are left: 160 ms of calls beside steps of 20 ms
-
-
 class Growth:
-    """Chunks on their way into a pool. They are planned, populated, and registered, in the order of their slots.
+    """The chunks that are being added to a pool. Each one is planned, populated and registered, in slot order.
 
-    The pinning thread uses it, and calls `end` last. It populates chunks here or, beside an idle host, on another
-    thread. Their register calls wait in `queue`, from which the host's thread takes some; any thread may hold or stop
-    the queue.
+    The pinning thread uses this object, and calls `end` last. It populates chunks itself. While the host is idle,
+    another thread populates them. Their register calls wait in `queue`, where the host's thread may make them. Any
+    thread may hold or stop the queue.
     """
 
     def __init__(self, pool: SlotPool, pinned: PinnedChunks | None) -> None:
-        """`pinned`: what the pool has already."""
+        """`pinned` are the chunks that the pool has before it grows."""
         self.queue = CallQueue()
         self._pool, self._before = pool, pinned
         self._after_call: list[PinnedChunks] = []
-        """What is pinned after each call of the queue."""
+        """Entry `i` holds the chunks that are pinned once call `i` of the queue has been made."""
         self._ahead: Future[list[Chunk]] | None = None
-        """Chunks that the other thread populates, or has populated, and that were not taken yet."""
+        """The result of the other thread: chunks that it populates, until this thread takes them."""
         self._thread: ThreadPoolExecutor | None = None
         self._has_no_thread = False
 
     @property
     def pinned(self) -> PinnedChunks | None:
-        """What the pool has, with what is registered by now."""
+        """The chunks that are registered by now, including those from before the growth."""
         made = self.queue.made
         return self._after_call[made - 1] if made else self._before
 
     @property
-    def is_used_up(self) -> bool:
-        """Whether all that has been planned is registered."""
+    def is_registered(self) -> bool:
+        """Whether every planned chunk is registered."""
         return self.queue.made == len(self._after_call) and self._ahead is None
 
     def populate_ahead(self) -> int | None:
-        """Populate more chunks if few of those that are have yet to be registered: on this thread, or beside the
-        register calls of an idle host. Returns after how many calls it is to be called again; None if there is nothing
-        to register. Raises `PinError` if the next chunk cannot be populated."""
+        """Populate more chunks if few populated ones are left to register. This thread does it, or another one while
+        the host is idle, so that this thread can go on to register.
+
+        Returns the number of made calls at which to call this again, or None if there is nothing to register. Raises
+        `PinError` if the next chunk cannot be populated.
+        """
         most = self._pool._pace.chunks_ahead
-        refill_at = most // _REFILL
+        refill_at = most // _REFILL_DIVISOR
         while True:
             self._add(self._take_ahead(wait=self.queue.made == len(self._after_call)))
             pending = len(self._after_call) - self.queue.made
@@ -104,18 +111,18 @@ class Growth:
                 return len(self._after_call) - refill_at
 
     def end(self) -> None:
-        """Give back what is populated and not registered. The queue has been settled."""
+        """Give back the chunks that are populated but not registered. Call it after `CallQueue.settle`."""
         rest = [chunks.last for chunks in self._after_call[self.queue.made :]]
         try:
             rest += self._take_ahead(wait=True)
         finally:
             if self._thread is not None:
                 self._thread.shutdown()
-            for chunk in reversed(rest):  # one by one: they may lie in several extents
+            for chunk in reversed(rest):  # one at a time, because they may lie in different extents
                 self._pool._decommit(chunk)
 
     def _begin_ahead(self, chunks: Sequence[Chunk]) -> bool:
-        """Populate these on another thread. False if the process can start none."""
+        """Populate the chunks on another thread. Returns False if the process cannot start a thread."""
         thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="kvstow-ahead")
         try:
             if not self._has_no_thread:
@@ -127,7 +134,8 @@ class Growth:
         return not self._has_no_thread
 
     def _take_ahead(self, *, wait: bool) -> list[Chunk]:
-        """What the other thread has populated since the last time; nothing if it has not finished, unless `wait`."""
+        """Return the chunks that the other thread has populated since the last call. The list is empty if the thread
+        has not finished yet; with `wait`, wait for it."""
         ahead = self._ahead
         if ahead is None or not (wait or ahead.done()):
             return []
@@ -136,11 +144,11 @@ class Growth:
 
     def _next_chunks(self, most: int) -> list[Chunk]:
         top = self._after_call[-1] if self._after_call else self._before
-        # The first ones alone, so that some slots can be used soon.
+        # The first batches are small, so that some slots can be used soon.
         return self._pool._plan(top.last.end_slot if top else 0, min(max(1, len(self._after_call)), most))
 
     def _add(self, chunks: Sequence[Chunk]) -> None:
-        """Let these, which are populated, be registered."""
+        """Put the register calls of these populated chunks into the queue."""
         if not chunks:
             return
         top, more = self._after_call[-1] if self._after_call else self._before, []
@@ -155,38 +163,41 @@ class Growth:
         self.queue.add([RegisterCall(partial(self._pool._register, chunk), chunk.num_bytes) for chunk in chunks])
 
     def _commit(self, chunks: Sequence[Chunk], *, is_optional: bool) -> list[Chunk]:
-        """Commit all of them, or else the first one; which of them it did. None only if `is_optional`: then there are
-        others to register before this must raise."""
-        for tried in (chunks, chunks[:1]):
+        """Commit all chunks, or only the first one if there is no memory for all. Returns the committed chunks.
+
+        Raises `PinError` if there is no memory even for one. With `is_optional`, it returns an empty list instead: the
+        pool can still register other chunks, and the next attempt raises.
+        """
+        for batch in (chunks, chunks[:1]):
             try:
-                self._pool._commit(_span(tried))
+                self._pool._commit(_span(batch))
             except PinError:
-                if len(tried) == 1 and not is_optional:
+                if len(batch) == 1 and not is_optional:
                     raise
             else:
-                return list(tried)
+                return list(batch)
         return []
 
 
 def _span(chunks: Sequence[Chunk]) -> Chunk:
-    """Chunks that follow each other in memory, as one."""
+    """Join chunks that follow each other in memory into one."""
     first, last = chunks[0], chunks[-1]
     return replace(first, end_slot=last.end_slot, num_bytes=last.end_offset - first.offset)
 
 
 class SlotPool(ABC):
-    """Slots of `slot_bytes`; those below `pinned_slots` may be used. `HostPool` has memory of its own, `MappedPool` has
-    that of the node service.
+    """A pool whose slots below `pinned_slots` may be used. `HostPool` has memory of its own. `MappedPool` maps memory
+    of the node service.
 
-    Guarantees: every slot below `pinned_slots` is populated and registered. Memory is given back from the top, by whole
-    chunks, and never while it is held. A chunk that fails is undone completely and stops growth, not the pool; no error
-    ends the pinning thread. After `close` nothing is left.
+    Guarantees: every slot below `pinned_slots` is populated and registered. Memory is given back from the top, in whole
+    chunks, and never while a copy holds it. If pinning a chunk fails, it is undone completely. The pool then stops
+    growing, but stays usable. No error ends the pinning thread. After `close` no memory is left.
 
-    The pinning thread populates chunks ahead, as many as the `Pace` says, several at once. It leaves their register
-    calls in a queue, from which the host's thread takes one after some of its steps (`steps`), and wakes when a third
-    of them are left: each time that it runs costs a host that computes in Python a handover of the interpreter. While
-    the host makes no steps, it makes the calls itself, with the pauses of the pace; then another thread populates. The
-    watermark rises each time that it has run.
+    The pinning thread populates a batch of chunks before they can be registered; the `Pace` limits how many. It puts
+    their register calls into a queue. After some of its steps (`steps`), the host's thread makes one of these calls.
+    The pinning thread wakes up when a third of them is left, because each time it runs, a host that computes in Python
+    has to hand over the interpreter. While the host makes no steps, the pinning thread makes the calls itself, with the
+    pauses of the pace, and another thread populates. The watermark rises each time the pinning thread has run.
 
     Assumes: a caller that copies to or from slots holds their memory (`hold`) from before the copy begins until the
     device no longer touches it. `close` waits for the last of them.
@@ -206,7 +217,7 @@ class SlotPool(ABC):
         clock: Callable[[], float] = time.monotonic,
         cpu_clock: Callable[[], float] = time.thread_time,
     ) -> None:
-        """`max_slots`: the largest target."""
+        """`max_slots` is the largest target that `set_target` accepts. `target` is the first one."""
         self.slot_bytes, self.max_slots = slot_bytes, max_slots
         self._registrar = registrar
         self.steps = HostSteps(clock)
@@ -214,10 +225,11 @@ class SlotPool(ABC):
         self._is_thread_prepared = False
         self._resident_bytes = 0
         self._numa_notice: str | None = None
-        """A sentence for people if memory cannot be bound to the node."""
+        """A sentence for operators if the memory cannot be bound to its NUMA node."""
         self._state = threading.Condition()
         self._ending = threading.Lock()
-        self._held: Counter[int] = Counter()  # by the slot at which it ends
+        self._held: Counter[int] = Counter()
+        """How many callers hold the slots below each end slot."""
         self._target = target
         self._chunks: PinnedChunks | None = None
         self._failure: PinError | None = None
@@ -225,18 +237,21 @@ class SlotPool(ABC):
         self._progress = PinProgress(clock)
         self._clock, self._cpu_clock = clock, cpu_clock
         self._paused = self._closing = False
-        self._queue: CallQueue | None = None  # of the growth under way
-        self._queue_end = 0  # the slot up to which it grows so far
+        self._queue: CallQueue | None = None
+        """The register calls of the growth under way."""
+        self._queue_end = 0
+        """The end slot of the last chunk that this growth has planned."""
         self._listeners = Callbacks()
         self._thread: threading.Thread | None = None
 
-    # Where pools differ. The pinning thread calls what concerns memory, with two exceptions: the thread that populates
-    # calls `_commit` after the pinning thread has called it once, and `_close_memory` comes when all calls have ended.
-    # Each call either succeeds or is undone completely. Chunks that follow each other may be committed as one.
+    # The following methods differ between pools. The pinning thread calls those that concern memory, with two
+    # exceptions: the populating thread calls `_commit` after the pinning thread has called it once, and `close` calls
+    # `_close_memory` after all other calls have ended. Each call succeeds, or is undone completely. Chunks that follow
+    # each other in memory may be committed together, as one chunk.
 
     @abstractmethod
     def _commit(self, chunk: Chunk) -> None:
-        """Make the chunk's bytes present. Raises `PinError`."""
+        """Back the chunk's bytes with memory. Raises `PinError`."""
 
     @abstractmethod
     def _decommit(self, chunk: Chunk) -> None:
@@ -247,53 +262,53 @@ class SlotPool(ABC):
 
     @abstractmethod
     def _close_memory(self) -> None:
-        """Give all memory and the address space back; idempotent."""
+        """Give back all memory and the address space. Idempotent."""
 
     def _bytes_by_node(self, chunk: Chunk) -> Counter[int]:
-        """A committed chunk's bytes by NUMA node."""
+        """Count a committed chunk's bytes on each NUMA node."""
         return bytes_by_node(self._address_of(chunk), chunk.num_bytes)
 
     @abstractmethod
     def addresses(self, slots: Int64Array) -> Int64Array:
-        """Where pinned slots begin. Neighbouring slots are `slot_stride` apart, except those at the seam of two
-        registrations."""
+        """Return the address of each pinned slot. Neighbouring slots are `slot_stride` bytes apart, except where two
+        registrations meet."""
 
     @property
     @abstractmethod
     def slot_stride(self) -> int:
-        """Bytes from one slot to the next; more than `slot_bytes` only for sizes far from a page multiple."""
+        """Bytes from one slot to the next. It exceeds `slot_bytes` only for sizes far from a multiple of a page."""
 
     @abstractmethod
     def _next_chunk(self, covered: int) -> Chunk | None:
-        """The chunk to pin after the first `covered` slots, if there is one. Under `_state`."""
+        """Return the chunk to pin after the first `covered` slots, or None if there is none. Hold `_state`."""
 
     @abstractmethod
     def _chunks_left(self) -> int:
-        """How many chunks are still to be pinned. Under `_state`."""
+        """Count the chunks that are still to be pinned. Hold `_state`."""
 
-    def _usable(self) -> int:
-        """Pinned slots from it on must not be used. Under `_state`."""
+    def _usable_end(self) -> int:
+        """Return the first slot that must not be used, even if it is pinned. Hold `_state`."""
         return self._target
 
-    def _wanted(self) -> int:
-        """Memory of slots from it on is to be given back. Under `_state`."""
+    def _wanted_end(self) -> int:
+        """Return the first slot whose memory is not wanted any more. Hold `_state`."""
         return self._target
 
     @abstractmethod
     def _forget_limits(self) -> None:
-        """A chunk has failed: check the limits on memory before the next one."""
+        """A chunk has failed, so read the limits on memory again before the next chunk."""
 
-    # For any thread.
+    # Any thread may call the following methods.
 
     @property
     def pinned_slots(self) -> int:
-        """The watermark: slots below it may be used."""
+        """The watermark. Slots below it may be used."""
         with self._state:
             return self._pinned()
 
     def start(self, *, at_ease: bool = False) -> None:
-        """Start pinning in the background; idempotent. `at_ease`: with longer pauses, until the host begins a step or
-        `start` is called without it."""
+        """Start pinning in the background. Idempotent. With `at_ease`, pinning makes longer pauses until the host
+        begins a step, or until `start` is called without it."""
         with self._state:
             self.steps.is_starting = at_ease
             if self._thread is None and not self._closing:
@@ -306,8 +321,8 @@ class SlotPool(ABC):
         self._listeners.register(callback)
 
     def set_target(self, slots: int) -> None:
-        """Grow or shrink to `slots` in the background; slots above it are unusable at once. A new target also retries
-        after a failure. Raises `ConfigError` outside 0 to `max_slots`."""
+        """Grow or shrink to `slots` in the background. Slots above the target are unusable at once. A new target also
+        starts a new attempt after a failure. Raises `ConfigError` unless it is between 0 and `max_slots`."""
         if not 0 <= slots <= self.max_slots:
             raise ConfigError("target slots", slots, f"0 to {self.max_slots} (max_bytes of the pool)")
         with self._state:
@@ -321,7 +336,7 @@ class SlotPool(ABC):
                 self._state.notify_all()
 
     def set_paused(self, paused: bool) -> None:
-        """Start no further chunk until unpaused; shrinking continues. What is populated already stays so."""
+        """While paused, pin no further chunk. Shrinking continues, and populated chunks stay populated."""
         with self._state:
             self._paused = paused
             if self._queue is not None:
@@ -329,14 +344,14 @@ class SlotPool(ABC):
             self._state.notify_all()
 
     def retry(self) -> None:
-        """Try a chunk that failed again. No effect if none has."""
+        """Try to pin a chunk that failed once more. Without a failure, nothing happens."""
         with self._state:
             self._failure = None
             self._state.notify_all()
 
     def hold(self, end_slot: int) -> ExitStack:
-        """Keep the memory of all slots below `end_slot` in place until the result is closed. Never waits. Raises
-        `CopyError` if they are not all pinned."""
+        """Keep the memory of all slots below `end_slot` in place until the returned object is closed. Never waits.
+        Raises `CopyError` if one of these slots is not pinned."""
         held = ExitStack()
         with self._state:
             if (pinned := self._pinned()) < end_slot:
@@ -350,7 +365,7 @@ class SlotPool(ABC):
             self._held[end_slot] -= 1
             if not self._held[end_slot]:
                 del self._held[end_slot]
-            if self._closing or self._covered() > self._wanted():  # otherwise no thread waits for it
+            if self._closing or self._covered() > self._wanted_end():  # otherwise no thread waits for the release
                 self._state.notify_all()
 
     def status(self) -> PoolStatus:
@@ -379,7 +394,8 @@ class SlotPool(ABC):
             )
 
     def close(self) -> None:
-        """Stop pinning at the next chunk, unregister and give the memory back. Idempotent; safe at any time."""
+        """Stop pinning after the current chunk, unregister all chunks and give the memory back. Waits until no copy
+        holds memory. Idempotent."""
         with self._state:
             self._closing = True
             self.steps.close()
@@ -391,19 +407,19 @@ class SlotPool(ABC):
         with self._ending:
             with self._state:
                 self._state.wait_for(lambda: not self._held)
-                chunks, self._chunks = self._chunks, None  # nothing can be held from now on
+                chunks, self._chunks = self._chunks, None  # from now on `hold` refuses every slot
             try:
                 while chunks is not None:
                     chunk, chunks = chunks.last, chunks.below
                     try:
                         self._registrar.unregister(self._address_of(chunk), chunk.num_bytes)
-                    except Exception as error:  # noqa: BLE001 - the other chunks are unregistered all the same
+                    except Exception as error:  # noqa: BLE001 - the other chunks must still be unregistered
                         first, last = chunk.first_slot, chunk.end_slot - 1
                         logger.warning("could not unregister slots %d-%d: %s", first, last, error)
             finally:
                 self._close_memory()
 
-    # The pinning thread.
+    # The pinning thread calls the following methods.
 
     def _run(self) -> None:
         while True:
@@ -417,11 +433,11 @@ class SlotPool(ABC):
                 self._fail(error.reason, str(error))
             except Exception as error:
                 logger.exception("pinning stopped at %d slots: unexpected error", self.pinned_slots)
-                self._fail(_DEFECT, repr(error))
+                self._fail(_UNEXPECTED, repr(error))
             self._listeners.call()
 
     def _wait_for_step(self) -> Callable[[], None] | None:
-        """Wait for work and return it; None when the pool closes."""
+        """Wait until there is work, and return it. Returns None when the pool closes."""
         with self._state:
             self.steps.is_pinning = self._next_step() is not None
             self._state.wait_for(lambda: self._closing or self._next_step() is not None)
@@ -436,11 +452,11 @@ class SlotPool(ABC):
         return None if self._paused or self._next_chunk(self._covered()) is None else self._grow
 
     def _give_back_step(self) -> Callable[[], None] | None:
-        """What comes before growth. Under `_state`."""
+        """Return the work that gives memory back, which comes before growth, or None. Hold `_state`."""
         return self._shrink if self._may_give_back(self._chunks) else None
 
     def _grow(self) -> None:
-        """Pin chunk after chunk until none is left, or something else comes first."""
+        """Pin chunk after chunk until none is left, or until there is more urgent work."""
         if not self._is_thread_prepared:
             self._registrar.prepare_thread()
             self._is_thread_prepared = True
@@ -460,23 +476,23 @@ class SlotPool(ABC):
                     self._listeners.call()
         finally:
             growth.queue.settle()
-            with self._state:  # keep what is registered, and give the rest back
+            with self._state:  # registered chunks stay; `end` gives the others back
                 self._queue, self._queue_end = None, 0
                 self._publish(growth)
             growth.end()
         self.steps.withdraw()
-        self._record_of_host(growth.queue)
+        self._record_host_calls(growth.queue)
         growth.queue.raise_error()
 
     def _advance(self, queue: CallQueue, wake_at: int) -> None:
-        """Wait until `wake_at` calls of the queue have been made by the host's thread, or make the next one here. May
-        return earlier."""
+        """Wait until `wake_at` calls of the queue have been made. While the host makes steps, its thread makes them;
+        otherwise this thread makes the next one. May return earlier."""
         if (expected := self._pace.call_seconds) is not None:
             self.steps.offer(queue, expected)
             if self.steps.wait(queue, wake_at):
-                self._record_of_host(queue)
+                self._record_host_calls(queue)
                 return
-        self._record_of_host(queue)
+        self._record_host_calls(queue)
         if not self._wait_for_turn(queue):
             return
         if expected is not None and self.steps.state(self._clock()) == "stepping":
@@ -490,25 +506,27 @@ class SlotPool(ABC):
             finally:
                 queue.done()
 
-    def _record_of_host(self, queue: CallQueue) -> None:
-        """Record for each call what the median one took: one that took unusually long must not shrink the next ones."""
+    def _record_host_calls(self, queue: CallQueue) -> None:
+        """Record the duration of the median call for every call that the host's thread has made: a single slow call
+        must not make the next chunks smaller."""
         calls: list[MadeCall] = []
         while queue.by_host:
             calls.append(queue.by_host.popleft())
         calls.sort(key=lambda call: call.seconds / call.num_bytes)
         for _ in calls:
-            usual = calls[len(calls) // 2]
-            self._pace.record(usual.num_bytes, usual.seconds, self._clock())
+            median = calls[len(calls) // 2]
+            self._pace.record(median.num_bytes, median.seconds, self._clock())
 
     def _register(self, chunk: Chunk) -> None:
-        """Pin a committed chunk, on the pinning thread or the host's. Raises `PinError`; it is then not pinned."""
+        """Pin a committed chunk, on the pinning thread or the host's. If it raises `PinError`, nothing is pinned."""
         self._registrar.register(self._address_of(chunk), chunk.num_bytes)
 
     def _is_host_idle(self) -> bool:
         return self.steps.state(self._clock()) == "idle"
 
     def _plan(self, covered: int, number: int) -> list[Chunk]:
-        """Up to so many chunks to populate, which follow each other in memory, after the first `covered` slots."""
+        """Return at most `number` chunks to populate after the first `covered` slots. They follow each other in
+        memory."""
         with self._state:
             queue = self._queue
             if self._paused or queue is None or queue.is_over_for_good or self._give_back_step() is not None:
@@ -522,7 +540,7 @@ class SlotPool(ABC):
             return chunks
 
     def _publish(self, growth: Growth) -> None:
-        """Raise the watermark to what is registered."""
+        """Raise the watermark to the last registered chunk."""
         with self._state:
             pinned = growth.pinned
             if pinned is self._chunks:
@@ -535,7 +553,7 @@ class SlotPool(ABC):
     def _goes_on(self, growth: Growth) -> bool:
         """Whether there is more to register. Waits while pinning is paused."""
         with self._state:
-            if growth.is_used_up:
+            if growth.is_registered:
                 return not self._closing and not growth.queue.is_over_for_good and self._next_step() == self._grow
             while self._paused and not growth.queue.is_over_for_good and self._give_back_step() is None:
                 self.steps.is_pinning = False
@@ -544,37 +562,38 @@ class SlotPool(ABC):
             return not growth.queue.is_over_for_good and not self._paused
 
     def _stop_growth(self) -> None:
-        """Register no further chunk of the growth under way, and give back those that are populated. Under `_state`."""
+        """End the growth under way: register none of its chunks any more, and give back the populated ones. Hold
+        `_state`."""
         if self._queue is not None:
             self._queue.stop()
 
     def _shrink(self) -> None:
-        """Give the last chunk back, unless it is wanted or held by then."""
+        """Give the last chunk back, unless it has become wanted or held in the meantime."""
         if not self._wait_for_turn():
             return
         with self._state:
             chunks = self._chunks
             if not self._may_give_back(chunks):
                 return
-            self._chunks = chunks.below  # the chunk cannot be held from now on
-        chunk, started, of_host = chunks.last, self._cpu_clock(), None
+            self._chunks = chunks.below  # from now on `hold` refuses the chunk's slots
+        chunk, started, host_seconds = chunks.last, self._cpu_clock(), None
         call = partial(self._registrar.unregister, self._address_of(chunk), chunk.num_bytes)
         try:
             if (expected := self._pace.call_seconds) is None:
                 call()
             else:
-                of_host = self.steps.run(call, chunk.num_bytes, expected)
+                host_seconds = self.steps.run(call, chunk.num_bytes, expected)
         except BaseException:
             with self._state:
-                self._chunks = chunks  # it is still pinned; the next attempt or `close` unregisters it
+                self._chunks = chunks  # the chunk is still pinned; the next attempt or `close` unregisters it
             raise
         self._decommit(chunk)
-        seconds = self._cpu_clock() - started if of_host is None else of_host
+        seconds = self._cpu_clock() - started if host_seconds is None else host_seconds
         self._pace.record(chunk.num_bytes, seconds, self._clock())
 
     def _wait_for_turn(self, queue: CallQueue | None = None) -> bool:
-        """Leave the driver's lock to others for as long as the pace says; False when the pool closes or the queue has
-        been stopped."""
+        """Leave the driver's lock to other threads for as long as the pace requires. Returns False if the pool closes
+        or the queue accepts no calls any more."""
         with self._state:
             while not (is_over := self._closing or (queue is not None and queue.is_over_for_good)):
                 if (seconds := self._pace.delay(self._clock())) <= 0:
@@ -589,21 +608,21 @@ class SlotPool(ABC):
             self._pin_failures[reason] += 1
             self._progress.end()
 
-    # Under `_state`.
+    # Callers of the following methods hold `_state`.
 
     def _may_give_back(self, chunks: PinnedChunks | None) -> TypeGuard[PinnedChunks]:
         """Whether the last chunk is neither wanted nor held."""
-        return chunks is not None and chunks.last.first_slot >= max(self._wanted(), *self._held, 0)
+        return chunks is not None and chunks.last.first_slot >= max(self._wanted_end(), *self._held, 0)
 
     def _covered(self) -> int:
         return self._chunks.last.end_slot if self._chunks is not None else 0
 
     def _pinned(self) -> int:
-        return min(self._usable(), self._covered())
+        return min(self._usable_end(), self._covered())
 
     def _current_state(self) -> PoolState:
         if self._closing:
             return "closed"
         if self._failure is not None:
-            return "failed" if self._failure.reason == _DEFECT else "degraded"
+            return "failed" if self._failure.reason == _UNEXPECTED else "degraded"
         return "ready" if self._pinned() >= self._target else "pinning"

@@ -294,7 +294,7 @@ def test_values_out_of_range_are_malformed() -> None:
         Lookup.unpack(msgspec.msgpack.encode([msgspec.msgpack.encode([[], 9]), []]))
     with pytest.raises(ProtocolError, match="1 hits of 0 blocks"):
         calls.CountLookup.unpack(calls.CountLookup(0, 1).pack())
-    with pytest.raises(ProtocolError, match="it has looked up blocks from 9 to 8"):
+    with pytest.raises(ProtocolError, match="the looked-up blocks begin at 9 and end at 8"):
         calls.Admit.unpack(calls.Admit(1, [], (9, 8)).pack())
 
 
@@ -339,7 +339,7 @@ def test_what_ranks_and_the_service_say_of_an_error_is_one_line_of_printable_tex
     for text in ("one\ntwo", "x" * 256):
         (message,) = Completions.listed(0, "", [Completion(1, "failed", text)])
         assert len(message.completions[0].error or "") <= 255
-        with pytest.raises(ProtocolError, match=r"op 1 has failed by .*; allowed: one line of plain text"):
+        with pytest.raises(ProtocolError, match=r"the error of op 1 is .*; allowed: one line of printable characters"):
             Completions.unpack(Completions(0, "", (Completion(1, "failed", text),)).pack())
 
 
@@ -368,7 +368,7 @@ def test_a_hello_ignores_fields_that_it_does_not_know() -> None:
         ({"host": "h" * 5000}, r"Expected `str` of length <= 255 - at `\$.host`"),
         ({"version": None}, r"Expected `int`, got `null` - at `\$.version`"),
         ({"version": "1"}, r"Expected `int`, got `str` - at `\$.version`"),
-        ({"pool": None}, "hello: a scheduler half needs pool and namespace"),
+        ({"pool": None}, "hello: the scheduler half of an engine must send pool and namespace"),
         ({"pool": 3}, r"Expected `object . null`, got `int` - at `\$.pool`"),
         ({"namespace": {"model": "m"}}, r"missing required field `weights_id` - at `\$.namespace`"),
         ({"settled_tokens": [1]}, r"Expected `str`, got `int` - at `\$.settled_tokens\[0\]`"),
@@ -406,7 +406,7 @@ def test_a_hello_with_half_a_surrogate_is_refused_by_the_service() -> None:
 def test_the_settings_of_an_engine_have_a_bound() -> None:
     assert HELLO.namespace is not None
     namespace = replace(HELLO.namespace, value_settings=tuple((f"s{number}", "x" * 4000) for number in range(5)))
-    with pytest.raises(ProtocolError, match="allowed: texts of at most 16384 characters together"):
+    with pytest.raises(ProtocolError, match="allowed: 16384 characters in all texts together"):
         Hello.unpack(replace(HELLO, namespace=namespace).pack())
 
 

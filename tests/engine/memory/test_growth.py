@@ -390,13 +390,13 @@ def test_a_pause_keeps_what_is_populated_beside_the_last_call(make_pool: MakePoo
 def test_a_host_that_makes_steps_again_lets_the_pinning_thread_sleep_while_chunks_are_populated(
     make_pool: MakePool, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hoststeps, "_LOOK_SECONDS", 0.001)
+    monkeypatch.setattr(hoststeps, "_CHECK_HOST_SECONDS", 0.001)
     populated = Populated(monkeypatch, 2)
     growing = Growing(make_pool, is_idle=True)
     assert populated.begun.wait(30)
     growing.pool.steps.begin()
     growing.pool.retry()  # wakes the pinning thread, as the next pause on a real clock
-    eventually(lambda: growing.pool.steps.looks >= 5)
+    eventually(lambda: growing.pool.steps.checks >= 5)
     populated.go_on.set()
     growing.steps_until(eventually, lambda: growing.pool.status().state == "ready")
     assert growing.is_settled()

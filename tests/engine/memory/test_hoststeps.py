@@ -98,7 +98,7 @@ def test_only_launches_count_as_steps_that_pay_for_a_call() -> None:
     host.clock.advance(0.010)
     assert host.state == "stepping"
     host.step(0.050)
-    (seconds,) = host.steps.budget._without
+    (seconds,) = host.steps.budget._without_call
     assert seconds == pytest.approx(0.0025 + 0.010 + 0.0375), "from launch to launch"
 
 
@@ -134,14 +134,14 @@ def test_while_the_host_makes_steps_its_own_thread_makes_the_calls(eventually: E
 def test_the_pinning_thread_waits_through_its_looks_until_there_is_something_to_do(
     eventually: Eventually, monkeypatch: pytest.MonkeyPatch, ending: str
 ) -> None:
-    monkeypatch.setattr(hoststeps, "_LOOK_SECONDS", 0.001)
+    monkeypatch.setattr(hoststeps, "_CHECK_HOST_SECONDS", 0.001)
     host, queue = Host(), CallQueue()
     queue.add([RegisterCall(lambda: None, 1)] * 3)
     host.step(0.020)
     host.steps.offer(queue, 0.001)
     waiting = threading.Thread(target=host.steps.wait, args=(queue, 2), daemon=True)
     waiting.start()
-    eventually(lambda: host.steps.looks >= 5)
+    eventually(lambda: host.steps.checks >= 5)
     assert waiting.is_alive(), "each return would run the pool's Python beside the host's steps"
     if ending == "made":
         while queue.made < 2:

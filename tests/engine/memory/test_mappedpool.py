@@ -342,10 +342,10 @@ def give_back(pool: MappedPool) -> None:
 def test_an_extent_arrives_until_those_with_its_slots_are_retired(idle_pool: MappedPool, extents: Extents) -> None:
     for number, first in ((1, 0), (2, 32)):
         grant(idle_pool, extents.create(2 * MIB), first=first, extent_id=number)
-    assert idle_pool._usable() == 64
+    assert idle_pool._usable_end() == 64
     idle_pool.revoke([1, 2])
     grant(idle_pool, extents.create(2 * MIB), first=16, extent_id=3)
-    assert idle_pool._usable() == 0
+    assert idle_pool._usable_end() == 0
     for released in (1, 2):
         assert idle_pool._next_chunk(16) is None
         give_back(idle_pool)

@@ -87,4 +87,4 @@ def test_without_permission_to_lock_the_memory_is_populated_and_the_report_says_
     assert "RLIMIT_MEMLOCK is 0 B and CAP_IPC_LOCK is missing. 0 B are locked" in refused
     assert limited.startswith("ready populate 65536 98304 mlock of 32 KiB failed: ENOMEM")
     assert "RLIMIT_MEMLOCK is 64 KiB" in limited
-    assert "64 KiB are locked; the rest is populated, but the machine may swap it" in limited
+    assert "64 KiB are locked; the rest is populated, but the kernel may swap it out" in limited

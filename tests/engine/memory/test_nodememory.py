@@ -371,7 +371,7 @@ def test_an_extent_that_cannot_be_created_is_told_and_made_later(
         assert node.extents == {}
         for _ in range(3):
             node.retry()
-    assert caplog.text.count("an extent is missing") == 1
+    assert caplog.text.count("an extent cannot be created") == 1
     node.retry()
     assert node.error is None
     assert sorted(str(row) for row in rows_waited_for(node).values()) == ["0", "0", "1", "1"]

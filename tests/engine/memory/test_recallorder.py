@@ -13,7 +13,7 @@ LAYOUT = PoolLayout(1, (RankLayout(2 * MIB),), 10 * MIB)
 
 def pool(*rows: int, idle_since: int = 0, slots: int | None = None) -> BookedPool:
     """A pool with rows of so many slots, and a session that asks for `slots`."""
-    made = BookedPool(LAYOUT, idle_since, asks={"s": slots})
+    made = BookedPool(LAYOUT, idle_since, requests={"s": slots})
     for number, num_slots in enumerate(rows):
         made.rows[number] = Row(made.held_slots(), num_slots, (number + 1,), num_slots * 2 * MIB)
     return made

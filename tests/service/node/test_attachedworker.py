@@ -520,7 +520,7 @@ def test_a_host_that_can_take_nothing_back_is_waited_for_however_long_it_takes(
     rank.worker.keep_open(GateHold(1, 7))
     engine.close()
     wait_until(lambda: turns)
-    monkeypatch.setattr(rank.worker, "_clock", lambda: rank.worker._ended_at + clock())
+    monkeypatch.setattr(rank.worker, "_clock", lambda: rank.worker._end_time + clock())
     del turns[:]
     rank.worker._wake_up()
     wait_until(lambda: turns)
