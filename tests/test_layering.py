@@ -86,7 +86,7 @@ ORDER = {
     "engine/kvstow/control": "blockevents launchorder ranktable sources keytable slots keyhashes evictedblocks "
     "expectedblocks hazards shares shadows comparison recording chains namespaces contexts index indexjournal pool ops "
     "session administration attachedsession engine sharedpool contextkeys pooltier",
-    "engine/kvstow/memory": "region limits hoststeps pinning chunks slotpool hostpool mappedpool extents "
+    "engine/kvstow/memory": "region limits hoststeps pinning chunks growth slotpool hostpool mappedpool extents "
     "rows budget nodememory",
     "engine/kvstow/attach": "wire channel identity peer calls hello connection openops engine worker",
     "engine/kvstow/devices": "base cpu cuda.driver cuda.context cuda.plan cuda.copier cuda.layerways cuda.layergroups "

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from dataclasses import dataclass
 from math import gcd
 
-from kvstow.memory.region import HUGE_PAGE_BYTES, PAGE_BYTES, round_up
+from kvstow.memory.region import HUGE_PAGE_BYTES, PAGE_BYTES, bytes_by_node, round_up
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,41 @@ class PinnedChunks:
         if below is None:
             return cls(chunk, None, 1, numa_bytes)
         return cls(chunk, below, below.count + 1, below.numa_bytes + numa_bytes)
+
+
+class ChunkMemory(ABC):
+    """The memory of a pool, which is committed and given back in chunks.
+
+    Each call succeeds, or is undone completely. The pinning thread makes the calls, one at a time. Another thread may
+    call `commit` instead, but not before the pinning thread has called it once.
+    """
+
+    def __init__(self) -> None:
+        self.resident_bytes = 0
+        """How many bytes of memory the committed chunks have."""
+        self.notice: str | None = None
+        """A sentence for operators if the memory is not on the NUMA node that it should be on."""
+
+    @abstractmethod
+    def commit(self, chunk: Chunk, *, host_is_idle: bool) -> None:
+        """Back the chunk's bytes with memory. Several chunks that follow each other in memory may be committed as one.
+        While the host is idle, this may use more threads. Raises `PinError`."""
+
+    @abstractmethod
+    def decommit(self, chunk: Chunk) -> None:
+        """Give the chunk's memory back."""
+
+    @abstractmethod
+    def address_of(self, chunk: Chunk) -> int:
+        """Return the address of the chunk's first byte."""
+
+    def bytes_by_node(self, chunk: Chunk) -> Counter[int]:
+        """Count a committed chunk's bytes on each NUMA node."""
+        return bytes_by_node(self.address_of(chunk), chunk.num_bytes)
+
+    @abstractmethod
+    def forget_limits(self) -> None:
+        """Read the limits on memory again before the next chunk, because a chunk has failed."""
 
 
 @dataclass(frozen=True, slots=True)

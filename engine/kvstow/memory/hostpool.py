@@ -6,11 +6,11 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
 
 from kvstow.config import PoolConfig
 from kvstow.errors import InsufficientMemoryError
-from kvstow.memory.chunks import Chunk, ChunkGrid
+from kvstow.memory.chunks import Chunk, ChunkGrid, ChunkMemory
+from kvstow.memory.hoststeps import HostSteps
 from kvstow.memory.limits import Allowance, MemoryLimits, limits_of
 from kvstow.memory.pinning import PopulateOnly, Registrar, pace_of
 from kvstow.memory.region import HostRegion, bytes_by_node, prefer_node, round_up
@@ -18,6 +18,47 @@ from kvstow.memory.slotpool import Int64Array, SlotPool
 
 _IDLE_POPULATORS = max(1, min(8, len(os.sched_getaffinity(0)) // 2))
 """How many threads populate while the host is idle. Beside a host that makes steps, one thread populates."""
+
+
+class _RegionMemory(ChunkMemory):
+    """Commits the chunks of a region."""
+
+    def __init__(self, region: HostRegion, allowance: Allowance, numa_node: int | None) -> None:
+        """Memory comes from `numa_node` if possible."""
+        super().__init__()
+        self._region, self._allowance = region, allowance
+        if numa_node is not None:
+            self.notice = prefer_node(region.address, region.num_bytes, numa_node)
+
+    def commit(self, chunk: Chunk, *, host_is_idle: bool) -> None:
+        start, end = self._pages(chunk)
+        self._allowance.require(start, end)
+        if start < end:
+            threads = _IDLE_POPULATORS if host_is_idle else 1
+            self._region.commit(start, end - start, plenty=self._allowance.is_plenty, threads=threads)
+        self.resident_bytes = end
+
+    def decommit(self, chunk: Chunk) -> None:
+        start, end = self._pages(chunk)
+        if start < end:
+            self._region.decommit(start, end - start)
+        self.resident_bytes = start
+
+    def address_of(self, chunk: Chunk) -> int:
+        return self._region.address + chunk.offset
+
+    def bytes_by_node(self, chunk: Chunk) -> Counter[int]:
+        start, end = self._pages(chunk)
+        return bytes_by_node(self._region.address + start, end - start)
+
+    def forget_limits(self) -> None:
+        self._allowance.forget()
+
+    def _pages(self, chunk: Chunk) -> tuple[int, int]:
+        """Start and end of the chunk's memory, which is made of the pages of the region that begin in the chunk. A
+        reserved huge page across its lower boundary belongs to the previous chunk."""
+        page_bytes = self._region.page_bytes
+        return round_up(chunk.offset, page_bytes), round_up(chunk.end_offset, page_bytes)
 
 
 class HostPool(SlotPool):
@@ -38,24 +79,28 @@ class HostPool(SlotPool):
         `InsufficientMemoryError` if the machine or the cgroup has no room for `pool_bytes`, and `PinError` if there is
         no address space.
         """
+        steps = HostSteps(clock)
+        pace = pace_of(config, steps)
+        limits = limits or limits_of(config.huge_pages)
+        self._grid = ChunkGrid.of(config.slot_bytes, config.max_slots, pace.chunk_bytes)
+        if shortage := limits.shortage(config.capacity_slots * self._grid.slot_stride):
+            raise InsufficientMemoryError(f"the pool does not fit: {shortage.message}")
+        self._region = HostRegion(self._grid.end_offset(config.max_slots), config.huge_pages)
         super().__init__(
             config.slot_bytes,
             config.max_slots,
             config.capacity_slots,
+            _RegionMemory(self._region, Allowance(limits.shortage, clock), numa_node),
             registrar if config.lock else PopulateOnly(),
-            partial(pace_of, config),
-            clock=clock,
+            steps,
+            pace,
             cpu_clock=cpu_clock,
         )
-        limits = limits or limits_of(config.huge_pages)
-        self._grid = ChunkGrid.of(config.slot_bytes, config.max_slots, self._pace.chunk_bytes)
-        if shortage := limits.shortage(config.capacity_slots * self._grid.slot_stride):
-            raise InsufficientMemoryError(f"the pool does not fit: {shortage.message}")
-        self._allowance = Allowance(limits.shortage, clock)
-        self._region = HostRegion(self._grid.end_offset(config.max_slots), config.huge_pages)
-        self.address = self._region.address
-        if numa_node is not None:
-            self._numa_notice = prefer_node(self.address, self._region.num_bytes, numa_node)
+
+    @property
+    def address(self) -> int:
+        """The address of slot 0."""
+        return self._region.address
 
     @property
     def slot_stride(self) -> int:
@@ -70,36 +115,6 @@ class HostPool(SlotPool):
     def _chunks_left(self) -> int:
         return self._grid.count(self._covered(), self._target, self._pace.chunk_bytes)
 
-    def _forget_limits(self) -> None:
-        self._allowance.forget()
-
-    def _commit(self, chunk: Chunk) -> None:
-        start, end = self._pages(chunk)
-        self._allowance.require(start, end)
-        if start < end:
-            threads = _IDLE_POPULATORS if self._is_host_idle() else 1
-            self._region.commit(start, end - start, plenty=self._allowance.is_plenty, threads=threads)
-        self._resident_bytes = end
-
-    def _decommit(self, chunk: Chunk) -> None:
-        start, end = self._pages(chunk)
-        if start < end:
-            self._region.decommit(start, end - start)
-        self._resident_bytes = start
-
-    def _address_of(self, chunk: Chunk) -> int:
-        return self.address + chunk.offset
-
-    def _bytes_by_node(self, chunk: Chunk) -> Counter[int]:
-        start, end = self._pages(chunk)
-        return bytes_by_node(self.address + start, end - start)
-
     def _close_memory(self) -> None:
-        self._resident_bytes = 0
+        self._memory.resident_bytes = 0
         self._region.close()
-
-    def _pages(self, chunk: Chunk) -> tuple[int, int]:
-        """Start and end of the chunk's memory, which is made of the pages of the region that begin in the chunk. A
-        reserved huge page across its lower boundary belongs to the previous chunk."""
-        page_bytes = self._region.page_bytes
-        return round_up(chunk.offset, page_bytes), round_up(chunk.end_offset, page_bytes)

@@ -193,6 +193,7 @@ class CallQueue:
         return self.is_stopped or self._is_abandoned or self.error is not None
 
     def add(self, calls: Iterable[RegisterCall]) -> None:
+        """Put the calls at the end of the queue."""
         self._calls.extend(calls)
 
     def claim(self) -> bool:
@@ -305,7 +306,8 @@ class HostSteps:
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+        self.clock = clock
+        """The clock of all times here, in seconds."""
         self.is_starting = False
         """The host makes no steps yet, but it is not idle either."""
         self.is_pinning = False
@@ -330,14 +332,14 @@ class HostSteps:
     def begin(self) -> None:
         """The host begins to launch the work of a step."""
         self.is_starting = False
-        self._begin_time = self._clock()
+        self._begin_time = self.clock()
         self._is_launching = True
 
     def launched(self, work: Work | None = None) -> None:
         """The device has the work of a step, and `work` says whether it has finished. Makes the next offered call if
         the steps since the last call have paid for it. Raises only a signal handler's exception, which interrupts the
         host anyway."""
-        now = self._clock()
+        now = self.clock()
         budget, expected, queue = self.budget, self._expected_seconds, self._queue
         if self._launch_time is not None:
             budget.end_step(now - self._launch_time, expected)
@@ -346,7 +348,7 @@ class HostSteps:
             try:
                 if queue.claim():
                     num_bytes = queue.make()
-                    made = self._clock()
+                    made = self.clock()
                     queue.by_host.append(MadeCall(num_bytes, made - now))
                     budget.spend(made - now, expected)
                     now = made
@@ -379,6 +381,10 @@ class HostSteps:
             return "stepping"
         return "waiting" if self._is_device_busy() else "idle"
 
+    def is_idle(self) -> bool:
+        """Whether the host has nothing to do now. Any thread of the pool may call this."""
+        return self.state(self.clock()) == "idle"
+
     def _is_device_busy(self) -> bool:
         work = self._work
         try:
@@ -406,9 +412,9 @@ class HostSteps:
     def wait(self, queue: CallQueue, wake_at: int) -> bool:
         """Wait while the host makes steps, until its thread has made `wake_at` calls, or the queue is held or over.
         Returns False at once if the host makes no steps."""
-        if self.state(self._clock()) != "stepping":
+        if self.state(self.clock()) != "stepping":
             return False
-        while not queue.has_reached(wake_at) and self.state(self._clock()) == "stepping":
+        while not queue.has_reached(wake_at) and self.state(self.clock()) == "stepping":
             queue.wait(wake_at, _CHECK_HOST_SECONDS)
             self.checks += 1
         return True

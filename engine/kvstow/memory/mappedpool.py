@@ -15,7 +15,7 @@ import numpy as np
 
 from kvstow.bytesize import format_size
 from kvstow.errors import ConflictError, InvalidRequestError, PinError
-from kvstow.memory.chunks import Chunk, ChunkGrid
+from kvstow.memory.chunks import Chunk, ChunkGrid, ChunkMemory
 from kvstow.memory.hoststeps import HostSteps
 from kvstow.memory.pinning import LATENCY_TARGET, AdaptivePace, Pace, Registrar
 from kvstow.memory.region import (
@@ -154,6 +154,31 @@ class ExtentChunk(Chunk):
         return round_up(self.offset, HUGE_PAGE_BYTES), round_up(self.end_offset, HUGE_PAGE_BYTES)
 
 
+class _ExtentChunks(ChunkMemory):
+    """Maps the chunks of extents."""
+
+    def commit(self, chunk: Chunk, *, host_is_idle: bool) -> None:
+        assert isinstance(chunk, ExtentChunk)
+        start, end = chunk.pages()
+        if start < end:
+            chunk.extent.map(start, end)
+        self.resident_bytes += end - start
+
+    def decommit(self, chunk: Chunk) -> None:
+        assert isinstance(chunk, ExtentChunk)
+        start, end = chunk.pages()
+        if start < end:
+            chunk.extent.unmap(start, end)
+        self.resident_bytes -= end - start
+
+    def address_of(self, chunk: Chunk) -> int:
+        assert isinstance(chunk, ExtentChunk)
+        return chunk.extent.address + chunk.offset
+
+    def forget_limits(self) -> None:
+        """The service checks the limits, because the memory is its own."""
+
+
 class _AddressTable:
     """Finds the address of a slot in O(log extents). Immutable, so any thread may use it without a lock."""
 
@@ -195,8 +220,9 @@ class MappedPool(SlotPool):
         cpu_clock: Callable[[], float] = time.thread_time,
     ) -> None:
         """Make a pool without slots. `pace` makes the pace of register calls, which is an `AdaptivePace` by default."""
-        pace = pace or partial(AdaptivePace, LATENCY_TARGET)
-        super().__init__(slot_bytes, _MAX_SLOTS, 0, registrar, pace, clock=clock, cpu_clock=cpu_clock)
+        steps = HostSteps(clock)
+        made_pace = AdaptivePace(LATENCY_TARGET, steps) if pace is None else pace(steps)
+        super().__init__(slot_bytes, _MAX_SLOTS, 0, _ExtentChunks(), registrar, steps, made_pace, cpu_clock=cpu_clock)
         self._stride = slot_bytes
         self._in_place: list[MappedExtent] = []
         """The extents in the order of their slots."""
@@ -360,27 +386,6 @@ class MappedPool(SlotPool):
             return None
         return extent.next_chunk(covered, self._pace.chunk_bytes)
 
-    def _forget_limits(self) -> None:
-        """The service checks the limits, because the memory is its own."""
-
-    def _commit(self, chunk: Chunk) -> None:
-        assert isinstance(chunk, ExtentChunk)
-        start, end = chunk.pages()
-        if start < end:
-            chunk.extent.map(start, end)
-        self._resident_bytes += end - start
-
-    def _decommit(self, chunk: Chunk) -> None:
-        assert isinstance(chunk, ExtentChunk)
-        start, end = chunk.pages()
-        if start < end:
-            chunk.extent.unmap(start, end)
-        self._resident_bytes -= end - start
-
-    def _address_of(self, chunk: Chunk) -> int:
-        assert isinstance(chunk, ExtentChunk)
-        return chunk.extent.address + chunk.offset
-
     def _close_memory(self) -> None:
         for extent in self._all():
             extent.close()
@@ -431,6 +436,5 @@ class MappedPool(SlotPool):
         self._granted_end = end
         self._revoked_slot = min((one.first_slot for one in self._in_place if one.is_revoked), default=_MAX_SLOTS)
         self._table = _AddressTable(self._in_place, self._stride)
-        if self._revoked_slot < self._queue_end:
-            self._stop_growth()
+        self._stop_growth(above=self._revoked_slot)
         self._state.notify_all()

@@ -7,10 +7,9 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal, TypeGuard
 
@@ -19,10 +18,10 @@ import numpy.typing as npt
 
 from kvstow.callbacks import Callbacks
 from kvstow.errors import ConfigError, CopyError, PinError
-from kvstow.memory.chunks import Chunk, PinnedChunks
-from kvstow.memory.hoststeps import CallQueue, HostSteps, MadeCall, RegisterCall
+from kvstow.memory.chunks import Chunk, ChunkMemory, PinnedChunks
+from kvstow.memory.growth import Growth
+from kvstow.memory.hoststeps import CallQueue, HostSteps, MadeCall
 from kvstow.memory.pinning import Pace, PinProgress, Registrar
-from kvstow.memory.region import bytes_by_node
 from kvstow.messages import PoolFigures
 
 PoolState = Literal["pinning", "ready", "degraded", "failed", "closed"]
@@ -47,142 +46,8 @@ Int64Array = npt.NDArray[np.int64]
 
 _UNEXPECTED = "internal"
 """The `reason` of a failure that is not a `PinError`."""
-_REFILL_DIVISOR = 3
-"""More chunks are populated once only a third of those ahead is left to register. Beside steps of 20 ms, the register
-calls of that third last 160 ms."""
 
 logger = logging.getLogger("kvstow.pool")
-
-
-class Growth:
-    """The chunks that are being added to a pool. Each one is planned, populated and registered, in slot order.
-
-    The pinning thread uses this object, and calls `end` last. It populates chunks itself. While the host is idle,
-    another thread populates them. Their register calls wait in `queue`, where the host's thread may make them. Any
-    thread may hold or stop the queue.
-    """
-
-    def __init__(self, pool: SlotPool, pinned: PinnedChunks | None) -> None:
-        """`pinned` are the chunks that the pool has before it grows."""
-        self.queue = CallQueue()
-        self._pool, self._before = pool, pinned
-        self._after_call: list[PinnedChunks] = []
-        """Entry `i` holds the chunks that are pinned once call `i` of the queue has been made."""
-        self._ahead: Future[list[Chunk]] | None = None
-        """The result of the other thread: chunks that it populates, until this thread takes them."""
-        self._thread: ThreadPoolExecutor | None = None
-        self._has_no_thread = False
-
-    @property
-    def pinned(self) -> PinnedChunks | None:
-        """The chunks that are registered by now, including those from before the growth."""
-        made = self.queue.made
-        return self._after_call[made - 1] if made else self._before
-
-    @property
-    def is_registered(self) -> bool:
-        """Whether every planned chunk is registered."""
-        return self.queue.made == len(self._after_call) and self._ahead is None
-
-    def populate_ahead(self) -> int | None:
-        """Populate more chunks if few populated ones are left to register. This thread does it, or another one while
-        the host is idle, so that this thread can go on to register.
-
-        Returns the number of made calls at which to call this again, or None if there is nothing to register. Raises
-        `PinError` if the next chunk cannot be populated.
-        """
-        most = self._pool._pace.chunks_ahead
-        refill_at = most // _REFILL_DIVISOR
-        while True:
-            self._add(self._take_ahead(wait=self.queue.made == len(self._after_call)))
-            pending = len(self._after_call) - self.queue.made
-            is_idle = self._pool._is_host_idle()
-            if pending > (most - refill_at if is_idle else refill_at):
-                return len(self._after_call) - refill_at
-            if self._ahead is not None:
-                return len(self._after_call)
-            chunks = self._next_chunks(most - pending)
-            if chunks and is_idle and pending and self._begin_ahead(chunks):
-                return len(self._after_call)
-            if not chunks or not (chunks := self._commit(chunks, is_optional=pending > 0)):
-                return len(self._after_call) if pending else None
-            self._add(chunks)
-            if not is_idle:
-                return len(self._after_call) - refill_at
-
-    def end(self) -> None:
-        """Give back the chunks that are populated but not registered. Call it after `CallQueue.settle`."""
-        rest = [chunks.last for chunks in self._after_call[self.queue.made :]]
-        try:
-            rest += self._take_ahead(wait=True)
-        finally:
-            if self._thread is not None:
-                self._thread.shutdown()
-            for chunk in reversed(rest):  # one at a time, because they may lie in different extents
-                self._pool._decommit(chunk)
-
-    def _begin_ahead(self, chunks: Sequence[Chunk]) -> bool:
-        """Populate the chunks on another thread. Returns False if the process cannot start a thread."""
-        thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="kvstow-ahead")
-        try:
-            if not self._has_no_thread:
-                self._ahead = thread.submit(self._commit, chunks, is_optional=True)
-                self._thread = thread
-        except RuntimeError as error:
-            self._has_no_thread = True
-            logger.warning("memory is not populated ahead, so pinning takes longer: %s", error)
-        return not self._has_no_thread
-
-    def _take_ahead(self, *, wait: bool) -> list[Chunk]:
-        """Return the chunks that the other thread has populated since the last call. The list is empty if the thread
-        has not finished yet; with `wait`, wait for it."""
-        ahead = self._ahead
-        if ahead is None or not (wait or ahead.done()):
-            return []
-        self._ahead = None
-        return ahead.result()
-
-    def _next_chunks(self, most: int) -> list[Chunk]:
-        top = self._after_call[-1] if self._after_call else self._before
-        # The first batches are small, so that some slots can be used soon.
-        return self._pool._plan(top.last.end_slot if top else 0, min(max(1, len(self._after_call)), most))
-
-    def _add(self, chunks: Sequence[Chunk]) -> None:
-        """Put the register calls of these populated chunks into the queue."""
-        if not chunks:
-            return
-        top, more = self._after_call[-1] if self._after_call else self._before, []
-        try:
-            for chunk in chunks:
-                top = PinnedChunks.on(top, chunk, self._pool._bytes_by_node(chunk))
-                more.append(top)
-            self._after_call.extend(more)
-        except BaseException:
-            self._pool._decommit(_span(chunks))
-            raise
-        self.queue.add([RegisterCall(partial(self._pool._register, chunk), chunk.num_bytes) for chunk in chunks])
-
-    def _commit(self, chunks: Sequence[Chunk], *, is_optional: bool) -> list[Chunk]:
-        """Commit all chunks, or only the first one if there is no memory for all. Returns the committed chunks.
-
-        Raises `PinError` if there is no memory even for one. With `is_optional`, it returns an empty list instead: the
-        pool can still register other chunks, and the next attempt raises.
-        """
-        for batch in (chunks, chunks[:1]):
-            try:
-                self._pool._commit(_span(batch))
-            except PinError:
-                if len(batch) == 1 and not is_optional:
-                    raise
-            else:
-                return list(batch)
-        return []
-
-
-def _span(chunks: Sequence[Chunk]) -> Chunk:
-    """Join chunks that follow each other in memory into one."""
-    first, last = chunks[0], chunks[-1]
-    return replace(first, end_slot=last.end_slot, num_bytes=last.end_offset - first.offset)
 
 
 class SlotPool(ABC):
@@ -211,21 +76,18 @@ class SlotPool(ABC):
         slot_bytes: int,
         max_slots: int,
         target: int,
+        memory: ChunkMemory,
         registrar: Registrar,
-        pace: Callable[[HostSteps], Pace],
+        steps: HostSteps,
+        pace: Pace,
         *,
-        clock: Callable[[], float] = time.monotonic,
         cpu_clock: Callable[[], float] = time.thread_time,
     ) -> None:
-        """`max_slots` is the largest target that `set_target` accepts. `target` is the first one."""
+        """`max_slots` is the largest target that `set_target` accepts. `target` is the first one. `pace` has the same
+        `steps`, whose clock is the clock of the pool."""
         self.slot_bytes, self.max_slots = slot_bytes, max_slots
-        self._registrar = registrar
-        self.steps = HostSteps(clock)
-        self._pace = pace(self.steps)
-        self._is_thread_prepared = False
-        self._resident_bytes = 0
-        self._numa_notice: str | None = None
-        """A sentence for operators if the memory cannot be bound to its NUMA node."""
+        self._memory, self._registrar = memory, registrar
+        self.steps, self._pace = steps, pace
         self._state = threading.Condition()
         self._ending = threading.Lock()
         self._held: Counter[int] = Counter()
@@ -234,39 +96,19 @@ class SlotPool(ABC):
         self._chunks: PinnedChunks | None = None
         self._failure: PinError | None = None
         self._pin_failures: Counter[str] = Counter()
-        self._progress = PinProgress(clock)
-        self._clock, self._cpu_clock = clock, cpu_clock
+        self._progress = PinProgress(steps.clock)
+        self._cpu_clock = cpu_clock
         self._paused = self._closing = False
-        self._queue: CallQueue | None = None
-        """The register calls of the growth under way."""
-        self._queue_end = 0
-        """The end slot of the last chunk that this growth has planned."""
+        self._growth: Growth | None = None
+        """The growth under way."""
         self._listeners = Callbacks()
         self._thread: threading.Thread | None = None
 
-    # The following methods differ between pools. The pinning thread calls those that concern memory, with two
-    # exceptions: the populating thread calls `_commit` after the pinning thread has called it once, and `close` calls
-    # `_close_memory` after all other calls have ended. Each call succeeds, or is undone completely. Chunks that follow
-    # each other in memory may be committed together, as one chunk.
-
-    @abstractmethod
-    def _commit(self, chunk: Chunk) -> None:
-        """Back the chunk's bytes with memory. Raises `PinError`."""
-
-    @abstractmethod
-    def _decommit(self, chunk: Chunk) -> None:
-        """Give the chunk's memory back."""
-
-    @abstractmethod
-    def _address_of(self, chunk: Chunk) -> int: ...
+    # The following methods differ between pools.
 
     @abstractmethod
     def _close_memory(self) -> None:
-        """Give back all memory and the address space. Idempotent."""
-
-    def _bytes_by_node(self, chunk: Chunk) -> Counter[int]:
-        """Count a committed chunk's bytes on each NUMA node."""
-        return bytes_by_node(self._address_of(chunk), chunk.num_bytes)
+        """Give back all memory and the address space. Idempotent. `close` calls it last."""
 
     @abstractmethod
     def addresses(self, slots: Int64Array) -> Int64Array:
@@ -293,10 +135,6 @@ class SlotPool(ABC):
     def _wanted_end(self) -> int:
         """Return the first slot whose memory is not wanted any more. Hold `_state`."""
         return self._target
-
-    @abstractmethod
-    def _forget_limits(self) -> None:
-        """A chunk has failed, so read the limits on memory again before the next chunk."""
 
     # Any thread may call the following methods.
 
@@ -331,16 +169,15 @@ class SlotPool(ABC):
                 self._failure = None
                 if self._covered() >= slots:
                     self._progress.end()
-                if slots < self._queue_end:
-                    self._stop_growth()
+                self._stop_growth(above=slots)
                 self._state.notify_all()
 
     def set_paused(self, paused: bool) -> None:
         """While paused, pin no further chunk. Shrinking continues, and populated chunks stay populated."""
         with self._state:
             self._paused = paused
-            if self._queue is not None:
-                self._queue.hold(paused)
+            if self._growth is not None:
+                self._growth.queue.hold(paused)
             self._state.notify_all()
 
     def retry(self) -> None:
@@ -378,10 +215,10 @@ class SlotPool(ABC):
                 target_slots=self._target,
                 pinned_bytes=pinned * self.slot_bytes,
                 target_bytes=self._target * self.slot_bytes,
-                resident_bytes=self._resident_bytes,
+                resident_bytes=self._memory.resident_bytes,
                 locked_bytes=self._registrar.locked_bytes,
                 pin_mode=self._registrar.mode,
-                notice="; ".join(filter(None, (self._registrar.notice, self._numa_notice))) or None,
+                notice="; ".join(filter(None, (self._registrar.notice, self._memory.notice))) or None,
                 pin_rate_bytes_per_second=self._progress.rate,
                 pin_elapsed_seconds=self._progress.elapsed,
                 chunks_done=done,
@@ -412,7 +249,7 @@ class SlotPool(ABC):
                 while chunks is not None:
                     chunk, chunks = chunks.last, chunks.below
                     try:
-                        self._registrar.unregister(self._address_of(chunk), chunk.num_bytes)
+                        self._registrar.unregister(self._memory.address_of(chunk), chunk.num_bytes)
                     except Exception as error:  # noqa: BLE001 - the other chunks must still be unregistered
                         first, last = chunk.first_slot, chunk.end_slot - 1
                         logger.warning("could not unregister slots %d-%d: %s", first, last, error)
@@ -422,11 +259,15 @@ class SlotPool(ABC):
     # The pinning thread calls the following methods.
 
     def _run(self) -> None:
+        is_prepared = False
         while True:
             try:
                 step = self._wait_for_step()
                 if step is None:
                     return
+                if step == self._grow and not is_prepared:
+                    self._registrar.prepare_thread()
+                    is_prepared = True
                 step()
             except PinError as error:
                 logger.warning("pinning stopped at %d slots: %s", self.pinned_slots, error)
@@ -457,12 +298,11 @@ class SlotPool(ABC):
 
     def _grow(self) -> None:
         """Pin chunk after chunk until none is left, or until there is more urgent work."""
-        if not self._is_thread_prepared:
-            self._registrar.prepare_thread()
-            self._is_thread_prepared = True
         with self._state:
-            growth = Growth(self, self._chunks)
-            self._queue = growth.queue
+            growth = Growth(
+                self._chunks, self._plan, self._memory, self._registrar, self.steps, self._pace.chunks_ahead
+            )
+            self._growth = growth
             growth.queue.is_held, growth.queue.is_stopped = self._paused, self._closing
             self._progress.begin(self._covered() * self.slot_bytes)
         try:
@@ -477,7 +317,7 @@ class SlotPool(ABC):
         finally:
             growth.queue.settle()
             with self._state:  # registered chunks stay; `end` gives the others back
-                self._queue, self._queue_end = None, 0
+                self._growth = None
                 self._publish(growth)
             growth.end()
         self.steps.withdraw()
@@ -495,14 +335,14 @@ class SlotPool(ABC):
         self._record_host_calls(queue)
         if not self._wait_for_turn(queue):
             return
-        if expected is not None and self.steps.state(self._clock()) == "stepping":
+        if expected is not None and self.steps.state(self.steps.clock()) == "stepping":
             return
         if queue.claim():
             try:
                 started, made = self._cpu_clock(), queue.made
                 num_bytes = queue.make()
                 if queue.made > made:
-                    self._pace.record(num_bytes, self._cpu_clock() - started, self._clock())
+                    self._pace.record(num_bytes, self._cpu_clock() - started, self.steps.clock())
             finally:
                 queue.done()
 
@@ -515,28 +355,21 @@ class SlotPool(ABC):
         calls.sort(key=lambda call: call.seconds / call.num_bytes)
         for _ in calls:
             median = calls[len(calls) // 2]
-            self._pace.record(median.num_bytes, median.seconds, self._clock())
-
-    def _register(self, chunk: Chunk) -> None:
-        """Pin a committed chunk, on the pinning thread or the host's. If it raises `PinError`, nothing is pinned."""
-        self._registrar.register(self._address_of(chunk), chunk.num_bytes)
-
-    def _is_host_idle(self) -> bool:
-        return self.steps.state(self._clock()) == "idle"
+            self._pace.record(median.num_bytes, median.seconds, self.steps.clock())
 
     def _plan(self, covered: int, number: int) -> list[Chunk]:
         """Return at most `number` chunks to populate after the first `covered` slots. They follow each other in
         memory."""
         with self._state:
-            queue = self._queue
-            if self._paused or queue is None or queue.is_over_for_good or self._give_back_step() is not None:
+            growth = self._growth
+            if self._paused or growth is None or growth.queue.is_over_for_good or self._give_back_step() is not None:
                 return []
             chunks: list[Chunk] = []
             while len(chunks) < number and (chunk := self._next_chunk(covered)) is not None:
                 if chunks and chunk.offset != chunks[-1].end_offset:
                     break
                 chunks.append(chunk)
-                self._queue_end = covered = chunk.end_slot
+                growth.end_slot = covered = chunk.end_slot
             return chunks
 
     def _publish(self, growth: Growth) -> None:
@@ -561,11 +394,11 @@ class SlotPool(ABC):
             self.steps.is_pinning = not self._closing
             return not growth.queue.is_over_for_good and not self._paused
 
-    def _stop_growth(self) -> None:
-        """End the growth under way: register none of its chunks any more, and give back the populated ones. Hold
-        `_state`."""
-        if self._queue is not None:
-            self._queue.stop()
+    def _stop_growth(self, above: int = -1) -> None:
+        """End the growth under way if it has planned slots beyond the first `above`: register none of its chunks any
+        more, and give back the populated ones. By default, end any growth. Hold `_state`."""
+        if self._growth is not None and self._growth.end_slot > above:
+            self._growth.queue.stop()
 
     def _shrink(self) -> None:
         """Give the last chunk back, unless it has become wanted or held in the meantime."""
@@ -577,7 +410,7 @@ class SlotPool(ABC):
                 return
             self._chunks = chunks.below  # from now on `hold` refuses the chunk's slots
         chunk, started, host_seconds = chunks.last, self._cpu_clock(), None
-        call = partial(self._registrar.unregister, self._address_of(chunk), chunk.num_bytes)
+        call = partial(self._registrar.unregister, self._memory.address_of(chunk), chunk.num_bytes)
         try:
             if (expected := self._pace.call_seconds) is None:
                 call()
@@ -587,22 +420,22 @@ class SlotPool(ABC):
             with self._state:
                 self._chunks = chunks  # the chunk is still pinned; the next attempt or `close` unregisters it
             raise
-        self._decommit(chunk)
+        self._memory.decommit(chunk)
         seconds = self._cpu_clock() - started if host_seconds is None else host_seconds
-        self._pace.record(chunk.num_bytes, seconds, self._clock())
+        self._pace.record(chunk.num_bytes, seconds, self.steps.clock())
 
     def _wait_for_turn(self, queue: CallQueue | None = None) -> bool:
         """Leave the driver's lock to other threads for as long as the pace requires. Returns False if the pool closes
         or the queue accepts no calls any more."""
         with self._state:
             while not (is_over := self._closing or (queue is not None and queue.is_over_for_good)):
-                if (seconds := self._pace.delay(self._clock())) <= 0:
+                if (seconds := self._pace.delay(self.steps.clock())) <= 0:
                     break
                 self._state.wait(seconds)
             return not is_over
 
     def _fail(self, reason: str, message: str) -> None:
-        self._forget_limits()
+        self._memory.forget_limits()
         with self._state:
             self._failure = PinError(reason, message)
             self._pin_failures[reason] += 1

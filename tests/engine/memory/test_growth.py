@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from kvstow.errors import PinError
 from kvstow.memory import hoststeps, pinning
+from kvstow.memory.growth import Growth
 from kvstow.memory.hostpool import HostPool
 from kvstow.memory.region import HostRegion
-from kvstow.memory.slotpool import Growth
 from kvstow.testing.fakes import FakeClock, FakeRegistrar
 
 MakePool = Callable[..., HostPool]
