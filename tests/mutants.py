@@ -1279,14 +1279,14 @@ MUTANTS = [
     ),
     Mutant(
         "a_load_by_layer_of_another_session_is_let_through",
-        "engine/kvstow/attach/worker.py",
+        "engine/kvstow/attach/opgate.py",
         "            if any(number_of(op.op_id) != self._number for op in ops):\n",
         "            if False:\n",
         "tests/service/node/test_attachedworker.py::test_what_a_step_computes_with_is_let_through_until_the_host_rests",
     ),
     Mutant(
         "a_session_is_settled_while_a_load_by_layer_starts",
-        "engine/kvstow/attach/worker.py",
+        "engine/kvstow/attach/opgate.py",
         "return not self._starting and self._plane.pending_ops == 0",
         "return self._plane.pending_ops == 0",
         "tests/engine/attach/test_worker.py"
@@ -1302,14 +1302,14 @@ MUTANTS = [
     ),
     Mutant(
         "a_session_is_settled_while_a_step_needs_it",
-        "engine/kvstow/attach/worker.py",
+        "engine/kvstow/attach/opgate.py",
         "            if not self.hold:\n                self._number = 0\n",
         "            self._number = 0\n",
         "tests/service/node/test_attachedworker.py::test_what_a_step_computes_with_is_let_through_until_the_host_rests",
     ),
     Mutant(
         "a_rank_says_that_it_keeps_a_hold_of_another_session",
-        "engine/kvstow/attach/worker.py",
+        "engine/kvstow/attach/opgate.py",
         "self.hold = hold.number if hold.session == self._number else 0",
         "self.hold = hold.number",
         "tests/service/node/test_attachedworker.py::test_a_hold_that_comes_too_late_or_for_another_session_is_not_kept",
@@ -1512,7 +1512,7 @@ MUTANTS = [
     ),
     Mutant(
         "released_extents_are_named_before_the_report",
-        "engine/kvstow/attach/worker.py",
+        "engine/kvstow/attach/rankreports.py",
         "        self._registered = registered\n        for piece in listed(news):\n",
         "        self._registered = registered\n"
         "        if released:\n            self._connection.send(ReleasedExtents(tuple(released)))\n"
@@ -2055,7 +2055,7 @@ MUTANTS = [
     ),
     Mutant(
         "ops_of_every_session_are_let_through",
-        "engine/kvstow/attach/worker.py",
+        "engine/kvstow/attach/opgate.py",
         "if number_of(op.op_id) == self._number]",
         "if op is not None]",
         "tests/service/node/test_attachedworker.py",

@@ -88,7 +88,8 @@ ORDER = {
     "session administration attachedsession engine sharedpool contextkeys pooltier",
     "engine/kvstow/memory": "region limits hoststeps pinning chunks growth slotpool hostpool mappedpool extents "
     "rows budget nodememory",
-    "engine/kvstow/attach": "wire channel identity peer calls hello connection openops engine worker",
+    "engine/kvstow/attach": "wire channel identity peer calls hello connection openops engine opgate rankreports "
+    "worker",
     "engine/kvstow/devices": "base cpu cuda.driver cuda.context cuda.plan cuda.copier cuda.layerways cuda.layergroups "
     "cuda.layertrial cuda.layerloader cuda.device jax.shards jax.programs jax.hostcopies jax.deviceloads "
     "jax.devicestores jax.device",

@@ -83,10 +83,10 @@ class Bench:
             self.service.detach(session["id"])
         else:
             {"kill": self.service.kill, "stop": self.service.stop}[how]()
-        eventually(lambda: self.worker._is_over, "a rank that notices the end of the session")
+        eventually(lambda: self.worker._joined.is_over, "a rank that notices the end of the session")
         self._late, turns = self._late + seconds, self._turns
         for number in (1, 2):
-            self.worker._wake_up()
+            self.worker._wake.set()
             eventually(partial(self._has_turned, turns + number), "a turn of the rank's worker")
 
     def _has_turned(self, turns: int) -> bool:

@@ -174,20 +174,11 @@ class Channel:
         """Return the frames that one read completes, often none. It reads at most `SCRATCH_BYTES`, so call it again
         while the socket is readable. Raises `DisconnectedError` at the end of the stream, and `ProtocolError`."""
         try:
-            count, ancillary, flags, _ = self._socket.recvmsg_into(
-                [self._scratch], _FD_SPACE if self.accepts_fds else 0, socket.MSG_CMSG_CLOEXEC
-            )
+            count = self._read()
         except (BlockingIOError, InterruptedError):
             return []
         except OSError as error:
             raise DisconnectedError(f"the connection failed: {error.strerror}") from error
-        for level, kind, data in ancillary:
-            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-                self._fds.extend(_descriptors(data))
-        if flags & socket.MSG_CTRUNC:
-            if not self.accepts_fds:
-                raise ProtocolError("fds_unwanted", "file descriptors were sent where none are expected")
-            raise ProtocolError("fds_lost", _FDS_LOST)
         if not count:
             raise DisconnectedError("the other end has closed the connection")
         self.bytes_received += count
@@ -202,6 +193,21 @@ class Channel:
                 close_fds(frame.fds)
             raise
         return frames
+
+    def _read(self) -> int:
+        """Read bytes into the scratch buffer, and keep the descriptors that come with them. Returns the number of
+        bytes. Raises `OSError`, and `ProtocolError` if descriptors were not passed on."""
+        count, ancillary, flags, _ = self._socket.recvmsg_into(
+            [self._scratch], _FD_SPACE if self.accepts_fds else 0, socket.MSG_CMSG_CLOEXEC
+        )
+        for level, kind, data in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                self._fds.extend(_descriptors(data))
+        if flags & socket.MSG_CTRUNC:
+            if not self.accepts_fds:
+                raise ProtocolError("fds_unwanted", "file descriptors were sent where none are expected")
+            raise ProtocolError("fds_lost", _FDS_LOST)
+        return count
 
     def _take_fds(self, count: int) -> tuple[int, ...]:
         """Take the descriptors of a frame. All of them have arrived, because they travel with its first byte."""

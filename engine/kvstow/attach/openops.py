@@ -33,6 +33,15 @@ class _OpenOp:
     is_final: bool = False
     """The result of the op is in `OpenOps.settled`, or the host has taken it."""
 
+    def record(self, rank: int, completion: Completion) -> None:
+        """Record what a rank has finished."""
+        self.reading.discard(rank)
+        if completion.mark != "source_free":
+            self.pending.discard(rank)
+            self.seconds = max(self.seconds, completion.seconds)
+        if completion.mark == "failed":
+            self.error = self.error or f"rank {rank}: {completion.error or 'failed'}"
+
 
 class OpenOps:
     """Settles ops as early as is safe. Only one thread uses it. Each op costs O(1), except in `end_session`.
@@ -100,12 +109,7 @@ class OpenOps:
             return None
         is_current = self._is_current(entry)
         was_reading = bool(entry.reading)
-        entry.reading.discard(rank)
-        if completion.mark != "source_free":
-            entry.pending.discard(rank)
-            entry.seconds = max(entry.seconds, completion.seconds)
-        if completion.mark == "failed":
-            entry.error = entry.error or f"rank {rank}: {completion.error or 'failed'}"
+        entry.record(rank, completion)
         if entry.is_final:
             self._forget_if_over(entry)
         elif not entry.pending and (entry.op.direction == "load" or entry.error or not is_current):

@@ -9,45 +9,30 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import closing, suppress
+from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from kvstow.attach.calls import (
-    Desired,
-    Detach,
-    ExtentSlots,
-    GrantedExtents,
-    PopulatedExtents,
-    RegisteredExtents,
-    ReleasedExtents,
-    Report,
-    RevokedExtents,
-    listed,
-)
+from kvstow.attach.calls import Desired, Detach, GrantedExtents, PopulatedExtents, RevokedExtents
 from kvstow.attach.channel import Channel, Frame, close_fds
-from kvstow.attach.connection import AttachConnection, Call
-from kvstow.attach.hello import GateHold, Hello, RankSession, SessionTicket, Welcome, number_of
+from kvstow.attach.connection import AttachConnection
+from kvstow.attach.hello import GateHold, Hello, RankSession, SessionTicket, Welcome
+from kvstow.attach.opgate import OpGate
+from kvstow.attach.rankreports import RankReports
 from kvstow.attach.wire import Kind
-from kvstow.errors import AttachError, KvstowError, LoadRefusedError, PinError
-from kvstow.messageorder import is_news
-from kvstow.messages import Completion, DesiredState, Op, RankReport, StepPlan
+from kvstow.errors import AttachError, KvstowError, PinError
+from kvstow.messages import Completion, DesiredState, RankReport, StepPlan
 
 if TYPE_CHECKING:
     from kvstow.dataplane import DataPlane
-    from kvstow.devices.base import Fence, LayeredLoad
+    from kvstow.devices.base import Fence
     from kvstow.memory.mappedpool import MappedPool
 
-
-REPORT_SECONDS = 1.0
-"""The longest pause between two reports of a rank."""
-GAP_SECONDS = 0.05
-"""The pause between two checks of the slots that the pool has registered. On a busy host, each check costs a handover
-of the interpreter."""
 DETACHED_SECONDS = 0.1
 """The pause between two attempts while the service is absent."""
 LEAVING_SECONDS = 0.005
@@ -65,102 +50,61 @@ FAULT_SECONDS = 1.0
 _MAX_SETTLED = 16
 """How many tokens of settled sessions a hello has at most."""
 _NO_TICKET = SessionTicket(0, "")
-_REFUSED = "the session of this op has ended"
-"""The error of an op that the gate does not let through."""
 
 logger = logging.getLogger("kvstow.attach")
 
 
-class OpGate:
-    """Lets ops of one session through, and fails all others, because their slots may lie in other memory by now, or
-    hold other bytes. It also starts loads by layer, as the `layered` of a data plane does.
+@dataclass(slots=True)
+class _JoinedSession:
+    """The session of the ticket that a rank has joined, or is about to join. Each ticket has a new one."""
 
-    Once the gate is shut and `is_quiet`, no op of the session is under way on this rank, and none will be. A `GateHold`
-    for the present session keeps the gate open after the session's end. A hold has no effect on a gate that is shut, or
-    open for another session, and `hold` then stays 0.
+    ticket: SessionTicket
+    reports: RankReports | None = None
+    """The rank's reports, once it is in the session."""
+    memory_problem: str | None = None
+    """The reason why granted memory cannot be used, as a sentence."""
+    revoked_at_end: tuple[int, ...] = ()
+    """Extents that the service has revoked at its end, while the host may still start loads from them."""
+    end_time: float | None = None
+    """When the session ended."""
+    next_farewell: float = 0.0
+    """When to report next that all copies of the ended session have ended."""
 
-    Thread-safe. Its lock is never held for long.
-    """
+    @property
+    def is_over(self) -> bool:
+        return self.end_time is not None
 
-    def __init__(self, plane: DataPlane, *, stores: bool) -> None:
-        """`stores` is False if another rank stores the same bytes for this one."""
-        self._plane, self._stores = plane, stores
+
+class _Wake:
+    """Wakes a thread that waits for a socket. Any thread may call `set`, even after `close`."""
+
+    def __init__(self) -> None:
+        self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._lock = threading.Lock()
-        self._number = 0
-        """The number of the session whose ops are let through. 0 while the gate is shut."""
-        self._starting = 0
-        """How many calls of `load` are starting loads."""
-        self.hold = 0
-        """The number of the `GateHold` that keeps the gate open, or 0."""
-        self._refused: list[Completion] = []
 
-    def open(self, number: int) -> None:
-        """Let ops of the session with this number through."""
+    def set(self) -> None:
+        """End the present `wait`, or the next one."""
+        with self._lock, suppress(BlockingIOError):
+            if self._fd >= 0:
+                os.eventfd_write(self._fd, 1)
+
+    def wait(self, socket_fd: int, seconds: float) -> None:
+        """Wait for up to `seconds` until the socket can be read, or another thread calls `set`. The socket may be
+        -1."""
+        poll = select.poll()
+        poll.register(self._fd, select.POLLIN)
+        if socket_fd >= 0:
+            poll.register(socket_fd, select.POLLIN)
+        for fd, _ in poll.poll(1000 * seconds):
+            if fd == self._fd:
+                with suppress(BlockingIOError):
+                    os.eventfd_read(self._fd)
+
+    def close(self) -> None:
+        """Close the descriptor. No thread waits any more."""
         with self._lock:
-            self._number, self.hold = number, 0
-
-    def shut(self) -> None:
-        """Let no ops through."""
-        self.open(0)
-
-    def keep_open(self, hold: GateHold) -> None:
-        """Replace the present hold by this one. `NO_HOLD` withdraws it."""
-        with self._lock:
-            self.hold = hold.number if hold.session == self._number else 0
-
-    def shut_unless_held(self) -> bool:
-        """Shut the gate if no hold keeps it open. Returns whether it is shut."""
-        with self._lock:
-            if not self.hold:
-                self._number = 0
-            return not self._number
-
-    def is_quiet(self) -> bool:
-        """Whether no op is under way."""
-        with self._lock:
-            return not self._starting and self._plane.pending_ops == 0
-
-    def submit(self, plan: StepPlan, after: Fence | None) -> None:
-        """Submit the ops that the gate lets through, and fail the others. Never blocks or raises: see
-        `DataPlane.submit`."""
-        own_ops = [op for op in plan.ops if self._stores or op.direction == "load"]
-        with self._lock:
-            ops = tuple([op for op in own_ops if number_of(op.op_id) == self._number])
-            self._refused += [Completion(op.op_id, "failed", _REFUSED) for op in own_ops if op not in ops]
-            if ops:  # under the lock, because no op may enter after `shut`
-                self._plane.submit(StepPlan(ops), after)
-
-    def load(self, ops: Sequence[Op], after: Fence | None) -> LayeredLoad | None:
-        """Start loads that a computation waits for. If the gate does not let all of them through, all of them fail, and
-        this raises `LoadRefusedError`.
-
-        Starting takes long if the loads do not go layer by layer. So the lock is not held meanwhile, but the gate is
-        not quiet until they have started.
-        """
-        assert self._plane.layered is not None
-        with self._lock:
-            if any(number_of(op.op_id) != self._number for op in ops):
-                self._refused += [Completion(op.op_id, "failed", _REFUSED) for op in ops]
-                raise LoadRefusedError(_REFUSED)
-            self._starting += 1
-        try:
-            return self._plane.layered.load(ops, after)
-        finally:
-            with self._lock:
-                self._starting -= 1
-
-    @property
-    def num_parts(self) -> int:
-        return 0 if self._plane.layered is None else self._plane.layered.num_parts
-
-    @property
-    def failure(self) -> str | None:
-        return None if self._plane.layered is None else self._plane.layered.failure
-
-    def take_completions(self) -> list[Completion]:
-        with self._lock:
-            refused, self._refused = self._refused, []
-        return refused + self._plane.take_completions()
+            os.close(self._fd)
+            self._fd = -1
 
 
 class AttachedWorker:
@@ -198,13 +142,15 @@ class AttachedWorker:
         self._longest_grace = LONGEST_GRACE_SECONDS if may_refuse else inf
         self._path = path
         self._plane, self._pool = plane, pool
-        self._engine, self._numa_node = engine, numa_node
+        self._hello = Hello(
+            role="worker",
+            engine=engine,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            rank=plane.rank,
+            numa_node=numa_node,
+        )
         self._gate = OpGate(plane, stores=not replicated or plane.rank == 0)
-        self.layered = None if plane.layered is None else self._gate
-        self.boot_id = plane.boot_id
-        self.launched, self.drive, self.report = plane.launched, plane.drive, plane.report
-        self.begin_step, self.end_step = plane.begin_step, plane.end_step
-        self.add_listener = plane.add_listener
         self._connection = AttachConnection(
             path,
             self._make_hello,
@@ -213,32 +159,18 @@ class AttachedWorker:
             on_lost=self._end_session,
             clock=clock,
         )
-        self._is_changed = False
-        """The pool or the rank has changed since the last check."""
-        self._memory_problem: str | None = None
-        """The reason why granted memory cannot be used, as a sentence."""
-        self._reports: list[Call] = []
-        self._reported: RankReport | None = None
-        self._registered: dict[int, int] = {}
-        self._next_check = self._next_report = float("-inf")
-        self._ticket = self._newest = _NO_TICKET
-        self._was_attached = self._is_over = False
-        """Whether it has joined the session of `_ticket`, and whether that session has ended."""
-        self._revoked_at_end: tuple[int, ...] = ()
-        """Extents that the service has revoked at its end, while the host may still start loads from them."""
+        self._newest = _NO_TICKET
+        """The newest ticket of the engine, which the thread joins next."""
+        self._joined = _JoinedSession(_NO_TICKET)
         self._clock = clock
-        self._end_time = 0.0
-        """When the session ended."""
-        self._next_settle = 0.0
-        """When to report next that all copies of the ended session have ended."""
         self._settled: tuple[str, ...] = ()
         """The tokens of the newest sessions whose copies have ended here. They are sent in each session, because a
         service that has received them may be killed before it records them."""
         self._stopping = False
         self._ended: bool | None = None
+        """What `close` has returned."""
         self._closing = threading.Lock()
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._waking = threading.Lock()
+        self._wake = _Wake()
         self._thread = threading.Thread(target=self._run, name=f"kvstow-attach-{plane.rank}", daemon=True)
         plane.add_listener(self._on_change)
 
@@ -255,7 +187,7 @@ class AttachedWorker:
         """Join this session of the engine, unless a newer one is known. Cheap enough to repeat in every step."""
         if ticket is not None and ticket.number > self._newest.number:
             self._newest = ticket
-            self._wake_up()
+            self._wake.set()
 
     def keep_open(self, hold: GateHold) -> None:
         """Let ops of the hold's session through even after the session has ended, until the host passes another hold.
@@ -263,8 +195,8 @@ class AttachedWorker:
         every step, before the ops of the step."""
         had = self._gate.hold
         self._gate.keep_open(hold)
-        if had and not self._gate.hold and self._is_over:
-            self._wake_up()
+        if had and not self._gate.hold and self._joined.is_over:
+            self._wake.set()
 
     def submit(self, plan: StepPlan, after: Fence | None = None) -> None:
         """Submit the ops of a step, as `DataPlane.submit` does. Ops of a session that this rank is not in fail. Stores
@@ -279,8 +211,35 @@ class AttachedWorker:
         """Does nothing: the service's desired state is applied when it arrives."""
 
     @property
+    def layered(self) -> OpGate | None:
+        """Starts loads by layer, if the device can do that."""
+        return None if self._plane.layered is None else self._gate
+
+    @property
+    def boot_id(self) -> str:
+        return self._plane.boot_id
+
+    @property
     def is_pinning(self) -> bool:
         return self._plane.is_pinning
+
+    def begin_step(self) -> None:
+        self._plane.begin_step()
+
+    def launched(self, work: Fence | None = None) -> None:
+        self._plane.launched(work)
+
+    def end_step(self) -> None:
+        self._plane.end_step()
+
+    def drive(self) -> None:
+        self._plane.drive()
+
+    def report(self) -> RankReport:
+        return self._plane.report()
+
+    def add_listener(self, callback: Callable[[], None]) -> None:
+        self._plane.add_listener(callback)
 
     @property
     def applied(self) -> DesiredState:
@@ -295,12 +254,12 @@ class AttachedWorker:
         hold = self._gate.hold
         if not self.is_attached:
             return RankSession(hold=hold)
-        return RankSession(self._ticket.number, self._pool.pinned_slots, not self._plane.is_pinning, hold)
+        return RankSession(self._joined.ticket.number, self._pool.pinned_slots, not self._plane.is_pinning, hold)
 
     @property
     def problem(self) -> str | None:
         """The reason why it is not attached, or has less memory than the service has granted, as a sentence."""
-        return self._connection.problem or self._memory_problem
+        return self._connection.problem or self._joined.memory_problem
 
     def close(self, timeout: float = 5.0) -> bool:
         """End the session. Lets copies under way finish for `timeout` seconds, then releases the memory and reports
@@ -313,24 +272,22 @@ class AttachedWorker:
 
     def _close(self, timeout: float) -> bool:
         self._stopping = True
-        self._wake_up()
+        self._wake.set()
         if self._thread.ident is not None:
             self._thread.join()
         self._gate.shut()
         ended = self._plane.close(timeout)
         self._connection.close(*([Detach("the worker has stopped")] if ended else []))
-        if ended and self._was_attached:
+        if ended and self._joined.reports is not None:
             self._report_settled()
-        with self._waking:
-            os.close(self._wake)
-            self._wake = -1
+        self._wake.close()
         return ended
 
     def _report_settled(self) -> None:
         """Report on a second connection that nothing is under way here, without waiting for an answer. The
         `Detach` on the first connection is lost if the engine or another worker has already ended the session. See
         `Hello.is_farewell`."""
-        hello = replace(self._make_hello(), settled_tokens=(*self._settled, self._ticket.token))
+        hello = replace(self._make_hello(), settled_tokens=(*self._settled, self._joined.ticket.token))
         connecting = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         with closing(connecting), suppress(OSError, AttachError):
             connecting.setblocking(False)
@@ -348,24 +305,24 @@ class AttachedWorker:
                 logger.exception("rank %d: an error of the attached worker ends its session", self._plane.rank)
                 self._connection.disconnect(f"the worker has failed: {error!r}")
                 seconds = FAULT_SECONDS
-            self._wait(seconds)
+            self._wake.wait(self._connection.fileno(), seconds)
 
     def _turn(self) -> float:
         """Do the work that is due. Returns the seconds until there may be more work."""
         if not self.is_attached:
             self._take(deque(self._connection.take_pushed()))  # a session that has ended may have left messages
-        if self._newest.number > self._ticket.number and not self._leave():
+        if self._newest.number > self._joined.ticket.number and not self._leave():
             return LEAVING_SECONDS
-        if self._is_over:
+        if self._joined.is_over:
             return self._settle()
-        if not self._ticket.number:
+        if not self._joined.ticket.number:
             return IDLE_SECONDS
         try:
             self._take(deque(self._connection.poll()))
-            if not self.is_attached:
+            if not self.is_attached or (reports := self._joined.reports) is None:
                 return DETACHED_SECONDS
-            self._advance()
-            seconds = self._report_due()
+            reports.apply_answers()
+            seconds = reports.send_due()
             return seconds if self.is_attached else 0.0
         except KvstowError as error:
             self._connection.disconnect(str(error))
@@ -379,27 +336,12 @@ class AttachedWorker:
             for frame in frames:
                 close_fds(frame.fds)
 
-    def _wait(self, seconds: float) -> None:
-        poll = select.poll()
-        poll.register(self._wake, select.POLLIN)
-        socket_fd = self._connection.fileno()
-        if socket_fd >= 0:
-            poll.register(socket_fd, select.POLLIN)
-        for fd, _ in poll.poll(1000 * seconds):
-            if fd == self._wake:
-                with suppress(BlockingIOError):
-                    os.eventfd_read(self._wake)
-
     def _on_change(self) -> None:
         """Let the thread check the pool. The data plane calls this. It wakes the thread only once for each check."""
-        was_changed, self._is_changed = self._is_changed, True
-        if not was_changed:
-            self._wake_up()
-
-    def _wake_up(self) -> None:
-        with self._waking, suppress(BlockingIOError):
-            if self._wake >= 0:
-                os.eventfd_write(self._wake, 1)
+        reports = self._joined.reports
+        if reports is not None and not reports.is_changed:
+            reports.is_changed = True
+            self._wake.set()
 
     # -- messages of the service ----------------------------------------------------------------------------
 
@@ -408,28 +350,21 @@ class AttachedWorker:
         if frame.kind == Kind.DESIRED:
             self._plane.apply(Desired.unpack(frame.payload).desired)
             return
-        self._is_changed = True
+        joined = self._joined
+        if joined.reports is not None:
+            joined.reports.is_changed = True
         if frame.kind == Kind.REVOKED:  # also after the session's end, because no later session may revoke it again
             revoked = RevokedExtents.unpack(frame.payload)
             if revoked.at_end and self._gate.hold:
-                self._revoked_at_end = revoked.extent_ids
+                joined.revoked_at_end = revoked.extent_ids
             else:
                 self._pool.revoke(revoked.extent_ids)
-        elif frame.kind == Kind.EXTENTS and not self._is_over:
+        elif frame.kind == Kind.EXTENTS and not joined.is_over:
             self._take_grants(frame)
-        elif frame.kind == Kind.POPULATED and not self._is_over:
+        elif frame.kind == Kind.POPULATED and not joined.is_over:
             self._pool.set_populated(PopulatedExtents.unpack(frame.payload).extents)
         else:
             close_fds(frame.fds)
-
-    def _advance(self) -> None:
-        """Apply the desired states in the answers that have arrived. Raises `AttachError`."""
-        reports, self._reports = self._reports, []
-        for call in reports:
-            if call.done:
-                self._plane.apply(call.answer(Desired).desired)
-            else:
-                self._reports.append(call)
 
     def _take_grants(self, frame: Frame) -> None:
         try:
@@ -443,37 +378,9 @@ class AttachedWorker:
             self._pool.grant(granted.slot_stride, granted.extents, frame.fds)
         except PinError as error:
             logger.warning("rank %d cannot use memory that it was granted: %s", self._plane.rank, error)
-            self._memory_problem = str(error)
+            self._joined.memory_problem = str(error)
         if granted.is_all:  # after `grant`, because extents that were granted again stay mapped
             self._pool.drop_earlier()
-
-    def _report_due(self) -> float:
-        """Report what has changed, and the rank's state if that is due. Returns the seconds until the next report.
-
-        The order of the messages matters: the worker reports that slots are no longer registered, and the desired state
-        that it has applied, before it reports their extents as released.
-        """
-        now = self._clock()
-        if now >= (self._next_check if self._is_changed else self._next_report):
-            self._is_changed = False  # before the check, so that a change during the check causes another one
-            self._check(now)
-            # The first slots are urgent, so there is no pause before them.
-            self._next_check = now + GAP_SECONDS if any(self._registered.values()) else now
-        return max(0.0, (self._next_check if self._is_changed else self._next_report) - now)
-
-    def _check(self, now: float) -> None:
-        """Send what has changed since the last check."""
-        registered, released = dict(self._pool.registered_slots()), self._pool.take_released()
-        news = [ExtentSlots(one, slots) for one, slots in registered.items() if self._registered.get(one, 0) != slots]
-        self._registered = registered
-        for piece in listed(news):
-            self._connection.send(RegisteredExtents(piece))
-        report = self._plane.report()
-        if released or now >= self._next_report or is_news(report, self._reported):
-            self._next_report, self._reported = now + REPORT_SECONDS, report
-            self._reports.append(self._connection.call(Report(report)))
-        for extent_ids in listed(released):
-            self._connection.send(ReleasedExtents(extent_ids))
 
     # -- sessions -------------------------------------------------------------------------------------------
 
@@ -485,21 +392,21 @@ class AttachedWorker:
         if not self._gate.is_quiet():
             return False
         self._release_rest()
-        if self._was_attached:
-            self._settled = (*self._settled, self._ticket.token)[-_MAX_SETTLED:]
+        if self._joined.reports is not None:
+            self._settled = (*self._settled, self._joined.ticket.token)[-_MAX_SETTLED:]
             self._pool.begin_session()
-        self._ticket = self._newest
-        self._was_attached = self._is_over = False
+        self._joined = _JoinedSession(self._newest)
         self._connection.retry_now()
         return True
 
     def _settle(self) -> float:
         """Report that the copies of the ended session have ended, while there is no new ticket. The report is repeated,
         because the service does not answer it, and may start later. Returns the seconds until the next one."""
-        now = self._clock()
-        if now < self._next_settle:
-            return self._next_settle - now
-        grace = self._end_time + self._longest_grace - now
+        joined, now = self._joined, self._clock()
+        assert joined.end_time is not None
+        if now < joined.next_farewell:
+            return joined.next_farewell - now
+        grace = joined.end_time + self._longest_grace - now
         if grace <= 0:
             self._gate.shut()
         elif not self._gate.shut_unless_held():
@@ -508,35 +415,22 @@ class AttachedWorker:
             return DETACHED_SECONDS
         self._release_rest()
         self._report_settled()
-        self._next_settle = self._clock() + FAREWELL_SECONDS
+        joined.next_farewell = self._clock() + FAREWELL_SECONDS
         return FAREWELL_SECONDS
 
     def _release_rest(self) -> None:
         """Release the extents that the service has revoked at its end. No copy is under way any more."""
-        revoked, self._revoked_at_end = self._revoked_at_end, ()
+        revoked, self._joined.revoked_at_end = self._joined.revoked_at_end, ()
         if revoked:
             self._pool.revoke(revoked)
 
     def _make_hello(self) -> Hello:
-        return Hello(
-            role="worker",
-            engine=self._engine,
-            host=socket.gethostname(),
-            pid=os.getpid(),
-            token=self._ticket.token,
-            rank=self._plane.rank,
-            device=self._plane.report().device or "",
-            numa_node=self._numa_node,
-            settled_tokens=self._settled,
-        )
+        device = self._plane.report().device or ""
+        return replace(self._hello, token=self._joined.ticket.token, device=device, settled_tokens=self._settled)
 
     def _begin_session(self, welcome: Welcome) -> None:
-        self._was_attached = True
-        self._reports, self._reported, self._registered = [], None, {}
-        self._next_check = self._next_report = float("-inf")
-        self._memory_problem = None
-        self._gate.open(self._ticket.number)
+        self._joined.reports = RankReports(self._connection, self._plane, self._pool, self._clock)
+        self._gate.open(self._joined.ticket.number)
 
     def _end_session(self) -> None:
-        self._is_over = True
-        self._end_time = self._next_settle = self._clock()
+        self._joined.end_time = self._joined.next_farewell = self._clock()

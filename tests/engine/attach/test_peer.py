@@ -220,9 +220,7 @@ def test_two_connections_of_one_process_are_known_as_such(listener: socket.socke
 def test_a_user_whom_the_kernel_cannot_name_is_refused(child: Child, monkeypatch: pytest.MonkeyPatch) -> None:
     """Users of other namespaces that have no number here all have this one, and must not meet in one pool."""
     monkeypatch.setattr(peer, "overflow_uid", os.geteuid)
-    with pytest.raises(
-        AttachRefusedError, match="stands for every user that the service's"
-    ) as refused:
+    with pytest.raises(AttachRefusedError, match="stands for every user that the service's") as refused:
         peer_of(child.connected)
     assert refused.value.reason == "uid"
 

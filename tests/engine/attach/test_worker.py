@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -21,8 +20,10 @@ from kvstow.attach.calls import (
 from kvstow.attach.channel import Frame
 from kvstow.attach.connection import Call
 from kvstow.attach.hello import Welcome, unique_id
+from kvstow.attach.opgate import OpGate
+from kvstow.attach.rankreports import GAP_SECONDS, REPORT_SECONDS, RankReports
 from kvstow.attach.wire import MOST_LISTED, Kind
-from kvstow.attach.worker import GAP_SECONDS, REPORT_SECONDS, AttachedWorker, OpGate
+from kvstow.attach.worker import AttachedWorker
 from kvstow.errors import AttachError, PinError
 from kvstow.messages import DesiredState, Op, RankReport
 from kvstow.testing.fakes import FakeClock
@@ -109,6 +110,13 @@ def clock() -> FakeClock:
 
 
 @pytest.fixture
+def reports(rank: Rank, wire: Wire, clock: FakeClock) -> RankReports:
+    connection: Any = wire
+    either: Any = rank
+    return RankReports(connection, either, either, clock)
+
+
+@pytest.fixture
 def worker(rank: Rank, wire: Wire, clock: FakeClock) -> Iterator[AttachedWorker]:
     """Without its thread."""
     either: Any = rank
@@ -117,82 +125,85 @@ def worker(rank: Rank, wire: Wire, clock: FakeClock) -> Iterator[AttachedWorker]
     made._connection = connection
     made._begin_session(Welcome(session_id="1"))
     yield made
-    os.close(made._wake)
+    made._wake.close()
 
 
 def test_the_first_slots_are_told_at_once_and_later_ones_after_a_gap(
-    worker: AttachedWorker, rank: Rank, wire: Wire, clock: FakeClock
+    reports: RankReports, rank: Rank, wire: Wire, clock: FakeClock
 ) -> None:
-    assert worker._report_due() == REPORT_SECONDS
+    assert reports.send_due() == REPORT_SECONDS
     assert [type(message) for message in wire.taken()] == [Report]
     rank.registered = {1: 10}
-    worker._is_changed = True
-    worker._report_due()
+    reports.is_changed = True
+    reports.send_due()
     assert wire.taken() == [RegisteredExtents((ExtentSlots(1, 10),))]
     rank.registered = {1: 30, 2: 5}
-    worker._is_changed = True
-    assert worker._report_due() == pytest.approx(GAP_SECONDS)
+    reports.is_changed = True
+    assert reports.send_due() == pytest.approx(GAP_SECONDS)
     assert wire.taken() == []
     clock.advance(GAP_SECONDS)
-    assert worker._report_due() == pytest.approx(REPORT_SECONDS - GAP_SECONDS)
+    assert reports.send_due() == pytest.approx(REPORT_SECONDS - GAP_SECONDS)
     assert wire.taken() == [RegisteredExtents((ExtentSlots(1, 30), ExtentSlots(2, 5)))]
 
 
-def test_many_extents_are_told_in_several_messages(worker: AttachedWorker, rank: Rank, wire: Wire) -> None:
+def test_many_extents_are_told_in_several_messages(reports: RankReports, rank: Rank, wire: Wire) -> None:
     rank.registered = dict.fromkeys(range(MOST_LISTED + 1), 1)
-    worker._report_due()
+    reports.send_due()
     told = [message.extents for message in wire.taken() if isinstance(message, RegisteredExtents)]
     assert [len(extents) for extents in told] == [MOST_LISTED, 1]
     assert [extent for extents in told for extent, _ in extents] == list(range(MOST_LISTED + 1))
 
 
-def test_it_reports_every_second(worker: AttachedWorker, wire: Wire, clock: FakeClock) -> None:
-    worker._report_due()
+def test_it_reports_every_second(reports: RankReports, wire: Wire, clock: FakeClock) -> None:
+    reports.send_due()
     wire.taken()
     clock.advance(REPORT_SECONDS / 2)
-    assert worker._report_due() == REPORT_SECONDS / 2
+    assert reports.send_due() == REPORT_SECONDS / 2
     assert wire.taken() == []
     clock.advance(REPORT_SECONDS / 2)
-    worker._report_due()
+    reports.send_due()
     assert [type(message) for message in wire.taken()] == [Report]
 
 
 def test_fewer_slots_and_the_applied_state_are_said_before_it_lets_go(
-    worker: AttachedWorker, rank: Rank, wire: Wire, clock: FakeClock
+    reports: RankReports, rank: Rank, wire: Wire, clock: FakeClock
 ) -> None:
     rank.registered = {1: 10, 2: 10}
-    worker._report_due()
+    reports.send_due()
     wire.taken()
     clock.advance(GAP_SECONDS)
     rank.registered, rank.released = {1: 10}, [2]
-    worker._is_changed = True
-    worker._report_due()
+    reports.is_changed = True
+    reports.send_due()
     assert [type(message) for message in wire.taken()] == [Report, ReleasedExtents]
     clock.advance(GAP_SECONDS)
     rank.registered, rank.released = {1: 0}, [7]
-    worker._is_changed = True
-    worker._report_due()
+    reports.is_changed = True
+    reports.send_due()
     assert [type(message) for message in wire.taken()] == [RegisteredExtents, Report, ReleasedExtents]
 
 
-def test_the_answer_to_a_report_is_applied(worker: AttachedWorker, rank: Rank, wire: Wire) -> None:
-    worker._report_due()
+def test_the_answer_to_a_report_is_applied(reports: RankReports, rank: Rank, wire: Wire) -> None:
+    reports.send_due()
     desired = Desired(DesiredState("engine", 5, number=3))
-    worker._advance()
+    reports.apply_answers()
     assert rank.applied == []
     wire.calls[-1].resolve(Frame(Kind.DESIRED, 1, desired.pack()))
-    worker._advance()
-    worker._advance()
+    reports.apply_answers()
+    reports.apply_answers()
     assert rank.applied == [desired.desired]
+
+
+def test_a_desired_state_that_the_service_sends_by_itself_is_applied(worker: AttachedWorker, rank: Rank) -> None:
     worker._take_frame(Frame(Kind.DESIRED, 0, Desired(DesiredState("engine", 6, number=4)).pack()))
     assert rank.applied[-1].capacity_slots == 6
 
 
-def test_an_answer_of_another_kind_ends_the_session(worker: AttachedWorker, wire: Wire) -> None:
-    worker._report_due()
+def test_an_answer_of_another_kind_ends_the_session(reports: RankReports, wire: Wire) -> None:
+    reports.send_due()
     wire.calls[-1].resolve(Frame(Kind.FOUND, 1, b""))
     with pytest.raises(AttachError):
-        worker._advance()
+        reports.apply_answers()
 
 
 REVOKED = Frame(Kind.REVOKED, 0, RevokedExtents((2,)).pack())

@@ -255,12 +255,12 @@ def test_an_extent_that_is_revoked_under_a_load_by_layer_stays_until_the_load_ha
     wait_until(lambda: rank.ended(load) == "done")
 
 
-@pytest.mark.parametrize("when", ["poll", "_report_due"])
+@pytest.mark.parametrize("when", ["poll", "send_due"])
 def test_what_is_revoked_while_the_service_closes_is_let_go_of_although_sending_fails_first(
     rank: Rank, service: Service, node: Node, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
     connection, sent, waits, has_closed = rank.worker._connection, list[bool](), threading.Event(), threading.Event()
-    late = connection if when == "poll" else rank.worker
+    late = connection if when == "poll" else rank.worker._joined.reports
     go_on = getattr(late, when)
 
     def send_first() -> Any:
@@ -482,7 +482,7 @@ def test_what_a_service_revokes_at_its_end_is_kept_for_the_loads_that_may_still_
     turns = turns_of(rank, monkeypatch)
     rank.worker.keep_open(GateHold(1, 7))
     service.links[-1].push(RevokedExtents((1, 2), at_end=True), rank=0)
-    wait_until(lambda: rank.worker._revoked_at_end)
+    wait_until(lambda: rank.worker._joined.revoked_at_end)
     engine.close()
     wait_until(lambda: turns)
     load = unique_id(1, 1)
@@ -514,15 +514,17 @@ def test_a_host_that_can_take_nothing_back_is_waited_for_however_long_it_takes(
 ) -> None:
     worker = AttachedWorker(node.path, rank.plane, rank.pool, engine="test", may_refuse=False)
     monkeypatch.setattr(rank.worker, "_longest_grace", worker._longest_grace)
-    os.close(worker._wake)
+    worker._wake.close()
     clock = FakeClock(1e6)
     turns = turns_of(rank, monkeypatch)
     rank.worker.keep_open(GateHold(1, 7))
     engine.close()
     wait_until(lambda: turns)
-    monkeypatch.setattr(rank.worker, "_clock", lambda: rank.worker._end_time + clock())
+    ended = rank.worker._joined.end_time
+    assert ended is not None
+    monkeypatch.setattr(rank.worker, "_clock", lambda: ended + clock())
     del turns[:]
-    rank.worker._wake_up()
+    rank.worker._wake.set()
     wait_until(lambda: turns)
     assert rank.load_by_layer(unique_id(1, 1)) is not None
     rank.layers.ticket.finish()

@@ -9,7 +9,7 @@ from typing import Any
 
 from tests.service.connectors.vllm.slowservice import SlowService
 
-from kvstow.attach.worker import AttachedWorker
+from kvstow.attach.worker import AttachedWorker, _JoinedSession
 from kvstow.control.attachedsession import AttachedSession
 
 
@@ -33,14 +33,14 @@ class SteppedAttachment(AttachedWorker):
     def turn(self) -> None:
         """Leave a session for a newer one when nothing is under way in it, and report."""
         rank, service = self.plane.rank, self._service
-        if self._newest.number > self._ticket.number:
+        if self._newest.number > self._joined.ticket.number:
             self._gate.shut()
             if not self._gate.is_quiet():
                 return
             if self._session is not None:
                 service.let_go(self._session, rank)
-            self._ticket, self._session = self._newest, service.session
-            self._gate.open(self._ticket.number)
+            self._joined, self._session = _JoinedSession(self._newest), service.session
+            self._gate.open(self._newest.number)
         if self._session is not None and not self.is_attached:
             if self._is_impatient():
                 self._gate.shut()

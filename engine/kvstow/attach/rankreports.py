@@ -1,0 +1,79 @@
+"""What a rank reports to the node service in one session."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from kvstow.attach.calls import Desired, ExtentSlots, RegisteredExtents, ReleasedExtents, Report, listed
+from kvstow.attach.connection import AttachConnection, Call
+from kvstow.messageorder import is_news
+from kvstow.messages import RankReport
+
+if TYPE_CHECKING:
+    from kvstow.dataplane import DataPlane
+    from kvstow.memory.mappedpool import MappedPool
+
+REPORT_SECONDS = 1.0
+"""The longest pause between two reports of a rank."""
+GAP_SECONDS = 0.05
+"""The pause between two checks of the slots that the pool has registered. On a busy host, each check costs a handover
+of the interpreter."""
+
+
+class RankReports:
+    """Reports a rank's state, and the slots that its pool has registered and released. It lives as long as a session.
+
+    One thread uses it, but any thread may set `is_changed`.
+    """
+
+    def __init__(
+        self, connection: AttachConnection, plane: DataPlane, pool: MappedPool, clock: Callable[[], float]
+    ) -> None:
+        self.is_changed = False
+        """The pool or the rank has changed since the last check."""
+        self._connection, self._plane, self._pool, self._clock = connection, plane, pool, clock
+        self._calls: list[Call] = []
+        """The reports whose answers have not been applied."""
+        self._last: RankReport | None = None
+        """The last report."""
+        self._registered: dict[int, int] = {}
+        """How many slots of each extent are registered, as the service knows it."""
+        self._next_check = self._next_report = float("-inf")
+
+    def send_due(self) -> float:
+        """Report what has changed, and the rank's state if that is due. Returns the seconds until the next report.
+
+        The order of the messages matters: the worker reports that slots are no longer registered, and the desired state
+        that it has applied, before it reports their extents as released.
+        """
+        now = self._clock()
+        if now >= (self._next_check if self.is_changed else self._next_report):
+            self.is_changed = False  # before the check, so that a change during the check causes another one
+            self._check(now)
+            # The first slots are urgent, so there is no pause before them.
+            self._next_check = now + GAP_SECONDS if any(self._registered.values()) else now
+        return max(0.0, (self._next_check if self.is_changed else self._next_report) - now)
+
+    def apply_answers(self) -> None:
+        """Apply the desired states in the answers that have arrived. Raises `AttachError`."""
+        calls, self._calls = self._calls, []
+        for call in calls:
+            if call.done:
+                self._plane.apply(call.answer(Desired).desired)
+            else:
+                self._calls.append(call)
+
+    def _check(self, now: float) -> None:
+        """Send what has changed since the last check."""
+        registered, released = dict(self._pool.registered_slots()), self._pool.take_released()
+        news = [ExtentSlots(one, slots) for one, slots in registered.items() if self._registered.get(one, 0) != slots]
+        self._registered = registered
+        for piece in listed(news):
+            self._connection.send(RegisteredExtents(piece))
+        report = self._plane.report()
+        if released or now >= self._next_report or is_news(report, self._last):
+            self._next_report, self._last = now + REPORT_SECONDS, report
+            self._calls.append(self._connection.call(Report(report)))
+        for extent_ids in listed(released):
+            self._connection.send(ReleasedExtents(extent_ids))
