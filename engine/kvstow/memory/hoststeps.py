@@ -25,19 +25,13 @@ _LEAST_SHARE = 0.02
 """The share never falls below this, so that a pool of a busy host still grows."""
 _MOST_SHARE = 0.3
 """The share never exceeds this, even if calls cost the host nothing."""
-_MOST_CHANGE = 2
-"""One comparison changes the share by at most this factor."""
-_MOST_COST = 2.5
-"""A comparison finds at most this cost, in durations of a call. A higher cost would not lower the share further."""
-_WEIGHT_OF_LOWER, _WEIGHT_OF_HIGHER = 0.5, 0.25
-"""The weight of one comparison in the moving average of the cost, when it finds a lower or a higher cost. A host that
-does not notice calls gets its memory sooner this way."""
+_WEIGHT = 0.5
+"""The weight of one comparison in the moving average of the cost, if the comparison has no error."""
 _SAMPLES = 16
 """How many steps with a call, and how many without one, make a comparison."""
-_ERROR_OF_MEDIAN = 1.25 / sqrt(_SAMPLES)
-"""The standard error of a median, in standard deviations of one sample."""
-_DEVIATION = 1.48
-"""Standard deviations in a median absolute deviation of normal samples. A few long steps do not change a median."""
+_ERROR_OF_MEDIAN = 1.25 * 1.48 / sqrt(_SAMPLES)
+"""The standard error of the median of normal samples, in median absolute deviations. A few long steps change neither
+the median nor this deviation."""
 _LESS_THAN_HALF = 0.44
 """Where calls are felt, at most this fraction of the steps has one, so that the median step has none."""
 _MOST_IN_A_ROW = 31
@@ -117,21 +111,19 @@ class CallBudget:
         call = median(self._calls)
         cost = (median(self._with_call) - median(self._without_call)) / call
         error = _ERROR_OF_MEDIAN * hypot(_deviation(self._with_call), _deviation(self._without_call)) / call
-        cost = min(max(cost, 0.0), _MOST_COST)
+        # A higher cost would not lower the share any further.
+        cost = min(max(cost, 0.0), _MOST_SLOWDOWN / _LEAST_SHARE)
         self._free_in_a_row = self._free_in_a_row + 1 if cost + error < _FREE_COST else 0
-        weight = (_WEIGHT_OF_LOWER if cost < self.cost else _WEIGHT_OF_HIGHER) / (1 + error * error)
-        self.cost += (cost - self.cost) * weight
-        share = _MOST_SLOWDOWN / max(self.cost, _MOST_SLOWDOWN)
-        share = min(max(share, self.share / _MOST_CHANGE), self.share * _MOST_CHANGE)
-        self.share = min(max(share, _LEAST_SHARE), _MOST_SHARE)
+        self.cost += (cost - self.cost) * _WEIGHT / (1 + error * error)
+        self.share = min(_MOST_SLOWDOWN / max(self.cost, _MOST_SLOWDOWN), _MOST_SHARE)
         for samples in (self._with_call, self._without_call, self._calls):
             samples.clear()
 
 
 def _deviation(samples: Collection[float]) -> float:
-    """Estimate the standard deviation without the tail of long steps."""
+    """Return the median absolute deviation."""
     middle = median(samples)
-    return _DEVIATION * median(abs(sample - middle) for sample in samples)
+    return median(abs(sample - middle) for sample in samples)
 
 
 _CHECK_SECONDS = 0.1
