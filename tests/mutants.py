@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -1667,6 +1668,20 @@ MUTANTS = [
         "tests/service/connectors/engine_core/test_schedulerside.py::test_an_offer_is_stored_in_parts",
     ),
     Mutant(
+        "the_collector_visits_the_keys_of_a_call",
+        "engine/kvstow/attach/wire.py",
+        "keys: list[bytes] = unvisited([])",
+        "keys: list[bytes] = []",
+        "tests/engine/attach/test_messages.py::test_the_collector_visits_no_list_of_keys",
+    ),
+    Mutant(
+        "the_collector_visits_the_slots_of_a_large_lease",
+        "engine/kvstow/control/pool.py",
+        "            unvisited(slots)  #",
+        "            pass  #",
+        "tests/engine/control/test_sessions.py::test_the_collector_visits_no_slots_of_a_large_lease",
+    ),
+    Mutant(
         "the_collector_visits_the_keys_of_all_slots",
         "engine/kvstow/control/slots.py",
         "unvisited([])",
@@ -3048,6 +3063,8 @@ def verdict(folder: Path, mutant: Mutant) -> str:
         status = run_test(folder, mutant.test)
     finally:
         path.write_text(before)
+    if status < 0 and status != -signal.SIGKILL:  # the mutant has let a signal end the process of its test
+        return "dead"
     return {0: "SURVIVED", 1: "dead"}.get(status, f"PYTEST ENDED WITH {status}")
 
 

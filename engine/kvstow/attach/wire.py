@@ -20,6 +20,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal, Self, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
+from kvstow.collector import unvisited
 from kvstow.errors import InvalidRequestError, ProtocolError
 from kvstow.plaintext import MOST_NAME, MOST_TEXT, is_plain, plain
 
@@ -196,7 +197,7 @@ class Packed(Message, frozen=True, array_like=True, forbid_unknown_fields=True):
         rest, *lists = decoded(_splitter(len(names)), payload, what)
         message = cls._unpack_whole(rest)
         for name, pieces in zip(names, lists, strict=True):
-            keys: list[bytes] = []
+            keys: list[bytes] = unvisited([])
             for number, piece in enumerate(pieces, 1):
                 keys += decoded(_read_piece, piece, f"{what}: {name}")
                 if not number % _PIECES_AT_ONCE:

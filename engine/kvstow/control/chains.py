@@ -24,11 +24,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kvstow.collector import unvisited
 from kvstow.control.evictedblocks import EvictedBlocks
 from kvstow.control.expectedblocks import ExpectedBlocks
 from kvstow.control.hazards import MOST_USES, NUM_BINS, UPPER, Hazards, bin_of
 from kvstow.control.keyhashes import hash_keys
-from kvstow.control.slots import RefCounts, SlotKeys, SlotSet, unvisited, values_at
+from kvstow.control.slots import RefCounts, SlotKeys, SlotSet, values_at
 from kvstow.endings import FETCHED, OTHER, RUNNING
 
 _SAME_USE = 2.0

@@ -17,6 +17,7 @@ from math import inf
 from threading import Lock
 from typing import Literal, NamedTuple, Protocol
 
+from kvstow.collector import unvisited
 from kvstow.config import EngineConfig, parse_policy
 from kvstow.control.blockevents import BlockEventLog
 from kvstow.control.chains import NO_LIMIT, Limit, Running, StoreLimit, ignore
@@ -46,6 +47,8 @@ _EVICTIONS_PER_SLOT = 4
 """Blocks that a store may evict for each slot that it lacks. While the pool shrinks, most evictable blocks may be above
 its new limit, and evicting them frees no usable slot."""
 _LEASES_AT_ONCE = 256
+_MANY = 256
+"""A lease of this many slots or more is kept from the garbage collector."""
 _ENDS_AT_ONCE = 16
 """Requests."""
 _USES_SLICES = 16
@@ -122,6 +125,8 @@ class LeaseBook:
         return self._open.get(lease_id)
 
     def grant(self, slots: tuple[int, ...]) -> Lease:
+        if len(slots) >= _MANY:
+            unvisited(slots)  # the collector takes milliseconds for those of a call with 65,536 keys
         self._last_id += 1
         lease = self._open[self._last_id] = Lease(self._last_id, len(slots), slots)
         self.num_slots += len(slots)

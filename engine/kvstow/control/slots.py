@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
-from ctypes import py_object, pythonapi
 from itertools import compress, repeat
 from math import inf, nextafter
 from operator import ge, itemgetter
@@ -12,6 +11,7 @@ from typing import Literal, TypeVar
 
 import numpy as np
 
+from kvstow.collector import unvisited
 from kvstow.control.keytable import SlotTable
 from kvstow.errors import InvalidRequestError
 from kvstow.stats import AgeStats
@@ -25,14 +25,6 @@ def values_at(values: Sequence[_T], slots: Sequence[int]) -> tuple[_T, ...]:
         found: tuple[_T, ...] = itemgetter(*slots)(values)
         return found
     return tuple([values[slot] for slot in slots])
-
-
-def unvisited(items: list[_T]) -> list[_T]:
-    """The list itself, which the garbage collector visits no more: a full collection took 37 ms for the lists of a
-    million slots. For items that refer to nothing, such as bytes and numbers, or at least to
-    nothing that leads back to the list's owner, which would never be collected."""
-    pythonapi.PyObject_GC_UnTrack(py_object(items))
-    return items
 
 
 _ABSENT, _FREE, _USED = 0, 1, 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import struct
 import tracemalloc
@@ -252,6 +253,10 @@ def test_keys_are_unpacked_in_steps_of_1024() -> None:
     steps = calls.Admit.unpack_in_steps(calls.Admit(7, keys, (2, 9)).pack())
     assert sum(1 for _ in steps) == 5
     assert calls.Admit.unpack(calls.Admit(7, keys, (2, 9)).pack()) == calls.Admit(7, keys, (2, 9))
+
+
+def test_the_collector_visits_no_list_of_keys() -> None:
+    assert not gc.is_tracked(calls.Lookup.unpack(calls.Lookup([b"key"] * 1000).pack()).keys)
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 from tests.engine.control.sharedhost import Host
 
 from kvstow.control import session
 from kvstow.control.engine import PoolFacade
 from kvstow.control.indexjournal import RecoveredIndex
+from kvstow.control.pool import LeaseBook
 from kvstow.control.sharedpool import EarlierSession, recover
 from kvstow.errors import ConflictError, InvalidRequestError, LeaseError, NotFoundError
 from kvstow.results import KeyRun
@@ -52,6 +55,10 @@ def test_ops_of_other_sessions_are_foreign(host: Host) -> None:
     second.ranks[0].send(op.op_id, "done")
     assert host.counts["filling"] == 1
     assert PoolFacade(host.pool).stats().faults.stale_completions == 1
+
+
+def test_the_collector_visits_no_slots_of_a_large_lease() -> None:
+    assert not gc.is_tracked(LeaseBook().grant(tuple(range(1000, 1256))).slots)
 
 
 def test_leases_of_other_sessions_are_foreign(host: Host) -> None:
