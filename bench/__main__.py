@@ -8,7 +8,21 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from bench import admin, agents, attach, control, disk, policy, policytraces, populate, retention, startup, steps, tier
+from bench import (
+    admin,
+    agents,
+    attach,
+    control,
+    disk,
+    holds,
+    policy,
+    policytraces,
+    populate,
+    retention,
+    startup,
+    steps,
+    tier,
+)
 from bench.machine import describe
 from bench.report import PAGE, Table, page, record
 
@@ -16,6 +30,7 @@ _ROOT = Path(__file__).parents[1]
 _Run = Callable[[argparse.Namespace, Callable[[str], None]], list[Table]]
 BENCHMARKS: dict[str, _Run] = {
     "control": lambda options, say: control.run(options.sizes, options.repeats, say),
+    "holds": lambda options, say: holds.run(say),
     "trace": lambda options, say: control.run_trace(_conversations(options), control.TRACE_SIZES, say),
     "policy": lambda options, say: policy.run(tuple(policy.POOLS), say),
     "curve": lambda options, say: policy.run_curves(tuple(policy.CURVES), say),

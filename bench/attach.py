@@ -53,18 +53,21 @@ def run(repeats: int, say: Callable[[str], None]) -> list[Table]:
         say(f"attach, beside {REQUESTS_PER_SECOND} admin requests a second")
         with _admin_requests(service) as latencies:
             beside: Times = service.client("latency")
-    with _filled_service(SLOTS, "worn") as service:
-        say("attach, beside an engine that sends the worst calls")
-        lied_to: Times = _answer("bench.liar", str(service.path), str(SLOTS))
     say(f"attach, restart with {MANY_SLOTS:,} blocks")
     return [
         _latency_table(runs),
         _busy_table(beside, latencies),
-        _liar_table(lied_to),
         _own_table([wire for _, wire in runs["worn"]]),
         _rate_table(rates),
         _restart_table(_restart()),
     ]
+
+
+def run_liar(say: Callable[[str], None]) -> Table:
+    """Look-ups beside an engine that sends the calls that take longest; part of `python -m bench holds`."""
+    say(f"look-ups beside an engine that sends the worst calls, {SLOTS:,} slots")
+    with _filled_service(SLOTS, "worn") as service:
+        return _liar_table(_answer("bench.liar", str(service.path), str(SLOTS)))
 
 
 class _Service:

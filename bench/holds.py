@@ -1,8 +1,9 @@
 """The longest time for which a call of the control plane holds the pool's lock, in several states of a full-size pool.
 
-`python -m bench.holds [SLOTS]` prints a line for each state: the longest hold, that of 99.9 % of them, and the longest
-garbage collection, which is in no hold. Times are those that the thread has spent on a CPU, so that other programs do
-not count. What one C call takes, as when a table grows, is in them.
+`python -m bench holds` records them, with look-ups beside a client that sends the worst calls (`bench.liar`).
+`python -m bench.holds [SLOTS]` prints their JSON, and a line for each state on standard error: the longest hold, that
+of 99.9 % of them, and the longest garbage collection, which is in no hold. Times are those that the thread has spent on
+a CPU, so that other programs do not count. What one C call takes, as when a table grows, is in them.
 """
 
 from __future__ import annotations
@@ -14,8 +15,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+from bench.attach import run_liar
 from bench.hashes import Hashes
 from bench.kvstow_subject import EngineSubject
+from bench.program import answer_of, running
+from bench.report import Table, verdict
 from bench.subject import STORE_BLOCKS
 from kvstow.hints import Hints, context_id
 
@@ -68,6 +72,26 @@ class Holds:
         self.found[name]["collection"] = max(self.lock.collected, default=0.0)
 
 
+SLOTS = 1_000_000
+_BAR = 2e-3
+
+
+def run(say: Callable[[str], None]) -> list[Table]:
+    say(f"holds, {SLOTS:,} slots")
+    with running("bench.holds", str(SLOTS)) as process:
+        found: dict[str, dict[str, float]] = answer_of(process)
+    rows = [
+        [state, *(f"{1e3 * figures[name]:.2f} ms" for name in ("longest", "p99.9", "collection")), _verdict(figures)]
+        for state, figures in found.items()
+    ]
+    head = ["state of the pool", "longest", "99.9 %", "longest collection", "bar"]
+    return [Table(f"Holds of the lock, {SLOTS:,} slots, CPU time", head, rows), run_liar(say)]
+
+
+def _verdict(figures: dict[str, float]) -> str:
+    return f"{1e3 * _BAR:g} ms: {verdict(figures['longest'] <= _BAR)}"
+
+
 def measure(slots: int) -> dict[str, dict[str, float]]:
     subject, hashes = EngineSubject(slots), Hashes(4 * slots)
     engine = subject.engine
@@ -106,14 +130,15 @@ def measure(slots: int) -> dict[str, dict[str, float]]:
     return holds.found
 
 
-def main(arguments: Sequence[str], say: Callable[[str], None] = print) -> None:
-    slots = int(arguments[0]) if arguments else 1_000_000
+def main(arguments: Sequence[str]) -> None:
+    slots = int(arguments[0]) if arguments else SLOTS
     found = measure(slots)
     for name, figures in found.items():
         longest, usual = 1e3 * figures["longest"], 1e3 * figures["p99.9"]
         collection = 1e3 * figures["collection"]
-        say(f"{name}: {longest:.2f} ms, p99.9 {usual:.2f} ms of {figures['holds']:,}; collector {collection:.2f} ms")
-    say(json.dumps(found))
+        words = f"{longest:.2f} ms, p99.9 {usual:.2f} ms of {figures['holds']:,}; collector {collection:.2f} ms"
+        print(f"{name}: {words}", file=sys.stderr)
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":
