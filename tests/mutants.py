@@ -75,6 +75,7 @@ LAYER_WAYS = "tests/engine/devices/test_cuda_layerways.py"
 LAYER_TESTS = "tests/engine/devices/test_cuda_layers.py"
 
 NODE_API = "tests/api/node/test_conditions.py"
+OVERVIEW = "tests/api/test_overview.py"
 NODE_HOST = "tests/service/node/test_nodehost.py"
 NODE_MEMORY = "tests/engine/memory/test_nodememory.py"
 
@@ -971,10 +972,73 @@ MUTANTS = [
     ),
     Mutant(
         "silent_ranks_are_ready",
-        "api/kvstow_api/columns.py",
+        "service/kvstow_service/cli/tables.py",
         "age > _REPORTS_ARE_FRESH else",
         "False else",
-        "tests/api/test_columns.py::test_a_silent_rank_does_not_show_the_state_that_it_last_reported",
+        "tests/service/cli/test_tables.py::test_a_silent_rank_does_not_show_the_state_that_it_last_reported",
+    ),
+    Mutant(
+        "long_names_push_others_off_a_narrow_terminal",
+        "service/kvstow_service/cli/board.py",
+        "_SHORTEST_NAME = 20",
+        "_SHORTEST_NAME = 200",
+        "tests/service/cli/test_board.py::test_a_terminal_of_100_columns_shows_which_engine_it_is_and_on_which_host",
+    ),
+    Mutant(
+        "each_viewer_has_the_overview_made_anew",
+        "api/kvstow_api/overview.py",
+        "if found is None or now - found.at >= INTERVAL:",
+        "if True:",
+        f"{OVERVIEW}::test_the_document_is_made_once_a_second_for_all",
+    ),
+    Mutant(
+        "each_unknown_pool_has_an_overview_of_its_own",
+        "api/kvstow_api/overview.py",
+        "name = _NO_POOL if asked is not None and asked not in pools else asked",
+        "name = asked",
+        f"{OVERVIEW}::test_the_document_is_made_once_a_second_for_all",
+    ),
+    Mutant(
+        "the_overview_leaves_out_what_is_in_trouble",
+        "api/kvstow_api/overview.py",
+        "key=lambda number: not troubled(items[number])",
+        "key=lambda number: number",
+        f"{OVERVIEW}::test_the_document_is_bounded_and_counts_what_it_leaves_out",
+    ),
+    Mutant(
+        "the_overview_has_no_bound",
+        "api/kvstow_api/overview.py",
+        "if len(items) <= most or troubled is None:",
+        "if True:\n            return list(items)\n        if troubled is None:",
+        f"{OVERVIEW}::test_the_document_is_bounded_and_counts_what_it_leaves_out",
+    ),
+    Mutant(
+        "conditions_of_one_kind_hide_others",
+        "api/kvstow_api/overview.py",
+        "{one.name: one for one in reversed(conditions)}",
+        "dict(enumerate(reversed(conditions)))",
+        f"{OVERVIEW}::test_a_kind_of_condition_is_there_once_with_the_number_of_the_others",
+    ),
+    Mutant(
+        "the_page_may_run_foreign_scripts",
+        "api/kvstow_api/page/policy.py",
+        "\"'none'\" if script is None else _digest(script)",
+        "\"'self'\"",
+        "tests/api/test_page.py::test_the_policy_allows_only_the_pages_own_style_and_script",
+    ),
+    Mutant(
+        "the_page_connects_anywhere",
+        "api/kvstow_api/page/policy.py",
+        "\"'none'\" if script is None else \"'self'\"",
+        '"*"',
+        "tests/api/test_page.py::test_the_policy_allows_only_the_pages_own_style_and_script",
+    ),
+    Mutant(
+        "a_wait_on_a_terminal_shows_no_bar",
+        "service/kvstow_service/cli/watching.py",
+        "memory=memory if is_node else None",
+        "memory=None",
+        "tests/service/cli/test_node.py::test_waiting_on_a_terminal_shows_a_bar_until_the_memory_is_populated",
     ),
     Mutant(
         "ops_of_another_boot_are_copied",

@@ -114,12 +114,12 @@ ORDER = {
     "attach.attachserver settings node nodeprocess",
     "api/kvstow_api": "figures answers hostsettings journal operations problems page.policy page.reference openapi "
     "bodies texts directory host "
-    "health hostwatch auth columns sampler sizing readings client.client client.routes "
+    "health hostwatch auth sampler sizing readings client.client client.routes "
     "conditions.evidence conditions.pools conditions.hosts conditions.disks conditions.table middleware streams "
     "appstate queries metrics overview routes.contexts routes.engine routes.pools page.status "
     "routes.server routes.clienttable app",
-    "service/kvstow_service/cli": "failures keeper localserver output connection plotting blocks shown board get serve "
-    "settings top trace replay watching",
+    "service/kvstow_service/cli": "failures keeper localserver tables output connection plotting blocks board get "
+    "serve settings top trace replay watching",
 }
 """The modules of a package from the bottom up: each imports only those before it, so there is no circle."""
 ALLOWED = {

@@ -399,10 +399,24 @@ class EventLine:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TroubledView:
+    """What warnings and errors concern, of what the document lists: names of pools, ids of sessions, ranks as
+    SESSION/RANK, and namespaces whose use of the store is concerned."""
+
+    pools: list[str]
+    sessions: list[str]
+    ranks: list[str]
+    tiers: list[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OverviewView:
     """The state in one document, for those who look: the status page and `kvstow top`. It is made once a second at
-    most for all who ask, and has at most so many items of each kind, those that a condition concerns before others;
-    `omitted` says how many there are besides, by the name of the list.
+    most for all who ask, and has at most so many items of each kind, those that are `troubled` before others; `omitted`
+    says how many there are besides, by the name of the list.
+
+    `conditions` has the first of each name, the worst first; `alike` says how many more there are of a name that has
+    several.
 
     `selected`: the pool that was asked for, or the only one. Then `sessions`, `ranks`, `tier`, `transfers`, `curves`,
     `headline` and `events` are those of this pool, and `stats` and `curve` are its. Without one they are those of the
@@ -414,6 +428,8 @@ class OverviewView:
     state: EngineState
     reason: str
     conditions: list[ConditionView]
+    alike: dict[str, int]
+    troubled: TroubledView
     memory: MemoryStatus
     headline: HeadlineView
     selected: str | None

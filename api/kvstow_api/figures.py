@@ -1,7 +1,7 @@
 """Present figures of pools and sessions, and the curves of the status page and of `kvstow top`.
 
 The server samples the counters. A figure compares two samples: neighbours for a point of a curve, the ends of the last
-seconds for the present value. `FIGURES` is the one place where a figure of a pool, and its curve, are defined.
+seconds for the present value. `FIGURES` is the one place where a figure of a pool is defined.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Literal, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 from kvstow.stats import EngineStats
 from kvstow.status import RankStatus, SessionStatus
@@ -19,25 +19,6 @@ NOW_SECONDS = 10.0
 CURVE_INTERVAL = 5.0
 """Seconds from one point of a curve to the next."""
 CURVE_POINTS = 60
-
-Unit = Literal["ratio", "bytes_per_second", "blocks_per_second", "per_second"]
-
-
-class Axis(NamedTuple):
-    """What the curves of a unit share. `top`: None for the highest point. `absent`: in place of a value, and of an axis
-    without one."""
-
-    title: str
-    top: float | None = None
-    absent: str = "-"
-
-
-AXES: Mapping[Unit, Axis] = {
-    "ratio": Axis("Hit ratio", 1.0, "no lookups"),
-    "bytes_per_second": Axis("Bandwidth per rank", absent="no transfers"),
-    "blocks_per_second": Axis("Blocks"),
-    "per_second": Axis("Events"),
-}
 
 
 class Sample(NamedTuple):
@@ -95,25 +76,14 @@ class HeadlineView:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CurveView:
-    """A figure over time, by its name in `now`; the oldest point first, null where it has no value. Bytes per second
-    are of one rank."""
-
-    figure: str
-    label: str
-    unit: Unit
-    points: list[float | None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class CurvesView:
-    """Of one pool; `pool` is null, and the curves have no points, while there is none. Points are `interval_seconds`
-    apart."""
+    """Figures of one pool over time: `points` by the name of the figure in `now`, `interval_seconds` apart, the oldest
+    first, null where the figure has no value. Bytes per second are of one rank."""
 
-    pool: str | None
+    pool: str
     interval_seconds: float
     now: NowView
-    items: list[CurveView]
+    points: dict[str, list[float | None]]
 
 
 class PoolHistory(NamedTuple):
@@ -125,18 +95,6 @@ class PoolHistory(NamedTuple):
     kept: Sequence[Sample]
 
 
-class CurveSpec(NamedTuple):
-    label: str
-    unit: Unit
-
-
-class Figure(NamedTuple):
-    """`value`: of the time between two samples, None if there is none. `curve`: None for one that is not drawn."""
-
-    value: Callable[[Sample, Sample], float | None]
-    curve: CurveSpec | None = None
-
-
 def sample_session(ranks: Sequence[RankStatus], time: float) -> SessionSample | None:
     """None until every rank has reported: a rank that was there before the server comes with what it has copied in its
     whole life."""
@@ -146,22 +104,13 @@ def sample_session(ranks: Sequence[RankStatus], time: float) -> SessionSample | 
     return SessionSample(time, loaded, max(rank.store_bytes_total for rank in ranks))
 
 
-def curves_of(pool: str | None, recent: Sequence[Sample] = (), kept: Sequence[Sample] = ()) -> CurvesView:
+def curves_of(pool: str, recent: Sequence[Sample], kept: Sequence[Sample]) -> CurvesView:
     """`recent`: those of the last `NOW_SECONDS`. `kept` are `CURVE_INTERVAL` apart."""
     return CurvesView(
         pool=pool,
         interval_seconds=CURVE_INTERVAL,
         now=now_of(recent),
-        items=[
-            CurveView(
-                figure=name,
-                label=figure.curve.label,
-                unit=figure.curve.unit,
-                points=[figure.value(before, after) for before, after in pairwise(kept)],
-            )
-            for name, figure in FIGURES.items()
-            if figure.curve is not None
-        ],
+        points={name: [FIGURES[name](before, after) for before, after in pairwise(kept)] for name in CURVES},
     )
 
 
@@ -169,9 +118,7 @@ def now_of(samples: Sequence[Sample]) -> NowView:
     if not samples:
         return NowView(seconds=0.0)
     first, last = ends_of_now(samples)
-    return NowView(
-        seconds=last.time - first.time, **{name: figure.value(first, last) for name, figure in FIGURES.items()}
-    )
+    return NowView(seconds=last.time - first.time, **{name: figure(first, last) for name, figure in FIGURES.items()})
 
 
 def session_now(session: SessionStatus, samples: Sequence[SessionSample]) -> SessionStatus:
@@ -214,18 +161,17 @@ def _hit_ratio(before: Sample, after: Sample) -> float | None:
     return hits / queries if queries and hits is not None else None
 
 
-FIGURES: Mapping[str, Figure] = {
-    "hit_ratio": Figure(_hit_ratio, CurveSpec("hit ratio", "ratio")),
-    "load_bytes_per_second": Figure(
-        _per_second(lambda stats: stats.transfers.load.bytes), CurveSpec("loads", "bytes_per_second")
-    ),
-    "store_bytes_per_second": Figure(
-        _per_second(lambda stats: stats.transfers.store.bytes), CurveSpec("stores", "bytes_per_second")
-    ),
-    "evicted_blocks_per_second": Figure(_per_second(lambda stats: stats.evicted_for_capacity)),
-    "dropped_blocks_per_second": Figure(_per_second(lambda stats: stats.dropped_blocks)),
+FIGURES: Mapping[str, Callable[[Sample, Sample], float | None]] = {
+    "hit_ratio": _hit_ratio,
+    "load_bytes_per_second": _per_second(lambda stats: stats.transfers.load.bytes),
+    "store_bytes_per_second": _per_second(lambda stats: stats.transfers.store.bytes),
+    "evicted_blocks_per_second": _per_second(lambda stats: stats.evicted_for_capacity),
+    "dropped_blocks_per_second": _per_second(lambda stats: stats.dropped_blocks),
 }
-"""By the names of `NowView`'s fields, which describe them."""
+"""Values of the time between two samples, None if there is none: by the names of `NowView`'s fields, which describe
+them."""
+CURVES = ("hit_ratio", "load_bytes_per_second", "store_bytes_per_second")
+"""Those that are drawn over time."""
 
 
 def headline_of(pools: Sequence[PoolHistory]) -> HeadlineView:
@@ -242,8 +188,8 @@ def headline_of(pools: Sequence[PoolHistory]) -> HeadlineView:
         hit_ratio=hits / queries if queries else None,
         hit_ratio_ever=ever_hit / ever_queried if ever_queried else None,
         used_ratio=(usable - free) / usable if usable else None,
-        load_bytes_per_second=_sum_of(FIGURES["load_bytes_per_second"].value(*one) for one in ends),
-        store_bytes_per_second=_sum_of(FIGURES["store_bytes_per_second"].value(*one) for one in ends),
+        load_bytes_per_second=_sum_of(FIGURES["load_bytes_per_second"](*one) for one in ends),
+        store_bytes_per_second=_sum_of(FIGURES["store_bytes_per_second"](*one) for one in ends),
         gpu_seconds_saved=sum(pool.num_ranks * stats.prefill.seconds_saved for pool, stats in latest)
         if is_known
         else None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -10,12 +11,13 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from kvstow.status import MemoryStatus, RankStatus
-from kvstow_api.answers import POOL_NAME, ConditionView, EventLine, OverviewView
+from kvstow.status import MemoryStatus, RankStatus, SessionSummary
+from kvstow.tier.tierstatus import TierStatus
+from kvstow_api.answers import POOL_NAME, ConditionView, EventLine, OverviewView, PoolView, TroubledView
 from kvstow_api.appstate import AppState, info_view
 from kvstow_api.directory import HostedPool, host_readiness, live_ranks
-from kvstow_api.figures import PoolHistory, headline_of
-from kvstow_api.readings import curve_view, curves_view, pool_views, sessions_now, tier_view, transfers_view
+from kvstow_api.figures import PoolHistory, curves_of, headline_of
+from kvstow_api.readings import curve_view, pool_views, sessions_now, tier_view, transfers_view
 
 MOST_POOLS, MOST_SESSIONS, MOST_RANKS, MOST_TIERS = 64, 128, 64, 64
 MOST_CONDITIONS, MOST_EVENTS, MOST_CURVES, MOST_TRANSFERS = 24, 10, 12, 4
@@ -73,42 +75,46 @@ def read_overview(app: AppState, asked: str | None = None) -> OverviewView:
     readiness, conditions = host_readiness(directory), app.conditions.find().conditions
     chosen = shown[0] if selected is not None else None
     limited = _Limited([one for one in conditions if one.severity != "info"])
-    ranks = live_ranks(directory, chosen)
     tier, info = tier_view(directory), info_view(app)
+    histories = [_history(app, pool) for pool in shown]
+    pools = limited.first("pools", pool_views(directory, app.sampler), MOST_POOLS, limited.has_pool)
+    sessions = [one.summary() for one in sessions_now(directory, app.sampler) if one.pool in names]
+    sessions = limited.first("sessions", sessions, MOST_SESSIONS, limited.has_session)
+    ranks = limited.first(
+        "ranks",
+        [one for one in live_ranks(directory, chosen) if chosen is not None or limited.has_rank(one)],
+        MOST_RANKS if chosen is not None else MOST_RANKS // 4,
+        limited.has_rank,
+    )
+    tiers = [one for one in tier.items if one.pool in names]
+    tiers = limited.first("tiers", tiers, MOST_TIERS, limited.has_tier)
+    kinds = {one.name: one for one in reversed(conditions)}  # the first of each
     return OverviewView(
         time=datetime.now(UTC),
         info=replace(info, pools=info.pools[:MOST_POOLS]),
         state=readiness.state,
         reason=readiness.reason,
-        conditions=limited.first("conditions", conditions, MOST_CONDITIONS),
+        conditions=limited.first("conditions", list(reversed(kinds.values())), MOST_CONDITIONS),
+        alike={name: number - 1 for name, number in Counter(one.name for one in conditions).items() if number > 1},
+        troubled=TroubledView(
+            pools=[one.name for one in pools if limited.has_pool(one)],
+            sessions=[one.id for one in sessions if limited.has_session(one)],
+            ranks=[f"{one.session}/{one.rank}" for one in ranks if limited.has_rank(one)],
+            tiers=[one.namespace for one in tiers if limited.has_tier(one)],
+        ),
         memory=_bounded(readiness.memory),
-        headline=headline_of([_history(app, pool) for pool in shown]),
+        headline=headline_of(histories),
         selected=selected,
         is_missing=asked is not None and selected is None,
-        pools=limited.first("pools", pool_views(directory, app.sampler), MOST_POOLS, limited.is_pool),
-        sessions=limited.first(
-            "sessions",
-            [one.summary() for one in sessions_now(directory, app.sampler) if one.pool in names],
-            MOST_SESSIONS,
-            lambda one: one.id in limited.sessions,
-        ),
-        ranks=limited.first(
-            "ranks",
-            [one for one in ranks if chosen is not None or limited.is_rank(one)],
-            MOST_RANKS if chosen is not None else MOST_RANKS // 4,
-            limited.is_rank,
-        ),
-        tier=replace(
-            tier,
-            items=limited.first(
-                "tiers",
-                [one for one in tier.items if one.pool in names],
-                MOST_TIERS,
-                lambda one: one.pool in limited.tiers,
-            ),
-        ),
+        pools=pools,
+        sessions=sessions,
+        ranks=ranks,
+        tier=replace(tier, items=tiers),
         transfers=transfers_view(shown, MOST_TRANSFERS),
-        curves=[curves_view(app.sampler, pool.name) for pool in shown[:MOST_CURVES]],
+        curves=[
+            curves_of(pool.name, history.recent, history.kept)
+            for pool, history in zip(shown[:MOST_CURVES], histories, strict=False)
+        ],
         stats=None if chosen is None else chosen.facade.stats(),
         curve=None if chosen is None else curve_view(app.sampler, chosen),
         events=_events(app, selected),
@@ -121,16 +127,22 @@ class _Limited:
     information."""
 
     def __init__(self, bad: Collection[ConditionView]) -> None:
-        self._pools, self.sessions = {one.pool for one in bad}, {one.session for one in bad}
-        self.tiers = {one.pool for one in bad if one.name.startswith("tier_")}
+        self._pools, self._sessions = {one.pool for one in bad}, {one.session for one in bad}
+        self._tiers = {one.pool for one in bad if one.name.startswith("tier_")}
         self._ranks = {(one.session, one.rank) for one in bad}
         self.omitted: dict[str, int] = {}
 
-    def is_pool(self, pool: Any) -> bool:
+    def has_pool(self, pool: PoolView) -> bool:
         return pool.name in self._pools
 
-    def is_rank(self, rank: RankStatus) -> bool:
+    def has_session(self, session: SessionSummary) -> bool:
+        return session.id in self._sessions
+
+    def has_rank(self, rank: RankStatus) -> bool:
         return (rank.session, rank.rank) in self._ranks
+
+    def has_tier(self, tier: TierStatus) -> bool:
+        return tier.pool in self._tiers
 
     def first(
         self, name: str, items: Sequence[_Item], most: int, troubled: Callable[[_Item], bool] | None = None

@@ -10,7 +10,7 @@ from kvstow.stats import DIRECTIONS, LOAD_CHOICES, PendingTransfers
 from kvstow.status import SESSION_STATES, SessionState, SessionStatus, TransferStatus
 from kvstow_api.answers import NO_TIER, PoolCurveView, PoolView, TierView, TransfersView
 from kvstow_api.directory import Directory, HostedPool
-from kvstow_api.figures import CurvesView, Sample, curves_of, now_of, saved_per_hour, seconds_per_ratio
+from kvstow_api.figures import Sample, now_of, saved_per_hour, seconds_per_ratio
 from kvstow_api.sampler import Sampler
 from kvstow_api.sizing import with_sizes
 from kvstow_api.texts import duration
@@ -114,11 +114,6 @@ def tier_view(directory: Directory) -> TierView:
     if tier is None:
         return NO_TIER
     return TierView(store=tier.store, url=tier.url, items=list(tier.tiers()), parts=list(tier.parts()))
-
-
-def curves_view(sampler: Sampler, pool: str) -> CurvesView:
-    samples = sampler.of_pool(pool)
-    return curves_of(pool, samples.recent, samples.kept)
 
 
 _NO_CURVE = "the pool follows no curve: its setting `curve` is off"

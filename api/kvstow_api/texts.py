@@ -41,6 +41,22 @@ def percent(ratio: float | None) -> str:
     return ABSENT if ratio is None else f"{ratio * 100:.1f} %"
 
 
+def per_second(number: float | None) -> str:
+    """
+    >>> per_second(1234.56)
+    '1,234.6/s'
+    """
+    return ABSENT if number is None else f"{number:,.1f}/s"
+
+
+def count(number: int | None) -> str:
+    """
+    >>> count(1234), count(None)
+    ('1,234', '-')
+    """
+    return ABSENT if number is None else f"{number:,}"
+
+
 def counted(number: int, noun: str, plural: str | None = None) -> str:
     """`plural`: if it is not the noun with an s.
 
@@ -91,7 +107,7 @@ def _number(name: str, value: float) -> str:
     if name.endswith("bytes_per_second"):
         return rate(value)
     if name.endswith("per_second"):
-        return f"{value:,.1f}/s"
+        return per_second(value)
     if words & _SIZES:
         return format_size(value)
     if words & _TIMES:
@@ -103,12 +119,14 @@ def _number(name: str, value: float) -> str:
 
 def populate_words(memory: MemoryStatus) -> str:
     """How much of a node's memory is populated and, if that is known, how fast and for how long it will go on."""
-    words = f"{format_size(memory.populated_bytes)} of {format_size(memory.target_bytes)} of memory are populated"
-    pace = memory.populate_bytes_per_second
-    if not pace:
-        return words
-    left = (memory.target_bytes - memory.populated_bytes) / pace
-    return f"{words}, {rate(pace)}, about {duration(left)} left"
+    size = f"{format_size(memory.populated_bytes)} of {format_size(memory.target_bytes)}"
+    return f"{size} of memory are populated{pace_words(memory)}"
+
+
+def pace_words(memory: MemoryStatus) -> str:
+    """How fast memory is populated and for how long it will go on, to follow other words; empty if that is unknown."""
+    pace, left = memory.populate_bytes_per_second, memory.target_bytes - memory.populated_bytes
+    return f", {rate(pace)}, about {duration(left / pace)} left" if pace and left > 0 else ""
 
 
 def bypassed(bypass: BypassStatus) -> list[str]:

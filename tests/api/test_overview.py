@@ -17,7 +17,7 @@ from kvstow.testing.fakes import FakeClock
 from kvstow_api import overview
 from kvstow_api.answers import OverviewView
 from kvstow_api.figures import PoolHistory, Sample, headline_of
-from kvstow_api.overview import INTERVAL, MOST_CONDITIONS, MOST_RANKS, MOST_SESSIONS, pool_to_show
+from kvstow_api.overview import INTERVAL, MOST_RANKS, MOST_SESSIONS, pool_to_show
 
 pytestmark = pytest.mark.anyio
 
@@ -62,7 +62,6 @@ async def test_the_document_has_what_the_routes_of_its_parts_have(
     shown = (await client.get("/v1/overview")).json()
     assert shown["pools"] == (await client.get("/v1/pools")).json()["items"]
     assert shown["stats"] == (await client.get("/v1/stats")).json()
-    assert shown["curves"] == [(await client.get("/v1/curves")).json()]
     assert shown["curve"] == (await client.get("/v1/pools/host/curve")).json()
     assert shown["transfers"] == (await client.get("/v1/transfers")).json()
     assert shown["selected"] == "host"
@@ -119,8 +118,22 @@ async def test_the_document_is_bounded_and_counts_what_it_leaves_out(launch: Any
     shown = await read(await launch(directory=node, ready_checks=checks), "a-1")
     assert (len(shown.sessions), shown.omitted["sessions"]) == (MOST_SESSIONS, 30)
     assert "s151" in [session.id for session in shown.sessions], "trouble comes before others"
-    assert (len(shown.ranks), len(shown.conditions)) == (MOST_RANKS, MOST_CONDITIONS)
-    assert shown.omitted["conditions"] > 0
+    assert "s151" in shown.troubled.sessions
+    assert len(shown.ranks) == MOST_RANKS
+
+
+async def test_a_kind_of_condition_is_there_once_with_the_number_of_the_others(launch: Any, clock: FakeClock) -> None:
+    node = FakeNode(clock)
+    for engine in [node.attach("a-1") for _ in range(3)]:
+        engine.report(state="degraded", error="no memory")
+    shown = await read(await launch(directory=node))
+    names = [one.name for one in shown.conditions]
+    assert len(set(names)) == len(names)
+    degraded = [one for one in shown.conditions if one.rank is not None]
+    assert [(one.session, one.rank, shown.alike[one.name]) for one in degraded] == [("s1", 0, 5)]
+    assert shown.troubled.sessions == ["s1", "s2", "s3"]
+    assert shown.troubled.ranks == [f"s{session}/{rank}" for session in (1, 2, 3) for rank in (0, 1)]
+    assert shown.troubled.pools == ["a-1"]
 
 
 async def test_the_latest_events_are_told_in_words(launch: Any, ranks: Any) -> None:

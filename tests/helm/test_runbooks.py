@@ -23,7 +23,6 @@ from kvstow.stats import EngineStats, FaultStats, LookupStats
 from kvstow.testing.fakes import FakeClock
 from kvstow_api.answers import SessionsView
 from kvstow_api.appstate import AppState
-from kvstow_api.columns import LISTS
 from kvstow_api.conditions.evidence import TABLE
 from kvstow_api.directory import EmbeddedDirectory
 from kvstow_api.metrics import Collector, tier_metrics
@@ -31,6 +30,7 @@ from kvstow_service import environment
 from kvstow_service.admin.adminhost import AdminOptions, Ticker, make_api_host
 from kvstow_service.admin.sockets import AdminSockets
 from kvstow_service.cli import app
+from kvstow_service.cli.tables import LISTS
 from kvstow_service.node.attach.clients import REASONS
 
 ROOT = Path(__file__).parents[2]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvstow import messages, stats, status
-from kvstow_api import answers, figures
+from kvstow_api import answers
 from kvstow_api.client.client import ProbeResult, Route
 
 livez = Route("GET", "/livez", ProbeResult)
@@ -14,7 +14,6 @@ get_overview = Route("GET", "/v1/overview", answers.OverviewView)
 get_info = Route("GET", "/v1/info", answers.InfoView)
 get_log_levels = Route("GET", "/v1/loglevel", answers.LogLevelsView)
 set_log_level = Route("PUT", "/v1/loglevel", answers.LogLevelView)
-get_curves = Route("GET", "/v1/curves", figures.CurvesView)
 get_doctor = Route("GET", "/v1/doctor", answers.DoctorView)
 get_readiness = Route("GET", "/v1/readiness", answers.ReadinessView)
 get_stats = Route("GET", "/v1/stats", stats.EngineStats)

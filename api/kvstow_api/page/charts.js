@@ -2,6 +2,7 @@
 const charts = (() => {
   const LINES = ["--green", "--blue", "--amber", "--violet", "--red", "--teal"];
   const HEIGHT = 170;
+  const BINARY = Array.from({ length: 50 }, (_, power) => 2 ** power); // steps between the lines of a scale of bytes
   const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
   const minute = (seconds) => new Date(seconds * 1000).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit", second: seconds % 60 ? "2-digit" : undefined, hour12: false });
   const all = new Set();
@@ -20,12 +21,13 @@ const charts = (() => {
 
   /* `xs`: seconds since 1970, or values of an axis of doublings if `isSizes`. `xText` and `text` say values of the axes. */
   class Chart {
-    constructor(parent, title, { text, xText, top, isSizes }) {
+    constructor(parent, title, { text, xText, top, isSizes, isBinary }) {
       this.title = title;
       this.text = text;
       this.xText = xText;
       this.top = top;
       this.isSizes = isSizes;
+      this.incrs = isBinary ? BINARY : undefined;
       this.isZoomed = false;
       this.labels = "";
       this.box = parent.appendChild(element("section", "card"));
@@ -69,7 +71,7 @@ const charts = (() => {
         scales: { x, y: { range: y } },
         axes: [
           axis(this.isSizes ? { splits: () => this.xs, values: (_, found) => found.map(this.xText) } : { size: 30, space: 70, values: (_, found) => found.map(minute) }),
-          axis({ size: 76, values: (_, found) => found.map(this.text) }),
+          axis({ size: 76, incrs: this.incrs, values: (_, found) => found.map(this.text) }),
         ],
         series: [
           { label: this.isSizes ? "size" : "time", value: (_, value) => (value === null ? "-" : this.xText(value)) },

@@ -38,6 +38,7 @@
     made.append(...inner.filter((one) => one != null && one !== ""));
     return made;
   };
+  const cut = (text) => (text.length <= 24 ? text : `${text.slice(0, 13)}…${text.slice(-10)}`);
   /* A name ends in what tells it from others, so it is cut in the middle. */
   const name = (text) => {
     const cut = Math.max(0, text.length - 10);
@@ -73,18 +74,18 @@
     ["engines", (one) => one.sessions, count],
   ];
   const SESSIONS = [
-    ["engine", (one) => one.id, (value) => name(value)],
+    ["session", (one) => one.id, (value) => name(value)],
     ["state", (one) => one.state],
+    ["engine", (one) => one.engine, (value) => name(value)],
+    ["host", (one) => one.host, (value) => name(value || ABSENT)],
     ["in flight", (one) => one.in_flight, count],
     ["oldest", (one) => (one.in_flight ? one.oldest_seconds : null), duration],
     ["holds", (one) => one.leased_slots + one.quarantined_slots, count],
     ["loads", (one) => one.load_bytes_per_second, rate],
     ["stores", (one) => one.store_bytes_per_second, rate],
-    ["kind", (one) => one.engine],
     ["ranks", (one) => one.num_ranks, count],
     ["registered", (one) => one.registered_slots, count],
     ["age", (one) => one.age_seconds, age],
-    ["host", (one) => one.host, (value) => name(value)],
     ["pid", (one) => one.pid, (value) => (value == null ? ABSENT : String(value))],
   ];
   const TIERS = [
@@ -98,10 +99,19 @@
     ["waited", (one) => one.counters.wait_seconds, duration],
     ["saved", (one) => one.counters.saved_seconds, duration],
   ];
+  const PARTS = [
+    ["part", (one) => one.name, (value) => name(value)],
+    ["state", (one) => one.state],
+    ["used", (one) => one.used_bytes, (value, one) => (value == null ? ABSENT : `${bytes(value)} of ${bytes(one.size_bytes)}`)],
+    ["reads", (one) => one.read_bytes_per_second, rate],
+    ["writes", (one) => one.write_bytes_per_second, rate],
+    ["written today", (one) => one.written_bytes_today, bytes],
+    ["reason", (one) => one.reason, (value) => value || ABSENT],
+  ];
   const RANKS = [
     ["rank", (one) => one.rank, (value) => String(value)],
     ["state", (one) => rankState(one)],
-    ["engine", (one) => one.session, (value) => name(value)],
+    ["session", (one) => one.session, (value) => name(value)],
     ["pinned", (one) => one.pinned_bytes, (value, one) => h("span", { class: "pinned" }, h("progress", { max: one.target_bytes || 1, value, "aria-label": `rank ${one.rank}` }), `${bytes(value)} of ${bytes(one.target_bytes)}`)],
     ["host", (one) => one.host, (value) => name(value || ABSENT)],
     ["pid", (one) => one.pid, (value) => (value == null ? ABSENT : String(value))],
@@ -166,20 +176,23 @@
   };
   const poolLink = (pool, words) => h("a", { href: pool == null ? "?" : `?pool=${encodeURIComponent(pool)}`, "data-key": `pool ${pool}`, "aria-current": pool != null && pool === overview.selected && "true", click: choose }, words || name(pool));
   const ofPool = () => (overview.pools.length > 1 && overview.selected ? [" of pool ", name(overview.selected)] : []);
-  const bad = () => overview.conditions.filter((one) => one.severity !== "info");
 
   const parts = {
-    state({ info, state, reason, conditions, omitted, memory }) {
-      const told = (["ready", "pinning", "starting"].includes(state) ? conditions : bad()).some((one) => one.what === reason || !["ready", "pinning", "starting"].includes(state));
+    state({ info, state, reason, conditions, alike, omitted, memory }) {
+      const isGood = ["ready", "pinning", "starting"].includes(state);
+      const told = conditions.some((one) => (isGood ? one.what === reason : one.severity !== "info"));
       const about = [info.settings.model, info.mode, `version ${info.version}`, info.addresses[0], `since ${info.started.slice(0, 19).replace("T", " ")} UTC`];
       const size = memory.populated_bytes < memory.target_bytes ? `${bytes(memory.populated_bytes)} of ` : "";
       about.push(`${size}${bytes(memory.target_bytes)} of memory`, info.attach && `engines attach at ${info.attach}`);
-      fill("state", [info.host_name, state, reason, conditions, about, omitted.conditions], () => [
+      const populated = memory.populated_bytes < memory.target_bytes && h("progress", { max: memory.target_bytes, value: memory.populated_bytes, "aria-label": "memory populated" });
+      fill("state", [info.host_name, state, reason, conditions, alike, about, omitted.conditions], () => [
         h("h1", {}, "kvstow ", h("span", { class: "host" }, info.host_name), " ", h("span", { class: `pill ${state}` }, state)),
         told ? null : h("p", {}, reason),
         conditions.length ? h("ul", { class: "conditions" }, ...conditions.slice(0, CONDITIONS).map((one) =>
-          h("li", { class: one.severity }, h("b", {}, one.severity), " ", one.what, " ", h("span", { class: "quiet" }, ...coded(one.fix))))) : null,
-        more(omitted.conditions + Math.max(0, conditions.length - CONDITIONS), "conditions: kvstow doctor"),
+          h("li", { class: one.severity }, h("b", {}, one.severity), " ", one.what, " ", h("span", { class: "quiet" }, ...coded(one.fix)),
+            alike[one.name] ? h("b", {}, ` and ${count(alike[one.name])} more like this`) : null))) : null,
+        more(omitted.conditions + Math.max(0, conditions.length - CONDITIONS), "kinds of conditions: kvstow doctor"),
+        populated || null,
         h("p", { class: "quiet" }, about.filter(Boolean).join(", ")),
       ]);
     },
@@ -208,56 +221,54 @@
 
     charts({ curves, time }) {
       const now = Date.parse(time) / 1000, given = {};
-      const length = Math.max(2, ...curves.flatMap((one) => one.items.map((item) => item.points.length)));
+      const length = Math.max(2, ...curves.flatMap((one) => Object.values(one.points).map((points) => points.length)));
       const isOne = curves.length === 1;
-      for (const pool of curves) for (const item of pool.items) {
-        const title = TITLES[isOne ? item.unit : item.figure] || item.label;
-        const padded = [...Array(length - item.points.length).fill(null), ...item.points];
-        const chart = (given[title] ||= { unit: item.unit, series: [], now: [] });
-        chart.series.push({ label: isOne ? item.label : pool.pool, values: padded });
-        chart.now.push(`${isOne ? item.label : pool.pool} ${UNITS[item.unit].text(pool.now[item.figure])}`);
+      for (const pool of curves) for (const [figure, points] of Object.entries(pool.points)) {
+        const { label, one, each, unit } = CURVES[figure];
+        const name = isOne ? label : cut(pool.pool), padded = [...Array(length - points.length).fill(null), ...points];
+        const chart = (given[isOne ? one : each] ||= { unit, series: [], now: [] });
+        chart.series.push({ label: name, values: padded });
+        chart.now.push(`${name} ${unit.text(pool.now[figure])}`);
       }
       const step = curves[0]?.interval_seconds || 5, last = Math.floor(now / step) * step;
       const xs = Array.from({ length }, (_, number) => last - (length - 1 - number) * step);
       const keys = Object.keys(given).map((title) => `${title} ${isOne}`);
       for (const old of Object.keys(drawn)) if (old !== "sizes" && !keys.includes(old)) { drawn[old].remove(); delete drawn[old]; }
       for (const [title, { unit, series, now: words }] of Object.entries(given)) {
-        const chart = (drawn[`${title} ${isOne}`] ||= new charts.Chart(byId("charts"), title, { ...UNITS[unit], xText: clock }));
+        const chart = (drawn[`${title} ${isOne}`] ||= new charts.Chart(byId("charts"), title, { ...unit, xText: clock }));
         chart.update(xs, series, { span, now: words.join(", ") });
       }
     },
 
-    pools({ pools, selected, is_missing: isMissing, omitted, info }) {
-      const troubled = new Set(bad().map((one) => one.pool));
-      fill("pools", [pools, selected, isMissing, [...troubled], sorting.pools], () => [
+    pools({ pools, troubled, selected, is_missing: isMissing, omitted, info }) {
+      fill("pools", [pools, selected, isMissing, troubled, sorting.pools], () => [
         h("h2", {}, "Pools ", pools.length > 1 && (selected || isMissing) ? poolLink(null, "all pools") : null),
         isMissing ? h("p", { class: "error" }, "there is no pool of the name that you have chosen; ", poolLink(null, "show all")) : null,
-        pools.length ? table("pools", POOLS, [{ rows: pools }], (one) => troubled.has(one.name), pools.length > 1 ? selected : null)
+        pools.length ? table("pools", POOLS, [{ rows: pools }], (one) => troubled.pools.includes(one.name), pools.length > 1 ? selected : null)
           : h("p", { class: "quiet" }, "no engine has attached yet, so there is no pool", info.attach ? `; vLLM attaches with "attach": "${info.attach}" in kv_connector_extra_config` : ""),
         more(omitted.pools, "pools"),
       ]);
     },
 
-    sessions({ sessions, omitted, pools }) {
-      const troubled = new Set(bad().map((one) => one.session)), names = [...new Set(sessions.map((one) => one.pool))];
+    sessions({ sessions, troubled, omitted, pools }) {
+      const names = [...new Set(sessions.map((one) => one.pool))];
       const groups = names.map((pool) => {
         const rows = sessions.filter((one) => one.pool === pool);
         return { rows, title: names.length > 1 ? [name(pool), ` ${counted(rows.length, "engine")}`] : null };
       });
       const seen = sessions.map((one) => ({ ...one, age_seconds: age(one.age_seconds) }));
-      fill("sessions", [seen, pools.length, [...troubled], sorting.sessions], () => [
+      fill("sessions", [seen, pools.length, troubled, sorting.sessions], () => [
         h("h2", {}, "Engines", ...ofPool()),
-        sessions.length ? table("sessions", SESSIONS, groups, (one) => troubled.has(one.id)) : h("p", { class: "quiet" }, "no engine is attached"),
+        sessions.length ? table("sessions", SESSIONS, groups, (one) => troubled.sessions.includes(one.id)) : h("p", { class: "quiet" }, "no engine is attached"),
         more(omitted.sessions, "engines"),
       ]);
     },
 
-    ranks({ ranks, selected, omitted }) {
-      const troubled = new Set(bad().map((one) => `${one.session} ${one.rank}`));
+    ranks({ ranks, troubled, selected, omitted }) {
       const seen = ranks.map((one) => [one.session, one.rank, rankState(one), one.pinned_bytes, one.target_bytes, one.error]);
-      fill("ranks", [seen, selected, [...troubled], sorting.ranks], () => (ranks.length ? [
+      fill("ranks", [seen, selected, troubled, sorting.ranks], () => (ranks.length ? [
         h("h2", {}, selected ? "Ranks" : "Ranks that a condition concerns", ...ofPool()),
-        table("ranks", RANKS, [{ rows: ranks }], (one) => troubled.has(`${one.session} ${one.rank}`)),
+        table("ranks", RANKS, [{ rows: ranks }], (one) => troubled.ranks.includes(`${one.session}/${one.rank}`)),
         more(omitted.ranks, "ranks"),
       ] : []));
     },
@@ -318,12 +329,12 @@
       ] : []));
     },
 
-    tier({ tier, omitted }) {
-      const troubled = new Set(bad().filter((one) => one.name.startsWith("tier_")).map((one) => one.pool));
-      fill("tier", [tier, [...troubled], sorting.tier], () => (tier.url ? [
+    tier({ tier, troubled, omitted }) {
+      fill("tier", [tier, troubled, sorting.tier, sorting.parts], () => (tier.url ? [
         h("h2", {}, "Store below the pools", ...ofPool()),
-        tier.items.length ? table("tier", TIERS, [{ rows: tier.items }], (one) => troubled.has(one.pool)) : h("p", { class: "quiet" }, "no engine uses it"),
+        tier.items.length ? table("tier", TIERS, [{ rows: tier.items }], (one) => troubled.tiers.includes(one.namespace)) : h("p", { class: "quiet" }, "no engine uses it"),
         more(omitted.tiers, "namespaces"),
+        tier.parts.length ? table("parts", PARTS, [{ rows: tier.parts }], (one) => one.state !== "on") : null,
         h("p", { class: "quiet" }, tier.url),
       ] : []));
     },
@@ -335,8 +346,13 @@
   };
 
   const drawn = {};
-  const UNITS = { ratio: { text: percent, top: 1 }, bytes_per_second: { text: rate }, blocks_per_second: { text: perSecond }, per_second: { text: perSecond } };
-  const TITLES = { ratio: "Hit ratio", bytes_per_second: "Bandwidth per rank", hit_ratio: "Hit ratio by pool", load_bytes_per_second: "Loads by pool, per rank", store_bytes_per_second: "Stores by pool, per rank" };
+  /* A chart of one pool has the figures together, a chart of several has one figure of each. */
+  const BANDWIDTH = { one: "Bandwidth per rank", unit: { text: rate, isBinary: true } };
+  const CURVES = {
+    hit_ratio: { label: "hit ratio", one: "Hit ratio", each: "Hit ratio by pool", unit: { text: percent, top: 1 } },
+    load_bytes_per_second: { label: "loads", each: "Loads by pool, per rank", ...BANDWIDTH },
+    store_bytes_per_second: { label: "stores", each: "Stores by pool, per rank", ...BANDWIDTH },
+  };
   const render = () => { for (const part of Object.values(parts)) part(overview); };
 
   /* -- reading ---------------------------------------------------------------------------------------------------- */

@@ -20,7 +20,7 @@ _HEAD = '''"""The routes of the API for `Client.call`. Written by `python -m kvs
 from __future__ import annotations
 
 from kvstow import messages, stats, status
-from kvstow_api import answers, figures
+from kvstow_api import answers
 from kvstow_api.client.client import ProbeResult, Route
 '''
 _TEXTS = {"/livez": ProbeResult, "/readyz": ProbeResult, "/startupz": ProbeResult, "/metrics": str}

@@ -30,13 +30,11 @@ from kvstow_api.answers import (
 from kvstow_api.appstate import App, info_view
 from kvstow_api.auth import is_stranger
 from kvstow_api.bodies import LogLevelBody
-from kvstow_api.figures import CurvesView, curves_of
 from kvstow_api.health import Probe, Verdict
 from kvstow_api.openapi import Description, Responses, changing, reading
 from kvstow_api.overview import Overviews
 from kvstow_api.page.status import status_page
 from kvstow_api.queries import AnyPool, StrictRouter, choose_pool
-from kvstow_api.readings import curves_view
 from kvstow_api.streams import LimitedStream
 
 # -- what machines poll -----------------------------------------------------------------------------------------------
@@ -249,17 +247,6 @@ async def get_events(
     if pool is None and (not app.directory.is_node or not wanted.isdisjoint(BLOCK_EVENTS)):
         pool = choose_pool(app.directory, None)
     return LimitedStream(app.streams.open(wanted, pool, after=last_event_id, recent=recent), app.streams.limit)
-
-
-@router.get("/v1/curves", responses=reading(404))
-async def get_curves(
-    app: App,
-    pool: Annotated[str | None, Query(description="Its name; needed only where the host has several pools")] = None,
-) -> CurvesView:
-    """What the status page draws of a pool: the last 5 minutes, every 5 s."""
-    if pool is None and not app.directory.pools():
-        return curves_of(None)
-    return curves_view(app.sampler, choose_pool(app.directory, pool).name)
 
 
 _MAX_AGE_FOR_STRANGERS = 1.0

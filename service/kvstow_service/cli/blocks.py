@@ -109,7 +109,7 @@ def started(operation: Any) -> str:
 def cancel(call: Invocation, operation_id: str) -> None:
     """Stop a long-running operation. What it has done so far stays done."""
     from kvstow_api.client import routes
-    from kvstow_api.columns import OPERATIONS
+    from kvstow_service.cli.tables import OPERATIONS
 
     with call.client() as client:
         view = client.call(routes.cancel_operation, operation_id=operation_id)

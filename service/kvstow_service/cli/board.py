@@ -1,23 +1,26 @@
-"""The overview of a server as terminal text, for `kvstow top` and `kvstow wait`."""
+"""The overview of a server as terminal text, for `kvstow top`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from itertools import accumulate, cycle
+from collections.abc import Collection, Mapping, Sequence
+from itertools import accumulate
 
 from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.progress_bar import ProgressBar
-from rich.table import Table
+from rich.table import Table as Grid
 from rich.text import Text
 
-from kvstow.stats import SLOT_STATES
-from kvstow_api.answers import ConditionView
-from kvstow_api.columns import Table as RowTable
-from kvstow_api.texts import percent
+from kvstow.bytesize import format_size
+from kvstow.stats import SLOT_STATES, EngineStats, PoolStats
+from kvstow.status import RankStatus, TransferStatus
+from kvstow_api.answers import OverviewView, PoolCurveView, TransfersView
+from kvstow_api.figures import CurvesView
+from kvstow_api.texts import counted, duration, pace_words, per_second, percent, rate
 from kvstow_service.cli.output import STATE_STYLES
-from kvstow_service.cli.shown import NOT_PINNED, Chart, MemoryBar, Overview, PoolOverview, RankRow, Sizes, select_ranks
+from kvstow_service.cli.tables import POOLS, SESSIONS, TIERS, Table, rank_state, waits_for
 
+_NOT_PINNED = "not pinned"
 # The characters distinguish the states on terminals without colours.
 _SLOTS: dict[str, tuple[str, str]] = {
     "leased": ("▓", "blue"),
@@ -25,31 +28,31 @@ _SLOTS: dict[str, tuple[str, str]] = {
     "filling": ("▚", "yellow"),
     "quarantined": ("▞", "red"),
     "free": ("·", "bright_black"),
-    NOT_PINNED: (" ", ""),
+    _NOT_PINNED: (" ", ""),
 }
-assert set(_SLOTS) == {*SLOT_STATES, NOT_PINNED}
+assert set(_SLOTS) == {*SLOT_STATES, _NOT_PINNED}
 
 _LABEL, _WORDS = 12, 58
 _GAPS = 4  # between the three columns
 _NARROWEST = 10  # a bar
 _FEW = 4  # lines of rows of one kind, on a small screen
-_FIXED_LINES, _POOL_LINES = 6, 4  # without rows, ranks and transfers; of what is below the rows, without curves
+_FIXED_LINES, _POOL_LINES = 6, 7  # without rows, ranks and transfers; of what is below the rows
 _HEAD_LINES = 2  # of the fixed ones
 _GROUPS = 7
 _GAP = 2  # between the columns of a table
-_SURE_COLUMNS = 6  # a long name is cut to leave room for them
-_SHORTEST_NAME = 16
+_SHORTEST_NAME = 20
 _LEVELS = "▁▂▃▄▅▆▇█"
+_GOOD_STATES = ("ready", "pinning", "starting")
+_SHORTEST_WAIT = 1.0  # seconds
 
 
 def board(
-    shown: Overview | None, lost: str | None, *, width: int, height: int, server: str, footer: str = ""
+    shown: OverviewView | None, lost: str | None, *, width: int, height: int, server: str, footer: str = ""
 ) -> RenderableType:
-    """The whole screen. `server`: its address and uptime. `lost`: why it does not answer; `shown` is then its last
-    answer."""
+    """The whole screen. `server`: its address. `lost`: why it does not answer; `shown` is then its last answer."""
     if shown is None:
         return Group(Text(f"kvstow: {server}", style="bold"), Text(), _lost(lost or "connecting"), Text(footer))
-    head, conditions = _head(shown, server, width), _conditions(shown.conditions, width, max(_FEW, height // 4))
+    head, conditions = _head(shown, server, width), _conditions(shown, width, max(_FEW, height // 4))
     room = (
         height
         - _FIXED_LINES
@@ -59,24 +62,27 @@ def board(
         - bool(lost)
         - bool(footer)
     )
-    room -= len(shown.oldest) + bool(shown.tiers.rows)
-    if shown.pool:
-        room -= _POOL_LINES + sum(len(chart.curves) for chart in shown.pool.charts)
-    wanted = [len(shown.pools.rows), len(shown.sessions.rows), len(shown.tiers.rows), len(shown.ranks)]
+    room -= len(shown.transfers.items) + bool(shown.tier.items) + (_POOL_LINES if shown.stats else 0)
+    wanted = [len(shown.pools), len(shown.sessions), len(shown.tier.items), len(shown.ranks)]
     pools, sessions, tiers, ranks = _shares(room, wanted)
     airy = room - sum(wanted) >= _GROUPS
     groups = [
         Group(*head, *conditions, *([] if lost is None else [_lost(lost)])),
-        _memory(shown.memory, width),
+        _memory(shown, width),
         _pools(shown, width, pools),
         _sessions(shown, width, sessions),
     ]
-    if shown.tiers.rows:
-        groups.append(row_table(shown.tiers, width, tiers, noun="tiers"))
+    if shown.tier.items:
+        names = shown.troubled.tiers
+        table = Table.of(
+            shown.tier.items, TIERS, lambda one: one.namespace in names, omitted=shown.omitted.get("tiers", 0)
+        )
+        groups.append(row_table(table, width, tiers, noun="tiers"))
     if shown.ranks:
-        groups.append(rank_bars(shown.ranks, width, ranks))
-    if shown.pool:
-        groups += [_slots(shown.pool, width), _traffic(shown.pool, width)]
+        paused = any(pool.pinning_paused for pool in shown.pools if pool.name == shown.selected)
+        groups.append(rank_bars(shown.ranks, width, ranks, pinning_paused=paused, troubled=shown.troubled.ranks))
+    if shown.stats and shown.curve:
+        groups += [_slots(shown.stats.pool, width), _traffic(shown, shown.stats, shown.curve, width)]
     groups.append(_pending(shown))
     parts: list[RenderableType] = []
     for group in groups:
@@ -84,6 +90,11 @@ def board(
     if footer:
         parts.append(Text(footer, style="dim"))
     return Group(*parts)
+
+
+def pool_choices(shown: OverviewView) -> list[str]:
+    """The pools that a viewer can choose from, none if there is no choice."""
+    return [pool.name for pool in shown.pools] if len(shown.pools) > 1 or shown.is_missing else []
 
 
 def _shares(room: int, wanted: Sequence[int]) -> list[int]:
@@ -94,27 +105,34 @@ def _shares(room: int, wanted: Sequence[int]) -> list[int]:
     return shares
 
 
-def _head(shown: Overview, server: str, width: int) -> list[Text]:
-    """With a line for the attach socket where it does not fit beside the rest."""
+def _head(shown: OverviewView, server: str, width: int) -> list[Text]:
+    """With a line for the attach socket where it does not fit beside the rest. The reason of the state is left out if a
+    condition tells it."""
+    info = shown.info
+    about = ", ".join(filter(None, (info.settings.get("model"), info.mode, f"version {info.version}", server)))
+    name, attach = f"kvstow {info.host_name}: {about}", f"engines attach at {info.attach}"
+    name += f", up {duration(info.uptime_seconds)}"
+    lines = [name]
+    if info.attach:
+        lines = [f"{name}, {attach}"] if len(name) + len(attach) + 2 <= width else [name, attach]
+    is_good = shown.state in _GOOD_STATES
+    is_told = any(one.what == shown.reason if is_good else one.severity != "info" for one in shown.conditions)
     state = (shown.state, f"bold {STATE_STYLES.get(shown.state, '')}".strip())
-    name = f"kvstow {shown.host_name}: {shown.about}, {server}"
-    lines = [f"{name}, engines attach at {shown.attach}" if shown.attach else name]
-    if len(lines[0]) > width and shown.attach:
-        lines = [name, f"engines attach at {shown.attach}"]
     names = [Text(line, style="bold", no_wrap=True, overflow="ellipsis") for line in lines]
-    return [*names, Text.assemble(state, f"  {shown.reason}")]
+    return [*names, Text.assemble(state, "" if is_told else f"  {shown.reason}")]
 
 
-def _conditions(found: Sequence[ConditionView], width: int, most: int) -> list[Text]:
-    """The worst conditions, as many as take at most `most` lines, each with what mends it."""
+def _conditions(shown: OverviewView, width: int, most: int) -> list[Text]:
+    """The first condition of each kind, the worst first, as many as take at most `most` lines, with what mends it."""
     lines: list[Text] = []
-    for number, one in enumerate(found):
-        line = Text.assemble(
-            (one.severity, STATE_STYLES.get(one.severity, "cyan")), f"  {one.what}  ", (one.fix, "dim")
-        )
+    for number, one in enumerate(shown.conditions):
+        style, alike = STATE_STYLES.get(one.severity, "cyan"), shown.alike.get(one.name)
+        line = Text.assemble((one.severity, style), f"  {one.what}  ", (one.fix, "dim"))
+        line.append(f"  and {alike:,} more like this" if alike else "")
         most -= -(-line.cell_len // width)
         if most < 0 and lines:
-            return [*lines, Text(f"and {len(found) - number} more: `kvstow doctor`", style="dim")]
+            left = len(shown.conditions) - number + shown.omitted.get("conditions", 0)
+            return [*lines, Text(f"and {left} more kinds: `kvstow doctor`", style="dim")]
         lines.append(line)
     return lines
 
@@ -123,71 +141,132 @@ def _lost(reason: str) -> Text:
     return Text(f"no answer: {reason}; retrying", style="red")
 
 
-def _grid() -> Table:
-    grid = Table.grid(padding=(0, 2, 0, 0))
+def _grid() -> Grid:
+    grid = Grid.grid(padding=(0, 2, 0, 0))
     grid.add_column(width=_LABEL, no_wrap=True)
     grid.add_column(min_width=_NARROWEST, no_wrap=True)
     grid.add_column(no_wrap=True, overflow="ellipsis")
     return grid
 
 
-def rank_bars(ranks: Sequence[RankRow], width: int, most: int) -> RenderableType:
-    """A bar for each rank, or in `most` lines for some of them, as `select_ranks` chooses them. On a narrow terminal
-    host, pid and device are cut off."""
-    grid = _grid()
-    chosen = select_ranks(ranks, most if len(ranks) <= most else most - 1)
-    words = [
-        Text.assemble(
-            (rank.state, STATE_STYLES.get(rank.state, "red" if rank.troubled else "")),
-            f"  {rank.progress}",
-            (f"  {rank.place}", "dim"),
-        )
-        for rank in chosen
-    ]
+def _bar(done: int, total: int, width: int) -> ProgressBar:
+    return ProgressBar(max(total, 1), done, width, complete_style="green")
+
+
+def rank_bars(
+    ranks: Sequence[RankStatus],
+    width: int,
+    most: int,
+    *,
+    pinning_paused: bool = False,
+    troubled: Collection[str] = (),
+) -> RenderableType:
+    """A bar for each rank. If there are more than `most`, those of `troubled` (SESSION/RANK) and those that have pinned
+    least come first. On a narrow terminal host, pid and device are cut off."""
+    chosen = _first_ranks(ranks, most if len(ranks) <= most else most - 1, troubled)
+    several = len({rank.session for rank in ranks}) > 1
+    words = []
+    for rank in chosen:
+        state = rank_state(rank)
+        style = STATE_STYLES.get(state, "red" if _id(rank) in troubled else "")
+        place = _place(rank, several)
+        progress = _progress(rank, pinning_paused)
+        words.append(Text.assemble((state, style), f"  {progress}", (f"  {place}", "dim")))
     room = width - _LABEL - _GAPS - max((len(text) for text in words), default=0)
     bar_width = max(_NARROWEST, min(room, _bar_width(width)))
+    grid = _grid()
     for rank, text in zip(chosen, words, strict=True):
-        bar = ProgressBar(max(rank.target_bytes, 1), rank.pinned_bytes, bar_width, complete_style="green")
-        grid.add_row(_label(f"rank {rank.rank}"), bar, text)
+        grid.add_row(_label(f"rank {rank.rank}"), _bar(rank.pinned_bytes, rank.target_bytes, bar_width), text)
     if len(chosen) == len(ranks):
         return grid
     return Group(grid, Text(f"and {len(ranks) - len(chosen)} more ranks", style="dim"))
 
 
-def _indented(text: Text) -> RenderableType:
-    return Padding(text, (0, 0, 0, _LABEL + 2))
+def _id(rank: RankStatus) -> str:
+    return f"{rank.session}/{rank.rank}"
 
 
-def _memory(memory: MemoryBar, width: int) -> RenderableType:
+def _first_ranks(ranks: Sequence[RankStatus], most: int, troubled: Collection[str]) -> list[RankStatus]:
+    def urgency(number: int) -> tuple[bool, int]:
+        return _id(ranks[number]) not in troubled, ranks[number].pinned_bytes
+
+    return [ranks[number] for number in sorted(sorted(range(len(ranks)), key=urgency)[:most])]
+
+
+def _progress(rank: RankStatus, paused: bool) -> str:
+    size = format_size(rank.target_bytes)
+    left = rank.target_bytes - rank.pinned_bytes
+    if left <= 0:
+        return size
+    words, speed = f"{format_size(rank.pinned_bytes)} of {size}", rank.pin_rate_bytes_per_second
+    if not speed or paused or rank.state != "pinning" or left / speed < _SHORTEST_WAIT:
+        return words  # a rank of a node waits for memory that is being populated, and then pins it in no time
+    return f"{words}, {rate(speed)}, {duration(left / speed)} left"
+
+
+def _place(rank: RankStatus, several: bool) -> str:
+    process = f"pid {rank.pid}" if rank.pid is not None else None
+    return ", ".join(filter(None, (rank.session if several else None, rank.host, process, rank.device)))
+
+
+def _memory(shown: OverviewView, width: int) -> RenderableType:
+    memory, size = shown.memory, format_size(shown.memory.target_bytes)
+    words = size
+    if memory.populated_bytes < memory.target_bytes:
+        words = f"{format_size(memory.populated_bytes)} of {size} {'populated' if shown.info.node else 'pinned'}"
+        words += pace_words(memory)
+    if shown.info.node:
+        words += f", {format_size(memory.granted_bytes)} in pools"
     grid = _grid()
-    bar = ProgressBar(max(memory.target_bytes, 1), memory.populated_bytes, _bar_width(width), complete_style="green")
-    grid.add_row(_label("memory"), bar, memory.progress)
+    grid.add_row(_label("memory"), _bar(memory.populated_bytes, memory.target_bytes, _bar_width(width)), words)
     return grid
 
 
-def _pools(shown: Overview, width: int, most: int) -> RenderableType:
+def _pools(shown: OverviewView, width: int, most: int) -> RenderableType:
     missing = [Text("there is no pool of the name that you chose", "red")] if shown.is_missing else []
-    if not shown.pools.rows:
-        return Group(Text(shown.empty), *missing)
-    selected = (shown.selected or "") if shown.choices else None
-    return Group(row_table(shown.pools, width, most, noun="pools", selected=selected), *missing)
+    if not shown.pools:
+        attach = shown.info.attach
+        how = f'; vLLM attaches with "attach": "{attach}" in kv_connector_extra_config' if attach else ""
+        return Group(Text(f"no engine has attached yet, so there is no pool{how}"), *missing)
+    troubled = shown.troubled.pools
+    table = Table.of(shown.pools, POOLS, lambda one: one.name in troubled, omitted=shown.omitted.get("pools", 0))
+    selected = (shown.selected or "") if pool_choices(shown) else None
+    return Group(row_table(table, width, most, noun="pools", selected=selected), *missing)
 
 
-def _sessions(shown: Overview, width: int, most: int) -> RenderableType:
-    if not shown.sessions.rows:
+def _sessions(shown: OverviewView, width: int, most: int) -> RenderableType:
+    if not shown.sessions:
         return Text("no engine is attached" + (f" to pool {shown.selected}" if shown.selected else ""))
-    return row_table(shown.sessions, width, most, noun="sessions")
+    troubled = shown.troubled.sessions
+    table = Table.of(
+        shown.sessions,
+        SESSIONS,
+        lambda one: one.id in troubled,
+        without=None if shown.selected is None else "pool",
+        omitted=shown.omitted.get("sessions", 0),
+    )
+    return row_table(table, width, most, noun="sessions")
 
 
-def _slots(shown: PoolOverview, width: int) -> RenderableType:
+# -- one pool ----------------------------------------------------------------------------------------------------------
+
+
+def _slots(pool: PoolStats, width: int) -> RenderableType:
+    counts = {state: getattr(pool.slots, state, 0) for state in _SLOTS}
+    counts[_NOT_PINNED] = max(0, pool.capacity_slots - pool.usable_slots)
     legend = Text()
-    for state, count in shown.slots.items():
+    for state, count in counts.items():
         mark, style = _SLOTS[state]
         if count or state in ("cached", "free"):
             legend.append(f"{mark} ".lstrip(), style).append(f"{state} {count:,}   ")
     grid = _grid()
-    grid.add_row(_label("slots"), _stack(shown.slots, _bar_width(width)), shown.about)
-    return Group(grid, _indented(legend))
+    grid.add_row(
+        _label("slots"),
+        _stack(counts, _bar_width(width)),
+        f"{pool.usable_slots:,} of {pool.capacity_slots:,} slots usable, "
+        f"{format_size(pool.capacity_slots * pool.slot_bytes)} per rank, {pool.policy}",
+    )
+    return Group(grid, Padding(legend, (0, 0, 0, _LABEL + 2)))
 
 
 def _stack(counts: Mapping[str, int], width: int) -> Text:
@@ -203,53 +282,95 @@ def _stack(counts: Mapping[str, int], width: int) -> Text:
     return bar
 
 
-def _traffic(shown: PoolOverview, width: int) -> RenderableType:
-    grid = _grid()
-    for chart in shown.charts:
-        _add_curves(grid, chart, _bar_width(width))
-    return Group(grid, _by_size(shown.sizes, width))
+def _traffic(shown: OverviewView, stats: EngineStats, curve: PoolCurveView, width: int) -> RenderableType:
+    (curves,) = shown.curves
+    now, ever = curves.now, stats.lookups.hit_ratio
+    hits = "no lookups" if now.hit_ratio is None else percent(now.hit_ratio)
+    if ever is not None:
+        hits += f"  ({percent(ever)} since the start)"
+    top = max([point for name in _BANDWIDTH for point in curves.points[name] if point is not None], default=0.0)
+    grid, room = _grid(), _bar_width(width)
+    grid.add_row(_label("hit ratio"), _curve(curves, "hit_ratio", room, 1.0, "green"), hits)
+    for name, (label, style) in _BANDWIDTH.items():
+        speed = getattr(now, name)
+        words = "no transfers" if speed is None else rate(speed)
+        grid.add_row(_label(label), _curve(curves, name, room, top, style), words)
+    is_told = any(one.name == "pool_size" and one.pool == curve.pool for one in shown.conditions)
+    return Group(grid, _by_size(curve, "" if is_told else curve.advice, width))
 
 
-def _by_size(sizes: Sizes, width: int) -> RenderableType:
-    """A bar for each size, in another colour for the present and the next useful one. One line."""
-    if not sizes.ratios:
-        return Text.assemble(_label("by size".ljust(_LABEL + 2)), sizes.words, no_wrap=True, overflow="ellipsis")
-    wide = _bar_width(width) // len(sizes.ratios)
+_BANDWIDTH = {"load_bytes_per_second": ("loads", "blue"), "store_bytes_per_second": ("stores", "yellow")}
+
+
+def _curve(curves: CurvesView, name: str, room: int, top: float, style: str) -> Text:
+    return Text(sparkline(curves.points[name], room, top).rjust(room), style=style)
+
+
+def _by_size(curve: PoolCurveView, advice: str, width: int) -> RenderableType:
+    """One line: a bar for the hits of each size, in another colour for the present and the next useful one. Without a
+    curve there is only the advice."""
+    sizes, better = curve.items, curve.next_useful
+    if not sizes:
+        return Text.assemble(_label("by size".ljust(_LABEL + 2)), advice, no_wrap=True, overflow="ellipsis")
+    wide, top = _bar_width(width) // len(sizes), max(0.05, *(size.ratio for size in sizes))
     line = Text()
-    for number, ratio in enumerate(sizes.ratios):
-        style = "bold green" if number == sizes.now else "yellow" if number == sizes.next else "blue"
-        line.append((_level(ratio, sizes.top) * max(1, wide - 1)).ljust(wide), style)
-    words = [] if sizes.now is None else [f"{percent(sizes.ratios[sizes.now])} now"]
-    if sizes.next is not None:
-        words.append(f"{percent(sizes.ratios[sizes.next])} with {sizes.labels[sizes.next]}")
-    words += [f"{row.value} {row.note}" for row in sizes.figures if row.name == "saved"]
+    for size in sizes:
+        style = "bold green" if size.times == 1 else "yellow" if size == better else "blue"
+        line.append((_level(size.ratio, top) * max(1, wide - 1)).ljust(wide), style)
+    words = [f"{percent(size.ratio)} now" for size in sizes if size.times == 1]
+    if better is not None:
+        words.append(f"{percent(better.ratio)} with {format_size(better.num_bytes)}")
+    if curve.saved_seconds_per_hour is not None:
+        words.append(f"{duration(curve.saved_seconds_per_hour)} of prefill saved an hour")
     grid = _grid()
     grid.add_row(_label("by size"), line, ", ".join(words))
     return grid
 
 
-def _add_curves(grid: Table, chart: Chart, room: int) -> None:
-    styles = ("green",) if len(chart.curves) == 1 else ("blue", "yellow", "magenta")
-    for curve, style in zip(chart.curves, cycle(styles), strict=False):
-        line = Text(sparkline(curve.points, room, chart.top).rjust(room), style=style)
-        grid.add_row(_label(curve.name), line, curve.now + (f"  ({chart.since_start})" if chart.since_start else ""))
+# -- transfers ---------------------------------------------------------------------------------------------------------
 
 
-def _pending(shown: Overview) -> RenderableType:
+def _pending(shown: OverviewView) -> RenderableType:
     """What is in flight; of one pool, also what was evicted."""
-    words = "   ".join(f"{row.name} {row.value}" + (f" ({row.note})" if row.note else "") for row in shown.pending)
-    flight = Text(words)
+    flight = Text("   ".join(_in_flight(shown.transfers)))
     flight.highlight_words(["stuck"], "bold red")
     parts: list[RenderableType] = [_labelled("in flight", flight)]
-    if shown.oldest:
+    if shown.transfers.items:
         oldest = _grid()
-        for one in shown.oldest:
-            oldest.add_row(one.name, Text(one.value, style=STATE_STYLES.get(one.value, "")), one.note)
+        for one in shown.transfers.items:
+            state = Text(one.state, style=STATE_STYLES.get(one.state, ""))
+            oldest.add_row(one.direction, state, _transfer(one, len(shown.sessions)))
         parts.append(oldest)
-    if shown.pool:
-        counts = "   ".join(f"{row.name} {row.value}" for row in shown.pool.evictions)
-        parts.append(_labelled("evictions", Text(f"{counts or 'none'}   ({shown.pool.block_rates})")))
+    if shown.stats:
+        counts = "   ".join(f"{name.replace('_', ' ')} {one:,}" for name, one in shown.stats.evictions.items() if one)
+        now = shown.curves[0].now
+        rates = (
+            f"evicted for capacity: {per_second(now.evicted_blocks_per_second)}, "
+            f"dropped: {per_second(now.dropped_blocks_per_second)}"
+        )
+        parts.append(_labelled("evictions", Text(f"{counts or 'none'}   ({rates})")))
     return Group(*parts)
+
+
+def _in_flight(transfers: TransfersView) -> list[str]:
+    pending, choices = transfers.pending, {name: one for name, one in transfers.load_choices.items() if one}
+    oldest = duration(pending.oldest_seconds) if pending.loads or pending.stores else "none"
+    words = [
+        f"loads {pending.loads:,} ({format_size(pending.load_bytes)})",
+        f"stores {pending.stores:,} ({format_size(pending.store_bytes)})",
+        f"oldest {oldest}" + (f" ({pending.stuck} stuck)" if pending.stuck else ""),
+    ]
+    if choices:
+        by_layer = sum(one for name, one in choices.items() if name.startswith("layer_"))
+        reasons = ", ".join(f"{name.replace('_', ' ', 1)} {one:,}" for name, one in choices.items())
+        words.append(f"loads by layer {by_layer:,} of {sum(choices.values()):,} ({reasons})")
+    return words
+
+
+def _transfer(one: TransferStatus, num_sessions: int) -> str:
+    session = f", session {one.session}" if num_sessions > 1 else ""
+    request = f", request {one.request_id}" if one.request_id else ""
+    return f"{counted(one.blocks, 'block')}, {duration(one.age_seconds)}, waits for {waits_for(one)}{session}{request}"
 
 
 def _label(text: str) -> Text:
@@ -257,7 +378,7 @@ def _label(text: str) -> Text:
 
 
 def _labelled(label: str, text: Text) -> RenderableType:
-    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid = Grid.grid(padding=(0, 2, 0, 0))
     grid.add_column(width=_LABEL, no_wrap=True)
     grid.add_column()
     grid.add_row(_label(label), text)
@@ -271,14 +392,17 @@ def _bar_width(width: int) -> int:
 # -- tables and curves -------------------------------------------------------------------------------------------------
 
 
-def row_table(table: RowTable, width: int, most: int, *, noun: str, selected: str | None = None) -> RenderableType:
+def row_table(table: Table, width: int, most: int, *, noun: str, selected: str | None = None) -> RenderableType:
     """The first columns that fit, with their titles, and at most `most` lines of rows: those that a condition concerns
-    before others. `selected`: the name of a row to mark."""
+    before others. Long names are cut, so that more columns fit. `selected`: the name of a row to mark."""
     shown = table if len(table.rows) <= most else table.limited(max(1, most - 1))
     mark = 2 if selected is not None else 0
     titles = [title.upper() for title in shown.titles]
     widths = [max(map(len, column)) for column in zip(titles, *(row.cells for row in shown.rows), strict=True)]
-    widths[0] = min(widths[0], max(_SHORTEST_NAME, width - mark - sum(widths[1:_SURE_COLUMNS]) - _GAP * _SURE_COLUMNS))
+    excess = mark + sum(widths) + _GAP * (len(widths) - 1) - width
+    while excess > 0 and max(cut := [(widths[at], at) for at in shown.names])[0] > _SHORTEST_NAME:
+        widths[max(cut)[1]] -= 1
+        excess -= 1
     ends = accumulate(one + _GAP for one in widths)
     fitting = widths[: max(1, sum(end - _GAP + mark <= width for end in ends))]
     lines = [_line(titles, fitting, " " * mark, "bold cyan", -1)]

@@ -24,7 +24,7 @@ from kvstow_service.cli.output import Format, format_flag, format_option, pairs,
 
 if TYPE_CHECKING:
     from kvstow_api.client import Client, Route
-    from kvstow_api.columns import Columns
+    from kvstow_service.cli.tables import Columns
 
 _PAGE = 1000
 
@@ -64,7 +64,7 @@ _NOUNS = (
                 type=click.Choice(["hits", "stores", "slots"]),
                 default="hits",
                 show_default=True,
-                help="Those that have most of these.",
+                help="Sort by this count, largest first.",
             ),
             _POOL,
         ),
@@ -146,7 +146,7 @@ for _one in _NOUNS:
 
 
 def _fetch(client: Client, noun: _Noun, style: Format, options: dict[str, Any], *, watched: bool) -> str:
-    from kvstow_api.columns import LISTS
+    from kvstow_service.cli.tables import LISTS
 
     kind = LISTS[noun.name]
     view: Any = _read(client, noun, **options)
@@ -160,7 +160,7 @@ def _fetch(client: Client, noun: _Noun, style: Format, options: dict[str, Any], 
     return f"{text}\n{note}" if note and watched and style in ("table", "wide") else text
 
 
-def _shown(view: Any, kind: Columns, *, wide: bool) -> str:
+def _shown(view: Any, kind: Columns[Any], *, wide: bool) -> str:
     """The table; of a curve, also what follows from it, or why there is none."""
     if not isinstance(view, PoolCurveView):
         return table(view.items, kind, wide=wide)
@@ -369,7 +369,7 @@ def _sections(stats: EngineStats, *names: str) -> dict[str, Any]:
 
 def _section(title: str, view: Any) -> str:
     if isinstance(view, Readiness):
-        from kvstow_api.columns import RANKS
+        from kvstow_service.cli.tables import RANKS
 
         summary = {name: value for name, value in _fields(view) if name != "ranks"}
         return f"{pairs(_entry(title, summary))}\n\n{table(view.ranks, RANKS)}"

@@ -14,7 +14,7 @@ import click
 from click.shell_completion import get_completion_class
 
 if TYPE_CHECKING:
-    from kvstow_api.columns import Columns
+    from kvstow_service.cli.tables import Columns
 
 Format = Literal["table", "wide", "name", "json", "yaml"]
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -92,11 +92,11 @@ def plain(view: Any) -> Any:
     return view
 
 
-def table(items: Iterable[Any], kind: Columns, *, wide: bool = False) -> str:
+def table(items: Iterable[Any], kind: Columns[Any], *, wide: bool = False) -> str:
     """A line of titles, and one line for each item. Cells are never folded or cut: on a narrow terminal the line wraps,
     and ids can still be copied."""
     chosen = kind.of("everywhere", "lists", *(("wide",) if wide else ()))
-    rows = [[_printable(column.cell(item)) for column in chosen] for item in items]
+    rows = [[_printable(column.text(item)) for column in chosen] for item in items]
     titles = [column.title.upper() for column in chosen]
     widths = [max(map(_width, cells)) for cells in zip(titles, *rows, strict=True)]
     lines = [_line(titles, widths, lambda title: styled(title, bold=True))]

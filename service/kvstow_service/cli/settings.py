@@ -145,7 +145,7 @@ def _settings_after(before: PoolView, plan: PlanView, answer: Any) -> tuple[Any,
 def log_level(call: Invocation, level: str, logger: str) -> None:
     """Set a logger's LEVEL until the server stops: debug, info, warning or error."""
     from kvstow_api.client import routes
-    from kvstow_api.columns import LOG_LEVELS
+    from kvstow_service.cli.tables import LOG_LEVELS
 
     with call.client() as client:
         answer = client.call(routes.set_log_level, {"logger": logger, "level": level})

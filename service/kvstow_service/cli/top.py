@@ -7,11 +7,11 @@ import select
 import sys
 import termios
 import tty
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import click
 
@@ -19,16 +19,11 @@ from kvstow_service.cli.connection import TIME, Invocation, remote
 from kvstow_service.cli.failures import CommandError, ExitCode
 
 if TYPE_CHECKING:
+    from kvstow_api.answers import OverviewView
     from kvstow_api.client import Client
-    from kvstow_service.cli.shown import Overview
 
 _TIMEOUT = 2.0  # seconds; keys are not read while a request runs
 _SVG_WIDTH, _SVG_HEIGHT = 120, 44
-
-
-class Refresh(NamedTuple):
-    overview: Overview
-    server: str
 
 
 @click.command()
@@ -52,24 +47,21 @@ def top(call: Invocation, interval: float, svg: Path | None) -> None:
         if svg is None and sys.stdin.isatty() and sys.stdout.isatty():
             _watch(client, interval, server, pool)
         else:
-            answer = ask(client, server, pool)
-            if answer.overview.is_missing:
+            shown = ask(client, pool)
+            if shown.is_missing:
                 hint = "`kvstow get pools` lists what there is"
                 raise CommandError(f"there is no pool {pool!r}", hint, ExitCode.NOT_FOUND)
-            _print(answer, svg)
+            _print(shown, server, svg)
 
 
-def ask(client: Client, server: str, pool: str | None = None) -> Refresh:
+def ask(client: Client, pool: str | None = None) -> OverviewView:
     """`pool`: the one that is chosen. Raises `ApiError` if the server does not answer."""
     from kvstow_api.client import routes
-    from kvstow_api.texts import duration
-    from kvstow_service.cli.shown import overview
 
-    given = client.call(routes.get_overview, pool=pool)
-    return Refresh(overview(given), f"{server}, up {duration(given.info.uptime_seconds)}")
+    return client.call(routes.get_overview, pool=pool)
 
 
-def _print(answer: Refresh, svg: Path | None) -> None:
+def _print(shown: OverviewView, server: str, svg: Path | None) -> None:
     """On the terminal, or into a file."""
     import io
 
@@ -80,7 +72,7 @@ def _print(answer: Refresh, svg: Path | None) -> None:
     console = Console(highlight=False)
     if svg is not None:
         console = Console(record=True, file=io.StringIO(), width=_SVG_WIDTH, force_terminal=True, highlight=False)
-    console.print(board(answer.overview, None, width=console.width, height=_SVG_HEIGHT, server=answer.server))
+    console.print(board(shown, None, width=console.width, height=_SVG_HEIGHT, server=server))
     if svg is not None:
         console.save_svg(str(svg), title="kvstow top")
 
@@ -90,36 +82,35 @@ def _watch(client: Client, interval: float, server: str, pool: str | None) -> No
     from rich.live import Live
 
     from kvstow_api.client import ApiError
-    from kvstow_service.cli.board import board
+    from kvstow_service.cli.board import board, pool_choices
 
     console = Console(highlight=False)
-    shown, title, lost = None, server, None
+    shown: OverviewView | None = None
+    lost: str | None = None
     try:
         with _keyboard() as next_key, Live(console=console, screen=True, auto_refresh=False) as live:
             key: str | None = None
             while key not in ("q", "Q"):
                 if key in ("\t", "a") and shown is not None:
-                    pool = None if key == "a" else _after(shown)
+                    pool = None if key == "a" else _after(shown.selected, pool_choices(shown))
                 try:
-                    (shown, title), lost = ask(client, server, pool), None
+                    shown, lost = ask(client, pool), None
                 except ApiError as error:
                     lost = str(error)
                 width, height = console.size
-                choose = "Tab: next pool   a: all pools   " if shown is not None and shown.choices else ""
+                choose = "Tab: next pool   a: all pools   " if shown is not None and pool_choices(shown) else ""
                 footer = f"{choose}q or Ctrl-C: quit"
-                screen = board(shown, lost, width=width, height=height, server=title, footer=footer)
+                screen = board(shown, lost, width=width, height=height, server=server, footer=footer)
                 live.update(screen, refresh=True)
                 key = next_key(interval)
     except KeyboardInterrupt:
         return
 
 
-def _after(shown: Overview) -> str | None:
+def _after(selected: str | None, choices: Sequence[str]) -> str | None:
     """The pool after the selected one; after the last one, all."""
-    if not shown.choices:
-        return None
-    number = -1 if shown.selected is None else shown.choices.index(shown.selected)
-    return shown.choices[number + 1] if number + 1 < len(shown.choices) else None
+    number = -1 if selected is None else choices.index(selected)
+    return choices[number + 1] if number + 1 < len(choices) else None
 
 
 @contextmanager

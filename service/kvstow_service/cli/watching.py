@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import datetime
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, get_args
 
 import click
 
@@ -16,6 +16,9 @@ from kvstow_service.cli.failures import CommandError, ExitCode, hint_for
 from kvstow_service.cli.output import STATE_STYLES, styled, text_of, wide_format_flag
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from kvstow.status import MemoryStatus
     from kvstow_api.answers import DoctorView, EventView, ReadinessView
     from kvstow_api.client import ApiError, Client
 
@@ -123,12 +126,14 @@ _PASSING = (429, 502, 503, 504)
 """Statuses that may pass."""
 
 
-class _Status(NamedTuple):
+class Status(NamedTuple):
     """Whether the condition is met, and the state of the server in words. `error`: if it did not answer."""
 
     met: bool
     words: str
     error: ApiError | None = None
+    memory: MemoryStatus | None = None
+    """That of a node which is waited for."""
 
 
 @click.command()
@@ -150,32 +155,59 @@ def wait(call: Invocation, condition: Condition, timeout: float) -> None:
     The server does not have to be running yet. Prints what it is waiting for. Exits with code 3 on timeout.
     """
     ends = time.monotonic() + timeout
-    lines = _Lines()
-    with call.client() as client:
+    with call.client() as client, Waiting() as waiting:
         while not (status := _check(client, condition)).met:
             left = ends - time.monotonic()
             if left <= 0:
                 hint = (status.error and hint_for(status.error)) or "`kvstow doctor` shows problems"
                 words = f"not {condition} after {timeout:g} s: {status.words}"
                 raise CommandError(words, f"{hint}; --timeout waits longer", ExitCode.NOT_READY)
-            lines.show(status.words)
+            waiting.show(status)
             time.sleep(min(_POLL_SECONDS, left))
     click.echo(status.words)
 
 
-class _Lines:
-    """Prints the first status at once, and then a line every five seconds at most, to spare logs."""
+class Waiting:
+    """Shows what is waited for: a terminal has the newest status, with a bar while memory is populated. Otherwise the
+    first status is printed at once, and then a line every five seconds at most, to spare logs."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
         self._clock, self._said, self._next = clock, "", clock()
+        console = Console(stderr=True, highlight=False)
+        self._live = Live(console=console, transient=True) if console.is_terminal else None
 
-    def show(self, words: str) -> None:
-        if words != self._said and self._clock() >= self._next:
-            click.echo(f"waiting: {words}", err=True)
-            self._said, self._next = words, self._clock() + _LINE_SECONDS
+    def __enter__(self) -> Self:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def show(self, status: Status) -> None:
+        if self._live is not None:
+            self._live.update(_drawn(status))
+        elif status.words != self._said and self._clock() >= self._next:
+            click.echo(f"waiting: {status.words}", err=True)
+            self._said, self._next = status.words, self._clock() + _LINE_SECONDS
 
 
-def _check(client: Client, condition: Condition) -> _Status:
+def _drawn(status: Status) -> RenderableType:
+    from rich.console import Group
+    from rich.progress_bar import ProgressBar
+    from rich.text import Text
+
+    words = Text(f"waiting: {status.words}")
+    if status.memory is None:
+        return words
+    return Group(words, ProgressBar(max(status.memory.target_bytes, 1), status.memory.populated_bytes, width=60))
+
+
+def _check(client: Client, condition: Condition) -> Status:
     """A server that is unreachable or busy is waited for. Raises `ApiError` for a refusal that will not pass."""
     from kvstow_api.client import ApiError
 
@@ -184,22 +216,22 @@ def _check(client: Client, condition: Condition) -> _Status:
     except ApiError as error:
         if error.status is not None and error.status not in _PASSING:
             raise
-        return _Status(False, str(error), error=error)
+        return Status(False, str(error), error=error)
 
 
-def _ready(client: Client) -> _Status:
+def _ready(client: Client) -> Status:
     from kvstow_api.client import routes
 
     probe, readiness = client.call(routes.readyz, verbose=True), client.call(routes.get_readiness)
     if probe.ok:
         # a node is ready before the first engine attaches: there is no slot then
-        return _Status(bool(readiness.usable_slots or not readiness.capacity_slots), _state(readiness))
+        return Status(bool(readiness.usable_slots or not readiness.capacity_slots), _state(readiness))
     failed = [line for line in probe.text.splitlines() if line.startswith("[-]") and "(informational)" not in line]
     words = "; ".join(line.removeprefix("[-]") for line in failed) or "/readyz fails"
-    return _Status(False, words)
+    return Status(False, words)
 
 
-def _pinned(client: Client) -> _Status:
+def _pinned(client: Client) -> Status:
     from kvstow_api.client import routes
     from kvstow_api.texts import populate_words
 
@@ -207,20 +239,20 @@ def _pinned(client: Client) -> _Status:
     memory = readiness.memory
     is_populated = not is_node or memory.populated_bytes >= memory.target_bytes
     if readiness.usable_slots >= readiness.capacity_slots and is_populated:
-        return _Status(True, _state(readiness))
+        return Status(True, _state(readiness))
     is_paused = any(pool.pinning_paused for pool in client.call(routes.list_pools).items)
     paused = "; pinning is paused: `kvstow pinning resume`" if is_paused else ""
     populated = f"; {populate_words(memory)}" if readiness.capacity_slots and not is_populated else ""
-    return _Status(False, _state(readiness) + populated + paused)
+    return Status(False, _state(readiness) + populated + paused, memory=memory if is_node else None)
 
 
-def _drained(client: Client) -> _Status:
+def _drained(client: Client) -> Status:
     from kvstow_api.client import routes
     from kvstow_api.texts import drain_words
 
     drain = client.call(routes.get_drain)
     hint = "" if drain.active else "; `kvstow drain` starts that"
-    return _Status(drain.drained, drain_words(drain) + hint)
+    return Status(drain.drained, drain_words(drain) + hint)
 
 
 _CHECKS = {"ready": _ready, "pinned": _pinned, "drained": _drained}

@@ -37,7 +37,6 @@ from kvstow_api.answers import (
 )
 from kvstow_api.client import ApiError, Client, Endpoint, ProbeResult, Route, routes
 from kvstow_api.client import client as client_module
-from kvstow_api.figures import CurvesView
 from kvstow_api.routes import clienttable
 
 KEY = "000000000000"
@@ -73,7 +72,6 @@ CALLS: list[tuple[Route[Any], Any, Given, type]] = [
     (routes.list_sessions, None, {}, SessionsView),
     (routes.list_namespaces, None, {}, NamespacesView),
     (routes.get_stats, None, {}, EngineStats),
-    (routes.get_curves, None, {}, CurvesView),
     (routes.get_doctor, None, {}, DoctorView),
     (routes.list_pools, None, {}, PoolsView),
     (routes.get_pool, None, {"pool": "host"}, PoolView),

@@ -23,14 +23,15 @@ async def test_curves_are_of_pools_and_end_with_them(launch: Any, node: FakeNode
     node.attach(NAMES[1])
     for _ in range(6):
         sampler.tick()
-    curves = [(await get(client, f"/v1/curves?pool={name}"))["items"] for name in NAMES[:2]]
-    assert [[len(one["points"]) for one in each] for each in curves] == [[1, 1, 1]] * 2
+    curves = (await get(client, "/v1/overview"))["curves"]
+    assert [{len(one) for one in each["points"].values()} for each in curves] == [{1}, {1}]
     assert [sampler.of_pool(name).kept[-1].stats.stores["stored"] for name in NAMES[:2]] == [4, 0]
     node.end(node.engines[0])
     node.delete_pool(NAMES[0])
     node.attach(NAMES[0])  # another life of it
     sampler.tick()
-    assert all(one["points"] == [] for one in (await get(client, f"/v1/curves?pool={NAMES[0]}"))["items"])
+    (curve,) = (await get(client, f"/v1/overview?pool={NAMES[0]}"))["curves"]
+    assert all(points == [] for points in curve["points"].values())
     assert [one.stats.stores["stored"] for one in sampler.of_pool(NAMES[0]).kept] == [0]
 
 

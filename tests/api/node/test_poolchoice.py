@@ -13,8 +13,6 @@ pytestmark = pytest.mark.anyio
 
 ONE_POOL = ["/v1/stats", "/v1/lookup"]
 """Routes about one pool that have nothing to say without one."""
-LISTS = ["/v1/curves"]
-"""Routes about one pool that answer without one."""
 
 
 async def ask(client: httpx.AsyncClient, path: str) -> httpx.Response:
@@ -33,7 +31,7 @@ async def test_no_reading_route_fails(client: httpx.AsyncClient, pools: list[str
             assert answer.status_code in (200, 404, 409, 422), (path, answer.text)
 
 
-@pytest.mark.parametrize("path", [*ONE_POOL, *LISTS])
+@pytest.mark.parametrize("path", ONE_POOL)
 async def test_a_pool_is_named_where_there_are_several(client: httpx.AsyncClient, pools: list[str], path: str) -> None:
     answer = await ask(client, path)
     if len(pools) == 3:
@@ -41,7 +39,7 @@ async def test_a_pool_is_named_where_there_are_several(client: httpx.AsyncClient
         assert answer.status_code == 422
         assert body["errors"][0]["field"] == "pool"
         assert ", ".join(pools) in body["detail"]
-    elif pools or path in LISTS:
+    elif pools:
         assert answer.status_code == 200
     else:
         assert answer.status_code == 409

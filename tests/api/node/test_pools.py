@@ -140,7 +140,6 @@ async def test_what_names_one_pool_says_which(client: httpx.AsyncClient, node: F
     name = NAMES[1]
     stats = await get(client, f"/v1/stats?pool={name}")
     assert stats["pool"]["name"] == name
-    assert (await get(client, f"/v1/curves?pool={name}"))["pool"] == name
     (block,) = (await get(client, f"/v1/pools/{name}/blocks"))["items"]
     assert block["namespace"] == f"{name}-keys"
 

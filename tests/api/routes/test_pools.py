@@ -85,7 +85,8 @@ async def test_the_pool_has_the_present_figures_of_its_curves(launch: Any, ranks
     sampler.tick()
     now = (await client.get(HOST)).json()["now"]
     assert now["hit_ratio"] == 0.5
-    assert now == (await client.get("/v1/curves")).json()["now"]
+    (curve,) = (await client.get("/v1/overview")).json()["curves"]
+    assert now == curve["now"]
 
 
 async def test_the_memory_of_a_pool_is_that_of_ranks_of_all_sizes(launch: Any) -> None:

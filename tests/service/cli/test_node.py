@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from tests.api.fakenode import MODEL, FakeNode
+from tests.service.cli.terminal import Terminal
 
 from kvstow.status import MemoryStatus
 from kvstow.testing.fakes import FakeClock
@@ -31,8 +32,8 @@ def node() -> FakeNode:
 
 
 @pytest.fixture
-def ask(node: FakeNode, run: Any, tmp_path: Path) -> Iterator[OneOf]:
-    """Runs a command against a server of `node`."""
+def url(node: FakeNode, tmp_path: Path) -> Iterator[str]:
+    """The address of a server of `node`."""
     with ExitStack() as stack:
         listeners = AdminSockets(TcpAddress.resolve("127.0.0.1", 0))
         stack.callback(listeners.close)
@@ -41,7 +42,13 @@ def ask(node: FakeNode, run: Any, tmp_path: Path) -> Iterator[OneOf]:
         server = AdminServer(app, listeners.sockets, pytest.fail)
         server.start()
         stack.callback(server.stop)
-        yield lambda *arguments, **given: run(*arguments, "--server", listeners.url, **given)
+        yield listeners.url
+
+
+@pytest.fixture
+def ask(url: str, run: Any) -> OneOf:
+    """Runs a command against that server."""
+    return lambda *arguments, **given: run(*arguments, "--server", url, **given)
 
 
 OF_ONE_POOL = [
@@ -242,6 +249,17 @@ def test_waiting_for_pinned_is_waiting_for_the_nodes_memory(ask: OneOf, node: Fa
     assert outcome.exit_code == 3
     assert "1 MiB of 4 MiB of memory are populated" in outcome.stderr
     assert ask("wait", "--timeout", "0").exit_code == 0, "a node is ready before it is populated"
+
+
+def test_waiting_on_a_terminal_shows_a_bar_until_the_memory_is_populated(
+    url: str, node: FakeNode, child_environ: dict[str, str]
+) -> None:
+    node.memory_status = MemoryStatus(4 << 20, 1 << 20, populate_bytes_per_second=float(1 << 20))
+    with Terminal("wait", "--for", "pinned", "--server", url, environ=child_environ) as terminal:
+        terminal.until("1 MiB of 4 MiB of memory are populated, 1 MiB/s, about 3 s left")
+        terminal.until("━━━")
+        node.memory_status = MemoryStatus(4 << 20, 4 << 20)
+        assert terminal.end() == 0
 
 
 def test_top_of_a_pool_shows_its_engines_alone(ask: OneOf, node: FakeNode) -> None:

@@ -21,17 +21,15 @@ from kvstow.source import source_of
 from kvstow.testing.fakes import FakeClock
 from kvstow.testing.rank import use_keys
 from kvstow_api import answers
-from kvstow_api.columns import LISTS, Column, Columns
 from kvstow_api.texts import ABSENT
 from kvstow_service.cli.output import pairs, styled, table, text_of
+from kvstow_service.cli.tables import LISTS, Column, Columns
 
-COLUMNS = Columns(
-    (
-        Column("name", lambda item: str(item[0])),
-        Column("size", lambda item: str(item[1]), "lists"),
-        Column("more", lambda item: "m", "wide"),
-    ),
+COLUMNS = Columns[tuple[str, str]](
     "name",
+    Column("name", lambda item: item[0]),
+    Column("size", lambda item: item[1], "lists"),
+    Column("more", lambda item: "m", "wide"),
 )
 
 

@@ -10,9 +10,9 @@ import pytest
 from rich.console import Console
 
 from kvstow_api.answers import PoolView
-from kvstow_api.columns import POOLS, Table
 from kvstow_api.openapi import EXAMPLES
 from kvstow_service.cli.board import row_table
+from kvstow_service.cli.tables import POOLS, Table
 
 POOL = msgspec.convert(EXAMPLES["PoolView"], PoolView)
 LONG = "deepseek-r1-distill-qwen-32b-instruct-awq-0a1b2c"

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from tests.service.cli.terminal import Terminal
 
-from kvstow_service.cli.shown import RankRow
 from kvstow_service.cli.top import ask
 
 KEYS = [bytes([0, 0, number]) for number in range(6)]
@@ -114,9 +113,9 @@ def test_trouble_and_switches_are_shown_in_full(make_host: Any) -> None:
     host.engine.admin.set_bypass(load=True, store=False, ttl_seconds=None)
     host.engine.admin.pause_pinning(True)
     with Client(host.url) as client:
-        answer = ask(client, host.url)
+        shown = ask(client)
     console = Console(width=80, record=True)
-    console.print(board(answer.overview, None, width=80, height=30, server=answer.server))
+    console.print(board(shown, None, width=80, height=30, server=host.url))
     text = console.export_text()
     assert " ".join(text.split()).count("64 MiB are left") == 5
     assert f"kvstow {socket.gethostname()}: some/model, test, version 1.2.3" in text
@@ -136,9 +135,9 @@ def test_everything_fits_on_a_small_screen(make_host: Any, height: int, is_airy:
     for number in range(6):
         host.engine.begin_store([bytes([9, number])], [number], request_id=f"r-{number}")
     with Client(host.url) as client:
-        answer = ask(client, host.url)
+        shown = ask(client)
     console = Console(width=80, record=True)
-    console.print(board(answer.overview, None, width=80, height=height, server=answer.server))
+    console.print(board(shown, None, width=80, height=height, server=host.url))
     text = console.export_text()
     assert len(text.splitlines()) <= height
     assert ("\n\nmemory" in text) == is_airy
@@ -154,36 +153,12 @@ def test_of_many_ranks_those_that_matter_are_shown(make_host: Any) -> None:
     host = make_host(num_ranks=12)
     host.ranks[7].pin(3)
     with Client(host.url) as client:
-        answer = ask(client, host.url)
+        shown = ask(client)
     console = Console(width=120, record=True)
-    console.print(board(answer.overview, None, width=120, height=18, server=answer.server))
+    console.print(board(shown, None, width=120, height=18, server=host.url))
     text = console.export_text()
     assert "rank 7" in text
     assert "12 KiB of 64 KiB" in text
     assert "and 9 more ranks" in text
     assert "not pinned 13" in text
     assert "·" * 9 + " " * 41 in text  # 3 of 16 slots are there, in a bar of 50
-
-
-PROGRESS, PLACE = "280 MiB of 384 MiB, 954.8 KiB/s, 1m 52s left", "node-7, pid 24509, cuda:0"
-
-
-def bars(num_ranks: int, width: int) -> list[str]:
-    from rich.console import Console
-
-    from kvstow_service.cli.board import rank_bars
-
-    ranks = [RankRow(rank, "pinning", 280, 384, PROGRESS, False, PLACE) for rank in range(num_ranks)]
-    console = Console(width=width, record=True)
-    console.print(rank_bars(ranks, width, 4))
-    return console.export_text().splitlines()
-
-
-def test_the_bar_of_a_rank_leaves_room_for_its_place() -> None:
-    (line,) = bars(1, 110)
-    assert f"pinning  {PROGRESS}  {PLACE}" in line
-
-
-def test_on_a_narrow_terminal_the_place_is_cut() -> None:
-    first, second = bars(2, 80)
-    assert all(PROGRESS in line and PLACE not in line for line in (first, second))

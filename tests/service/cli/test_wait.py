@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvstow.testing.fakes import FakeClock
-from kvstow_service.cli.watching import _Lines
+from kvstow_service.cli.watching import Status, Waiting
 
 
 def test_wait_returns_at_once_if_the_server_is_ready(run: Any, host: Any) -> None:
@@ -89,11 +89,11 @@ def test_wait_says_why_memory_is_not_pinned(run: Any, make_host: Any) -> None:
 
 def test_progress_lines_are_rate_limited(capsys: pytest.CaptureFixture[str]) -> None:
     clock = FakeClock()
-    lines = _Lines(clock)
-    for _ in range(12):
-        lines.show(f"at {clock():g} s")
-        clock.advance(1.0)
-    lines.show("at 10 s")
+    with Waiting(clock) as waiting:
+        for _ in range(12):
+            waiting.show(Status(False, f"at {clock():g} s"))
+            clock.advance(1.0)
+        waiting.show(Status(False, "at 10 s"))
     assert capsys.readouterr().err == "waiting: at 0 s\nwaiting: at 5 s\nwaiting: at 10 s\n"
 
 

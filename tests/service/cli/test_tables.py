@@ -1,4 +1,4 @@
-"""The columns that the status page, `kvstow top` and `kvstow get` share."""
+"""The columns of `kvstow get` and `kvstow top`."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 from tests.api.test_conditions import RANK, SESSION
 
 from kvstow_api.answers import PoolView
-from kvstow_api.columns import LISTS, POOLS, SESSIONS, Table, rank_state
 from kvstow_api.figures import NowView
 from kvstow_api.openapi import EXAMPLES
+from kvstow_service.cli.tables import LISTS, POOLS, SESSIONS, Column, Table, rank_state
 
 POOL = msgspec.convert(EXAMPLES["PoolView"], PoolView)
 NOW = NowView(
@@ -48,6 +48,11 @@ def test_an_age_changes_once_a_minute(seconds: float, words: str) -> None:
 @pytest.mark.parametrize(("age", "state"), [(None, "ready"), (5.0, "ready"), (12.3, "silent for 12 s")])
 def test_a_silent_rank_does_not_show_the_state_that_it_last_reported(age: float | None, state: str) -> None:
     assert rank_state(replace(RANK, last_report_age_seconds=age)) == state
+
+
+@pytest.mark.parametrize("nothing", [None, ""])
+def test_what_is_unknown_is_a_dash(nothing: str | None) -> None:
+    assert Column[object]("error", lambda one: nothing).text(object()) == "-"
 
 
 def test_a_column_can_be_left_out() -> None:
