@@ -125,6 +125,29 @@ MUTANTS = [
         f"{LEARNED}::test_a_request_with_unknown_blocks_leaves_others_what_it_does_not_use",
     ),
     Mutant(
+        "what_another_engine_has_found_is_lent",
+        f"{CONTROL_CODE}/chains.py",
+        "            if part.is_shared:",
+        "            if False:",
+        f"{LEARNED}::test_what_another_engine_has_found_meanwhile_is_not_lent",
+    ),
+    Mutant(
+        "nobody_says_after_the_end_what_was_lent",
+        "service/kvstow_service/node/pools/nodesession.py",
+        "        if ended.is_incomplete:",
+        "        if False:",
+        "tests/service/node/pools/test_nodesession.py"
+        "::test_an_engine_is_told_after_the_end_of_a_request_that_some_of_its_blocks_were_lent",
+    ),
+    Mutant(
+        "what_is_known_late_is_not_stored",
+        f"{ENGINE_CORE}/schedulerside.py",
+        "            self._stores.offer_again(late)\n",
+        "            pass\n",
+        "tests/service/connectors/engine_core/test_runningrequests.py"
+        "::test_what_was_lent_is_stored_again_if_that_is_known_only_after_the_end",
+    ),
+    Mutant(
         "lru_goes_by_the_end_of_requests",
         f"{CONTROL_CODE}/chains.py",
         "            part.by_start = self.is_lru\n",

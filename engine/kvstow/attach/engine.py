@@ -6,6 +6,7 @@ import os
 import random
 import socket
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -57,6 +58,8 @@ PROBE_BLOCKS = 64
 """How many blocks such a store may have."""
 _EPOCH_BITS = 61
 """The number of random bits in a fresh epoch."""
+_MOST_LATE = 256
+"""The requests that `take_late` returns at most."""
 
 _T = TypeVar("_T")
 
@@ -146,8 +149,12 @@ class AttachedEngine:
         self._unsent: dict[tuple[int, str], list[Completion]] = {}
         """Completions to send, by rank and boot id."""
         self._last_request = 0
+        self._running: set[int] = set()
+        """Numbers of requests that have not ended."""
         self._incomplete: set[int] = set()
-        """The numbers of requests that lack blocks, as the service has reported."""
+        """The numbers of those of them that lack blocks in the pool, as the service has reported."""
+        self._late: deque[int] = deque(maxlen=_MOST_LATE)
+        """The numbers of ended requests that lack blocks, as the service has reported after their end."""
         self._room = 0
         """How many blocks the next store would find a slot for, as the service has reported."""
         self._probe_time = float("-inf")
@@ -314,6 +321,7 @@ class AttachedEngine:
         session."""
         self._last_request += 1
         self._send(Admit(self._last_request, keys, looked_up or (0, len(keys)), hints, source))
+        self._running.add(self._last_request)
         return self._last_request
 
     def end_request(
@@ -325,12 +333,24 @@ class AttachedEngine:
         others: Sequence[bytes] = (),
     ) -> bool:
         """End a request: see `Session.end_request`. Returns whether the service has reported by now that blocks of the
-        request are missing in the pool. For calls that are sent after this one, the request has ended."""
+        request are missing in the pool; `take_late` returns what it reports later. For calls that are sent after this
+        one, the request has ended."""
         self._send(End(number, ending.status, ending.tokens, more, others))
+        self._running.discard(number)
         if number not in self._incomplete:
             return False
         self._incomplete.discard(number)
         return True
+
+    def take_late(self) -> list[int]:
+        """Requests that lack blocks in the pool, as the service has said since the last call, after their end."""
+        late = list(self._late)
+        self._late.clear()
+        return late
+
+    def _note_incomplete(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            (self._incomplete.add if number in self._running else self._late.append)(number)
 
     def reset(self, reason: str = "") -> Answer[str]:
         """Switch to a fresh namespace. This engine never finds the blocks again that it has stored so far, whereas
@@ -410,7 +430,9 @@ class AttachedEngine:
         self.ticket = None
         self._unsent.clear()
         self._unwanted.clear()
+        self._running.clear()
         self._incomplete.clear()
+        self._late.clear()
         self._ops.end_session()
 
     def _is_of_session(self, identifier: int) -> bool:
@@ -451,7 +473,7 @@ class AttachedEngine:
                 self._connection.disconnect(str(error))
                 return
             self._room = results.room
-            self._incomplete.update(results.incomplete)
+            self._note_incomplete(results.incomplete)
             self._ops.take_results(results.ops)
 
     def _read_found(self, num_keys: int, call: Call) -> Hits:
@@ -478,7 +500,7 @@ class AttachedEngine:
         if max(begun.accepted, default=0) >= max(1, len(blocks)):
             raise ProtocolError("malformed", f"the service stores more blocks than the {len(blocks)} of the request")
         self._room = begun.room
-        self._incomplete.update(begun.incomplete)
+        self._note_incomplete(begun.incomplete)
         op = None
         if begun.op_id:
             moved = tuple([blocks[number] for number in begun.accepted])

@@ -96,7 +96,8 @@ class ChainPart:
     while their request is running or has just ended; `evicted` ones are remembered by the number of the part, roughly.
     `slots`: of the resident ones, in prefix order, without those that `Chains` has set aside; some may have another
     owner meanwhile. `absent`: the keys of the expected ones; some may be so no longer. `by_start`: when it is evicted
-    follows from when its request has begun, even after the end."""
+    follows from when its request has begun, even after the end. `is_shared`: requests of several engines run with it,
+    so a GPU that has it is not the one that may need it next."""
 
     __slots__ = (
         *(
@@ -106,6 +107,7 @@ class ChainPart:
             "evicted",
             "expected",
             "fetch",
+            "is_shared",
             "number",
             "order",
             "request",
@@ -119,7 +121,7 @@ class ChainPart:
         self.number, self.order, self.uses = number, order, uses
         self.resident = self.expected = self.evicted = self.fetch = 0
         self.weight = 0.0
-        self.by_start = False
+        self.by_start = self.is_shared = False
         self.slots = array("I")
         self.absent: list[bytes] | None = None
         self.request: Running | None = None
@@ -140,15 +142,15 @@ class ChainPart:
 
 
 class Running:
-    """A request between its admission and its end. `parts`: of its chain, those that no other request has taken since,
-    in the order of the chain, as the keys of a dict. `share`: what it weighs in learning. `is_incomplete`: some of its
-    blocks have no slot, because their slots were lent to others or their store was refused; `on_incomplete` is called
-    when that becomes so, with the lock held."""
+    """A request between its admission and its end. `engine`: whose GPU has its blocks. `parts`: of its chain, those
+    that no other request has taken since, in the order of the chain, as the keys of a dict. `share`: what it weighs in
+    learning. `is_incomplete`: some of its blocks have no slot, because their slots were lent to others or their store
+    was refused; `on_incomplete` is called when that becomes so, with the lock held."""
 
-    __slots__ = ("is_incomplete", "on_incomplete", "order", "parts", "share")
+    __slots__ = ("engine", "is_incomplete", "on_incomplete", "order", "parts", "share")
 
-    def __init__(self, order: Order, share: float, on_incomplete: Callable[[], None]) -> None:
-        self.order, self.share, self.on_incomplete = order, share, on_incomplete
+    def __init__(self, order: Order, share: float, on_incomplete: Callable[[], None], engine: int = 0) -> None:
+        self.order, self.share, self.on_incomplete, self.engine = order, share, on_incomplete, engine
         self.parts: dict[ChainPart, None] = {}
         self.is_incomplete = False
 
@@ -299,12 +301,17 @@ class Chains:
     # -- requests -------------------------------------------------------------------------------------------
 
     def begin(
-        self, order: Order, now: float, share: float = 1.0, on_incomplete: Callable[[], None] = lambda: None
+        self,
+        order: Order,
+        now: float,
+        share: float = 1.0,
+        on_incomplete: Callable[[], None] = lambda: None,
+        engine: int = 0,
     ) -> Running:
         """A request is being admitted: its chain is given to `extend`, and then it is admitted. For the others see
         `Running`."""
         self.pass_time(now)
-        return Running(order, share, on_incomplete)
+        return Running(order, share, on_incomplete, engine)
 
     def extend(self, running: Running, keys: Sequence[bytes], found: FoundKeys, now: float) -> int:
         """The next blocks of the chain of a request that is being admitted, the root first. Returns how many of the
@@ -347,7 +354,11 @@ class Chains:
         for part in reversed(parts):
             assert part.running is not None
             part.running.turn = next(self._serial)
-            self._link(part.running, part.order if part.slots else None)
+            if part.is_shared:  # it is not lent as a running one is
+                part.ended = Watch(part, self.hazards.first_cell(OTHER, part.uses), now)
+                part.ended.turn = part.running.turn
+                self._link(part.running, None)
+            self._link(part.home, part.order if part.slots else None)
 
     def absorb(self, running: Running, blocks: Iterable[tuple[bytes, int | None]]) -> None:
         """A request is about to end. These are its blocks of all KV groups, in the order of the tokens that they end
@@ -404,6 +415,8 @@ class Chains:
             if part.running is None:  # all its blocks were removed
                 continue
             part.by_start = self.is_lru
+            if part.ended is not None:
+                self._unlink(part.ended)
             part.ended = Watch(part, self.hazards.first_cell(state, part.uses), now)
             part.ended.turn = next(self._serial)
             self._unlink(part.running)
@@ -424,6 +437,8 @@ class Chains:
                 return
             self._observe(part, piece.count)
         resident = sum(map(len, piece.runs))
+        other = None if part is None else part.request
+        is_shared = other is not None and (other.engine != running.engine or (part is not None and part.is_shared))
         if part is not None and self._is_whole(piece, part, resident):
             self._unwatch(part)
             if part.request is not None:
@@ -439,9 +454,9 @@ class Chains:
             self._add_absent_blocks(part, piece.absent)
             if before is not None:
                 self._leave(before, resident, len(piece.absent) - (expected - before.expected))
-        part.uses, part.request = uses, running
+        part.uses, part.request, part.is_shared = uses, running, is_shared
         last = next(reversed(running.parts), None)
-        is_open = last is not None and last.running is None
+        is_open = last is not None and last.running is None and last.is_shared == is_shared
         if last is not None and is_open and last.uses == uses and last.left + part.left < _MOST_MERGED:
             self._merge(last, part)
         else:
@@ -665,15 +680,13 @@ class Chains:
     def remove(self, slots: Sequence[int]) -> None:
         """The blocks in these slots were removed, and nothing is remembered of them."""
         owner = self._owner
-        removed: Counter[ChainPart] = Counter()
+        removed = Counter(values_at(owner, slots))
         for slot in slots:
-            part = owner[slot]
-            assert part is not None
             owner[slot] = None
-            removed[part] += 1
         if self._aside:
             self._aside.discard(slots)
         for part, num_slots in removed.items():
+            assert part is not None
             part.resident -= num_slots
             self._tidy(part)
 
@@ -977,8 +990,8 @@ class Chains:
 _UNUSED, _USED = 2, 1
 """Of `ChainPart.fetch`: no request has used the blocks yet, and the one that has fetched them has. 0: they were
 stored."""
-_MOST_MERGED = 1 << 14
-"""Blocks of a part."""
+_MOST_MERGED = 1 << 12
+"""Blocks of a part: going through those of one takes half a millisecond."""
 
 
 class _Piece:

@@ -417,7 +417,7 @@ class Session:
             self._last_request += number is None
             number = self._last_request if number is None else number
             share = pool.shares.weigh(self.namespace.tag, source.salt)
-            running = chains.begin(self.namespace.order, pool.clock(), share)
+            running = chains.begin(self.namespace.order, pool.clock(), share, engine=id(self))
             has_name = hints is not None and hints.context is not None
             request = _Request(running, self.namespace, hints, keys if has_name else ())
             request.running.on_incomplete = lambda: self.incomplete.append(number)

@@ -161,6 +161,34 @@ def test_what_a_running_request_uses_may_go_and_is_taken_back_at_its_end(make_tr
     traffic.engine.check_integrity()
 
 
+@pytest.mark.parametrize("engines", [1, 2])
+def test_what_another_engine_has_found_meanwhile_is_not_lent(clock: FakeClock, engines: int) -> None:
+    """The GPU that has it is not the only one that uses it."""
+    host = Host(slots=16, policy="auto")
+    clients = [host.attach() for _ in range(2)]
+    hazards = host.pool.index.chains.hazards
+    for _ in range(50):
+        for state, seconds in ((RUNNING, 1000.0), (OTHER, 10.0)):
+            observe(hazards, state, seconds, 1, returns=True)
+    refresh(hazards)
+    old, shared, new = make_keys(4, "old"), make_keys(4, "shared"), make_keys(10, "new")
+    before = clients[0].session.admit(old)
+    clients[0].store(old)
+    clients[0].session.end_request(before)
+    first = clients[0].session.admit(shared)
+    clients[0].store(shared)
+    second = clients[engines - 1].session.admit(shared)
+    ended = clients[0].session.admit(new)
+    clients[0].session.end_request(ended)
+    clients[0].store(new)
+    found = clients[1].session.lookup(old), clients[1].session.lookup(shared)
+    assert found == ((2, 4) if engines == 2 else (4, 2))
+    assert host.counts["cached"] == 16
+    for client, number in ((clients[0], first), (clients[engines - 1], second)):
+        client.session.end_request(number)
+    host.pool.admin.purge(everything=True).run()
+
+
 def test_a_store_evicts_none_of_its_own_request(make_traffic: MakeTraffic) -> None:
     traffic = make_traffic(4)
     chain = make_keys(8)

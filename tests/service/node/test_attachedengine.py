@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tests.service.node.conftest import DEADLINE_SECONDS, NAMESPACE, POOL, MakeNode, Node, figures_of, wait_until
 
-from kvstow.attach.calls import Hold
+from kvstow.attach.calls import Hold, SettledOps
 from kvstow.attach.connection import Answer
 from kvstow.attach.engine import PROBE_BLOCKS, PROBE_SECONDS, AttachedEngine, Hits
 from kvstow.attach.hello import number_of
@@ -104,6 +104,23 @@ def test_what_is_stored_is_found_and_loaded(engine: Engine) -> None:
     (settled,) = engine.take_settled()
     assert (settled.op_id, settled.mark, settled.request_id, settled.blocks) == (op.op_id, "done", "r", (7, 8))
     assert (engine.open_transfers, engine.awaited_transfers) == (0, 0)
+
+
+def test_what_is_said_of_a_request_after_its_end_is_known_too(engine: Engine, node: Node) -> None:
+    first, second = engine.admit(KEYS), engine.admit(KEYS)
+    assert not engine.end_request(first)
+    (session,) = node.host.sessions.values()
+    node.server.post(lambda: session.link.push(SettledOps((), 0, (first, second))))
+    late = list[int]()
+
+    def step() -> None:
+        engine.step()
+        late.extend(engine.take_late())
+
+    wait_until(lambda: late, step)
+    assert late == [first]
+    assert engine.end_request(second)
+    assert engine.take_late() == []
 
 
 def test_many_completions_are_sent_in_several_messages(engine: Engine) -> None:

@@ -103,6 +103,10 @@ class EmbeddedControl:
         self._engine.incomplete.clear()  # the request that ends says it
         return self._engine.end_request(number, ending, more=more, others=others).is_incomplete
 
+    def take_late(self) -> list[int]:
+        """`end_request` has said everything."""
+        return []
+
     def wait(self, answer: Awaited[object]) -> bool:
         return answer.done
 

@@ -15,6 +15,8 @@ _STATUSES: dict[str, Status] = {
     "FINISHED_ABORTED": "abort",
 }
 INTERRUPTED = Ending("interrupted")
+_MOST_ENDED = 64
+"""Requests whose blocks are known after their end."""
 
 
 def ending_of(request: Any) -> Ending:
@@ -36,6 +38,8 @@ class RunningRequests:
         self._full = KVGroups(groups.full, groups.alignment)
         self._all = groups
         self._blocks_per_stride = sum(groups.alignment // group.block_tokens for group in groups.full)
+        self._ended: dict[int, list[int]] = {}
+        """The GPU blocks of requests that have ended and lacked nothing, as far as was known, by number."""
 
     def admitted(self, tracked: TrackedRequest) -> None:
         """The request has its GPU blocks. Its chain is known as far as its prompt goes; it is told once."""
@@ -60,7 +64,17 @@ class RunningRequests:
             return self._control.end_request(number, INTERRUPTED)
         more = tracked.keys_between(self._full, start, end) if self._full.groups and start < end else []
         others = tracked.keys_between(self._all, 0, end) if self._all.partial else []
-        return self._control.end_request(number, ending, more=more, others=others)
+        is_incomplete = self._control.end_request(number, ending, more=more, others=others)
+        if not is_incomplete:
+            self._ended[number] = [block for group in self._full.groups for block in tracked.tables[group.index]]
+            if len(self._ended) > _MOST_ENDED:
+                del self._ended[next(iter(self._ended))]
+        return is_incomplete
+
+    def late_blocks(self) -> list[int]:
+        """The GPU blocks of requests of which the pool has lent some before their end, as it has said only since. By
+        now they may have another content."""
+        return [block for number in self._control.take_late() for block in self._ended.pop(number, ())]
 
     def _whole(self, tracked: TrackedRequest, num_tokens: int) -> int:
         """Of so many tokens, those that are in whole strides of `alignment`, and that the pool may have."""

@@ -217,6 +217,8 @@ class SchedulerSide:
         for request_id in step.preempted_req_ids or ():
             if (tracked := self._requests.get(request_id)) is not None and self._running.ended(tracked, INTERRUPTED):
                 self._finder.preempted(tracked)
+        if late := self._running.late_blocks():
+            self._stores.offer_again(late)
         room = self._stores.next_step()
         self._finder.offer_due(step, self._draft.number, self._states.blocks_computed(step), room)
         self._states.follow_step(step)

@@ -384,6 +384,8 @@ class NodeSession(MemoryHolder):
         ending = Ending(call.status, call.tokens)
         more, others = call.more, call.others
         ended = yield from self.control.end_in_steps(call.number, ending, CALL_SLICE, more=more, others=others)
+        if ended.is_incomplete:  # the engine may not know that yet
+            self.send_settled()
         hints = ended.hints
         if self.tier is not None and hints is not None and hints.context is not None:
             self.tier.pool.note_context(self.tier.of, hints.context, ended.chain, release=hints.release)
@@ -420,12 +422,12 @@ class NodeSession(MemoryHolder):
         self._free_owed()
 
     def send_settled(self) -> None:
-        """Send what has become final, if anything has."""
-        if not self.control.ops.settled:
+        """Send what has become final, and which requests lack blocks, if there is anything to say."""
+        if not self.control.ops.settled and not self.control.incomplete:
             return
         settled = [SettledOp(one.op_id, one.direction, one.mark, one.error) for one in self.control.take_settled()]
         room = self.control.store_room()
-        for start in range(0, len(settled), _OPS_PER_FRAME):
+        for start in range(0, max(1, len(settled)), _OPS_PER_FRAME):
             self.link.push(SettledOps(tuple(settled[start : start + _OPS_PER_FRAME]), room, self._incomplete()))
 
     # -- memory ---------------------------------------------------------------------------------------------

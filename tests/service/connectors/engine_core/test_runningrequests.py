@@ -95,6 +95,32 @@ def test_what_was_lent_is_stored_again_at_the_end() -> None:
     assert host.stored() >= set(keys_of(PROMPT))
 
 
+def test_what_was_lent_is_stored_again_if_that_is_known_only_after_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a service says it that has lent the blocks between its last message and the end."""
+    host = VllmHost(slots=9)
+    late: list[int] = []
+    end_request = host.control.end_request
+
+    def end(number: int, *given: object, **options: object) -> bool:
+        late.append(number)
+        end_request(number, *given, **options)
+        return False
+
+    def take_late() -> list[int]:
+        found, late[:] = list(late), []
+        return found
+
+    monkeypatch.setattr(host.control, "end_request", end)
+    monkeypatch.setattr(host.control, "take_late", take_late)
+    request = FakeRequest("r", PROMPT)
+    generate(host, request)
+    host.engine.admin.evict(slots=5).run()
+    host.finish(request)
+    for _ in range(3):
+        host.step()
+    assert host.stored() >= set(keys_of(PROMPT))
+
+
 # -- the backlog -------------------------------------------------------------------------------------------------------
 
 

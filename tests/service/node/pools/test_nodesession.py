@@ -10,7 +10,7 @@ import pytest
 from tests.service.node.hostbench import Engine, HostBench
 from tests.service.node.rawengine import key_of
 
-from kvstow.attach.calls import Admit, Found, Hold, Lookup, LookupPrompt, Pending
+from kvstow.attach.calls import Admit, End, Found, Hold, Lookup, LookupPrompt, Pending, SettledOps
 from kvstow.attach.wire import Message
 from kvstow.hints import Hints, context_id
 from kvstow.testing.fakes import FakeClock
@@ -184,6 +184,18 @@ def test_waits_are_bounded_in_time_and_number() -> None:
     waits.expire()
     assert answered == list(range(MOST_WAITING))
     assert waits.put(10, TOKENS, lambda: answered.append(-1))
+
+
+def test_an_engine_is_told_after_the_end_of_a_request_that_some_of_its_blocks_were_lent(bench: HostBench) -> None:
+    engine = bench.start()
+    engine.session.admit(Admit(7, KEYS, (0, 0)))
+    engine.store(*range(10))
+    engine.pool.facade.admin.evict(slots=3).run()
+    for _ in range(2):
+        engine.session.end(End(7))
+        bench.run()
+    told = [one.message.incomplete for one in engine.pushed if isinstance(one.message, SettledOps)]
+    assert [numbers for numbers in told if numbers] == [(7,)]
 
 
 def test_more_hints_than_an_engine_can_send_are_ignored(bench: HostBench) -> None:
