@@ -494,7 +494,7 @@ MUTANTS = [
     Mutant(
         "a_recording_holds_whatever_comes",
         "engine/kvstow/control/recording.py",
-        "if self._held + len(keys) + 1 > MOST_WAITING:",
+        "if self._held + what.size > MOST_WAITING:",
         "if False:",
         f"{CONTROL}/test_recording.py::test_it_ends_when_nobody_reads_and_holds_no_more",
     ),
@@ -1290,8 +1290,8 @@ MUTANTS = [
     Mutant(
         "a_whole_prompt_goes_by_layer",
         "service/kvstow_service/connectors/engine_core/loadpolicy.py",
-        "        if is_whole:\n",
-        "        if False:\n",
+        '"whole_prompt": is_whole,',
+        '"whole_prompt": False,',
         "tests/service/connectors/engine_core/test_loadpolicy.py::test_a_whole_prompt_never_goes_by_layer",
     ),
     Mutant(
@@ -2376,8 +2376,8 @@ MUTANTS = [
     Mutant(
         "what_could_not_be_written_is_never_tried_again",
         POOL_TIER,
-        "        self._offer(of, keys, is_use=True)\n",
-        "",
+        "        yield from self._offer(of, keys, is_use=True)\n",
+        "        yield from ()\n",
         f"{POOL_TIER_TESTS}::test_what_could_not_be_written_is_written_at_its_next_use",
     ),
     Mutant(
@@ -2446,15 +2446,15 @@ MUTANTS = [
     Mutant(
         "a_reset_leaves_blocks_in_the_store",
         "service/kvstow_service/node/nodehost.py",
-        "            self.tier.forget_reset(before)\n",
-        "            pass\n",
+        "        self.tier.forget_reset(before, then)\n",
+        "        then()\n",
         "tests/service/node/test_nodestore.py::test_after_a_reset_nothing_is_written_or_read_and_the_former_blocks_are_gone",
     ),
     Mutant(
         "a_deleted_pool_leaves_blocks_in_the_store",
         NODE_STORE,
-        "        if purge:\n",
-        "        if not purge:\n",
+        "                former.purge(PurgeWish(), on_purged)\n",
+        "                on_purged(Purged(0))\n",
         "tests/service/node/test_nodestore.py::test_a_pool_that_an_operator_deletes_leaves_no_block_in_the_store",
     ),
     Mutant(

@@ -962,7 +962,7 @@ class Chains:
         if not aside <= held:
             found.append("a slot is set aside that nothing holds")
         listed = [slot for order in orders for slot in set(self.slots_of(order))]
-        admitted = {slot for slot in visible if (part := self._owner[slot]) is not None and part.running is part.ended}
+        admitted = {slot for slot in visible if (own := self._owner[slot]) is not None and own.running is own.ended}
         if set(listed) | aside | admitted != visible or len(set(listed)) != len(listed):
             found.append("the order of eviction repeats or loses slots")
         if self._totals.expected != sum(len(order.expected) for order in orders):

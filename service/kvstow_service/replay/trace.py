@@ -30,7 +30,7 @@ from heapq import heappop, heappush
 from itertools import chain, count, islice, pairwise
 from typing import Any, NamedTuple, cast, overload
 
-from kvstow.endings import NO_ENDING, STATUSES, Ending, Status
+from kvstow.endings import NO_ENDING, STATUSES, Ending
 from kvstow.errors import ConfigError, InvalidRequestError
 from kvstow.keys import BlockKey, make_key
 from kvstow.layout import KVLayout, Region
@@ -119,7 +119,7 @@ def ending_of_trace(stop: str | None) -> Ending:
     """How a request has ended, for the control plane, which knows ends of text by their last tokens: each `stop` of a
     trace stands for a pair of them, except those that are a status of the control plane's."""
     if stop in STATUSES:
-        return Ending(cast(Status, stop))
+        return Ending(stop)
     return NO_ENDING if stop is None else Ending("stop", (zlib.crc32(stop.encode()), 0))
 
 

@@ -226,7 +226,7 @@ class FakeHost:
             sharing_off=("hashes are not reproducible",),
         )
 
-    def reset(self, session_id: str) -> ResetDone:
+    def reset(self, session_id: str, later: Later | None = None) -> ResetDone:
         return ResetDone("model-99")
 
     def session_over(self, session_id: str) -> None:

@@ -51,7 +51,7 @@ class Engine(AttachedEngine):
         assert answer.value.op is not None
         return answer.value.op
 
-    def store(self, keys: list[bytes]) -> None:
+    def store_blocks(self, keys: list[bytes]) -> None:
         op = self.begin_storing(keys)
         self.finish(op)
         marks = list[str]()
@@ -92,8 +92,8 @@ def test_a_host_sees_what_it_attached_to(engine: Engine) -> None:
 
 
 def test_what_is_stored_is_found_and_loaded(engine: Engine) -> None:
-    engine.store(KEYS[1:4])
-    engine.store(KEYS[5:])
+    engine.store_blocks(KEYS[1:4])
+    engine.store_blocks(KEYS[5:])
     hits = engine.found(KEYS)
     assert hits.runs == ((1, 3), (5, 1))
     assert hits.leading == 0
@@ -143,7 +143,7 @@ def test_a_request_may_have_any_name(engine: Engine, name: str) -> None:
 
 
 def test_a_store_says_what_became_of_each_key(engine: Engine, node: Node) -> None:
-    engine.store(KEYS[:2])
+    engine.store_blocks(KEYS[:2])
     answer = engine.begin_store(KEYS[:4], [10, 11, 12, 13])
     assert engine.wait(answer, seconds=DEADLINE_SECONDS)
     grant = answer.value
@@ -196,7 +196,7 @@ def test_completions_of_a_step_go_in_one_frame_for_each_rank_and_before_the_next
 
 
 def test_a_lease_is_released_once_and_by_those_who_do_not_want_the_answer(engine: Engine, node: Node) -> None:
-    engine.store(KEYS[:1])
+    engine.store_blocks(KEYS[:1])
     (session,) = node.host.sessions.values()
     with node.standing_still():
         unwanted = engine.find(KEYS)
@@ -245,7 +245,7 @@ def test_a_refusal_is_told(node: Node) -> None:
 
 
 def test_the_end_of_a_session_voids_its_leases_and_answers(engine: Engine, node: Node) -> None:
-    engine.store(KEYS[:1])
+    engine.store_blocks(KEYS[:1])
     hits = engine.found(KEYS)
     with node.standing_still():
         asked = engine.find(KEYS)
@@ -266,7 +266,7 @@ def test_the_end_of_a_session_voids_its_leases_and_answers(engine: Engine, node:
 def test_ops_of_a_lost_session_end_locally_and_their_late_completions_are_not_said_in_the_next(
     engine: Engine, node: Node
 ) -> None:
-    engine.store(KEYS[:1])
+    engine.store_blocks(KEYS[:1])
     load = engine.taken(engine.begin_load(engine.found(KEYS[:1]).lease, [3]))
     store = engine.begin_storing(KEYS[1:2])
     lose(engine, node)
@@ -307,7 +307,7 @@ def test_a_full_service_is_asked_again_now_and_then(make_node: MakeNode) -> None
 
 
 def test_a_lookup_that_takes_time_holds_up_no_other_answer(engine: Engine, node: Node) -> None:
-    engine.store(KEYS[:2])
+    engine.store_blocks(KEYS[:2])
     node.host.holds_lookups = True
     first, second = engine.find(KEYS[:2]), engine.find(KEYS[:1])
     wait_until(lambda: first.is_pending and second.is_pending, engine.step)
@@ -324,7 +324,7 @@ def test_a_lookup_that_takes_time_holds_up_no_other_answer(engine: Engine, node:
 
 @pytest.mark.parametrize("error", [NotFoundError("no pool"), ZeroDivisionError()])
 def test_an_error_in_a_late_answer_is_the_answer(engine: Engine, node: Node, error: Exception) -> None:
-    engine.store(KEYS[:2])
+    engine.store_blocks(KEYS[:2])
     node.host.holds_lookups = True
     first, second = engine.find(KEYS[:2]), engine.find(KEYS[:2])
     wait_until(lambda: first.is_pending and second.is_pending, engine.step)
