@@ -227,7 +227,7 @@ class Losses:
         self.problem: BaseException | None = None
         self._service, self._random = service, random.Random(seed)
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run)
+        self._thread = threading.Thread(target=self._run, daemon=True)  # the process of a test that fails can end
         self._thread.start()
 
     @property
