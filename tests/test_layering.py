@@ -85,7 +85,7 @@ FORBIDDEN = {
 ORDER = {
     "engine/kvstow/control": "blockevents launchorder ranktable sources keytable slots keyhashes evictedblocks "
     "expectedblocks hazards shares shadows comparison recording chains namespaces contexts index indexjournal pool ops "
-    "session administration attachedsession engine sharedpool contextkeys pooltier",
+    "session administration attachedsession engine sharedpool duecontexts pooltier",
     "engine/kvstow/memory": "region limits hoststeps pinning chunks growth slotpool hostpool mappedpool extents "
     "rows budget nodememory",
     "engine/kvstow/attach": "wire channel identity peer calls hello connection openops engine opgate rankreports "

@@ -163,7 +163,7 @@ class AttachedEngine:
         """The ticket of the current session, for the workers. None without a session."""
         self.num_sessions = 0
         self._source_key = b""
-        self.store = ""
+        self.store_below = ""
         """The name of the store below the service's pools, if there is one: see `BlockStore.name`."""
 
     # -- the session ----------------------------------------------------------------------------------------
@@ -422,7 +422,7 @@ class AttachedEngine:
     def _begin_session(self, welcome: Welcome) -> None:
         self.num_sessions += 1
         self.ticket = SessionTicket(self.num_sessions, welcome.token)
-        self._source_key, self.store = bytes.fromhex(welcome.source_key), welcome.store
+        self._source_key, self.store_below = bytes.fromhex(welcome.source_key), welcome.store
         self._ops.begin_session(self.num_sessions)
         self._room, self._probe_time = 0, float("-inf")
 

@@ -361,7 +361,8 @@ class Administrator(BaseSwitches):
         elif keys is not None:
             sweep = purge_keys(pool, keys, dry_run)
         elif context is not None:
-            used = () if pool.tier is None else pool.tier.keys_of(context)
+            with pool.lock:
+                used = [key for each in self._find_contexts(context) for key in each.chain]
             sweep, wish = self._sweep_context("purge", "purge", context, dry_run, alone=False), PurgeWish(keys=used)
         elif idle_seconds is not None:
             sweep = self._evict_since("purge", "purge", "used", idle_seconds, dry_run)

@@ -196,8 +196,6 @@ class PoolStore(Protocol):
 
     def end_purge(self) -> None: ...
 
-    def keys_of(self, context: bytes) -> list[bytes]: ...
-
 
 class PoolSession(Protocol):
     """What a pool, and what works on it, knows of a `Session`; its attributes are described there."""

@@ -10,7 +10,8 @@ from functools import partial
 from typing import NamedTuple
 
 from kvstow.control.attachedsession import AttachedSession
-from kvstow.control.contextkeys import ContextKeys, DueContexts
+from kvstow.control.contexts import Context
+from kvstow.control.duecontexts import DueContexts
 from kvstow.control.indexjournal import fit
 from kvstow.control.namespaces import Namespace
 from kvstow.control.ops import TierOp
@@ -69,7 +70,6 @@ class TieredNamespace:
     model: str
     even: BreakEven
     counters: TierCounters = field(default_factory=TierCounters)
-    contexts: ContextKeys = field(default_factory=ContextKeys)
     due: DueContexts = field(default_factory=DueContexts)
 
 
@@ -535,13 +535,9 @@ class PoolTier:
         slice of the keys."""
         yield from self._offer(of, keys, is_use=True)
 
-    def note_context(
-        self, of: TieredNamespace, context: bytes, chain: Sequence[bytes], *, release: bool = False
-    ) -> None:
-        """A request of this context has ended. It will need the blocks of its chain again unless it is released."""
-        if of.stored is None or not self.is_on(of):
-            return
-        if of.contexts.note(context, chain, release=release):
+    def note_context(self, of: TieredNamespace, context: bytes) -> None:
+        """A request of this context has ended, as the pool has noted."""
+        if of.stored is not None and self.is_on(of):
             self._schedule(of, context)
 
     def _offer(self, of: TieredNamespace, keys: Sequence[bytes], *, is_use: bool) -> Generator[None, None, None]:
@@ -599,20 +595,17 @@ class PoolTier:
         """Begin to bring what the store has of the context into the pool. How many blocks its last request had used;
         None if none is known, or the store is not used."""
         with self._pool.lock:
-            namespaces = [of for of in self._namespaces.values() if self.is_on(of)]
-        counts = [(of, len(of.contexts.of(context))) for of in namespaces]
-        found = [(of, count) for of, count in counts if count]
-        with self._pool.lock:
+            lasts = [(of, self._last(of, context)) for of in self._namespaces.values() if self.is_on(of)]
+            found = [(of, len(last.chain)) for of, last in lasts if last is not None]
             for of, _ in found:
                 of.due.add_now(context)
         self._go_on_prefetching()
         return sum(count for _, count in found) if found else None
 
-    def keys_of(self, context: bytes) -> list[bytes]:
-        """What the last requests of this context have used, in all namespaces."""
-        with self._pool.lock:
-            namespaces = list(self._namespaces.values())
-        return [key for of in namespaces for key in of.contexts.of(context)]
+    def _last(self, of: TieredNamespace, context: bytes) -> Context | None:
+        """With the lock held: the request of this context that ended last in the namespace."""
+        known = [one for one in self._pool.contexts.find(context) if one.namespace is of.namespace]
+        return max(known, key=lambda one: one.ended_at, default=None)
 
     def _schedule(self, of: TieredNamespace, context: bytes) -> None:
         """Look again when the next request of the context is near; read now if it is. What is prefetched evicts what
@@ -620,8 +613,7 @@ class PoolTier:
         pool = self._pool
         with pool.lock:
             of.due.forget(context)
-            known = [one for one in pool.contexts.find(context) if one.namespace is of.namespace]
-            found = max(known, key=lambda one: one.ended_at, default=None)
+            found = self._last(of, context)
             if found is None or found.requests < 2 or found.expected is None:
                 return
             now = pool.clock()
@@ -646,9 +638,9 @@ class PoolTier:
                 return
             if self._prefetching is None:
                 of = next(of for of in self._namespaces.values() if of.due)
-                context = of.due.take_now()
+                last = self._last(of, of.due.take_now())
         if self._prefetching is None:
-            self._begin_prefetch(of, of.contexts.of(context))
+            self._begin_prefetch(of, () if last is None else last.chain)
             return
         of, keys, whole = self._prefetching
         count = len(keys) if whole else max(1, int(STUCK_SHARE * pool.slots.limit))

@@ -9,7 +9,6 @@ from tests.engine.control.sharedhost import Host
 from tests.engine.control.tieredpool import KEYS, TieredPool
 
 from kvstow.control import pooltier
-from kvstow.control.administration import Sweep, purge_store
 from kvstow.control.indexjournal import IndexJournal
 from kvstow.control.pooltier import ANSWER_SECONDS, WRITING_SHARE
 from kvstow.control.session import result_of
@@ -498,8 +497,8 @@ def use_in_context(tiered: TieredPool, keys: Sequence[bytes], hints: Hints) -> N
     session = tiered.engine.session
     number = session.admit(keys, hints=hints)
     result_of(tiered.tier.note_use(tiered.of, keys))
-    ended = session.end_request(number)
-    tiered.tier.note_context(tiered.of, CONTEXT, ended.chain, release=hints.release)
+    session.end_request(number)
+    tiered.tier.note_context(tiered.of, CONTEXT)
 
 
 def end_in_context(tiered: TieredPool, keys: Sequence[bytes]) -> None:
@@ -721,12 +720,8 @@ def test_what_a_context_has_used_is_purged_from_the_store() -> None:
     tiered.store_blocks(KEYS[:6])
     tiered.run()
     end_in_context(tiered, KEYS[:4])
-    sweep = purge_store(tiered.pool, Sweep("purge", 0, 1, lambda _: iter(())), _wish_of(tiered), dry_run=False)
+    sweep = tiered.pool.admin.purge(context=CONTEXT)
     sweep.run()
     tiered.run()
     sweep.run()
     assert tiered.in_store(KEYS[:6]) == [False] * 4 + [True] * 2
-
-
-def _wish_of(tiered: TieredPool) -> PurgeWish:
-    return PurgeWish(keys=tiered.tier.keys_of(CONTEXT))

@@ -430,7 +430,7 @@ def test_blocks_of_a_context_are_read_when_an_operator_asks_for_it(make_node: Ma
     engine.wait_for(lambda: written_by(engine, store_of(node), keys))
     use_in_context(engine, keys, "c")
     pool = only_pool(node)
-    engine.wait_for(lambda: tier_of(node).of.contexts.of(context_id("c")))
+    engine.wait_for(lambda: pool.facade.contexts().total)
     pool.facade.admin.evict(slots=100).run()
     assert node_store(node).prefetch(pool.name, context_id("c")) == 4
     engine.wait_for(lambda: engine.lookup(keys, Hold.NOTHING).leading == 4)

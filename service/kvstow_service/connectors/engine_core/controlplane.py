@@ -87,7 +87,7 @@ class EmbeddedControl:
         self.release_lease, self.count_lookup, self.fail = engine.release_lease, engine.count_lookup, engine.fail
         self.complete, self.take_settled = engine.complete, engine.take_settled
         self.note_prefill, self.source_key = engine.note_prefill, engine.pool.sources.key
-        self.store = ""
+        self.store_below = ""
 
     def step(self) -> None: ...
 

@@ -154,7 +154,7 @@ class SchedulerSide:
     @property
     def store(self) -> str:
         """The name of that store, if there is one: see `BlockStore.name`."""
-        return self.control.store
+        return self.control.store_below
 
     def fail_admission(self, request: Request, tables: Sequence[Sequence[int]], load_tokens: int) -> None:
         """`admit` has raised. vLLM waits for the load anyway, so the next step reports it as failed."""

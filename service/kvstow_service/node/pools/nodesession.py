@@ -388,7 +388,7 @@ class NodeSession(MemoryHolder):
             self.send_settled()
         hints = ended.hints
         if self.tier is not None and hints is not None and hints.context is not None:
-            self.tier.pool.note_context(self.tier.of, hints.context, ended.chain, release=hints.release)
+            self.tier.pool.note_context(self.tier.of, hints.context)
 
     def count_lookup(self, call: CountLookup) -> None:
         self.control.count_lookup(call.queried, call.hits, Source(*call.source))

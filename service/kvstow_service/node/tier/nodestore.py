@@ -73,9 +73,6 @@ class FormerPool:
             if self._tier is not None:
                 self._tier.end_purge()
 
-    def keys_of(self, context: bytes) -> list[bytes]:
-        return [] if self._tier is None else self._tier.keys_of(context)
-
     def follow(self, tier: PoolTier) -> None:
         """An engine has come back, and this is the pool's store from now on, also for purges under way."""
         with self._lock:

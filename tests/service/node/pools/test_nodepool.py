@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 from tests.engine.attach.test_identity import NAMESPACE_CHANGES, POOL_CHANGES
 from tests.service.node.conftest import MakeBench
-from tests.service.node.hostbench import EXTENT, ROW_SLOTS, Engine, HostBench
+from tests.service.node.hostbench import EXTENT, ROW_SLOTS, HostBench
 from tests.service.node.rawengine import HELLO, NAMESPACE, POOL, SLOT_BYTES
 
 from kvstow.attach.calls import ExtentBytes, PopulatedExtents
@@ -16,6 +16,12 @@ from kvstow.attach.identity import GroupIdentity, RegionIdentity
 from kvstow.errors import AttachRefusedError
 
 OTHER = replace(HELLO, pool=replace(POOL, kv_cache_dtype="fp8"))
+
+
+def name_after_reset(bench: HostBench, session_id: str) -> str:
+    done = bench.host.reset(session_id)
+    assert done is not None, "there is no store below the pools that it waits for"
+    return done.namespace
 
 
 def test_engines_with_equal_identities_share_blocks(bench: HostBench) -> None:
@@ -92,17 +98,10 @@ def test_the_uid_is_the_kernel_s_and_not_the_hello_s(bench: HostBench) -> None:
     assert theirs.pool is not mine.pool
 
 
-def reset(bench: HostBench, engine: Engine) -> str:
-    """The engine's new namespace, which it gets at once where there is no store below the pools."""
-    done = bench.host.reset(engine.session_id)
-    assert done is not None
-    return done.namespace
-
-
 def test_a_reset_moves_one_session_only(bench: HostBench) -> None:
     first, second = bench.start(), bench.start()
     first.store(1)
-    name = reset(bench, first)
+    name = name_after_reset(bench, first.session_id)
     assert name.startswith(f"{first.answer.namespace}@")
     assert (first.has(1), second.has(1)) == (0, 1)
     first.store(1)
@@ -117,7 +116,7 @@ def test_a_reset_moves_one_session_only(bench: HostBench) -> None:
 def test_nobody_joins_the_namespace_of_a_reset(bench: HostBench) -> None:
     """Also when it is the only one: the pool forgets the one before, in which nothing was stored."""
     first = bench.start()
-    name = reset(bench, first)
+    name = name_after_reset(bench, first.session_id)
     first.store(1)
     second = bench.start()
     assert second.answer.namespace != name
@@ -130,7 +129,7 @@ def test_an_engine_that_resets_its_cache_again_and_again_leaves_nothing_behind(b
     (pool,) = bench.host.pools()
     for number in range(500):
         engine.store(number)
-        name = reset(bench, engine)
+        name = name_after_reset(bench, engine.session_id)
     in_use = {one.name for one in pool.namespaces()}
     assert {name, neighbour.answer.namespace} <= in_use
     assert len(in_use) < 100, "the others' blocks were evicted"

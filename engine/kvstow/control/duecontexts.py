@@ -1,49 +1,14 @@
-"""What contexts have used, and when the next request of each is near: for reads before that request comes."""
+"""When the next request of each context is near: for reads before that request comes."""
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections import deque
 from heapq import heappop, heappush
-from threading import Lock
 
-MOST_KEPT_BYTES, MOST_KEPT_CONTEXTS = 32 << 20, 8192
-"""Of the keys of the latest contexts of a namespace."""
+MOST_DUE = 8192
+"""Contexts whose next request is expected later."""
 MOST_PREFETCHES = 64
 """That wait."""
-
-
-class ContextKeys:
-    """What the last request of each context has used, so that it can be read again. Bounded. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = Lock()
-        self._kept: OrderedDict[bytes, tuple[bytes, int]] = OrderedDict()
-        """By context: the keys in one piece, and their width."""
-        self._num_bytes = 0
-
-    def note(self, context: bytes, chain: Sequence[bytes], *, release: bool) -> bool:
-        """A request of the context has used this chain of keys. Whether it is kept."""
-        with self._lock:
-            self._forget(context)
-            width = len(chain[0]) if chain else 0
-            if release or not chain or any(len(key) != width for key in chain):
-                return False
-            self._kept[context] = b"".join(chain), width
-            self._num_bytes += len(chain) * width
-            while self._num_bytes > MOST_KEPT_BYTES or len(self._kept) > MOST_KEPT_CONTEXTS:
-                self._forget(next(iter(self._kept)))
-            return True
-
-    def of(self, context: bytes) -> list[bytes]:
-        """Root first; empty if nothing is known."""
-        with self._lock:
-            data, width = self._kept.get(context, (b"", 1))
-        return [data[at : at + width] for at in range(0, len(data), width)]
-
-    def _forget(self, context: bytes) -> None:
-        data, _ = self._kept.pop(context, (b"", 1))
-        self._num_bytes -= len(data)
 
 
 class DueContexts:
@@ -72,7 +37,7 @@ class DueContexts:
         return self._now.popleft()
 
     def add_later(self, context: bytes, at: float) -> None:
-        if len(self._due_at) >= MOST_KEPT_CONTEXTS:
+        if len(self._due_at) >= MOST_DUE:
             return
         self._due_at[context] = at
         heappush(self._heap, (at, context))
