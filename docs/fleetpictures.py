@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+from PIL import Image
 from tests.api import fakenode
 from tests.api.browser import Browser
 from tests.api.conftest import running
@@ -43,6 +44,11 @@ _ENGINES = 5
 _SLOT_BYTES, _SLOTS = 2 << 20, 4096
 _SECONDS = 300  # the page shows the last five minutes
 _GIB = 1 << 30
+_PICTURES = (
+    ("fleet.png", "light", 1440),
+    ("fleet-dark.png", "dark", 1440),
+    ("fleet-narrow.png", "dark", 390),
+)
 
 
 class _Node(fakenode.FakeNode):
@@ -92,12 +98,13 @@ def draw(folder: Path) -> None:
             capture_output=True,
             text=True,
         )
-        (folder / "top-100.txt").write_text(top.stdout)
-        with tempfile.TemporaryDirectory() as scratch, Browser(Path(scratch) / "profile") as browser:
-            for scheme in ("light", "dark"):
-                for width in (1440, 390):
-                    photograph(browser, listeners.url, scheme, width, folder / f"fleet-{scheme}-{width}.png")
-            photograph(browser, f"{listeners.url}/?pool={_MODELS[2]}", "light", 1440, folder / "fleet-pool.png")
+        (folder / "fleet-top.txt").write_text(top.stdout)
+        with (
+            tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch,
+            Browser(Path(scratch) / "profile") as browser,
+        ):
+            for name, scheme, width in _PICTURES:
+                photograph(browser, listeners.url, scheme, width, folder / name)
 
 
 def _work(one: fakenode.Engine, number: int, second: int, chance: random.Random) -> None:
@@ -127,6 +134,7 @@ def photograph(browser: Browser, url: str, scheme: str, width: int, path: Path) 
     browser.until("document.getElementById('live')?.textContent === 'live'")
     browser.screenshot(path, width=width, height=900)
     browser.screenshot(path, width=width, height=browser.evaluate("document.documentElement.scrollHeight"))
+    Image.open(path).quantize().save(path, optimize=True)  # a third of the bytes
 
 
 if __name__ == "__main__":
