@@ -499,6 +499,13 @@ MUTANTS = [
         f"{CONTROL}/test_recording.py::test_it_ends_when_nobody_reads_and_holds_no_more",
     ),
     Mutant(
+        "what_a_running_request_stores_counts_for_nobody",
+        "engine/kvstow/control/session.py",
+        "max(0, chains.num_resident(request.running) - request.num_found)",
+        "0",
+        f"{CONTROL}/test_sources.py::test_what_a_request_stores_while_it_runs_counts_when_it_ends",
+    ),
+    Mutant(
         "a_recording_has_no_size",
         "engine/kvstow/control/recording.py",
         "if len(line) > self._bytes_left:",

@@ -336,6 +336,11 @@ class Chains:
                 self._take(running, piece, now)
         return new
 
+    def num_resident(self, running: Running) -> int:
+        """How many blocks of the request's chain are visible, of those that no other request has used since. O(parts of
+        its chain)."""
+        return sum([part.resident for part in running.parts])
+
     def admit(self, running: Running, now: float) -> None:
         """The whole chain was given to `extend`."""
         parts = [part for part in running.parts if part.left]

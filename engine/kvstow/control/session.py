@@ -40,12 +40,15 @@ ends for another."""
 
 
 class _Request(NamedTuple):
-    """A request between its admission and its end. `keys`: its chain as it was known then, if its client names it."""
+    """A request between its admission and its end. `keys`: its chain as it was known then, if its client names it.
+    `num_found`: how many blocks of it the pool had then."""
 
     running: Running
     namespace: Namespace
     hints: Hints | None
     keys: Sequence[bytes]
+    source: Source
+    num_found: int
 
 
 _R = TypeVar("_R")
@@ -418,21 +421,23 @@ class Session:
             number = self._last_request if number is None else number
             share = pool.shares.weigh(self.namespace.tag, source.salt)
             running = chains.begin(self.namespace.order, pool.clock(), share, engine=id(self))
-            has_name = hints is not None and hints.context is not None
-            request = _Request(running, self.namespace, hints, keys if has_name else ())
-            request.running.on_incomplete = lambda: self.incomplete.append(number)
+            namespace, num_found = self.namespace, 0
+            running.on_incomplete = lambda: self.incomplete.append(number)
             for reason in () if hints is None else hints.ignored:
                 pool.counters.hints_ignored[reason] += 1
         for start in range(0, max(1, len(keys)), step):
             with pool.lock:
                 now = pool.clock()
                 some = keys if len(keys) <= step else keys[start : start + step]
-                runs, new = pool.index.extend(request.running, request.namespace, some, now)
+                runs, new = pool.index.extend(running, namespace, some, now)
                 pool.sources.count_use(self.model, source, runs, new)
+                num_found += sum(map(len, runs))
             if start + step < len(keys):
                 yield
         with pool.lock:
-            chains.admit(request.running, now)
+            chains.admit(running, now)
+            has_name = hints is not None and hints.context is not None
+            request = _Request(running, namespace, hints, keys if has_name else (), source, num_found)
             self._add_running(number, request)
             seen, recording = chains.hazards.count_request(), pool.recording
         pool.learn(seen)
@@ -476,12 +481,14 @@ class Session:
         pool, chains = self.pool, self.pool.index.chains
         with pool.lock:
             request = self._running.pop(number, None)
-        if request is None:
-            return EndedRequest(False)
+            if request is None:
+                return EndedRequest(False)
+            num_stored = max(0, chains.num_resident(request.running) - request.num_found)
         for start in range(0, len(more), step):
             with pool.lock:
                 some = more[start : start + step]
-                pool.index.extend(request.running, request.namespace, some, pool.clock())
+                _, new = pool.index.extend(request.running, request.namespace, some, pool.clock())
+                num_stored += new
             yield
         for start in range(0, len(others), step):
             with pool.lock:
@@ -494,6 +501,8 @@ class Session:
         with pool.lock:
             if hints is not None and ending.status not in ("interrupted", "abort"):
                 ending = ending._replace(resume_in=hints.resume_in, release=hints.release)
+            runs = [part.slots for part in request.running.parts]
+            pool.sources.count_use(self.model, request.source, runs, num_stored)
             pool.end_request(request.running, ending)
             if hints is None or hints.context is None or ending.status == "interrupted":
                 return EndedRequest(request.running.is_incomplete)

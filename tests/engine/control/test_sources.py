@@ -78,6 +78,21 @@ def test_hits_stores_and_slots_count_once_for_their_source() -> None:
     assert (model.source, model.hit_blocks, model.stored_blocks, model.slots) == ("llama", 6, 11, 11)
 
 
+def test_what_a_request_stores_while_it_runs_counts_when_it_ends() -> None:
+    pool, keys, one = Pool(8), make_keys(5), salted("one")
+    store_keys(pool.engine, pool.ranks, keys[:2])
+    number = pool.engine.admit(keys, source=one)
+    store_keys(pool.engine, pool.ranks, keys[2:])
+    assert (pool.of(one).stored_blocks, pool.of(one).slots) == (2, 2)
+    pool.engine.end_request(number)
+    assert (pool.of(one).stored_blocks, pool.of(one).slots) == (5, 5)
+    for _ in range(2):  # its answer has a block, which the next request finds
+        number = pool.engine.admit(keys, source=one)
+        store_keys(pool.engine, pool.ranks, [b"answer"])
+        pool.engine.end_request(number, more=[b"answer"])
+        assert (pool.of(one).stored_blocks, pool.of(one).slots) == (6, 6)
+
+
 def test_slots_are_those_that_hold_a_block_now() -> None:
     pool = Pool(8)
     one, other = salted("one"), salted("other")
