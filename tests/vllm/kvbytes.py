@@ -23,10 +23,5 @@ class KVBytes:
             if any(cache[block].any() for cache in caches)
         ]
 
-    def clear_kv(self) -> None:
-        """vLLM must not need any of it."""
-        for cache in self._kv_caches():
-            cache.zero_()
-
     def _kv_caches(self) -> Iterator[torch.Tensor]:
         yield from self.model_runner.kv_caches

@@ -7,17 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.vllm.engines import A, Engine, Setup, assert_same, eventually, running
+from tests.vllm.engines import A, Setup, assert_same, eventually, prompt, running
 from tests.vllm.models import write_latent_model
 from tests.vllm.nodeservice import is_attached, running_service
-
-from kvstow_service.connectors.vllm import weightwatch
 
 pytestmark = pytest.mark.vllm
 
 BLOCK_TOKENS = 16
 """The CPU's backend for latent attention takes no others."""
 BLOCKS = len(A) // BLOCK_TOKENS
+GPU_BLOCKS = 66
+OTHERS = [prompt(560, seed=30 + number) for number in range(2)]
+"""Prompts that together need more blocks than a rank has, so nothing is left of what it had before. The first extent of
+the pool has room for them all."""
 SLOT_BYTES = 4 * BLOCK_TOKENS * (512 + 64) * 4
 """Of one rank: layers, tokens, latents and rope, fp32."""
 
@@ -37,33 +39,27 @@ def cached_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CpuPlatform, "check_and_update_config", classmethod(checked))
 
 
-def rank_digests(engine: Engine) -> list[set[str]]:
-    """By rank: digests of the blocks that are not empty."""
-    return [set(digests) for digests in engine.llm.collective_rpc("kv_digests")]
-
-
-@pytest.mark.xfail(reason="the test's own calls of the ranks count as changes of weights in the ranks' processes")
 @pytest.mark.usefixtures("cached_prefixes")
-def test_what_rank_0_has_stored_is_what_both_ranks_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    known = weightwatch.HARMLESS | {"kv_digests", "clear_kv"}  # other methods might have changed the weights
-    monkeypatch.setattr(weightwatch, "HARMLESS", known)
+def test_what_rank_0_has_stored_is_what_both_ranks_load(tmp_path: Path) -> None:
     model = write_latent_model(tmp_path / "model")
     settings = {"worker_extension_cls": "tests.vllm.kvbytes.KVBytes"}
     with running_service(tmp_path) as service:
-        setup = Setup(model, {"attach": service.attach, "weights_id": "test"}, tp=2, processes=True, settings=settings)
+        extra = {"attach": service.attach, "weights_id": "test"}
+        setup = Setup(model, extra, gpu_blocks=GPU_BLOCKS, tp=2, processes=True, settings=settings)
         with running(setup) as engine:
             eventually(lambda: is_attached(service), "an attached engine")
             engine.ask(A)
             own_hit = engine.ask(A)
-            before = rank_digests(engine)
-            assert before[0] == before[1]
             eventually(lambda: service.sessions()[0]["in_flight"] == 0, "the end of all stores")
             (pool,) = service.pools()
             assert pool["slot_bytes"] == SLOT_BYTES
             assert pool["granted_bytes"] < 2 * pool["capacity_slots"] * SLOT_BYTES, "each rank has memory of its own"
+            engine.ask(*OTHERS, tokens=1)
             eventually(engine.llm.reset_prefix_cache, "a reset of the prefix cache")
-            engine.llm.collective_rpc("clear_kv")
             host_hit = engine.ask(A)
             assert [answer.cached for answer in (*own_hit, *host_hit)] == [BLOCKS * BLOCK_TOKENS] * 2
             assert_same(host_hit, own_hit)
-            assert [len(after & before[0]) >= BLOCKS for after in rank_digests(engine)] == [True, True]
+            # Last: the engine takes a call of its ranks that it does not know for a change of the weights.
+            first, second = engine.llm.collective_rpc("kv_digests")
+            assert first == second
+            assert len(first) > BLOCKS
