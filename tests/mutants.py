@@ -1709,7 +1709,7 @@ MUTANTS = [
         "engine/kvstow/control/ops.py",
         "            if left <= 0:\n                break\n",
         "",
-        "tests/engine/control/test_slices.py::test_the_ops_of_a_lost_session_end_in_steps",
+        "tests/engine/control/test_slices.py::test_an_op_with_many_slots_is_a_step_of_its_own",
     ),
     Mutant(
         "the_slots_of_a_lost_session_are_freed_before_its_ops_have_ended",

@@ -8,6 +8,7 @@ import pytest
 from tests.engine.control.sharedhost import Client, Host
 
 from kvstow.control.engine import PoolFacade
+from kvstow.control.ops import OP_SLOTS
 from kvstow.messages import Completion, Op
 
 KEYS = [bytes([letter]) for letter in b"ABCDEFGH"]
@@ -104,8 +105,11 @@ def test_a_store_finds_slots_that_are_owed(host: Host) -> None:
     held = other.session.acquire(keys[size // 2 :])
     client.session.release_leases([lease.lease_id])
     assert held.slots
-    assert host.pool.owed_slots
-    assert client.session.begin_store([b"new"], [0]).op is not None
+    freed = size // 2 - host.pool.owed_slots
+    assert freed < size // 2
+    op = client.session.begin_store([b"new%d" % number for number in range(freed + 1)], range(freed + 1)).op
+    assert op is not None
+    assert len(op.slots) == freed + 1
 
 
 def test_the_ops_of_a_lost_session_end_in_steps(host: Host) -> None:
@@ -122,6 +126,19 @@ def test_the_ops_of_a_lost_session_end_in_steps(host: Host) -> None:
     assert host.pool.sessions == []
     assert host.counts["free"] == host.pool.slots.limit - 2
     assert host.counts["cached"] == 2
+
+
+def test_an_op_with_many_slots_is_a_step_of_its_own() -> None:
+    host = Host(64)
+    host.pool.slice_slots = 2 * OP_SLOTS
+    client = host.attach()
+    keys = [bytes([number]) for number in range(4 + 2 * OP_SLOTS)]
+    half = len(keys) // 2
+    begin_stores(client, keys[:half], keys[half:])
+    client.session.lose("closed")
+    assert host.counts["quarantined"] == half
+    run_owed(host)
+    assert host.counts["quarantined"] == len(keys)
 
 
 def test_the_slots_of_a_lost_session_are_freed_in_steps_after_the_death_of_its_processes(host: Host) -> None:
