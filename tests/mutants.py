@@ -499,6 +499,13 @@ MUTANTS = [
         f"{CONTROL}/test_recording.py::test_it_ends_when_nobody_reads_and_holds_no_more",
     ),
     Mutant(
+        "a_bin_that_ends_between_two_floats_is_never_left",
+        "engine/kvstow/control/chains.py",
+        "watch.since + upper <= now and most > 0:",
+        "watch.since <= now - upper and most > 0:",
+        f"{CONTROL}/test_learned.py::test_a_bin_that_ends_between_two_floats_is_left",
+    ),
+    Mutant(
         "what_a_running_request_stores_counts_for_nobody",
         "engine/kvstow/control/session.py",
         "max(0, chains.num_resident(request.running) - request.num_found)",

@@ -860,8 +860,9 @@ class Chains:
         while due and due[0][0] <= now and most > 0:
             watches = heappop(due)[2]
             watches.is_queued = False
-            latest = now - UPPER[watches.bin]
-            while (watch := watches.next) is not watches and watch.since <= latest and most > 0:
+            upper = UPPER[watches.bin]
+            # The sum is the one that the queue is ordered by: `now - upper` may be rounded below a moment that is due.
+            while (watch := watches.next) is not watches and watch.since + upper <= now and most > 0:
                 most -= 1
                 self._move_on(watch, watches.order, now)
             if watches.is_queued:

@@ -12,6 +12,7 @@ import pytest
 from tests.engine.control.sharedhost import Host
 
 from kvstow.config import EngineConfig
+from kvstow.control.chains import WatchList
 from kvstow.control.engine import OffloadEngine
 from kvstow.control.hazards import LOWER, NUM_BINS, UPPER, Hazards, Observations, bin_of, compute
 from kvstow.endings import (
@@ -71,6 +72,30 @@ class Traffic:
             self.serve(make_keys(3, f"answer {number}"), 1.0, ANSWER)
             self.clock.advance(8.0)
             self.serve(chain, 1.0, ANSWER)
+
+
+def test_a_bin_that_ends_between_two_floats_is_left(make_traffic: Callable[..., Traffic], clock: FakeClock) -> None:
+    """Where `now` is rounded, a list that was due and had nothing to move was queued again for ever."""
+    start = 7.887233511355132
+    assert start + UPPER[0] - UPPER[0] < start
+    traffic, keys, queued = make_traffic(8), make_keys(3), 0
+    clock.advance(start)
+    number = traffic.begin(keys)
+    chains = traffic.engine.pool.index.chains
+    put = chains._queue
+
+    def queue(watches: WatchList) -> None:
+        nonlocal queued
+        queued += 1
+        assert queued < 100, "it goes on for ever"
+        put(watches)
+
+    chains._queue = queue  # type: ignore[method-assign]
+    clock.advance(UPPER[0])
+    assert clock() == start + UPPER[0]
+    traffic.engine.tick()
+    traffic.end(number, keys)
+    traffic.engine.check_integrity()
 
 
 @pytest.fixture
