@@ -456,4 +456,4 @@ def test_taking_out_a_safeguard_is_noticed(
 ) -> None:
     mutant(monkeypatch)
     with pytest.raises(AssertionError):
-        run_all(tmp_path, range(100))
+        run_all(tmp_path, range(400))
