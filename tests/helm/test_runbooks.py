@@ -43,7 +43,12 @@ ALERTS = [rule for group in yaml.safe_load(RULES.read_text())["groups"] for rule
 FOREIGN = {
     "--client_ttl",
     "MOONCAKE_OFFLOAD_USE_URING=false",
+    "No space left",
+    "Percentage Used",
     "container_cpu_cfs_throttled_periods_total",
+    "dmesg",
+    "edac-util",
+    "fsfreeze",
     "https",
     "hugepages-2Mi",
     "instance",
