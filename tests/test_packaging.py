@@ -117,7 +117,7 @@ def imported(package: str) -> set[str]:
     [
         ("engine/kvstow", ("torch", "jax")),
         ("api/kvstow_api", ("service",)),
-        ("service/kvstow_service", ("service", "cli", "plot", "torch", "jax", "mooncake")),
+        ("service/kvstow_service", ("service", "cli", "torch", "jax", "mooncake")),
     ],
 )
 def test_what_is_imported_is_declared(package: str, extras: tuple[str, ...]) -> None:

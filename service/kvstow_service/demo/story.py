@@ -158,10 +158,10 @@ class Story:
         )
 
     def _verified(self) -> Iterator[Claim]:
-        loaded, verified, wrong = (
-            sum(getattr(found.total, name) for found in self._results)
-            for name in ("loaded_bytes", "verified_bytes", "mismatches")
-        )
+        totals = [found.total for found in self._results]
+        loaded = sum(total.loaded.num_bytes for total in totals)
+        verified = sum(total.verified_bytes for total in totals)
+        wrong = sum(total.mismatches for total in totals)
         yield Claim(
             "Every loaded byte is the one that was stored",
             f"{format_size(verified)} of {format_size(loaded)} compared, {wrong} blocks wrong",

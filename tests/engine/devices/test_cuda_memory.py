@@ -9,6 +9,7 @@ import pytest
 
 from kvstow.dataplane import DataPlane
 from kvstow.memory.hostpool import HostPool
+from kvstow.memory.region import HostRegion
 from kvstow.messages import DesiredState, Direction, Op, StepPlan
 
 Eventually = Callable[[Callable[[], object]], None]
@@ -70,7 +71,7 @@ def test_without_holds_memory_is_unregistered_during_the_copy(
         return chunks is not None and bool(chunks.last.first_slot >= self._target)
 
     monkeypatch.setattr(HostPool, "_may_give_back", given_back_all_the_same)
-    monkeypatch.setattr(HostPool, "_decommit", lambda self, chunk: None)  # or this copy would crash
+    monkeypatch.setattr(HostRegion, "decommit", lambda self, offset, num_bytes: None)  # or this copy would crash
     plane = start_copy("store")
     plane.apply(DesiredState("engine", 1, number=1))
     eventually(lambda: cuda.offences)

@@ -92,15 +92,14 @@ def test_requests_that_do_not_overlap_hit_what_lru_hits(slots: int) -> None:
     assert found.hits["lru"] == [leading_runs_of_lru(REQUESTS, slots)]
 
 
-def test_a_request_counts_as_used_when_it_ends_which_may_be_after_others_have_begun() -> None:
-    """While the long one runs, the short one ends; then a third one needs two slots."""
-    long, short = TraceRequest(0, 1, 1, (1, 2), end=30), TraceRequest(10, 1, 1, (3, 4), end=20)
+@pytest.mark.parametrize("end_of_the_first", [5, 30])
+def test_a_request_counts_as_used_when_it_begins_whenever_it_ends(end_of_the_first: float) -> None:
+    """A third one needs two slots, after both have ended."""
+    first, second = TraceRequest(0, 1, 1, (1, 2), end=end_of_the_first), TraceRequest(10, 1, 1, (3, 4), end=20)
     third = TraceRequest(40, 1, 1, (5, 6))
-    again = [TraceRequest(50, 1, 1, (3, 4)), TraceRequest(60, 1, 1, (1, 2))]
-    overlapping = [long, short, third, again[1]]
-    assert hit_table(overlapping, [4], ["lru"], SLOT_BYTES).hits["lru"] == [2], "the long one ended last"
-    one_by_one = [long._replace(end=5), short, third, again[1]]
-    assert hit_table(one_by_one, [4], ["lru"], SLOT_BYTES).hits["lru"] == [0]
+    for again, hits in (((3, 4), 2), ((1, 2), 0)):
+        requests = [first, second, third, TraceRequest(50, 1, 1, again)]
+        assert hit_table(requests, [4], ["lru"], SLOT_BYTES).hits["lru"] == [hits]
 
 
 def test_foresight_forgets_the_uses_that_have_come(monkeypatch: pytest.MonkeyPatch) -> None:
