@@ -75,7 +75,7 @@ def installations(text: str) -> Iterator[list[str]]:
 def test_what_readme_and_notes_tell_to_install_can_be_installed(helm: Path) -> None:
     notes = run(helm, "install", "node", CHART, "--dry-run=client", "-f", CHART / "ci" / "node-full-values.yaml").stdout
     commands = [*installations((CHART / "README.md").read_text()), *installations(notes.partition("\nNOTES:\n")[2])]
-    assert len(commands) == 8
+    assert len(commands) == 9
     assert all("socket.folder=/var/run/inference/kvstow,socket.group=2000" in words[1] for words in commands[-2:])
     for words in commands:
         result = run(helm, "template", "test", CHART, *(word for word in words if not word.startswith("--dry-run")))

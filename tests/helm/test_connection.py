@@ -173,6 +173,7 @@ def test_kvstow_serve_takes_every_flag(find: Find, case: str, kind: str) -> None
         "engine-sidecar": 64 << 30,
     }
     others = {"engine-sidecar-full": 512 << 30, "engine-sidecar-tier": 64 << 30, "node-tier": 64 << 30}
+    others |= {"engine-sidecar-disk": 64 << 30, "node-disk": 64 << 30}
     assert settings.memory == {**sizes, **others}.get(case, 512 << 20)
     assert (settings.policy == "lru") == case.endswith("-full")
     assert settings.pin_pause == (0.005 if case == "node-full" else 0.002)

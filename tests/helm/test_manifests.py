@@ -117,8 +117,8 @@ def test_pods_meet_the_restricted_standard_but_for_the_folder_of_the_node(templa
     is_prepared = yaml.safe_load(values.read_text()).get("socket", {}).get("prepare", True)
     assert ("socket-folder" in names) == (has_daemonset and is_prepared)
     volumes = [volume for pod in pod_specs(manifests) for volume in pod.get("volumes", ()) if "hostPath" in volume]
-    keeper_volumes = 2 if values.name == "node-keeper-values.yaml" else 0
-    assert len(volumes) == (has_daemonset or "engine-node" in values.name) + keeper_volumes
+    own_volumes = {"node-keeper-values.yaml": 2, "node-disk-values.yaml": 2}.get(values.name, 0)
+    assert len(volumes) == (has_daemonset or "engine-node" in values.name) + own_volumes
 
 
 def test_one_container_has_privileges_and_they_are_two(find: Callable[..., dict[str, Any]]) -> None:

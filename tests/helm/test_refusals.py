@@ -136,7 +136,6 @@ ATTACHED = (*ENGINE, "engine.model=m", "attach.node=true")
         (["tier.url=memory:"], "at '/tier/url': 'memory:' does not match pattern"),
         ([MOONCAKE], "tier.url: needs mode=node or sidecar=true"),
         ([*ENGINE, "engine.model=m", MOONCAKE], "tier.url: needs mode=node or sidecar=true"),
-        (["tier.passwordSecret.name=pw"], "tier.passwordSecret.name: needs tier.url"),
         (["tier.rdma.resources.rdma/hca=1"], "tier.rdma.resources: needs tier.url"),
         (["tier.tenants.ml[0]=1"], "tier.tenants: needs tier.url"),
         (

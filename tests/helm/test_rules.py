@@ -295,7 +295,7 @@ TIER = {**POOL, "tier": "mooncake"}
 
 
 def tier_down() -> Iterator[Case]:
-    summary = f"The fleet tier of {OF_POOL} gives no answers."
+    summary = f"The store below {OF_POOL} does not work."
     for name in ("tier_down", "tier_client"):
         yield from lasting("KvstowTierDown", name, 5, summary)
 
@@ -318,7 +318,7 @@ def tier_loses_time() -> Iterator[Case]:
         return (*gains, (waited, TIER, waits), (saved, TIER, saves))
 
     within = "within 30 minutes, longer than computing would have taken."
-    summary = f"Requests of {OF_POOL} waited 1m 0s for the fleet tier (mooncake) {within}"
+    summary = f"Requests of {OF_POOL} waited 1m 0s for the store (mooncake) {within}"
     yield Case(name, 60, pool("0+2x99", "0+1x99"), (TIER, summary))
     yield Case(name, 60, pool("0+2x65 130x60", "0+1x65 65x60"), (TIER, summary), resolves=105)
     yield Case(name, 60, pool("0+2x99", "0x99"), (TIER, summary))
@@ -328,15 +328,16 @@ def tier_loses_time() -> Iterator[Case]:
 
 
 def tier_corrupts() -> Iterator[Case]:
-    name, key = "KvstowTierCorruptObjects", "kvstow_tier_corrupt_objects_total"
-    well = (key, {**TIER, **SECOND}, "0x60")
+    name, key = "KvstowTierCorruptObjects", "kvstow_tier_part_corrupt_blocks_total"
+    part = {**POD, "tier": "disk", "part": "/mnt/nvme0"}
+    well = (key, {**part, "part": "/mnt/nvme1"}, "0x60")
     summary = (
-        f"Objects of the fleet tier (mooncake) that {OF_POOL} fetched within 15 minutes and that were not what "
-        "was put: 3."
+        f"Blocks that {WHERE} read from the store (disk, /mnt/nvme0) within 15 minutes and that were not what was "
+        "written: 3."
     )
-    yield Case(name, 20, (well, (key, TIER, "0x10 3x50")), (TIER, summary), resolves=30)
-    yield Case(name, 40, (well, (key, TIER, "0x10 3x50")))  # over a quarter of an hour ago
-    yield Case(name, 20, (well, (key, TIER, "0x60")))
+    yield Case(name, 20, (well, (key, part, "0x10 3x50")), (part, summary), resolves=30)
+    yield Case(name, 40, (well, (key, part, "0x10 3x50")))  # over a quarter of an hour ago
+    yield Case(name, 20, (well, (key, part, "0x60")))
 
 
 def unbalanced() -> Iterator[Case]:

@@ -125,7 +125,7 @@ def tiered(trace: Path, folder: Path) -> Iterator[str]:
 @pytest.fixture(scope="module")
 def scraped_tier(tiered: str) -> str:
     """The text of one scrape of that service, after a fetch."""
-    return scrape_once_positive(tiered, r"kvstow_tier_fetched_blocks_total\{.*\}", "a fetch")
+    return scrape_once_positive(tiered, r"kvstow_tier_read_blocks_total\{.*\}", "a fetch")
 
 
 @pytest.fixture(scope="module")

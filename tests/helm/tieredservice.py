@@ -7,5 +7,7 @@ from kvstow_service.cli import main
 from kvstow_service.stores import stores
 
 if __name__ == "__main__":
-    setattr(stores, "open_store", lambda url: MemoryBlockStore())  # noqa: B010
+    store = MemoryBlockStore()
+    store.read_bytes_per_second = 1e9
+    setattr(stores, "open_store", lambda settings: store)  # noqa: B010
     main()

@@ -64,6 +64,8 @@ class MemoryBlockStore:
         self.fate: Callable[[Name], Fate | None] = lambda name: None
         self.wants: Callable[[bytes, bool], bool] = lambda key, again: True
         self.expectation: Callable[[int], Expectation] = lambda num_blocks: Expectation(0.0, 0, 0.0)
+        self.read_bytes_per_second: float | None = None
+        """What its part shows as the measured rate of reads."""
         self.memory: Sequence[dict[int, Any]] | None = None
         """The contents of slots by rank, where a test has them in place of extents."""
         self.blocks: OrderedDict[Name, StoredBlock] = OrderedDict() if shares is None else shares.blocks
@@ -99,7 +101,9 @@ class MemoryBlockStore:
                 evicted_blocks=counts["evicted"],
             )
             state: PartState = "closed" if self._is_closed else "stuck" if self.is_hanging else "on"
-            return [StorePart(name="memory", state=state, counters=counters, blocks=len(self.blocks))]
+            rate = self.read_bytes_per_second
+            blocks = len(self.blocks)
+            return [StorePart(name="memory", state=state, counters=counters, blocks=blocks, read_bytes_per_second=rate)]
 
     def close(self) -> None:
         with self._changed:
