@@ -101,6 +101,10 @@ MAX_TOKENS = 100
 """Per file: each request is compared with all of them."""
 
 
+_LONGEST_READ_SECONDS = 1.0
+"""How long a caller waits for another thread that reads the tokens. A read takes less than a millisecond."""
+
+
 class TokenFile:
     """The tokens in a file, one per line (two while one replaces the other).
 
@@ -119,9 +123,10 @@ class TokenFile:
         self._require()
 
     def renew(self) -> None:
-        """Read the file if it has changed, unless another thread does. Raises nothing: `accepts` raises what went
-        wrong."""
-        if self._renewing.acquire(blocking=False):
+        """Read the file if it has changed. Waits a moment while another thread reads it, because that one may have
+        begun before the change. If the file system hangs, the tokens stay as they are. Raises nothing: `accepts`
+        raises what went wrong."""
+        if self._renewing.acquire(timeout=_LONGEST_READ_SECONDS):
             try:
                 self._renew()
             finally:
