@@ -833,8 +833,7 @@ MUTANTS = [
         "service/kvstow_service/replay/trace.py",
         "        while running and running[0][0] <= request.timestamp:\n",
         "        while running and False:\n",
-        "tests/service/replay/test_hittable.py"
-        "::test_a_request_counts_as_used_when_it_ends_which_may_be_after_others_have_begun",
+        "tests/service/replay/test_trace.py::test_requests_end_in_order_of_time_and_before_others_start_at_that_moment",
     ),
     Mutant(
         "a_run_of_ids_is_bounded",

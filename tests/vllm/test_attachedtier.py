@@ -73,8 +73,7 @@ def test_what_an_engine_of_one_node_has_stored_one_of_another_node_hits_also_whi
     assert_same(here.engine.ask(A, C), [expected[A], expected[C]])
     wanted = 2 * A_BLOCKS
     eventually(lambda: here.tier()["counters"]["written_blocks"] >= wanted, "the puts", SECONDS)
-    idle = ("waiting_blocks", "putting_blocks")
-    eventually(lambda: not any(here.tier()[count] for count in idle), "the end of all puts", SECONDS)
+    eventually(lambda: not here.tier()["writing_blocks"], "the end of all puts", SECONDS)
 
     answers = there.engine.ask(A)
     assert_same(answers, [expected[A]])

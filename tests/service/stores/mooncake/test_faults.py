@@ -386,9 +386,10 @@ def test_closing_ends_a_call_that_hangs(cluster: Cluster, node: Node, eventually
 
 # Opens a client, and says which process is its own: argv = URL
 _HOST = """
-import sys, time
-from kvstow_service.stores.stores import open_store
-client = open_store(sys.argv[1]).open_transfers()
+import os, sys, time
+from kvstow_service.stores.mooncake.mooncakestore import MooncakeLocation, MooncakeStore
+_, witness = os.pipe()
+client = MooncakeStore(MooncakeLocation.parse(sys.argv[1])).open_transfers(witness)
 while client.pid is None:
     time.sleep(0.01)
 print(client.pid, flush=True)
