@@ -127,9 +127,9 @@ PartState = Literal["starting", "on", "in use", "failed", "stuck", "closed"]
 work; tried again as its reason says. `stuck`: an operation hangs, and what it was lent with it."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PartCounters:
-    """They only grow. Bytes are of all ranks."""
+    """What a part has counted. The figures only grow; bytes are of all ranks. A `StorePart` has a copy of its own."""
 
     read_blocks: int = 0
     read_bytes: int = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple, Protocol
 
 from kvstow.tier.blockstore import Fate, PartCounters, PartState, StorePart
@@ -109,20 +109,6 @@ class PathHost(Protocol):
         """A new child process has opened the files: it gets all memory."""
 
 
-@dataclass(slots=True)
-class _Counts:
-    read_blocks: int = 0
-    read_bytes: int = 0
-    written_blocks: int = 0
-    written_bytes: int = 0
-    corrupt_blocks: int = 0
-    failed_blocks: int = 0
-    refused_blocks: int = 0
-    evicted_blocks: int = 0
-    restarts: int = 0
-    timeouts: int = 0
-
-
 class _Namespaces:
     """The path's table of namespaces, by row."""
 
@@ -178,7 +164,7 @@ class DiskPath:
         self.state: PartState = "starting"
         self.reason = "its process starts"
         self.places: DiskPlaces | None = None
-        self.counts = _Counts()
+        self.counts = PartCounters()
         self.written = WrittenBytes(clock())
         self.budget = None if writes_per_day is None else WriteBudget(writes_per_day, clock())
         self._writes_per_day = writes_per_day
@@ -651,7 +637,7 @@ class DiskPath:
             name=self.name,
             state=self.state,
             reason=self.reason,
-            counters=PartCounters(**asdict(self.counts)),
+            counters=replace(self.counts),
             blocks=None if places is None else len(places.index),
             size_bytes=None if places is None else places.size_bytes,
             used_bytes=None if places is None else places.used_bytes,
