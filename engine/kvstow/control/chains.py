@@ -562,15 +562,8 @@ class Chains:
             at = end
 
     def _add_absent(self, pieces: list[_Piece], order: Order, keys: Sequence[bytes]) -> None:
-        parts, at = self._parts_of_absent(order, keys), 0
-        while at < len(keys):
-            part, end = parts[at], at + 1
-            if not at and parts.count(part) == len(keys):
-                end = len(keys)
-            while end < len(keys) and parts[end] is part:
-                end += 1
-            _add(pieces, part, end - at, (), keys[at:end])
-            at = end
+        for part, start, end in _runs_of(self._parts_of_absent(order, keys)):
+            _add(pieces, part, end - start, (), keys[start:end])
 
     def _add_scattered(
         self, pieces: list[_Piece], order: Order, keys: Sequence[bytes], slots: Sequence[int | None]
@@ -637,14 +630,8 @@ class Chains:
         parts: list[ChainPart | None] = [None] * len(keys)
         if order.expected:
             parts = self._take_expected(order, keys)
-        at = 0
-        while at < len(slots):
-            part, end = parts[at], at + 1
-            if not at and parts.count(part) == len(slots):
-                end = len(slots)
-            while end < len(slots) and parts[end] is part:
-                end += 1
-            some: Sequence[int] = slots[at:end]
+        for part, start, end in _runs_of(parts):
+            some: Sequence[int] = slots[start:end]
             if some[-1] - some[0] == len(some) - 1:
                 some = range(some[0], some[-1] + 1)
             if part is None or fetched:
@@ -656,7 +643,6 @@ class Chains:
                 self._own(part, some)
                 if not had_slots:
                     self._settle(part)
-            at = end
 
     def restore(self, order: Order, slots: Sequence[int], uses: bytes, now: float) -> None:
         """The blocks in these slots, in ascending order, are those of an earlier life of the pool. `uses`: how often
@@ -998,6 +984,19 @@ _UNUSED, _USED = 2, 1
 stored."""
 _MOST_MERGED = 1 << 12
 """Blocks of a part: going through those of one takes half a millisecond."""
+
+
+def _runs_of(parts: Sequence[ChainPart | None]) -> Iterator[tuple[ChainPart | None, int, int]]:
+    """Each part with the positions, from the first to below the last, at which it stands without a gap."""
+    start, size = 0, len(parts)
+    while start < size:
+        part, end = parts[start], start + 1
+        if not start and parts.count(part) == size:  # the usual case, without a loop
+            end = size
+        while end < size and parts[end] is part:
+            end += 1
+        yield part, start, end
+        start = end
 
 
 class _Piece:
