@@ -9,44 +9,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.vllm.engineprocess import EngineProcess
 from tests.vllm.engines import A_BLOCKS, A_HIT, A, B, C, Reference, assert_same, eventually
-from tests.vllm.nodeservice import NodeService, is_attached
+from tests.vllm.storednode import SECONDS, StoredNode
 
 from kvstow_service.stores.disk.diskfiles import PathError, open_folder
 
 pytestmark = pytest.mark.vllm
 
-SECONDS = 120.0
-ENVIRON = {"PYTHONHASHSEED": "0"}
 
-
-class DiskNode:
-    """A service with a disk and one engine, in one life."""
+class DiskNode(StoredNode):
+    """Its store is one disk."""
 
     def __init__(self, model: Path, folder: Path, disk: Path, stack: ExitStack) -> None:
-        folder.mkdir()
-        options = ("--disk", str(disk), "--disk-size", "256MiB")
-        self.service = NodeService(folder, "64MiB", *options, module="tests.vllm.patientservice")
-        stack.callback(self.service.stop)
-        self.service.start()
-        self.engine = EngineProcess(model, self.service.attach, folder / "engine", ENVIRON)
-        stack.callback(self.engine.kill)
-        eventually(lambda: is_attached(self.service), "an attached engine", SECONDS)
-        eventually(self._is_on, "the disk", SECONDS)
-        self.engine.be_patient(60)
-
-    def tier(self) -> dict[str, Any]:
-        (item,) = self.service.get("/v1/tier")["items"]
-        return dict(item)
+        super().__init__(model, folder, ("--disk", str(disk), "--disk-size", "256MiB"), stack)
 
     def part(self) -> dict[str, Any]:
         (part,) = self.service.get("/v1/tier")["parts"]
         return dict(part)
-
-    def _is_on(self) -> bool:
-        view = self.service.get("/v1/tier")
-        return bool(view["items"]) and [part["state"] for part in view["parts"]] == ["on"]
 
     def kill(self) -> None:
         """The engine and the service, and with them all memory: there is no keeper."""

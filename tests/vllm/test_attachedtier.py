@@ -5,45 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tests.service.stores.mooncake.cluster import Cluster, require_network
-from tests.vllm.engineprocess import EngineProcess
 from tests.vllm.engines import A_BLOCKS, A_HIT, SHORT, A, B, C, Reference, assert_same, eventually
-from tests.vllm.nodeservice import NodeService, is_attached
+from tests.vllm.storednode import SECONDS, StoredNode
 
 pytestmark = [pytest.mark.vllm, pytest.mark.tier]
 
-SECONDS = 120.0
-ENVIRON = {"PYTHONHASHSEED": "0"}
-
-
-class TieredNode:
-    """A service with one engine."""
-
-    def __init__(self, model: Path, folder: Path, cluster: Cluster, stack: ExitStack) -> None:
-        folder.mkdir()
-        options = ("--tier", cluster.url)
-        self.service = NodeService(folder, "64MiB", *options, module="tests.vllm.patientservice")
-        stack.callback(self.service.stop)
-        self.service.start()
-        self.engine = EngineProcess(model, self.service.attach, folder / "engine", ENVIRON)
-        stack.callback(self.engine.kill)
-        eventually(lambda: is_attached(self.service), "an attached engine", SECONDS)
-        eventually(self._is_connected, "connected clients", SECONDS)
-        self.engine.be_patient(60)
-
-    def tier(self) -> dict[str, Any]:
-        (item,) = self.service.get("/v1/tier")["items"]
-        return dict(item)
-
-    def _is_connected(self) -> bool:
-        view = self.service.get("/v1/tier")
-        return bool(view["items"]) and {part["state"] for part in view["parts"]} == {"on"}
-
-
-MakeNode = Callable[[Path, str], TieredNode]
+MakeNode = Callable[[Path, str], StoredNode]
 
 
 @pytest.fixture
@@ -57,7 +27,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 @pytest.fixture
 def make_node(tmp_path: Path, cluster: Cluster) -> Iterator[MakeNode]:
     with ExitStack() as stack:
-        yield lambda model, name: TieredNode(model, tmp_path / name, cluster, stack)
+        yield lambda model, name: StoredNode(model, tmp_path / name, ("--tier", cluster.url), stack)
 
 
 def test_what_an_engine_of_one_node_has_stored_one_of_another_node_hits_also_while_the_store_is_killed(

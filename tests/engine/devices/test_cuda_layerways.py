@@ -13,6 +13,7 @@ from kvstow.devices.cuda.layergroups import group_ends, may_use_engine, slot_end
 from kvstow.devices.cuda.layerways import WayRates
 from kvstow.layout import KVLayout, Region, Span
 from kvstow.messages import LayerFigures
+from kvstow.testing.fakes import FakeClock
 
 MakeRank = Callable[..., Any]
 KIB, MIB = 1 << 10, 1 << 20
@@ -22,17 +23,9 @@ _BLOCKS = [9, 4, 7, 6, 5]
 _SLOTS = [3, 0, 4, 1, 2]
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
+def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
+    clock = FakeClock()
     monkeypatch.setattr("kvstow.devices.cuda.layerloader.WayRates", lambda: WayRates(clock))
     return clock
 
@@ -59,7 +52,7 @@ def make_rank(cuda: Any, make_cuda_rank: MakeRank, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.fixture
-def slow(make_rank: MakeRank, clock: Clock) -> Any:
+def slow(make_rank: MakeRank, clock: FakeClock) -> Any:
     """Its kernel reads at half the rate of the copy engine."""
     return make_rank(20e9, 40e9)
 
@@ -86,7 +79,7 @@ def _load(cuda: Any, rank: Any) -> list[str]:
     [(20e9, 40e9, "engine"), (27e9, 45.7e9, "engine"), (49e9, 54e9, "kernel"), (55e9, 30e9, "kernel")],
 )
 def test_the_kernel_reads_unless_it_is_slow(
-    fetch: float, copy: float, way: str, cuda: Any, make_rank: MakeRank, clock: Clock
+    fetch: float, copy: float, way: str, cuda: Any, make_rank: MakeRank, clock: FakeClock
 ) -> None:
     """From the first load on. At 49 of 54 GB/s it was the better way on a GPU, as new tokens had to be computed."""
     rank = make_rank(fetch, copy)
@@ -164,20 +157,20 @@ def test_a_load_that_fails_has_left_the_device(call: str, number: int, cuda: Any
     assert "scatter" in _load(cuda, slow)
 
 
-def test_both_ways_are_tried_again_every_minute(cuda: Any, slow: Any, clock: Clock) -> None:
+def test_both_ways_are_tried_again_every_minute(cuda: Any, slow: Any, clock: FakeClock) -> None:
     cuda.speeds["fetch"] = 60e9
-    clock.now = 59.0
+    clock.advance(59.0)
     assert "fetch" not in _load(cuda, slow)
-    clock.now = 60.0
+    clock.advance(1.0)
     assert "fetch" in _load(cuda, slow)
     assert slow.device.layer_figures.layer_way == "kernel"
-    clock.now = 119.0
+    clock.advance(59.0)
     assert "scatter" not in _load(cuda, slow)
     assert slow.device.layer_figures.layer_kernel_bytes_per_second == pytest.approx(60e9)
 
 
-def test_a_trial_has_ended_before_the_load_gives_its_slots_back(cuda: Any, slow: Any, clock: Clock) -> None:
-    clock.now = 60.0
+def test_a_trial_has_ended_before_the_load_gives_its_slots_back(cuda: Any, slow: Any, clock: FakeClock) -> None:
+    clock.advance(60.0)
     load = slow.device.load_layers(_BLOCKS, _SLOTS, None)
     stream = next(stream for stream in cuda.streams if "fetch" in stream.names)
     while "fetch" in stream.names or "copy" in stream.names:
@@ -199,7 +192,7 @@ def test_a_trial_has_ended_before_the_load_gives_its_slots_back(cuda: Any, slow:
     ],
 )
 def test_rates_near_the_limit_do_not_change_the_way(kernel: float, engine: float, before: str, after: str) -> None:
-    ways = WayRates(Clock())
+    ways = WayRates(FakeClock())
     ways.tried(1, 2 if before == "engine" else 1)
     assert ways.way == before
     ways.tried(kernel, engine)
