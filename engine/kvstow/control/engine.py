@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from heapq import merge
 from itertools import chain, islice
@@ -248,47 +248,59 @@ class OffloadEngine(Session, PoolFacade):
 
 def _defects(pool: Pool) -> list[str]:
     """Inconsistencies between the records of the control plane. O(pool); the caller holds the lock."""
-    found = pool.index.defects()
     in_use = pool.index.slots_in_use()
+    found = chain(_defects_of_slots(pool, in_use), _defects_of_transfers(pool, in_use), _defects_of_holds(pool))
+    return [*pool.index.defects(), *found]
+
+
+def _defects_of_slots(pool: Pool, in_use: Mapping[str, set[int]]) -> Iterator[str]:
+    """Each used slot is in one state, and the counts of slots are right."""
     used = pool.slots.used_slots()
     listed = sorted(slot for slots in in_use.values() for slot in slots)
     if len(set(listed)) != len(listed):
-        found.append("a slot is in two states")
+        yield "a slot is in two states"
     if set(listed) != used:
-        found.append(f"{len(set(listed) ^ used)} used slots are in no state, or free ones in some")
+        yield f"{len(set(listed) ^ used)} used slots are in no state, or free ones in some"
     if pool.slots.counted() != (pool.slots.free, pool.slots.in_service):
-        found.append("the counts of free slots and slots in service are wrong")
+        yield "the counts of free slots and slots in service are wrong"
     if pool.slots.leaving != sum(slot >= pool.slots.limit for slot in used):
-        found.append("the count of used slots above the limit is wrong")
+        yield "the count of used slots above the limit is wrong"
     kept = {slot for slot in pool.index.visible_slots() if slot not in pool.lost}
     if any(map(pool.index.times.outlived_a_loss, kept)):
-        found.append("blocks that a rank has lost are visible")
+        yield "blocks that a rank has lost are visible"
     if not pool.resizing and any(slot >= pool.slots.limit for slot in kept):
-        found.append("blocks above the usable slots are visible")
+        yield "blocks above the usable slots are visible"
     counts = _slot_counts(pool)
     if counts.usable != pool.slots.in_service:
-        found.append(f"the states {counts} do not add up to {pool.slots.in_service}")
+        yield f"the states {counts} do not add up to {pool.slots.in_service}"
+
+
+def _defects_of_transfers(pool: Pool, in_use: Mapping[str, set[int]]) -> Iterator[str]:
+    """The slots that are being written are those of the open stores."""
     if not all(session.ops.is_consistent() for session in sessions_of(pool)):
-        found.append("the transfers that may become stuck are not those that are not stuck")
+        yield "the transfers that may become stuck are not those that are not stuck"
     stores = [entry for session in sessions_of(pool) for entry in session.ops if entry.fills_slots]
     for name, abandoned in (("filling", False), ("quarantined", True)):
         written = {slot for entry in stores if entry.abandoned is abandoned for slot in entry.written}
         if abandoned:
             written.update(*(session.quarantined_slots for session in sessions_of(pool)))
         if written != in_use[name]:
-            found.append(f"the {name} slots are not those of the open stores")
+            yield f"the {name} slots are not those of the open stores"
+
+
+def _defects_of_holds(pool: Pool) -> Iterator[str]:
+    """The slots that are held are those of leases and loads, and the counts of leases and sessions are right."""
     held = chain(pool.owed, *(session.held_slots() for session in sessions_of(pool)))
     holders = Counter(slot for slots in held for slot in slots)
     if holders != {slot: pool.index.held.count(slot) for slot in pool.index.held.slots()}:
-        found.append("the held slots are not those of leases and loads")
+        yield "the held slots are not those of leases and loads"
     if pool.owed_slots != sum(map(len, pool.owed)):
-        found.append("the count of owed slots is wrong")
+        yield "the count of owed slots is wrong"
     if not all(session.leases.is_consistent() for session in sessions_of(pool)):
-        found.append("the count of leased slots is wrong")
+        yield "the count of leased slots is wrong"
     users = Counter(session.namespace for session in sessions_of(pool) if session.is_engine and not session.is_lost)
     if any(namespace.num_sessions != users[namespace] for namespace in pool.index.namespaces):
-        found.append("the count of a namespace's sessions is wrong")
-    return found
+        yield "the count of a namespace's sessions is wrong"
 
 
 def _slot_counts(pool: Pool) -> SlotCounts:
