@@ -1,8 +1,8 @@
 """Hits of a pool with a store below it, on whole traces, through the real control plane.
 
-The store is a model with the rules of the store on disks: places in the order of their last use, a budget of writes
-that fills within an hour and begins empty, of which the lower half is kept for blocks that were used twice, and a rate
-at which a queue is read. A pool of few slots and a trace of twelve hours take some minutes.
+The store is a model that follows the rules of the store on disks. Its places are in the order of their last use. Its
+budget of writes begins empty and fills within an hour; the lower half is kept for blocks that were used twice. Reads
+queue, and are made at a limited rate. A pool of few slots and a trace of twelve hours take some minutes.
 """
 
 from __future__ import annotations
@@ -228,7 +228,7 @@ class TieredPool:
         self._tier.note_prefill(self._of, PrefillCost(COMPUTE_SECONDS / BLOCK_TOKENS))
 
     def serve(self, at: float, keys: Sequence[bytes]) -> tuple[int, int]:
-        """A request at this time. Returns its hits, and those that came from the store."""
+        """Serve a request at this time. Returns its hits, and how many of them came from the store."""
         session, tier = self._session, self._tier
         self._clock.advance(at - self._clock())
         lease = session.acquire(keys, count=False)

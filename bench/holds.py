@@ -1,9 +1,9 @@
 """The longest time for which a call of the control plane holds the pool's lock, in several states of a full-size pool.
 
 `python -m bench holds` records them, with look-ups beside a client that sends the worst calls (`bench.liar`).
-`python -m bench.holds [SLOTS]` prints their JSON, and a line for each state on standard error: the longest hold, that
-of 99.9 % of them, and the longest garbage collection, which is in no hold. Times are those that the thread has spent on
-a CPU, so that other programs do not count. What one C call takes, as when a table grows, is in them.
+`python -m bench.holds [SLOTS]` prints their JSON, and a line for each state on standard error: the longest hold, the
+99.9th percentile, and the longest garbage collection, which no hold includes. Times are the CPU time of the thread, so
+other programs do not count. They include single C calls, such as the growth of a table.
 """
 
 from __future__ import annotations

@@ -411,17 +411,17 @@ class TroubledView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OverviewView:
-    """The state in one document, for those who look: the status page and `kvstow top`. It is made once a second at
-    most for all who ask, and has at most so many items of each kind, those that are `troubled` before others; `omitted`
-    says how many there are besides, by the name of the list.
+    """The state in one document, which the status page and `kvstow top` show. The server makes it at most once a
+    second, and all viewers share it. Each list has a limit; items that are `troubled` take precedence, and `omitted`
+    says how many items each list leaves out, by its name.
 
-    `conditions` has the first of each name, the worst first; `alike` says how many more there are of a name that has
-    several.
+    `conditions` has the first condition of each name, the worst one first. `alike` says how many more conditions have
+    the same name.
 
-    `selected`: the pool that was asked for, or the only one. Then `sessions`, `ranks`, `tier`, `transfers`, `curves`,
-    `headline` and `events` are those of this pool, and `stats` and `curve` are its. Without one they are those of the
-    whole host, of its ranks only those that a condition concerns. `is_missing`: there is no pool of the name that was
-    asked for. `pools` are always those of the whole host."""
+    `selected` is the pool that was asked for, or the only one. With a selected pool, `sessions`, `ranks`, `tier`,
+    `transfers`, `curves`, `headline`, `events`, `stats` and `curve` describe that pool. Without one they describe the
+    whole host, and `ranks` has only the ranks that a condition concerns. `is_missing` says that no pool has the name
+    that was asked for. `pools` always has those of the whole host."""
 
     time: datetime
     info: InfoView

@@ -171,7 +171,7 @@ FIGURES: Mapping[str, Callable[[Sample, Sample], float | None]] = {
 """Values of the time between two samples, None if there is none: by the names of `NowView`'s fields, which describe
 them."""
 CURVES = ("hit_ratio", "load_bytes_per_second", "store_bytes_per_second")
-"""Those that are drawn over time."""
+"""The figures that the page and `kvstow top` draw over time."""
 
 
 def headline_of(pools: Sequence[PoolHistory]) -> HeadlineView:

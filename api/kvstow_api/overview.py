@@ -26,7 +26,8 @@ _MOST_OF_MEMORY = 16
 INTERVAL = 1.0
 """Seconds before the document is made again."""
 _NO_POOL = ""
-"""In place of all names that no pool has: they share a document, so that there are never more than pools and two."""
+"""Stands for every name that no pool has. These names share one document, so there are at most two documents more
+than pools."""
 
 _Item = TypeVar("_Item")
 
@@ -147,7 +148,8 @@ class _Limited:
     def first(
         self, name: str, items: Sequence[_Item], most: int, troubled: Callable[[_Item], bool] | None = None
     ) -> list[_Item]:
-        """At most `most` items, in order: those that a condition concerns before others."""
+        """At most `most` of the items, in their order. If there are more, items that a condition concerns take
+        precedence."""
         self.omitted[name] = max(0, len(items) - most)
         if len(items) <= most or troubled is None:
             return list(items[:most])

@@ -55,8 +55,9 @@ TINY = Work({647: 3, 71: 2}, (64,), 1, 2, 2, 120, 10, 256, 5)
 @dataclass(frozen=True, slots=True)
 class Case:
     """Milliseconds to the first token. `recompute`: nothing is known of the prompt; `gpu`: its prefix is on the GPU;
-    `ways`: it is on the host, by the way of its load. `right`: of `compared` answers by each way, those that are the
-    answers with the prefix on the GPU. `cached`: the fewest tokens found. `chosen`: the policy's choices."""
+    `ways`: its prefix is on the host, by the way of the load. `right`: how many of the `compared` answers equal the
+    answer with the prefix on the GPU, by the way of the load. `cached`: the fewest tokens found. `chosen`: the policy's
+    choices."""
 
     tokens: int
     new: int
@@ -391,7 +392,7 @@ def _decoding(asker: _Asker, hits: list[list[int]], work: Work) -> Decoding | No
             decoded += sum(one in ids for one, _ in outputs)
             is_there = any(one == name and output.finished for one, output in outputs)
             if now - began > _ENDLESS:
-                raise TimeoutError("a request beside those that decode does not end")
+                raise TimeoutError("a request does not end while other requests decode")
         seconds = last - began
         first.append(seconds * 1e3)
         gaps.append(longest * 1e3)

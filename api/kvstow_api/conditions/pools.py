@@ -227,7 +227,7 @@ def find_failed_ranks(evidence: Evidence) -> Found:
                 "error",
                 f"{evidence.name_of(rank)} is {rank.state}" + (f" ({reason})" if reason else ""),
                 _WITHOUT_HITS,
-                "see the rank's log (kvstow.agent, kvstow.dataplane); the engine's next start mends it",
+                "see the rank's log (kvstow.agent, kvstow.dataplane); it works again after the engine's next start",
                 rank,
                 pinned_bytes=rank.pinned_bytes,
             )
