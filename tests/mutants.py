@@ -2542,7 +2542,7 @@ MUTANTS = [
     ),
     Mutant(
         "addresses_outside_of_the_memory_are_taken",
-        "service/kvstow_service/stores/mooncake/storechild.py",
+        "service/kvstow_service/stores/mooncake/objectbuffers.py",
         "        if part.offset < 0 or part.num_bytes < 1 or part.offset + part.num_bytes > found.num_bytes:\n",
         "        if part.num_bytes < 1:\n",
         "tests/service/stores/mooncake/test_childmemory.py::test_an_address_outside_of_what_is_registered_is_refused",

@@ -97,7 +97,8 @@ ORDER = {
     "service/kvstow_service/stores": "actionthread childprocess disk.diskformat disk.diskfiles disk.places "
     "disk.writebudget disk.blockfile disk.diskmessages disk.diskchild disk.pathqueue disk.pathchannel disk.diskpath "
     "disk.startcheck disk.diskstore mooncake.objects mooncake.objectheader mooncake.answers "
-    "mooncake.breaker mooncake.childmessages mooncake.childchannel mooncake.mooncakestore mooncake.storechild "
+    "mooncake.breaker mooncake.childmessages mooncake.childchannel mooncake.mooncakestore mooncake.objectbuffers "
+    "mooncake.storechild "
     "mooncake.mooncakeblocks stores",
     "service/kvstow_service/replay": "trace importing kv processes remoteranks offload ranks hittable result driver "
     "launcher",

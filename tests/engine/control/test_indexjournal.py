@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from tests.descriptors import open_descriptors
 from tests.engine.control import journalwriter
 from tests.engine.control.journalwriter import NAMESPACE, PROGRESS, SESSION, SLOTS, Operation, operations
 
@@ -414,11 +415,11 @@ def test_memory_that_is_refused_is_an_error(journal: IndexJournal, monkeypatch: 
 
 
 def test_closing_leaves_nothing_and_may_come_twice() -> None:
-    before = sorted(os.listdir("/proc/self/fd"))
+    before = open_descriptors()
     journal = IndexJournal.create(SLOTS, CONTENT)
     journal.close()
     journal.close()
-    assert sorted(os.listdir("/proc/self/fd")) == before
+    assert open_descriptors() <= before
     assert "kvstow-journal" not in Path("/proc/self/maps").read_text()
 
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+from tests.descriptors import open_descriptors
 
 from kvstow.devices.base import TicketState
 from kvstow.devices.cpu import CpuDevice
@@ -96,13 +97,13 @@ class MakePool:
 @pytest.fixture
 def make_pool() -> Iterator[MakePool]:
     """Pools whose mappings and descriptors are all gone at the end."""
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_descriptors()
     made = MakePool()
     yield made
     for pool in made.pools:
         pool.close()
     assert mappings() == []
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert open_descriptors() <= before
 
 
 def mappings() -> list[tuple[int, int]]:
@@ -369,7 +370,7 @@ def test_an_extent_that_still_arrives_when_a_session_begins_goes(idle_pool: Mapp
 def test_what_the_service_must_not_grant_is_refused(make_pool: MakePool, extents: Extents) -> None:
     pool = make_pool()
     grant(pool, extents.create(2 * MIB), extent_id=1)
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_descriptors()
     other = extents.create(2 * MIB)
     with pytest.raises(ConflictError, match="extents 1 and 2 both have slots from 31 on"):
         grant(pool, other, first=31, extent_id=2)
@@ -377,7 +378,7 @@ def test_what_the_service_must_not_grant_is_refused(make_pool: MakePool, extents
         pool.grant(128 << 10, [Grant(3, 32, 16, 2 * MIB, 0)], [os.dup(other)])
     with pytest.raises(InvalidRequestError, match="allowed: 65536 or more"):
         pool.grant(4096, [Grant(3, 32, 16, 2 * MIB, 0)], [os.dup(other)])
-    assert len(os.listdir("/proc/self/fd")) == before + 1
+    assert len(open_descriptors() - before) == 1
 
 
 def test_an_extent_revoked_before_it_was_mapped_is_let_go_of(

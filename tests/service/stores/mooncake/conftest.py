@@ -2,14 +2,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
 from tests.service.stores.mooncake.cluster import Cluster, require_network
-
-# They import what only the child process does.
-collect_ignore = [] if find_spec("xxhash") else ["test_childmemory.py", "test_objectbuffers.py", "test_objectheader.py"]
 
 
 @pytest.fixture(scope="session")

@@ -2,15 +2,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from typing import Any, cast
 
 import pytest
 
 from kvstow.memfd import create_memfd
 from kvstow_service.stores.mooncake.childmessages import SlotPart
-from kvstow_service.stores.mooncake.storechild import ChildMemory, RegistrationError
-
-pytestmark = pytest.mark.tier
+from kvstow_service.stores.mooncake.objectbuffers import ChildMemory, RegistrationError
 
 BYTES = 3 * 4096
 
@@ -39,7 +36,7 @@ def store() -> FakeStore:
 
 @pytest.fixture
 def memory(store: FakeStore) -> ChildMemory:
-    return ChildMemory(cast("Any", store))
+    return ChildMemory(store)
 
 
 @pytest.fixture

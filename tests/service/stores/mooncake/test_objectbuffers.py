@@ -5,17 +5,14 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Iterator
-from typing import Any, cast
 
 import pytest
 from tests.service.stores.mooncake.test_childmemory import FakeStore
 
 from kvstow.memfd import create_memfd
-from kvstow_service.stores.mooncake import storechild
+from kvstow_service.stores.mooncake import objectbuffers
 from kvstow_service.stores.mooncake.childmessages import SlotPart
-from kvstow_service.stores.mooncake.storechild import STAGED_BYTES, ChildMemory, ObjectBuffers
-
-pytestmark = pytest.mark.tier
+from kvstow_service.stores.mooncake.objectbuffers import STAGED_BYTES, ChildMemory, ObjectBuffers
 
 LARGE = STAGED_BYTES + 4096
 
@@ -24,7 +21,7 @@ class Objects:
     """Two slots of each size, and the bytes of objects as a store would have them."""
 
     def __init__(self, fd: int) -> None:
-        store = cast("Any", FakeStore())
+        store = FakeStore()
         self.memory = ChildMemory(store)
         self.memory.add(0, fd, 4 * LARGE, 0)
         self.buffers = ObjectBuffers(store, self.memory, 4)
@@ -75,6 +72,6 @@ def test_an_object_with_other_bytes_is_refused(objects: Objects, num_bytes: int)
 def test_a_header_that_is_not_checked_is_noticed(
     objects: Objects, num_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(storechild, "find_mismatch", lambda *anything: None)
+    monkeypatch.setattr(objectbuffers, "find_mismatch", lambda *anything: None)
     with pytest.raises(AssertionError):
         changed_bytes(objects, num_bytes)

@@ -1,10 +1,6 @@
 from __future__ import annotations
 
-import pytest
-
 from kvstow_service.stores.mooncake.objectheader import HEADER_BYTES, find_mismatch, pack_header
-
-pytestmark = pytest.mark.tier
 
 SLOT = memoryview(bytes(range(256)) * 16)
 

@@ -1,0 +1,16 @@
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+
+
+def open_descriptors() -> set[tuple[str, str]]:
+    """Number and target of each descriptor of this process.
+
+    A test compares what it has opened: between two looks, threads of earlier tests may close theirs.
+    """
+    found = set[tuple[str, str]]()
+    for number in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # the listing's own descriptor, and any that was closed meanwhile
+            found.add((number, os.readlink(f"/proc/self/fd/{number}")))
+    return found
