@@ -82,7 +82,6 @@ NODE_MEMORY = "tests/engine/memory/test_nodememory.py"
 HINT_TESTS = "tests/service/connectors/engine_core/test_hints.py"
 PREFILL_METER = "tests/service/connectors/engine_core/test_prefillmeter.py"
 SAVINGS = "tests/service/connectors/engine_core/test_savings.py"
-SOURCES = f"{CONTROL}/test_sources.py"
 
 FAIRNESS = "tests/engine/memory/test_fairness.py"
 
@@ -358,41 +357,6 @@ MUTANTS = [
         "tests/api/routes/test_contexts.py::test_others_than_admins_cannot_try_which_contexts_there_are",
     ),
     Mutant(
-        "sources_are_shown_in_the_clear",
-        "engine/kvstow/source.py",
-        'return blake2b(name.encode(errors="surrogatepass"), digest_size=_DIGEST_BYTES, key=key, person=kind).digest()',
-        'return name.encode(errors="surrogatepass")',
-        f"{SOURCES}::test_no_secret_is_in_what_is_shown",
-    ),
-    Mutant(
-        "digests_of_sources_have_no_key",
-        "engine/kvstow/source.py",
-        "digest_size=_DIGEST_BYTES, key=key,",
-        "digest_size=_DIGEST_BYTES,",
-        f"{SOURCES}::test_the_digest_of_a_name_depends_on_the_key_and_on_what_it_names",
-    ),
-    Mutant(
-        "any_number_of_sources_is_kept",
-        f"{CONTROL_CODE}/sources.py",
-        "if len(self._usage) >= 2 * self._kept:",
-        "if False:",
-        f"{SOURCES}::test_a_client_that_invents_sources_takes_bounded_memory",
-    ),
-    Mutant(
-        "a_source_that_comes_late_has_missed_nothing",
-        f"{CONTROL_CODE}/sources.py",
-        "self._usage[name] = Usage(self._dropped)",
-        "self._usage[name] = Usage(0)",
-        f"{SOURCES}::test_whoever_has_much_is_found_among_any_number_of_sources",
-    ),
-    Mutant(
-        "a_slot_with_new_content_keeps_its_source",
-        f"{CONTROL_CODE}/pool.py",
-        "self.sources.forget(slots)",
-        "pass",
-        f"{SOURCES}::test_slots_are_those_that_hold_a_block_now",
-    ),
-    Mutant(
         "what_loads_have_saved_is_told_twice",
         f"{ENGINE_CORE}/loadpolicy.py",
         "self._told, self._hits, self._waited, self._not_made = cost, PromptPart(), 0.0, 0",
@@ -506,11 +470,18 @@ MUTANTS = [
         f"{CONTROL}/test_learned.py::test_a_bin_that_ends_between_two_floats_is_left",
     ),
     Mutant(
-        "what_a_running_request_stores_counts_for_nobody",
-        "engine/kvstow/control/session.py",
-        "max(0, chains.num_resident(request.running) - request.num_found)",
-        "0",
-        f"{CONTROL}/test_sources.py::test_what_a_request_stores_while_it_runs_counts_when_it_ends",
+        "an_engine_that_resets_its_cache_counts_anew",
+        f"{CONTROL_CODE}/attachedsession.py",
+        "            if is_fresh:\n",
+        "            if False:\n",
+        "tests/api/node/test_metrics.py::test_who_profits_is_told_by_namespace",
+    ),
+    Mutant(
+        "namespaces_that_nobody_uses_keep_their_series",
+        "api/kvstow_api/metrics.py",
+        "        if one.sessions:\n            used",
+        "        if True:\n            used",
+        "tests/api/node/test_metrics.py::test_who_profits_is_told_by_namespace",
     ),
     Mutant(
         "a_recording_has_no_size",

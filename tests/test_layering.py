@@ -83,7 +83,7 @@ FORBIDDEN = {
     },
 }
 ORDER = {
-    "engine/kvstow/control": "blockevents launchorder ranktable sources keytable slots keyhashes evictedblocks "
+    "engine/kvstow/control": "blockevents launchorder ranktable keytable slots keyhashes evictedblocks "
     "expectedblocks hazards shares shadows comparison recording chains namespaces contexts index indexjournal pool ops "
     "session administration attachedsession engine sharedpool duecontexts pooltier",
     "engine/kvstow/memory": "region limits hoststeps pinning chunks growth slotpool hostpool mappedpool extents "

@@ -24,7 +24,6 @@ from kvstow.status import (
     SessionState,
     SessionStatus,
     SessionSummary,
-    SourceStatus,
     TransferStatus,
 )
 from kvstow.tier.blockstore import StorePart
@@ -351,13 +350,6 @@ class DetachView:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamespacesView:
     items: list[NamespaceStatus]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SourcesView:
-    """The first 20 of each kind."""
-
-    items: list[SourceStatus]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

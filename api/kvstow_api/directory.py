@@ -291,7 +291,8 @@ class EmbeddedDirectory:
         raise ConflictError("the engine embeds this server: stop its process to end the session")
 
     def namespaces(self) -> Sequence[NamespaceStatus]:
-        slots = self._engine.stats().pool.slots
+        stats = self._engine.stats()
+        slots = stats.pool.slots
         return (
             NamespaceStatus(
                 name=POOL_NAME,
@@ -299,6 +300,8 @@ class EmbeddedDirectory:
                 model=self._model,
                 sessions=1,
                 blocks=slots.cached + slots.leased,
+                looked_up_blocks=stats.lookups.query_blocks,
+                hit_blocks=stats.lookups.hit_blocks,
                 dropped=False,
                 sharing_off=(_ALONE,),
             ),

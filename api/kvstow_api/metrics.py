@@ -25,7 +25,7 @@ from prometheus_client.utils import floatToGoString
 from kvstow.errors import PinError
 from kvstow.messages import LayerWay
 from kvstow.stats import DIRECTIONS, Counters, DirectionStats, EngineState, EngineStats, Exposed, Histogram
-from kvstow.status import SESSION_STATES, RankStatus, Readiness, SessionState
+from kvstow.status import SESSION_STATES, NamespaceStatus, RankStatus, Readiness, SessionState
 from kvstow.tier.blockstore import StorePart
 from kvstow.tier.tierstatus import TierCounters, TierStatus
 from kvstow_api.answers import PoolCurveView
@@ -492,6 +492,25 @@ def tier_metrics(tier: HostTier | None) -> Iterator[Metric]:
     yield from (family.of(PART, parts) for family in _OF_PARTS)
 
 
+# -- namespaces -------------------------------------------------------------------------------------------------------
+
+NAMESPACE = (*POOL, "namespace")
+_OF_NAMESPACES = (
+    counter("namespace_looked_up_blocks", "Blocks that engines of this namespace have looked up", "looked_up_blocks"),
+    counter("namespace_hit_blocks", "Blocks that engines of this namespace have looked up and found", "hit_blocks"),
+)
+
+
+def namespace_metrics(namespaces: Iterable[NamespaceStatus]) -> Iterator[Metric]:
+    """Who profits from a pool. Namespaces that engines use now have series, so that their number has the bound that
+    engines have. An engine that has reset its cache counts where it has counted before."""
+    used: dict[tuple[str, str, str], NamespaceStatus] = {}
+    for one in namespaces:
+        if one.sessions:
+            used[one.pool, one.model, one.name.partition("@")[0]] = one  # both have the same counts
+    yield from (family.of(NAMESPACE, used.items()) for family in _OF_NAMESPACES)
+
+
 # -- the server -------------------------------------------------------------------------------------------------------
 
 _STATES: tuple[EngineState, ...] = get_args(EngineState)
@@ -620,6 +639,7 @@ class Collector(BaseCollector):
         errors = [(pool.labels, pool.stats.faults.errors) for pool in pools]
         yield _ERRORS.of(POOL, [*errors, (("", ""), app.directory.errors)])
         yield from _rank_metrics(pools)
+        yield from namespace_metrics(app.directory.namespaces())
         yield from tier_metrics(app.directory.tier)
         yield from (one.of((), [((), app)]) for one in _OF_SERVER)
         yield from _state_metrics(app, whole, of_each)

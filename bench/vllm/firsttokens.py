@@ -55,9 +55,10 @@ TINY = Work({647: 3, 71: 2}, (64,), 1, 2, 2, 120, 10, 256, 5)
 @dataclass(frozen=True, slots=True)
 class Case:
     """Milliseconds to the first token. `recompute`: nothing is known of the prompt; `gpu`: its prefix is on the GPU;
-    `ways`: its prefix is on the host, by the way of the load. `right`: how many of the `compared` answers equal the
-    answer with the prefix on the GPU, by the way of the load. `cached`: the fewest tokens found. `chosen`: the policy's
-    choices."""
+    `ways`: its prefix is on the host, by the way of the load. `right`: how many of the `compared` answers are right, by
+    the way of the load. An answer whose prefix was loaded is right if it equals the answer with the prefix on the GPU;
+    one whose prefix was computed again, which `computed` counts, is right if it equals the answer of a first
+    computation. `cached`: the fewest tokens found. `chosen`: the policy's choices."""
 
     tokens: int
     new: int
@@ -65,6 +66,7 @@ class Case:
     gpu: list[float] = field(default_factory=list)
     ways: dict[str, list[float]] = field(default_factory=dict)
     right: dict[str, int] = field(default_factory=dict)
+    computed: dict[str, int] = field(default_factory=dict)
     compared: int = 0
     cached: int | None = None
     chosen: dict[str, int] = field(default_factory=dict)
@@ -135,6 +137,7 @@ class _How(NamedTuple):
 
 _PLAIN, _COMPARE, _LOADED = _How(), _How(compare=True), _How(compare=True, stored=False)
 _COMPUTED = _How(compare=True, stored=False, salt="computed here")
+_COMPUTED_AT_ONCE = _How(compare=True, stored=False, salt="computed at once")
 
 
 class _Asker:
@@ -244,7 +247,7 @@ def measure(setup: Setup, shape: Shape, work: Work) -> FirstTokens:
     prompts = {tokens: [asker.prompt(tokens) for _ in range(count)] for tokens, count in work.lengths.items()}
     cases, first = list[Case](), list[_Answer]()
     for these in prompts.values():
-        recomputed = [asker.ask(prompt, _ANSWER, _COMPARE).first for prompt in these]
+        recomputed = [asker.ask(prompt, _ANSWER, _COMPARE) for prompt in these]
         expected = [asker.ask(prompt, _ANSWER, _COMPARE) for prompt in these]
         first += expected
         asker.settle()
@@ -271,7 +274,7 @@ def _case(
     asker: _Asker,
     prompts: list[list[int]],
     expected: list[_Answer],
-    recomputed: list[float],
+    recomputed: list[_Answer],
     pairs: int,
     *,
     has_hits: bool,
@@ -294,21 +297,34 @@ def _case(
         answer = asker.ask(prompt)
         if number:
             gpu.append(answer.first)
-    chosen, right = asker.take_choices(), Counter[str]()
+    chosen, right, computed = asker.take_choices(), Counter[str](), Counter[str]()
     for way in times:
         asker.go_by(way)
-        for prompt, one in zip(prompts, expected, strict=True):
+        for prompt, of_gpu, of_nothing in zip(prompts, expected, recomputed, strict=True):
             asker.empty_gpu()
-            right[way] += asker.ask(prompt, _ANSWER, _COMPARE)[1:3] == one[1:3]
+            answer = asker.ask(prompt, _ANSWER, _COMPARE)
+            computed[way] += not answer.cached
+            right[way] += answer[1:3] == (of_gpu if answer.cached else of_nothing)[1:3]
     asker.go_by("auto")
-    return Case(tokens, 0, recomputed, gpu, times, dict(right), len(prompts), cached if has_hits else None, chosen)
+    return Case(
+        tokens,
+        0,
+        [answer.first for answer in recomputed],
+        gpu,
+        times,
+        dict(right),
+        dict(computed),
+        len(prompts),
+        cached if has_hits else None,
+        chosen,
+    )
 
 
 def _behind(asker: _Asker, prompts: list[list[int]], whole: int, new: int, pairs: int, *, has_hits: bool) -> Case:
     """New tokens behind the first `whole` ones of these prompts."""
     gpu, cached, prefixes = list[float](), whole, [prompt[:whole] for prompt in prompts]
     times: dict[str, list[float]] = {way: [] for way in asker.ways if has_hits}
-    right = Counter[str]()
+    right, computed = Counter[str](), Counter[str]()
     asker.take_choices()
     for number in range(pairs + 1):
         prefix = prefixes[number % len(prefixes)]
@@ -337,9 +353,13 @@ def _behind(asker: _Asker, prompts: list[list[int]], whole: int, new: int, pairs
         asker.empty_gpu()
         asker.ask(prompt, how=_COMPUTED)  # in the same steps as the prefix that is on the host
         expected = asker.ask(asked, _ANSWER, _COMPUTED)
+        if not all(one.cached for one in loaded.values()):  # computed in other steps, so that bits may differ
+            at_once = asker.ask(asked, _ANSWER, _COMPUTED_AT_ONCE)
         for way, one in loaded.items():
-            right[way] += one[1:3] == expected[1:3]
-    return Case(whole, new, [], gpu, times, dict(right), len(prompts), cached if has_hits else None, chosen)
+            computed[way] += not one.cached
+            right[way] += one[1:3] == (expected if one.cached else at_once)[1:3]
+    count = len(prompts)
+    return Case(whole, new, [], gpu, times, dict(right), dict(computed), count, cached if has_hits else None, chosen)
 
 
 def _bursts(asker: _Asker, prompts: list[list[int]], count: int, *, has_hits: bool) -> list[Burst]:

@@ -75,9 +75,11 @@ def _hits(kind: tuple[str, str, str], rows: list[Row]) -> Table:
         for way in row["cases"][0]["ways"]:
             right = sum(case["right"].get(way, 0) for case in row["cases"])
             compared = sum(case["compared"] for case in row["cases"])
+            computed = sum(case["computed"].get(way, 0) for case in row["cases"])
+            answers = f"{right} of {compared}" + (f", {computed} of them computed again" if computed else "")
             cells = [_hit(case, way) for case in row["cases"]]
             name = row["connector"] + {"auto": "", "hit": "", "async": ", whole load first"}[way]
-            lines.append([name, *cells, f"{right} of {compared}", *same])
+            lines.append([name, *cells, answers, *same])
     return Table(title, head, lines)
 
 

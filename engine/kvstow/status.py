@@ -150,6 +150,8 @@ class NamespaceStatus:
 
     The host adds the model, and its weights: `weights_id` names them, and `weights_source` says where that came from;
     null if unknown. `sharing_off`: sentences that say why its sessions share no blocks with others, empty if they may.
+    `looked_up_blocks` and `hit_blocks` count what its sessions have looked up and found, also before they have reset
+    their cache.
     """
 
     name: str
@@ -159,6 +161,8 @@ class NamespaceStatus:
     weights_source: str | None = None
     sessions: int
     blocks: int
+    looked_up_blocks: int
+    hit_blocks: int
     dropped: bool
     sharing_off: tuple[str, ...] = ()
 
@@ -257,28 +261,6 @@ class LookupResult:
     leading: int
     present: list[bool]
     refusal: Refusal | None
-
-
-SourceKind = Literal["model", "lora", "salt", "session"]
-SOURCE_KINDS: tuple[SourceKind, ...] = get_args(SourceKind)
-SourceOrder = Literal["hits", "stores", "slots"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SourceStatus:
-    """One of those who use a pool most: a model, an adapter, a salt or a session. `source`: the model's name, or a
-    digest of the other names, by which nobody learns them; it is another one after a restart. Blocks are counted since
-    the pool was made; at most `missed_blocks` more were looked up or stored before it was among the first. A block
-    counts as stored by the first request that has used it, to the end. `slots`: how many hold a block that it was the
-    last to use; in pools of more than 4,096 slots an estimate."""
-
-    kind: SourceKind
-    source: str
-    looked_up_blocks: int
-    hit_blocks: int
-    stored_blocks: int
-    slots: int
-    missed_blocks: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

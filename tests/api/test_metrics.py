@@ -35,6 +35,7 @@ FAMILIES = {
         kvstow_transfers kvstow_transfer_blocks kvstow_transfer_bytes kvstow_transfer_busy_seconds kvstow_query_tokens
         kvstow_prefill_seconds_saved kvstow_prefill_tokens_saved kvstow_load_wait_seconds kvstow_loads_not_made
         kvstow_hit_tokens kvstow_miss_tokens kvstow_lookups kvstow_store_blocks kvstow_evicted_blocks
+        kvstow_namespace_looked_up_blocks kvstow_namespace_hit_blocks
         kvstow_evicted_bytes kvstow_allocation_failures kvstow_hints_ignored kvstow_fallbacks kvstow_pin_failures
         kvstow_events_dropped
         kvstow_errors kvstow_rank_restarts kvstow_stale_reports kvstow_stale_completions

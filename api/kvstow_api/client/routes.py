@@ -41,7 +41,6 @@ purge: Route[answers.RemovedView | answers.OperationView] = Route(
 )
 retry = Route("POST", "/v1/pools/{pool}/retry", answers.PinningView)
 list_blocks = Route("GET", "/v1/pools/{pool}/blocks", answers.BlocksView)
-list_sources = Route("GET", "/v1/pools/{pool}/sources", answers.SourcesView)
 get_block = Route("GET", "/v1/pools/{pool}/blocks/{key}", status.BlockStatus)
 remove_block = Route("DELETE", "/v1/pools/{pool}/blocks/{key}", type(None))
 lookup = Route("POST", "/v1/lookup", status.LookupResult)

@@ -16,7 +16,7 @@ from kvstow.control.engine import PoolFacade
 from kvstow.control.pool import SLICE_SLOTS
 from kvstow.errors import ConfigError, ConflictError, NotFoundError
 from kvstow.keys import format_key
-from kvstow.status import BlockPage, BlockStatus, LookupResult, SourceKind, SourceOrder
+from kvstow.status import BlockPage, BlockStatus, LookupResult
 from kvstow_api.answers import (
     POOL_NAME,
     BlockState,
@@ -31,7 +31,6 @@ from kvstow_api.answers import (
     PoolsView,
     PoolView,
     RemovedView,
-    SourcesView,
 )
 from kvstow_api.appstate import App, AppState
 from kvstow_api.bodies import EvictBody, Key, LookupBody, PoolPatch, PurgeBody, RecordBody
@@ -323,16 +322,6 @@ async def list_blocks(
     """Blocks in order of their slots. A page may be short, or empty, and still not be the last one."""
     found = _find_blocks(pool.facade, page, state, namespace)
     return BlocksView(items=list(found.blocks), next_page_token=token_of(found.next_slot))
-
-
-@router.get("/pools/{pool}/sources", responses=reading(404))
-def list_sources(
-    pool: Pool,
-    kind: Annotated[SourceKind | None, Query(description="Only sources of this kind")] = None,
-    by: Annotated[SourceOrder, Query(description="Sort by this count, largest first")] = "hits",
-) -> SourcesView:
-    """Who uses the pool most: models, adapters, salts and sessions, all but the models as digests."""
-    return SourcesView(items=[one for one in pool.facade.sources(by) if kind in (None, one.kind)])
 
 
 @router.get("/pools/{pool}/blocks/{key}", responses=reading(404))

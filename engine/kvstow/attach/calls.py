@@ -249,15 +249,14 @@ class SettledOps(Packed, frozen=True):
 
 
 class Admit(Packed, frozen=True):
-    """A request begins to compute: see `Session.admit`. The engine has chosen its number. For `source`, see `Source`.
-    No answer."""
+    """A request begins to compute: see `Session.admit`. The engine has chosen its number. No answer."""
 
     KIND: ClassVar = Kind.ADMIT
     number: U64
     keys: Keys
     looked_up: tuple[U32, U32]
     hints: Hints | None = None
-    source: tuple[Digest, Digest, Digest] = (b"", b"", b"")
+    salt: Digest = b""
 
     def check(self) -> None:
         first, stop = self.looked_up
@@ -294,12 +293,11 @@ def _check_hints(hints: Hints) -> None:
 
 
 class CountLookup(Packed, frozen=True):
-    """Count one lookup of `queried` blocks that found `hits`. For `source`, see `Source`. No answer."""
+    """Count one lookup of `queried` blocks that found `hits`. No answer."""
 
     KIND: ClassVar = Kind.COUNT_LOOKUP
     queried: U32
     hits: U32
-    source: tuple[Digest, Digest, Digest] = (b"", b"", b"")
 
     def check(self) -> None:
         if self.hits > self.queried:

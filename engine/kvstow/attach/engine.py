@@ -50,7 +50,6 @@ from kvstow.messages import Completion, Direction, Op
 from kvstow.plaintext import plain
 from kvstow.prefill import PrefillNews
 from kvstow.results import NO_LEASE, KeyRun, Lease, Settled, StoreGrant
-from kvstow.source import NO_SOURCE, Source
 
 PROBE_SECONDS = 0.5
 """How long to wait before the next store is tried after the service has reported no room."""
@@ -162,7 +161,6 @@ class AttachedEngine:
         self.ticket: SessionTicket | None = None
         """The ticket of the current session, for the workers. None without a session."""
         self.num_sessions = 0
-        self._source_key = b""
         self.store_below = ""
         """The name of the store below the service's pools, if there is one: see `BlockStore.name`."""
 
@@ -254,14 +252,9 @@ class AttachedEngine:
         if answer.done:
             self.release_lease(answer.value.lease)
 
-    @property
-    def source_key(self) -> bytes:
-        """The key for digests of sources in this session (`source_of`). Empty without a session."""
-        return b"" if self.ticket is None else self._source_key
-
-    def count_lookup(self, queried: int, hits: int, source: Source = NO_SOURCE) -> None:
+    def count_lookup(self, queried: int, hits: int) -> None:
         """Count one lookup of `queried` blocks with `hits` hits."""
-        self._send(CountLookup(queried, hits, source))
+        self._send(CountLookup(queried, hits))
 
     def release_lease(self, lease: Lease) -> None:
         """End a lease. Idempotent, even after a load has used the lease."""
@@ -315,12 +308,12 @@ class AttachedEngine:
         *,
         looked_up: tuple[int, int] | None = None,
         hints: Hints | None = None,
-        source: Source = NO_SOURCE,
+        salt: bytes = b"",
     ) -> int:
         """Begin a request: see `Session.admit`. Returns its number, which is never used twice, not even in another
         session."""
         self._last_request += 1
-        self._send(Admit(self._last_request, keys, looked_up or (0, len(keys)), hints, source))
+        self._send(Admit(self._last_request, keys, looked_up or (0, len(keys)), hints, salt))
         self._running.add(self._last_request)
         return self._last_request
 
@@ -422,7 +415,7 @@ class AttachedEngine:
     def _begin_session(self, welcome: Welcome) -> None:
         self.num_sessions += 1
         self.ticket = SessionTicket(self.num_sessions, welcome.token)
-        self._source_key, self.store_below = bytes.fromhex(welcome.source_key), welcome.store
+        self.store_below = welcome.store
         self._ops.begin_session(self.num_sessions)
         self._room, self._probe_time = 0, float("-inf")
 

@@ -75,8 +75,6 @@ def count_of(identifier: int) -> int:
     return identifier & ((1 << _COUNT_BITS) - 1)
 
 
-_SOURCE_KEY = r"^(?:[0-9a-f]{2}){0,64}\Z"
-"""A key in hex. BLAKE2 takes at most 64 bytes."""
 _Texts = Annotated[tuple[Text, ...], Meta(max_length=MOST_LISTED)]
 
 
@@ -158,8 +156,7 @@ class Hello(Message, frozen=True, kw_only=True):
 class Welcome(Message, frozen=True, kw_only=True):
     """The answer to a hello that the service accepts. The connection now belongs to a session. The session's workers
     join it with `token`. `sharing_off` holds sentences that say why this session shares no blocks with others, and is
-    empty if it may share. `source_key` is the key for digests of sources, in hex (`source_of`). `store` is the name of
-    the store below the pools, and empty without one."""
+    empty if it may share. `store` is the name of the store below the pools, and empty without one."""
 
     KIND: ClassVar = Kind.WELCOME
     session_id: Text
@@ -169,7 +166,6 @@ class Welcome(Message, frozen=True, kw_only=True):
     pool: Text = ""
     namespace: Text = ""
     sharing_off: _Texts = ()
-    source_key: Annotated[str, Meta(pattern=_SOURCE_KEY)] = ""
     store: Text = ""
 
 

@@ -171,9 +171,12 @@ class AttachedSession(Session):
         with pool.lock:
             if self.is_lost:
                 raise ConflictError(f"{self.label}the session has ended; attach again")
+            is_fresh = namespace is None
             if namespace is None:
                 namespace = pool.index.namespaces.fresh_name(self.namespace.name, pool.desired.engine_id)
             joined = pool.join_namespace(namespace)
+            if is_fresh:
+                joined.lookups = self.namespace.lookups
             pool.index.namespaces.leave(self.namespace)
             self.leave_requests()
             self.namespace = joined

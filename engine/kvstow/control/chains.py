@@ -313,9 +313,9 @@ class Chains:
         self.pass_time(now)
         return Running(order, share, on_incomplete, engine)
 
-    def extend(self, running: Running, keys: Sequence[bytes], found: FoundKeys, now: float) -> int:
-        """The next blocks of the chain of a request that is being admitted, the root first. Returns how many of the
-        visible ones no request had used before. They are not evicted before `admit`."""
+    def extend(self, running: Running, keys: Sequence[bytes], found: FoundKeys, now: float) -> None:
+        """The next blocks of the chain of a request that is being admitted, the root first. They are not evicted before
+        `admit`."""
         pieces: list[_Piece] = []
         for run in found.runs:
             for owner, some in self._owned(run):
@@ -327,19 +327,9 @@ class Chains:
                 self._add_scattered(pieces, running.order, found.rest, found.slots)
         if len(pieces) > 1 and any(piece.part is None for piece in pieces):
             pieces = _without_gaps(pieces)
-        new = 0
         for piece in pieces:
-            part = piece.part
-            if part is not None and not part.uses:
-                new += sum(map(len, piece.runs))
-            if part is None or part.request is not running:
+            if piece.part is None or piece.part.request is not running:
                 self._take(running, piece, now)
-        return new
-
-    def num_resident(self, running: Running) -> int:
-        """How many blocks of the request's chain are visible, of those that no other request has used since. O(parts of
-        its chain)."""
-        return sum([part.resident for part in running.parts])
 
     def admit(self, running: Running, now: float) -> None:
         """The whole chain was given to `extend`."""

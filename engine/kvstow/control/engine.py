@@ -18,11 +18,9 @@ from kvstow.control.ops import OpenOp, OpenTierOp
 from kvstow.control.pool import SLICE_SLOTS, Pool
 from kvstow.control.recording import Recording
 from kvstow.control.session import Session, sessions_of
-from kvstow.control.sources import MOST_SOURCES
 from kvstow.errors import ConflictError, IntegrityError
 from kvstow.keys import format_key
 from kvstow.messages import DesiredState
-from kvstow.source import Source
 from kvstow.stats import EngineState, EngineStats, PendingTransfers, PoolStats, SlotCounts
 from kvstow.status import (
     HOST_NAME,
@@ -32,8 +30,6 @@ from kvstow.status import (
     ContextStatus,
     Readiness,
     SizeCurve,
-    SourceOrder,
-    SourceStatus,
     TransferState,
     TransferStatus,
 )
@@ -117,21 +113,6 @@ class PoolFacade:
             with pool.lock:
                 if pool.recording is recording:
                     pool.recording = None
-
-    def sources(self, by: SourceOrder = "hits", most: int = MOST_SOURCES) -> list[SourceStatus]:
-        """The `most` sources of each kind, those with most of this first. Visits 4,096 slots at most, some at a time
-        with the lock held."""
-        pool = self._pool
-        with pool.lock:
-            owners = pool.sources.owners()
-        visible: list[tuple[str, Source]] = []
-        for start in range(0, len(owners), pool.slice_slots):
-            with pool.lock:
-                key_of = pool.index.slot_keys.key_of
-                found = owners[start : start + pool.slice_slots]
-                visible += [owner for slot, owner in found if slot < len(key_of) and key_of[slot] is not None]
-        with pool.lock:
-            return pool.sources.statuses(visible, by, most)
 
     # -- contexts -------------------------------------------------------------------------------------------
 

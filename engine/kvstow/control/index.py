@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from kvstow.control.chains import NO_LIMIT, Chains, FoundKeys, Limit, Running
 from kvstow.control.hazards import Hazards
@@ -35,13 +35,6 @@ class Removal:
     freed: list[int]
     orphans: Sequence[int] = ()
     counts: Sequence[tuple[Namespace, int]] = ()
-
-
-class AdmittedSlice(NamedTuple):
-    """Blocks of a chain: runs of the slots of the visible ones, and how many of those no request had used before."""
-
-    runs: Sequence[Sequence[int]]
-    new: int
 
 
 class Index:
@@ -96,7 +89,7 @@ class Index:
 
     # -- requests -------------------------------------------------------------------------------------------
 
-    def extend(self, running: Running, namespace: Namespace, keys: Sequence[bytes], now: float) -> AdmittedSlice:
+    def extend(self, running: Running, namespace: Namespace, keys: Sequence[bytes], now: float) -> None:
         """The next blocks of the chain of a request that is being admitted; see `Chains.extend`."""
         if len(set(keys)) < len(keys):  # no chain repeats a block, but a client may
             keys = list(dict.fromkeys(keys))
@@ -107,7 +100,7 @@ class Index:
             rest = keys[leading:]
             found = FoundKeys(runs, rest, namespace.keys.slots_of(rest))
         self.times.mark_used(runs, now)
-        return AdmittedSlice(runs, self.chains.extend(running, keys, found, now))
+        self.chains.extend(running, keys, found, now)
 
     def absorb(self, running: Running, namespace: Namespace, keys: Sequence[bytes], now: float) -> None:
         """See `Chains.absorb`; blocks of a request that has none of its own count as its own."""

@@ -329,6 +329,19 @@ class PendingStores:
 _MAX_NAMESPACES = 1 << 16
 
 
+class LookupCounts:
+    """Blocks that sessions have looked up, and those of them that were found."""
+
+    __slots__ = ("hits", "queried")
+
+    def __init__(self) -> None:
+        self.queried = self.hits = 0
+
+    def add(self, queried: int, hits: int) -> None:
+        self.queried += queried
+        self.hits += hits
+
+
 class Namespace:
     """The keys of one namespace, and the order in which its blocks are evicted. Not locked.
 
@@ -336,7 +349,7 @@ class Namespace:
     to be evicted. One that is forgotten counts as dropped: whoever still has it must fill no slot in it.
     """
 
-    __slots__ = ("is_dropped", "keys", "name", "num_sessions", "order", "pending_stores", "tag")
+    __slots__ = ("is_dropped", "keys", "lookups", "name", "num_sessions", "order", "pending_stores", "tag")
 
     def __init__(self, name: str, tag: int, slot_keys: SlotKeys, order: Order) -> None:
         self.name, self.tag = name, tag
@@ -345,6 +358,8 @@ class Namespace:
         self.order = order
         self.num_sessions = 0
         self.is_dropped = False
+        self.lookups = LookupCounts()
+        """One that begins because an engine has reset its cache goes on with those of the namespace before it."""
 
     @property
     def is_empty(self) -> bool:

@@ -31,7 +31,6 @@ from kvstow.control.ranktable import RankTable
 from kvstow.control.recording import Recording
 from kvstow.control.shares import Shares
 from kvstow.control.slots import AgeSampler, SlotMap
-from kvstow.control.sources import Sources
 from kvstow.endings import PAIRS_BYTES, Ending, Endings
 from kvstow.errors import InvalidRequestError
 from kvstow.messages import DesiredState
@@ -258,7 +257,6 @@ class Pool:
         self.sessions: list[PoolSession] = []
         self.acceptance = PoolAcceptance()
         self.counters = Counters()
-        self.sources = Sources()
         self.ages = AgeSampler(self.index.times, self.counters.ages)
         self.events = BlockEventLog(config.event_buffer, lambda: self.desired.capacity_slots)
         self.desired = DesiredState(secrets.token_hex(8), config.capacity_slots, number=1)
@@ -393,7 +391,6 @@ class Pool:
         self.index.admit(namespace, keys, kept, self.clock(), fetched=fetched)
         if len(kept) < len(slots):
             self.deallocate(sorted(set(slots).difference(kept)))
-        self.sources.forget(slots)
         if self.journal is not None and keys:
             self.journal.publish(kept, namespace.tag, keys)
         self.events.append("stored", keys, "", namespace.tag)
@@ -646,7 +643,6 @@ class Pool:
         if limit != self.slots.limit:
             self.slots.set_limit(limit)
             self.index.set_num_slots(limit)
-            self.sources.resize(limit)
             for session in self.sessions:
                 session.adapt_to_pool()
 

@@ -21,7 +21,6 @@ from kvstow.hints import Hints
 from kvstow.messages import Completion, DesiredState, Op, RankReport
 from kvstow.prefill import PrefillNews
 from kvstow.results import NO_LEASE, KeyRun, Lease, Settled, StoreGrant
-from kvstow.source import NO_SOURCE, Source
 from kvstow.status import LoadRefusal, RankStatus, Refusal
 
 MOST_HELD = 65_536
@@ -40,15 +39,12 @@ ends for another."""
 
 
 class _Request(NamedTuple):
-    """A request between its admission and its end. `keys`: its chain as it was known then, if its client names it.
-    `num_found`: how many blocks of it the pool had then."""
+    """A request between its admission and its end. `keys`: its chain as it was known then, if its client names it."""
 
     running: Running
     namespace: Namespace
     hints: Hints | None
     keys: Sequence[bytes]
-    source: Source
-    num_found: int
 
 
 _R = TypeVar("_R")
@@ -113,8 +109,6 @@ class Session:
         """What the host calls the session."""
         self.label = ""
         """Begins the sentences about this session."""
-        self.model = ""
-        """What the engine computes with."""
         self._running: dict[int, _Request] = {}
         """By number, the first to be admitted first."""
         self._last_request = 0
@@ -171,12 +165,12 @@ class Session:
         """Look up all the keys, and keep those that are present from eviction. The lease has the slots of all runs."""
         return self._acquire(keys, leading=False, count=count)
 
-    def count_lookup(self, queried: int, hits: int, source: Source = NO_SOURCE) -> None:
+    def count_lookup(self, queried: int, hits: int) -> None:
         """Count one lookup of `queried` blocks with `hits` hits."""
         pool = self.pool
         with pool.lock:
             pool.counters.count_lookup(queried, hits, self._lease_refusal(pool.clock()))
-            pool.sources.count_lookup(self.model, source, queried, hits)
+            self.namespace.lookups.add(queried, hits)
 
     def lease(self, keys: Sequence[bytes]) -> Lease | None:
         """Keep exactly these keys from eviction. None, and nothing is held, if one of them is absent."""
@@ -208,7 +202,7 @@ class Session:
                 lease = self._hold(slots, runs, now)
             if count:
                 counters.count_lookup(len(keys), len(slots), refusal)
-                pool.sources.count_lookup(self.model, NO_SOURCE, len(keys), len(slots))
+                self.namespace.lookups.add(len(keys), len(slots))
             counters.lookups.seconds.observe(time.perf_counter() - begun)
         return lease, found
 
@@ -388,7 +382,7 @@ class Session:
         *,
         number: int | None = None,
         looked_up: tuple[int, int] | None = None,
-        source: Source = NO_SOURCE,
+        salt: bytes = b"",
         hints: Hints | None = None,
     ) -> int:
         """A request begins to compute: it uses these blocks, its whole chain from the root as far as that is known,
@@ -396,11 +390,12 @@ class Session:
         `end_request`, the pool knows that a GPU has them. Returns the request's number among those of the session,
         which is `number` unless that is None.
 
-        `looked_up`: from where to where in the chain the request has looked blocks up; None: in all of it. `source`:
-        see `source_of`. `hints`: what its client says of its end. Takes the lock for a slice of the chain at a time.
+        `looked_up`: from where to where in the chain the request has looked blocks up; None: in all of it. `salt`: the
+        digest of its cache salt (`digest_of_salt`), empty without one. `hints`: what its client says of its end. Takes
+        the lock for a slice of the chain at a time.
         """
         step = self.pool.slice_slots
-        steps = self.admit_in_steps(keys, step, number=number, looked_up=looked_up, source=source, hints=hints)
+        steps = self.admit_in_steps(keys, step, number=number, looked_up=looked_up, salt=salt, hints=hints)
         return result_of(steps)
 
     def admit_in_steps(
@@ -410,7 +405,7 @@ class Session:
         *,
         number: int | None = None,
         looked_up: tuple[int, int] | None = None,
-        source: Source = NO_SOURCE,
+        salt: bytes = b"",
         hints: Hints | None = None,
     ) -> Generator[None, None, int]:
         """`admit`, in slices of so many keys."""
@@ -419,9 +414,9 @@ class Session:
         with pool.lock:
             self._last_request += number is None
             number = self._last_request if number is None else number
-            share = pool.shares.weigh(self.namespace.tag, source.salt)
+            share = pool.shares.weigh(self.namespace.tag, salt)
             running = chains.begin(self.namespace.order, pool.clock(), share, engine=id(self))
-            namespace, num_found = self.namespace, 0
+            namespace = self.namespace
             running.on_incomplete = lambda: self.incomplete.append(number)
             for reason in () if hints is None else hints.ignored:
                 pool.counters.hints_ignored[reason] += 1
@@ -429,15 +424,13 @@ class Session:
             with pool.lock:
                 now = pool.clock()
                 some = keys if len(keys) <= step else keys[start : start + step]
-                runs, new = pool.index.extend(running, namespace, some, now)
-                pool.sources.count_use(self.model, source, runs, new)
-                num_found += sum(map(len, runs))
+                pool.index.extend(running, namespace, some, now)
             if start + step < len(keys):
                 yield
         with pool.lock:
             chains.admit(running, now)
             has_name = hints is not None and hints.context is not None
-            request = _Request(running, namespace, hints, keys if has_name else (), source, num_found)
+            request = _Request(running, namespace, hints, keys if has_name else ())
             self._add_running(number, request)
             seen, recording = chains.hazards.count_request(), pool.recording
         pool.learn(seen)
@@ -483,12 +476,10 @@ class Session:
             request = self._running.pop(number, None)
             if request is None:
                 return EndedRequest(False)
-            num_stored = max(0, chains.num_resident(request.running) - request.num_found)
         for start in range(0, len(more), step):
             with pool.lock:
                 some = more[start : start + step]
-                _, new = pool.index.extend(request.running, request.namespace, some, pool.clock())
-                num_stored += new
+                pool.index.extend(request.running, request.namespace, some, pool.clock())
             yield
         for start in range(0, len(others), step):
             with pool.lock:
@@ -501,8 +492,6 @@ class Session:
         with pool.lock:
             if hints is not None and ending.status not in ("interrupted", "abort"):
                 ending = ending._replace(resume_in=hints.resume_in, release=hints.release)
-            runs = [part.slots for part in request.running.parts]
-            pool.sources.count_use(self.model, request.source, runs, num_stored)
             pool.end_request(request.running, ending)
             if hints is None or hints.context is None or ending.status == "interrupted":
                 return EndedRequest(request.running.is_incomplete)

@@ -108,6 +108,8 @@ class SharedPool(Pool):
                     pool=self.name,
                     sessions=one.num_sessions,
                     blocks=len(one.keys),
+                    looked_up_blocks=one.lookups.queried,
+                    hit_blocks=one.lookups.hits,
                     dropped=one.is_dropped,
                 )
                 for one in self.index.namespaces

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from hashlib import blake2b
+
+_DIGEST_BYTES = 8
 _HALVE_AT = 8192
 """Requests after which older ones count half."""
 _MOST_SALTS = 1024
@@ -9,6 +12,13 @@ _MOST_SALTS = 1024
 _MOST = 4.0
 """The most that one request weighs: of somebody who has sent few, little is known."""
 _OTHERS = b"\0others"
+
+
+def digest_of_salt(salt: str | None) -> bytes:
+    """What tells the cache salts of requests apart, without telling the salts themselves; empty without a salt."""
+    if not salt:
+        return b""
+    return blake2b(salt.encode(errors="surrogatepass"), digest_size=_DIGEST_BYTES, person=b"salt").digest()
 
 
 class Shares:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 from kvstow.stats import EngineStats, Histogram
-from kvstow.status import SOURCE_KINDS, Readiness
+from kvstow.status import Readiness
 from kvstow_api.answers import PoolCurveView
 from kvstow_api.texts import duration, field_text, moment
 from kvstow_service.cli.blocks import context_id_of
@@ -54,21 +54,6 @@ _NOUNS = (
     _Noun("ranks", "Ranks: process, device, state, pinned memory.", (_OF_POOL, _OF_SESSION)),
     _Noun("blocks", "Blocks in a pool.", (_LIMIT, _POOL, _OF_NAMESPACE)),
     _Noun("contexts", "Contexts that hints have named, those with the most blocks first.", (_LIMIT, _POOL)),
-    _Noun(
-        "sources",
-        "Who uses a pool most: models, adapters, salts and sessions, all but the models as digests.",
-        (
-            click.Option(["--kind"], type=click.Choice(SOURCE_KINDS)),
-            click.Option(
-                ["--by"],
-                type=click.Choice(["hits", "stores", "slots"]),
-                default="hits",
-                show_default=True,
-                help="Sort by this count, largest first.",
-            ),
-            _POOL,
-        ),
-    ),
     _Noun(
         "transfers",
         "Loads and stores in flight, oldest first.",

@@ -14,7 +14,6 @@ from kvstow.status import (
     RankStatus,
     SessionStatus,
     SessionSummary,
-    SourceStatus,
     TransferStatus,
 )
 from kvstow.tier.tierstatus import TierStatus
@@ -206,6 +205,8 @@ NAMESPACES = Columns[NamespaceStatus](
     Column("from", lambda one: one.weights_source),
     Column("sessions", lambda one: count(one.sessions)),
     Column("blocks", lambda one: count(one.blocks)),
+    Column("looked up", lambda one: count(one.looked_up_blocks)),
+    Column("found", lambda one: count(one.hit_blocks)),
     Column("shared", lambda one: f"no: {'; '.join(one.sharing_off)}" if one.sharing_off else "yes"),
     Column("dropped", lambda one: _yes_or_no(one.dropped), "wide"),
 )
@@ -214,17 +215,6 @@ NAMESPACES = Columns[NamespaceStatus](
 def _yes_or_no(value: bool) -> str:
     return "yes" if value else "no"
 
-
-SOURCES = Columns[SourceStatus](
-    "source",
-    Column("source", lambda one: one.source),
-    Column("kind", lambda one: one.kind),
-    Column("hits", lambda one: count(one.hit_blocks)),
-    Column("stored", lambda one: count(one.stored_blocks)),
-    Column("slots", lambda one: count(one.slots)),
-    Column("looked up", lambda one: count(one.looked_up_blocks)),
-    Column("missed", lambda one: count(one.missed_blocks), "wide"),
-)
 
 CURVE = Columns[SizeView](
     "num_slots",
@@ -369,7 +359,6 @@ LISTS: Mapping[str, Columns[Any]] = {
     "ranks": RANKS,
     "blocks": BLOCKS,
     "contexts": CONTEXTS,
-    "sources": SOURCES,
     "transfers": TRANSFERS,
     "operations": OPERATIONS,
     "tiers": TIERS,

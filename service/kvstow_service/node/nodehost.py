@@ -247,7 +247,6 @@ class NodeHost:
             pool=pool.name,
             namespace=namespace.name,
             sharing_off=reasons,
-            source_key=pool.sources.key.hex(),
             store="" if self.tier is None else self.tier.store,
         )
 

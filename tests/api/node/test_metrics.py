@@ -57,6 +57,23 @@ async def test_metrics_of_pools_have_their_names(client: httpx.AsyncClient, node
     assert state == "pinning"
 
 
+async def test_who_profits_is_told_by_namespace(client: httpx.AsyncClient, node: FakeNode) -> None:
+    """An engine that resets its cache again and again counts where it has counted before, and leaves no series."""
+    engine, gone = node.attach("first"), node.attach("second")
+    engine.store(KEYS[:2])
+    engine.control.release_lease(engine.control.acquire(KEYS[:4]))
+    gone.store(KEYS[:1])
+    gone.control.count_lookup(7, 5)
+    for _ in range(3):
+        engine.control.reset()
+        engine.control.count_lookup(10, 1)
+    node.end(gone)
+    families = await scrape(client)
+    labels = ("pool", "namespace")
+    assert values(families, "kvstow_namespace_looked_up_blocks", *labels) == {("first", "first-keys"): 34}
+    assert values(families, "kvstow_namespace_hit_blocks", *labels) == {("first", "first-keys"): 5}
+
+
 async def test_figures_of_ranks_are_one_of_all_engines(client: httpx.AsyncClient, node: FakeNode) -> None:
     first, second = node.attach(NAMES[0]), node.attach(NAMES[0])
     first.report(queued_loads=3, pending_ops=4, pin_rate_bytes_per_second=None, chunks_total=2, numa_bytes={"0": 5})

@@ -229,6 +229,8 @@ async def test_namespaces_say_why_nothing_is_shared(client: httpx.AsyncClient, n
         "weights_source": "snapshot",
         "sessions": 2,
         "blocks": len(KEYS),
+        "looked_up_blocks": 0,
+        "hit_blocks": 0,
         "dropped": False,
         "sharing_off": ["its keys are not reproducible"],
     }

@@ -101,8 +101,8 @@ MESSAGES: list[Any] = [
     calls.Admit(
         1, [b"abc"], (0, 1), Hints(bytes(16), 2.5, release=True, store=False, name="trip", ignored=("unknown",))
     ),
-    calls.Admit(1, [b"abc"], (2, 9), None, (b"lora", b"salt", b"")),
-    calls.CountLookup(100, 99, (b"", b"", b"eight678")),
+    calls.Admit(1, [b"abc"], (2, 9), None, b"eight678"),
+    calls.CountLookup(100, 99),
     calls.Reset(),
     calls.ResetDone("llama-3-1-8b-0a1b2c"),
     calls.ReadEvents(1 << 40),
@@ -122,7 +122,7 @@ MESSAGES: list[Any] = [
     calls.Detach("done"),
     HELLO,
     Hello(role="worker", engine="vllm", host="h", pid=1, token="t", rank=1, device="cuda:1", settled_tokens=("old",)),
-    Welcome(session_id="s1", service="node", token="t", sharing_off=("the probe differs",), source_key="0aff"),
+    Welcome(session_id="s1", service="node", token="t", sharing_off=("the probe differs",)),
     Refused("version", "upgrade"),
     hello.CallError("lease_invalid", "it has ended"),
 ]

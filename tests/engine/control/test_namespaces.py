@@ -153,7 +153,10 @@ def test_a_namespace_is_dropped_at_once_and_its_slots_are_freed_slice_by_slice(h
     sweep = host.pool.drop_namespace("a")
     with pytest.raises(NotFoundError):
         host.pool.drop_namespace("a")
-    assert NamespaceStatus(name="a", pool="host", sessions=0, blocks=3, dropped=True) in host.pool.namespaces()
+    dropped = NamespaceStatus(
+        name="a", pool="host", sessions=0, blocks=3, looked_up_blocks=1, hit_blocks=1, dropped=True
+    )
+    assert dropped in host.pool.namespaces()
     again = host.attach(namespace="a")
     assert again.session.lookup([A]) == 0
     again.store([A])

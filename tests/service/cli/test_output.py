@@ -17,7 +17,6 @@ from tests.service.cli.terminal import Terminal
 
 from kvstow.control.engine import OffloadEngine
 from kvstow.hints import Hints, context_id
-from kvstow.source import source_of
 from kvstow.testing.fakes import FakeClock
 from kvstow.testing.rank import use_keys
 from kvstow_api import answers
@@ -74,12 +73,7 @@ def crowded(make_host: Any, run: Any) -> Iterator[Any]:
     tiered[0].begin()
     keys = [bytes([number]) * 32 for number in range(3)]
     host.store(*keys)
-    use_keys(
-        host.engine,
-        keys,
-        source=source_of(b"key", lora=None, salt="tenant", session="chat"),
-        hints=Hints(context_id("trip")),
-    )
+    use_keys(host.engine, keys, hints=Hints(context_id("trip")))
     host.engine.begin_store([b"\xff" * 32], [0], request_id="request-" + "0123456789abcdef" * 2)
     host.ranks[1].state, host.ranks[1].error = "degraded", "the next chunk does not fit: 64 MiB are left"
     host.ranks[1].report()

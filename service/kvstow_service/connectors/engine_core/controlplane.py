@@ -86,7 +86,7 @@ class EmbeddedControl:
         self.contains, self.store_room, self.admit = engine.contains, engine.store_room, engine.admit
         self.release_lease, self.count_lookup, self.fail = engine.release_lease, engine.count_lookup, engine.fail
         self.complete, self.take_settled = engine.complete, engine.take_settled
-        self.note_prefill, self.source_key = engine.note_prefill, engine.pool.sources.key
+        self.note_prefill = engine.note_prefill
         self.store_below = ""
 
     def step(self) -> None: ...

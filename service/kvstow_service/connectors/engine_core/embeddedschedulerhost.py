@@ -85,7 +85,6 @@ class EmbeddedSchedulerHost(SchedulerHost):
         self.stats = StatsFeed(
             lambda: read_family(engine.stats(), sum(sizes), self._slot_tokens), lambda: engine.open_transfers > 0
         )
-        engine.model = self._process.model
         side = self._new_side(EmbeddedControl(engine), pool, self._event_feed(EmbeddedBlocks(engine)))
         self.engine = engine
         admin = EmbeddedAdmin(

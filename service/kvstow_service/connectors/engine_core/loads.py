@@ -298,8 +298,7 @@ class Loads:
         if queried > 0 and not self._is_computed(tracked, end):
             tracked.looked_up = tracked.looked_up or range(tracked.start, end)
             alignment = self._groups.alignment
-            source = tracked.source(self._control.source_key)
-            self._control.count_lookup(queried // alignment, num_tokens // alignment, source)
+            self._control.count_lookup(queried // alignment, num_tokens // alignment)
 
     def ended(self, tracked: TrackedRequest) -> None:
         """The request continues without a load, or has ended."""

@@ -50,8 +50,7 @@ class RunningRequests:
         tracked.told_tokens = self._whole(tracked, len(tracked.request.block_hashes) * hash_tokens)
         keys = tracked.keys_between(self._full, 0, tracked.told_tokens) if self._full.groups else []
         looked_up = self._position(tracked.looked_up.start), self._position(tracked.looked_up.stop)
-        source = tracked.source(self._control.source_key)
-        tracked.number = self._control.admit(keys, looked_up=looked_up, hints=tracked.hints, source=source)
+        tracked.number = self._control.admit(keys, looked_up=looked_up, hints=tracked.hints, salt=tracked.salt)
 
     def ended(self, tracked: TrackedRequest, ending: Ending) -> bool:
         """The request has ended, or vLLM has taken its GPU blocks away. Returns whether the pool lacks blocks of it

@@ -5,13 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import InitVar, dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
+from kvstow.control.shares import digest_of_salt
 from kvstow.hints import Hints
 from kvstow.keys import make_key
 from kvstow.messages import Op
 from kvstow.results import Awaited, Lease
-from kvstow.source import NO_SOURCE, Source, source_of
 from kvstow_service.connectors.engine_core.adapters import Adapter
 from kvstow_service.connectors.engine_core.kvgroups import KVGroup, KVGroups, in_token_order
 
@@ -126,7 +126,6 @@ class TrackedRequest:
     told_tokens: int = 0
     tables: list[list[int]] = field(init=False)
     _keys: list[list[bytes]] = field(init=False)
-    _source: tuple[bytes, Source] | None = None
 
     def __post_init__(self, num_groups: int) -> None:
         self.tables = [[] for _ in range(num_groups)]
@@ -137,15 +136,10 @@ class TrackedRequest:
         """Tokens whose KV older steps have written. A step in flight may still reject its own."""
         return self.request.num_computed_tokens - self.request.num_output_placeholders
 
-    def source(self, key: bytes) -> Source:
-        """Where the request comes from, as digests with this key; no digests without one. vLLM's requests have an
-        adapter and a salt, and a session since 0.28."""
-        if self._source is None or self._source[0] != key:
-            request: Any = self.request
-            lora = getattr(getattr(request, "lora_request", None), "lora_name", None)
-            salt, session = getattr(request, "cache_salt", None), getattr(request, "session_id", None)
-            self._source = key, source_of(key, lora=lora, salt=salt, session=session) if key else NO_SOURCE
-        return self._source[1]
+    @property
+    def salt(self) -> bytes:
+        """The digest of the request's cache salt; empty without one."""
+        return digest_of_salt(getattr(self.request, "cache_salt", None))
 
     @property
     def has_keys(self) -> bool:

@@ -40,7 +40,6 @@ from kvstow.errors import AttachRefusedError, LeaseError
 from kvstow.hints import Hints
 from kvstow.messages import DesiredState, RankReport
 from kvstow.results import NO_LEASE, KeyRun, Lease
-from kvstow.source import Source
 from kvstow.status import ProcessState, SessionStatus
 from kvstow_service.node.pools.memoryholder import MemoryHolder, SessionLink
 from kvstow_service.node.pools.memorythread import MemoryThread
@@ -201,7 +200,6 @@ class NodeSession(MemoryHolder):
         """See `SessionStatus`. Of the last `look`."""
         self._scheduler = Peer(peer.pid, peer.uid, peer.gid, None)
         control.name = session_id
-        control.model = hello.namespace.model if hello.namespace else ""
         control.label = f"session {session_id} ({hello.engine}): "
         self.workers: dict[int, Hello] = {}
         """The hellos of the workers that have attached, by rank."""
@@ -370,9 +368,8 @@ class NodeSession(MemoryHolder):
         hints = call.hints
         if hints is not None and not self._hint_rate.admits(self.pool.clock()):
             hints = Hints(ignored=("rate",))
-        source, looked_up = Source(*call.source), call.looked_up
         yield from self.control.admit_in_steps(
-            call.keys, CALL_SLICE, number=call.number, looked_up=looked_up, hints=hints, source=source
+            call.keys, CALL_SLICE, number=call.number, looked_up=call.looked_up, hints=hints, salt=call.salt
         )
         if self.tier is not None:
             yield from self.tier.pool.note_use(self.tier.of, call.keys)
@@ -391,7 +388,7 @@ class NodeSession(MemoryHolder):
             self.tier.pool.note_context(self.tier.of, hints.context)
 
     def count_lookup(self, call: CountLookup) -> None:
-        self.control.count_lookup(call.queried, call.hits, Source(*call.source))
+        self.control.count_lookup(call.queried, call.hits)
 
     def note_prefill(self, call: Prefill) -> None:
         news = call.news()

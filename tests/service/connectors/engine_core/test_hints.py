@@ -146,9 +146,9 @@ class Spy:
         self.hints: list[Hints | None] = []
         admit = host.control.admit
 
-        def noted(keys: Any, *, looked_up: Any, hints: Hints | None, source: Any) -> int:
+        def noted(keys: Any, *, looked_up: Any, hints: Hints | None, salt: bytes) -> int:
             self.hints.append(hints)
-            number: int = admit(keys, looked_up=looked_up, hints=hints, source=source)
+            number: int = admit(keys, looked_up=looked_up, hints=hints, salt=salt)
             return number
 
         monkeypatch.setattr(host.control, "admit", noted)

@@ -38,7 +38,6 @@ from kvstow.control.engine import PoolFacade
 from kvstow.control.sharedpool import SharedPool
 from kvstow.endings import Ending
 from kvstow.errors import DisconnectedError, KvstowError
-from kvstow.source import Source
 from kvstow_service.connectors.engine_core.controlplane import AttachedControl
 from kvstow_service.node.pools.nodesession import NodeSession, result_of
 
@@ -161,13 +160,13 @@ class SlowConnection:
                     number=message.number,
                     looked_up=message.looked_up,
                     hints=message.hints,
-                    source=Source(*message.source),
+                    salt=message.salt,
                 )
             case End():
                 ending = Ending(message.status, message.tokens)
                 self._session.control.end_request(message.number, ending, more=message.more, others=message.others)
             case CountLookup():
-                self._session.control.count_lookup(message.queried, message.hits, Source(*message.source))
+                self._session.control.count_lookup(message.queried, message.hits)
             case Prefill():
                 self._session.control.note_prefill(message.news())
         return True
@@ -235,7 +234,6 @@ class SlowConnection:
             session_id=str(session.control.session_id),
             service="slow",
             token="secret",
-            source_key=session.pool.sources.key.hex(),
         )
         self._on_attached(self.welcome)
 
