@@ -284,6 +284,14 @@ class RemovedView:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DeletedPoolView:
+    """`stored_blocks` and `notice`: as in `RemovedView`."""
+
+    stored_blocks: int
+    notice: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PinningView:
     """What the ranks are told about pinning in the answer to their next report. `pin_attempt` grows with each retry."""
 

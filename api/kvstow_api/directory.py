@@ -25,7 +25,7 @@ from kvstow.status import (
     SessionStatus,
     UserLimit,
 )
-from kvstow.tier.blockstore import StorePart
+from kvstow.tier.blockstore import Purged, StorePart
 from kvstow.tier.tierstatus import TierCounters, TierStatus
 from kvstow_api.answers import POOL_NAME, ReadinessView
 from kvstow_api.texts import counted, populate_words
@@ -185,10 +185,10 @@ class Directory(Protocol):
 
     def find_pool(self, name: str) -> HostedPool | None: ...
 
-    def delete_pool(self, name: str) -> None:
+    def delete_pool(self, name: str) -> Purged:
         """Forget a pool and all its blocks; its memory is for others as soon as no process can reach it. Waits until
-        nothing can bring back a block that the store below the pool had. Raises `NotFoundError`, or `ConflictError` if
-        the pool has sessions or cannot be deleted."""
+        nothing can bring back a block that the store below the pool had, and returns what went from there. Raises
+        `NotFoundError`, or `ConflictError` if the pool has sessions or cannot be deleted."""
 
     def sessions(self) -> Sequence[SessionStatus]:
         """All sessions, the oldest first, lost ones included."""
@@ -250,7 +250,7 @@ class EmbeddedDirectory:
         num_bytes = self._engine.desired().capacity_slots * self._engine.config.total_slot_bytes
         return HostedPool(POOL_NAME, self._engine, self._max_capacity_slots, num_bytes, num_bytes, self._model)
 
-    def delete_pool(self, name: str) -> None:
+    def delete_pool(self, name: str) -> Purged:
         if name != POOL_NAME:
             raise NotFoundError(f"there is no pool {name!r}; there is: {POOL_NAME}")
         raise ConflictError("the pool belongs to the engine that it is embedded in, and ends with its process")

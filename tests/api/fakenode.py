@@ -17,7 +17,10 @@ from kvstow.errors import ConflictError, NotFoundError
 from kvstow.messages import Completion, Op, RankReport
 from kvstow.status import MemoryStatus, NamespaceStatus, ProcessState, SessionStatus, UserLimit
 from kvstow.testing.fakes import FakeClock
+from kvstow.tier.blockstore import Purged
 from kvstow_api.directory import HostedPool, HostTier
+
+_NOTHING_PURGED = Purged(0)
 
 SLOT_BYTES = 4096
 SLOTS = 16
@@ -79,7 +82,7 @@ class Engine:
 @dataclass
 class FakeNode:
     """A `Directory` with no pool, until `attach` makes one. `detached`: the ids that it was asked for, and `kill`.
-    `shares_memory`: all ranks have the same memory, as with MLA."""
+    `shares_memory`: all ranks have the same memory, as with MLA. `purged`: what a deletion says of the store below."""
 
     clock: FakeClock
     engine_id = "beef"
@@ -94,6 +97,7 @@ class FakeNode:
     rejected: dict[str, int] = field(default_factory=lambda: {"identity": 0, "version": 0})
     granted_bytes: int = SLOTS * RANKS * SLOT_BYTES
     shares_memory: bool = False
+    purged: Purged = _NOTHING_PURGED
     detached: list[tuple[str, bool]] = field(default_factory=list)
     engines: list[Engine] = field(default_factory=list)
     shared: dict[str, SharedPool] = field(default_factory=dict)
@@ -148,12 +152,13 @@ class FakeNode:
             stored_slot_bytes=SLOT_BYTES if self.shares_memory else None,
         )
 
-    def delete_pool(self, name: str) -> None:
+    def delete_pool(self, name: str) -> Purged:
         if name not in self.shared:
             raise NotFoundError(f"there is no pool {name!r}")
         if self.shared[name].sessions:
             raise ConflictError(f"pool {name} has sessions")
         del self.shared[name]
+        return self.purged
 
     def sessions(self) -> list[SessionStatus]:
         return [

@@ -32,7 +32,7 @@ get_pool_curve = Route("GET", "/v1/pools/{pool}/curve", answers.PoolCurveView)
 change_pool: Route[answers.PoolView | answers.OperationView] = Route(
     "PATCH", "/v1/pools/{pool}", answers.PoolView, operation=True
 )
-delete_pool = Route("DELETE", "/v1/pools/{pool}", type(None))
+delete_pool = Route("DELETE", "/v1/pools/{pool}", answers.DeletedPoolView)
 evict: Route[answers.RemovedView | answers.OperationView] = Route(
     "POST", "/v1/pools/{pool}/evict", answers.RemovedView, operation=True
 )

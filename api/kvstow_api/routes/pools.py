@@ -21,6 +21,7 @@ from kvstow_api.answers import (
     POOL_NAME,
     BlockState,
     BlocksView,
+    DeletedPoolView,
     OperationKind,
     OperationState,
     OperationsView,
@@ -276,12 +277,12 @@ async def change_pool(
     return await get_pool(app, pool, response)
 
 
-@router.delete("/pools/{pool}", status_code=204, responses=changing(404, 409, body=False))
-def delete_pool(app: App, pool: Pool) -> Response:
+@router.delete("/pools/{pool}", responses=changing(404, 409, body=False))
+def delete_pool(app: App, pool: Pool) -> DeletedPoolView:
     """Delete a pool that no session uses, with all its blocks. Its memory is for other pools as soon as no process can
     reach it."""
-    app.directory.delete_pool(pool.name)
-    return Response(status_code=204)
+    purged = app.directory.delete_pool(pool.name)
+    return DeletedPoolView(stored_blocks=purged.blocks, notice=purged.notice)
 
 
 @router.post("/pools/{pool}/evict", response_model=RemovedView, responses={**ACCEPTED, **changing(404, 409)})

@@ -311,10 +311,11 @@ class Reset(Packed, frozen=True):
 
 
 class ResetDone(Packed, frozen=True):
-    """The answer to `Reset`: the session's new namespace."""
+    """The answer to `Reset`: the session's new namespace. `notice`: see `kvstow.tier.blockstore.Purged`."""
 
     KIND: ClassVar = Kind.RESET_DONE
     namespace: Text
+    notice: Text = ""
 
 
 class BlockChange(NamedTuple):

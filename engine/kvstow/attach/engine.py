@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import socket
@@ -59,6 +60,8 @@ _EPOCH_BITS = 61
 """The number of random bits in a fresh epoch."""
 _MOST_LATE = 256
 """The requests that `take_late` returns at most."""
+
+logger = logging.getLogger("kvstow.attach")
 
 _T = TypeVar("_T")
 
@@ -353,7 +356,13 @@ class AttachedEngine:
         assert namespace is not None
         fresh = replace(namespace, epoch=1 + randbits(_EPOCH_BITS), unshared=namespace.unshared or reason)
         self._hello = replace(self._hello, namespace=fresh)
-        return self._ask(Reset(), lambda call: call.answer(ResetDone).namespace, "")
+        return self._ask(Reset(), self._read_reset, "")
+
+    def _read_reset(self, call: Call) -> str:
+        done = call.answer(ResetDone)
+        if done.notice:
+            logger.warning("the cache was reset, but blocks of it may be left: %s", done.notice)
+        return done.namespace
 
     def note_prefill(self, news: PrefillNews) -> None:
         """Report the cost of computing prompts: see `Session.note_prefill`. The service compares it with the cost of

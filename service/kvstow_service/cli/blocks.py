@@ -18,6 +18,7 @@ from kvstow_service.cli.connection import (
     chosen_pool,
     dry_run_flag,
     evicted,
+    in_store,
     pool_flag,
     remote,
     yes_flag,
@@ -239,7 +240,7 @@ def _remove(call: Invocation, route: Route[RemovedView | OperationView], chosen:
                 call.emit(planned, _removed)
                 return
             plan = _result(planned)
-            effect = f"remove {evicted(plan)}{_stored(plan)}"
+            effect = f"remove {evicted(plan)}{in_store(plan)}"
             is_destructive = plan.evicted_slots > 0 or plan.stored_blocks > 0
         call.confirm(effect, destructive=is_destructive)
         call.emit(follow(client, route, chosen, pool=pool, no_wait=call.no_wait), _removed)
@@ -254,12 +255,7 @@ def _removed(answer: Any) -> str:
     removed = _result(answer)
     if removed is None:
         return started(answer)
-    notice = f"; {removed.notice}" if removed.notice else ""
-    return f"{'would remove' if removed.dry_run else 'removed'} {evicted(removed)}{_stored(removed)}{notice}"
-
-
-def _stored(removed: RemovedView) -> str:
-    return f", and {counted(removed.stored_blocks, 'block')} in the store" if removed.stored_blocks else ""
+    return f"{'would remove' if removed.dry_run else 'removed'} {evicted(removed)}{in_store(removed)}"
 
 
 def _keys(arguments: Sequence[str]) -> list[str]:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import ssl
 
     from kvstow.status import SessionStatus
-    from kvstow_api.answers import PlanView, RemovedView
+    from kvstow_api.answers import DeletedPoolView, PlanView, RemovedView
     from kvstow_api.client import Client
 
 
@@ -154,6 +154,12 @@ dry_run_flag = click.option("--dry-run", is_flag=True, help="Show what would hap
 def evicted(plan: PlanView | RemovedView) -> str:
     """What the server evicts, or has evicted, in words."""
     return f"{counted(plan.evicted_slots, 'block')}, {format_size(plan.evicted_bytes)} of each rank"
+
+
+def in_store(removed: RemovedView | DeletedPoolView) -> str:
+    """What went from the store below the pool, and what is left there, to be put behind a sentence."""
+    gone = f", and {counted(removed.stored_blocks, 'block')} in the store" if removed.stored_blocks else ""
+    return gone + (f"; {removed.notice}" if removed.notice else "")
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from kvstow_service.cli.connection import (
     dry_run_flag,
     evicted,
     find_session,
+    in_store,
     pool_flag,
     remote,
     yes_flag,
@@ -387,8 +388,8 @@ def pool(call: Invocation, name: str) -> None:
             call.emit(now, lambda view: f"would delete pool {name} and {_blocks(view)}")
             return
         call.confirm(f"delete pool {name} and {_blocks(now)},", destructive=True)
-        client.call(routes.delete_pool, pool=name)
-    click.echo(f"deleted pool {name}")
+        deleted = client.call(routes.delete_pool, pool=name)
+    call.emit(deleted, lambda view: f"deleted pool {name}{in_store(view)}")
 
 
 def _blocks(pool: PoolView) -> str:

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from queue import Empty, SimpleQueue
 
 from kvstow.control.administration import HostSwitches
 from kvstow.control.sharedpool import EarlierSession, recover
@@ -285,20 +286,18 @@ class Node:
     def namespaces(self) -> list[NamespaceStatus]:
         return self.host.namespaces()
 
-    def delete_pool(self, name: str) -> None:
-        """See `Directory.delete_pool`. Waits until nothing can bring back a block that the store below the pool had
-        of it. A disk that does not work ends this wait, and the log names it."""
-        has_gone, notices = threading.Event(), list[str]()
-
-        def note(purged: Purged) -> None:
-            notices.append(purged.notice)
-            has_gone.set()
-
-        self.host.delete_pool(name, note)
-        if not has_gone.wait(_PURGE_SECONDS):
-            notices.append(f"the store below it has not answered within {_PURGE_SECONDS:.0f} s")
-        if notices[0]:
-            logger.warning("pool %s was deleted, but blocks of it may be left: %s", name, notices[0])
+    def delete_pool(self, name: str) -> Purged:
+        """See `Directory.delete_pool`. A disk that does not work keeps nobody waiting; the notice and the log name
+        it."""
+        answers = SimpleQueue[Purged]()
+        self.host.delete_pool(name, answers.put)
+        try:
+            purged = answers.get(timeout=_PURGE_SECONDS)
+        except Empty:
+            purged = Purged(0, f"the store below it has not answered within {_PURGE_SECONDS:.0f} s")
+        if purged.notice:
+            logger.warning("pool %s was deleted, but blocks of it may be left: %s", name, purged.notice)
+        return purged
 
     @property
     def rejected(self) -> dict[str, int]:

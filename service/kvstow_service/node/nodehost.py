@@ -15,6 +15,7 @@ from kvstow.attach.calls import ResetDone
 from kvstow.attach.hello import Hello, Welcome
 from kvstow.attach.identity import NamespaceIdentity, PoolIdentity
 from kvstow.attach.peer import Peer
+from kvstow.attach.wire import MOST_TEXT
 from kvstow.bytesize import format_size
 from kvstow.control.administration import HostSwitches
 from kvstow.control.pool import SLOTS_OF_LEASE
@@ -302,8 +303,14 @@ class NodeHost:
         session.tier = self.tier.enter(session, session.hello.fleet_weights)
         if namespace.num_sessions or before.of.stored is None:
             return ResetDone(name)
-        then = (lambda: None) if later is None else partial(later, lambda: ResetDone(name))
-        self.tier.forget_reset(before, then)
+
+        def answer(purged: Purged) -> None:
+            if purged.notice:
+                logger.warning("namespace %s was reset, but blocks of it may be left: %s", name, purged.notice)
+            if later is not None:
+                later(lambda: ResetDone(name, purged.notice[:MOST_TEXT]))
+
+        self.tier.forget_reset(before, answer)
         return None
 
     def next_deadline(self) -> float | None:

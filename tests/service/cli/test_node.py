@@ -15,6 +15,7 @@ from tests.service.cli.terminal import Terminal
 
 from kvstow.status import MemoryStatus
 from kvstow.testing.fakes import FakeClock
+from kvstow.tier.blockstore import Purged
 from kvstow_api.app import create_app
 from kvstow_api.host import ApiHost
 from kvstow_service.admin.server import AdminServer
@@ -205,7 +206,9 @@ def test_a_pool_without_sessions_is_deleted_after_a_confirmation(ask: OneOf, nod
     assert ask("delete", "pool", NAMES[0]).exit_code == 2
     assert ask("delete", "pool", NAMES[0], "--dry-run").stdout == f"would delete pool {NAMES[0]} and 4 blocks\n"
     assert list(node.shared) == [NAMES[0]]
-    assert ask("delete", "pool", NAMES[0], "--yes").stdout == f"deleted pool {NAMES[0]}\n"
+    node.purged = Purged(40, "disk /a is failed")
+    deleted = ask("delete", "pool", NAMES[0], "--yes").stdout
+    assert deleted == f"deleted pool {NAMES[0]}, and 40 blocks in the store; disk /a is failed\n"
     assert list(node.shared) == []
     assert ask("delete", "pool", NAMES[0], "--yes").exit_code == 4
 

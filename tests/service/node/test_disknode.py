@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -18,7 +20,7 @@ from tests.service.node.rawengine import HELLO, POOL, SLOT_BYTES, RawEngine, key
 from tests.service.node.realservice import RealService
 from tests.service.stores.disk.loopdisk import LoopDisk, LoopDiskError
 
-from kvstow.attach.calls import Detach, Prefill
+from kvstow.attach.calls import Detach, Prefill, Reset, ResetDone
 from kvstow.attach.identity import FleetWeights
 from kvstow_service.stores.disk.diskfiles import PathError, open_folder
 
@@ -33,7 +35,7 @@ class DiskService:
     """Services, one after the other, with the same disk and state folder."""
 
     def __init__(self, folder: Path, eventually: Any, disk: Path) -> None:
-        self._folder, self._eventually = folder, eventually
+        self._folder, self.eventually = folder, eventually
         self._real = RealService(folder, eventually)
         self.disk = disk
         try:
@@ -50,8 +52,11 @@ class DiskService:
         if waits:
             self.wait_for_disk()
 
-    def wait_for_disk(self) -> None:
-        self._eventually(lambda: [part["state"] for part in self.parts()] == ["on"], "the disk")
+    def wait_for_disk(self, state: str = "on") -> None:
+        self.eventually(lambda: [part["state"] for part in self.parts()] == [state], "the disk")
+
+    def wait_for_sessions(self, count: int) -> None:
+        self.eventually(lambda: len(self.client.get("/v1/sessions").json()["items"]) == count, "the sessions")
 
     def parts(self) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = self.client.get("/v1/tier").json()["parts"]
@@ -174,12 +179,46 @@ def test_what_is_purged_before_an_engine_comes_back_leaves_the_disk(
     assert service.part()["blocks"] == 40
     path = f"/v1/pools/{pool['name']}"
     if how == "delete":
-        assert service.client.delete(path).status_code == 204
+        assert service.client.delete(path).json() == {"stored_blocks": 40, "notice": ""}
     else:
         assert service.client.post(f"{path}/purge", json={"all": True}).json()["stored_blocks"] == 40
     assert service.part()["blocks"] == 0
     data = service.disk / "kvstow" / "data"
     eventually(lambda: not any(data.read_bytes()), "zeros in place of the blocks")
+
+
+@contextmanager
+def files_in_use(service: DiskService) -> Iterator[None]:
+    """The service starts while another process has the files of its disk."""
+    with (service.disk / "kvstow" / "records").open("rb") as records:
+        fcntl.flock(records, fcntl.LOCK_EX)
+        service.start(waits=False)
+        service.wait_for_disk("in use")
+        yield
+
+
+@pytest.mark.parametrize("how", ["purge", "delete", "reset"])
+def test_the_answer_names_a_disk_that_keeps_what_should_go(service: DiskService, how: str) -> None:
+    service.start()
+    engine = service.attach(ONE_RANK)
+    store_on_disk(service, engine, keys_of(0, 40))
+    service.kill()
+    with files_in_use(service):
+        if how == "reset":
+            notice = service.attach(ONE_RANK).ask(Reset(), ResetDone).notice
+        else:
+            engine = service.attach(ONE_RANK)
+            path = f"/v1/pools/{engine.welcome.pool}"
+            if how == "purge":
+                notice = service.client.post(f"{path}/purge", json={"all": True}).json()["notice"]
+            else:
+                engine.workers[0].connection.close(Detach("done"))
+                service.wait_for_sessions(0)
+                notice = service.client.delete(path).json()["notice"]
+        assert f"disk {service.disk} is in use" in notice
+        assert "removed when the disk works again" in notice
+    service.wait_for_disk()
+    service.eventually(lambda: service.part()["blocks"] == 0, "the disk forgets what it was asked to forget")
 
 
 def test_more_than_memory_holds_is_found(service: DiskService) -> None:

@@ -31,6 +31,7 @@ logger = logging.getLogger("kvstow.tier")
 
 _END_SECONDS = 60.0
 """For what is under way in a store when the service ends."""
+_ENDS: Final = "the service ends, so what the store has of the pool stays there: purge the pool after the next start"
 _GROUPS: Final = "groups_unknown: the model has kinds of KV groups that this version of KVStow does not know"
 
 
@@ -192,10 +193,10 @@ class NodeStore:
         for one in self._members():
             one.tier.expire()
 
-    def forget_reset(self, tier: SessionTier, then: Callable[[], object]) -> None:
+    def forget_reset(self, tier: SessionTier, then: Callable[[Purged], object]) -> None:
         """An engine has reset its cache, and no other is in its former namespace, which the store has a name for: what
         the store has of it goes. `then` is called by the attach server's thread when nothing can bring it back."""
-        tier.pool.purge(PurgeWish(namespace=tier.of.stored), lambda purged: self._post(then))
+        tier.pool.purge(PurgeWish(namespace=tier.of.stored), lambda purged: self._post(partial(then, purged)))
 
     def drop_pool(
         self, pool: NodePool, then: Callable[[], object], on_purged: Callable[[Purged], object] | None = None
@@ -208,7 +209,9 @@ class NodeStore:
             if found is not None:
                 self._ending.append(found)
         if on_purged is not None:
-            if former is None or is_closed:
+            if is_closed:
+                on_purged(Purged(0, _ENDS))
+            elif former is None:
                 on_purged(Purged(0))
             else:
                 former.purge(PurgeWish(), on_purged)

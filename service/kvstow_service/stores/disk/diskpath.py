@@ -374,14 +374,14 @@ class DiskPath:
 
     # -- what must go -----------------------------------------------------------------------------------------
 
-    def purge(self, selection: Selection, ticket: PurgeTicket | None) -> int:
-        """How many blocks go. `ticket`: None to count only."""
+    def purge(self, selection: Selection, ticket: PurgeTicket | None) -> int | None:
+        """How many blocks go; None while the files are not open. `ticket`: None to count only."""
         if self.places is None:
             if ticket is not None:
                 if self.state == "starting":
                     ticket.add()
                 self._gone.wishes.append(_Wish(selection, ticket if self.state == "starting" else None))
-            return 0
+            return None
         chosen = self._select(self.places, selection)
         if ticket is None:
             return len(chosen)
@@ -393,6 +393,18 @@ class DiskPath:
                 ticket.add()
             self._mark(chosen, ticket if self.is_on else None)
         return len(chosen)
+
+    def purge_notice(self, count: int | None) -> str:
+        """What a purge of these blocks, as `purge` has counted them, leaves in the files for now, as a sentence. Empty
+        if that is nothing."""
+        undoes_writes = any(job.is_purged for done in self.queue.under_way.values() for job in done.jobs)
+        if self.state in ("on", "starting") or (count == 0 and not undoes_writes):
+            return ""
+        what = "what was chosen" if not count else "1 block" if count == 1 else f"{count:,} blocks"
+        return (
+            f"disk {self.name} is {self.state} ({self.reason}) and keeps {what} in its files. Nobody finds that now, "
+            "and it is removed when the disk works again; if the service restarts before, purge the pool again"
+        )
 
     def _select(self, places: DiskPlaces, selection: Selection) -> list[int]:
         if selection.keys is not None:

@@ -303,14 +303,15 @@ class DiskPool:
         store = self._store
         with store.lock:
             selection = self._selection(wish, store.wall())
-            blocks = [0]
+            chosen: list[tuple[DiskPath, int | None]] = []
 
             def end() -> None:
-                result = Purged(blocks[0], store.purge_notice())
+                notices = [notice for disk, count in chosen if (notice := disk.purge_notice(count))]
+                result = Purged(sum(count or 0 for _, count in chosen), "; ".join(notices))
                 store.calls.put(lambda: then(result))
 
             ticket = PurgeTicket(end)
-            blocks[0] = sum(disk.purge(selection, None if dry_run else ticket) for disk in store.disks)
+            chosen += [(disk, disk.purge(selection, None if dry_run else ticket)) for disk in store.disks]
             ticket.done()
 
     def _selection(self, wish: PurgeWish, now: float) -> Selection:
@@ -475,14 +476,6 @@ class DiskStore:
             if (place := disk.place_of(digest)) is not None:
                 return disk, place
         return None
-
-    def purge_notice(self) -> str:
-        return "; ".join(
-            f"disk {disk.name} is {disk.state}: its blocks are not found now, and are removed when it works again, but "
-            "not if the service restarts before; purge again then"
-            for disk in self.disks
-            if disk.state not in ("on", "starting")
-        )
 
     def was_used(self, digest: bytes, *, is_use: bool) -> bool:
         """Whether a block that no disk has was used before. Remembers this use."""

@@ -233,7 +233,7 @@ def ticket() -> tuple[PurgeTicket, list[bool]]:
     return PurgeTicket(lambda: called.append(True)), called
 
 
-def purge(host: Host, selection: Selection) -> tuple[int, list[bool]]:
+def purge(host: Host, selection: Selection) -> tuple[int | None, list[bool]]:
     wanted, called = ticket()
     count = host.disk.purge(selection, wanted)
     wanted.done()
@@ -326,7 +326,7 @@ def found_with(host: Host, number: int, digest: bytes) -> FoundFiles:
 def test_a_purge_while_the_files_are_opened_is_done_then(host: Host) -> None:
     host.disk.ended("its process has ended")
     count, called = purge(host, ALL)
-    assert (count, called) == (0, [])
+    assert (count, called) == (None, [])
     host.disk.opened(found_with(host, 3, digest_of("1")), 1 << 40)
     assert host.disk.place_of(digest_of("1")) is None
     host.answer(MarkDirty)
@@ -343,12 +343,12 @@ def test_a_purge_while_another_process_has_the_files_is_answered_and_done_when_i
     selection = ALL._replace(keys=frozenset([key_of(1)]))
     if purged_first:
         count, called = purge(host, selection)
-        assert (count, called) == (0, [])
+        assert (count, called) == (None, [])
         host.disk.has_problem(Problem("in use", "another process has its files"))
     else:
         host.disk.has_problem(Problem("in use", "another process has its files"))
         count, called = purge(host, selection)
-    assert (count, called) == (0, [True])
+    assert (count, called) == (None, [True])
     host.disk.opened(found_with(host, 3, named), 1 << 40)
     assert host.disk.place_of(named) is None
     assert host.answer(MarkDirty) == 1
@@ -364,6 +364,30 @@ def test_a_purge_does_not_wait_for_a_disk_that_does_not_work(host: Host) -> None
     host.answer(ProbeFiles)
     assert host.disk.place_of(digest_of("1")) is None
     assert host.answer(MarkDirty) == 1
+
+
+def test_a_purge_says_what_a_disk_that_does_not_work_keeps(host: Host) -> None:
+    host.write(range(4))
+    host.run()
+    assert host.disk.purge_notice(4) == ""
+    host.disk.has_problem(Problem("failed", "Input/output error"))
+    assert host.disk.purge_notice(0) == "", "it has nothing of that"
+    assert "is failed (Input/output error) and keeps 4 blocks in its files" in host.disk.purge_notice(4)
+    assert "keeps what was chosen" in host.disk.purge_notice(None), "its files are not open, so nobody can count"
+
+
+def test_a_purge_says_that_a_write_hangs_which_it_undoes(host: Host) -> None:
+    host.write(range(1))
+    host.run()
+    host.write(range(1, 5))
+    host.now += STUCK_SECONDS + 1
+    host.disk.tick()
+    assert host.state == "stuck"
+    assert purge(host, ALL._replace(keys=frozenset([key_of(99)]))) == (0, [True])
+    assert host.disk.purge_notice(0) == "", "none of what hangs was chosen"
+    count, called = purge(host, ALL)
+    assert (count, called) == (1, [True])
+    assert "keeps what was chosen" in host.disk.purge_notice(0)
 
 
 def test_times_of_use_are_written_once_a_minute(host: Host) -> None:
