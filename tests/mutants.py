@@ -2075,6 +2075,13 @@ MUTANTS = [
         "test_a_purge_while_another_process_has_the_files_is_answered_and_done_when_it_has_them_no_longer",
     ),
     Mutant(
+        "a_long_command_without_a_terminal_is_silent",
+        "service/kvstow_service/cli/progress.py",
+        "        elif self._clock() >= self._next_line:\n",
+        "        elif self._clock() > self._next_line + LINE_SECONDS:\n",
+        "tests/service/cli/test_progress.py::test_without_a_terminal_a_line_is_written_now_and_then",
+    ),
+    Mutant(
         "a_purge_does_not_name_a_disk_that_keeps_blocks",
         f"{DISK}/diskpath.py",
         '        if self.state in ("on", "starting") or (count == 0 and not undoes_writes):\n',

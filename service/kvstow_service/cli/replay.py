@@ -17,7 +17,7 @@ from kvstow.bytesize import format_size, parse_size
 from kvstow.config import ALLOWED_POLICIES, parse_policy
 from kvstow.errors import ConfigError, KvstowError, ProcessEndedError, SettingError
 from kvstow_service.cli.failures import ExitCode
-from kvstow_service.cli.trace import progress
+from kvstow_service.cli.progress import ProgressBars
 from kvstow_service.process.stop import StopRequests
 from kvstow_service.replay.trace import (
     BLOCK_TOKENS,
@@ -31,8 +31,6 @@ from kvstow_service.replay.trace import (
 )
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
-
     from kvstow.config import EngineConfig
     from kvstow_service.replay.hittable import HitTable
     from kvstow_service.replay.result import AttachedResult, ReplayResult
@@ -237,22 +235,11 @@ def _attach_path(attach: str) -> Path:
         raise error.renamed("--attach") from None
 
 
-class _Bar:
-    """One line of `progress`; called with how much is done."""
-
-    def __init__(self, bars: Progress, words: str, total: float) -> None:
-        self._bars, self._total = bars, total
-        self._task = bars.add_task(words, total=total, count="")
-
-    def __call__(self, done: int) -> None:
-        self._bars.update(self._task, completed=done, count=f"{done:,}/{self._total:,}")
-
-
 def _hits(requests: list[TraceRequest], slots: Sequence[int], policies: Sequence[str], slot_bytes: int) -> HitTable:
     from kvstow_service.replay.hittable import hit_table
 
-    with progress() as bars:
-        replayed = _Bar(bars, "replaying", len(requests) * len(slots) * len(policies))
+    with ProgressBars() as bars:
+        replayed = bars.bar("replaying", len(requests) * len(slots) * len(policies))
         return hit_table(requests, slots, policies, slot_bytes, replayed)
 
 
@@ -340,8 +327,8 @@ def _run_here(
     from kvstow_service.replay.offload import EmbeddedOffload
     from kvstow_service.replay.ranks import local_session
 
-    with StopRequests() as stops, progress() as bars:
-        pinned = _Bar(bars, "pinning", config.capacity_slots)
+    with StopRequests() as stops, ProgressBars() as bars:
+        pinned = bars.bar("pinning", config.capacity_slots)
         with local_session(config, kv_blocks=blocks, shape=shape, stop=stops.requested, on_pinned=pinned) as session:
             driver = ReplayDriver(
                 EmbeddedOffload(session.engine),
@@ -350,7 +337,7 @@ def _run_here(
                 requests,
                 options,
                 kv_blocks=blocks,
-                on_request=_Bar(bars, "replaying", len(requests)),
+                on_request=bars.bar("replaying", len(requests)),
             )
             return driver.run(stops.requested)
 
@@ -375,8 +362,8 @@ def _run_attached(
     def say(line: str) -> None:
         click.echo(f"kvstow replay: {line}", err=True)
 
-    with StopRequests() as stops, progress() as bars:
-        replayed = _Bar(bars, "replaying", sum(len(spec.requests) for spec in specs))
+    with StopRequests() as stops, ProgressBars() as bars:
+        replayed = bars.bar("replaying", sum(len(spec.requests) for spec in specs))
         result = EngineLauncher(specs, on_request=replayed, log=say).run(stops.requested)
     for engine in result.engines:
         if engine.problem is not None:

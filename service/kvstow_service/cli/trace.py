@@ -21,22 +21,11 @@ from kvstow.errors import ConfigError
 from kvstow_api.texts import counted
 from kvstow_service.cli.connection import SIZE, TIME, Invocation, chosen_pool, pool_flag, remote
 from kvstow_service.cli.failures import CommandError, ExitCode, reporting_failures
+from kvstow_service.cli.progress import Bar, ProgressBars
 from kvstow_service.replay.trace import Numbers, TraceShape, generate_trace, parse_line
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
-
     from kvstow_service.replay.importing import ImportCounts
-
-
-def progress() -> Progress:
-    """Progress bars on standard error, if it is a terminal."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[count]}"), TimeElapsedColumn())
-    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
 output_flag = click.option(
@@ -93,18 +82,20 @@ def import_(files: Sequence[str], share_system: bool, spread: float, seed: int, 
     with reporting_failures(), ExitStack() as stack:
         options = ImportOptions(share_system=share_system, spread=spread, seed=seed)
         total = len(session_files(files))
-        bars = stack.enter_context(progress())
-        bar = bars.add_task("importing", total=total, count="")
-        problems = 0
+        bars = stack.enter_context(ProgressBars())
+        bar = bars.bar("importing", total)
+        files_done = problems = 0
 
         def tell(problem: str) -> None:
             nonlocal problems
             problems += 1
             if problems <= _PROBLEMS_TOLD:
-                bars.console.print(f"skipped: {problem}", markup=False, highlight=False, soft_wrap=True)
+                bars.say(f"skipped: {problem}")
 
         def go_on() -> None:
-            bars.update(bar, advance=1, count=counted(importer.counts.requests, "request"))
+            nonlocal files_done
+            files_done += 1
+            bar(files_done, counted(importer.counts.requests, "request"))
 
         importer = Importer(options, on_problem=tell, on_file=go_on)
         requests = importer.read(files)
@@ -153,9 +144,9 @@ def record(call: Invocation, seconds: float, size: float, output: str) -> None:
         client = stack.enter_context(call.client())
         name = chosen_pool(client, call.pool)
         stream = stack.enter_context(opened(output))
-        bars = stack.enter_context(progress())
+        bar = stack.enter_context(ProgressBars()).bar("recording", seconds)
         lines = stack.enter_context(closing(client.record(name, seconds=seconds, max_bytes=int(size))))
-        told = _copy(lines, stream, seconds, bars)
+        told = _copy(lines, stream, seconds, bar)
     words = f"{counted(told.requests, 'request')} of pool {name}, {format_size(told.num_bytes)}"
     if told.end is None:
         raise CommandError(f"the connection has ended before the recording: {words}", "what was received is kept")
@@ -170,10 +161,9 @@ class _Recorded(NamedTuple):
     end: str | None
 
 
-def _copy(lines: Iterator[str], stream: TextIO, seconds: float, bars: Progress) -> _Recorded:
+def _copy(lines: Iterator[str], stream: TextIO, seconds: float, bar: Bar) -> _Recorded:
     """Write the requests among the lines to `stream`, packed."""
     begun, requests, num_bytes = time.monotonic(), 0, 0
-    bar = bars.add_task("recording", total=seconds, count="0 requests")
     numbers = Numbers()
     try:
         for line in lines:
@@ -185,7 +175,7 @@ def _copy(lines: Iterator[str], stream: TextIO, seconds: float, bars: Progress) 
                 stream.write(f"{packed}\n")
                 requests, num_bytes = requests + 1, num_bytes + len(packed) + 1
             count = f"{counted(requests, 'request')}, {format_size(num_bytes)}"
-            bars.update(bar, completed=min(seconds, time.monotonic() - begun), count=count)
+            bar(min(seconds, time.monotonic() - begun), count)
     except KeyboardInterrupt:
         return _Recorded(requests, num_bytes, "it was stopped")
     return _Recorded(requests, num_bytes, None)
