@@ -14,9 +14,8 @@
 # docker build --target service --build-arg TIERS=mooncake --tag kvstow:0.1.0-mooncake .
 #
 # locks/image-*.txt pin all packages from the package index, with their hashes; `make locks` updates them.
-# Tags can move, digests cannot. To pin the base images, look up their digests and pass them in:
-# docker buildx imagetools inspect python:3.12-slim-bookworm
-# docker build --build-arg PYTHON_IMAGE=docker.io/library/python:3.12-slim-bookworm@sha256:... .
+# Tags can move, digests cannot: `python -m publish.bases` asks the registries for the digests of today and writes them
+# here, and `make release` refuses a tag whose bases have none.
 ARG PYTHON_IMAGE=docker.io/library/python:3.12-slim-bookworm
 ARG VLLM_IMAGE=docker.io/vllm/vllm-openai:v0.33.0
 ARG TIERS=""

@@ -44,11 +44,14 @@ WITH_CPU_TORCH = $(1)/python $(CPU_TORCH) && $(1)/python $(IS_CPU_TORCH) || $(1)
 VLLM_SHARED = $(VLLM_BIN)/python -c 'import site; print(f"import site; site.addsitedir({site.getsitepackages()[0]!r})")' \
 	>$$(echo $(@D)/lib/python*/site-packages)/shared.pth
 
+# What makes the site of the documents, and builds and checks a release.
+PUBLISH_VENV := .venv-publish
+
 # Tests that need only Python, in two processes, a file in one of them.
 PLAIN := -n 2 --dist loadfile -m "not gpu and not vllm and not jax and not tpu and not deploy and not image and not browser and not tier"
 
 .DEFAULT_GOAL := help
-.PHONY: help venv venv-vllm demo test cover soak test-vllm cover-vllm test-jax test-tpu test-tier test-deploy test-image chromium test-browser pictures locks test-newest hooks lint fmt bench clean
+.PHONY: help venv venv-vllm demo test cover soak test-vllm cover-vllm test-jax test-tpu test-tier test-deploy test-image chromium test-browser pictures docs release locks test-newest hooks lint fmt bench clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -127,6 +130,11 @@ $(VENV)/.tier: $(VENV)/.dev locks/tier.txt
 	$(BIN)/python $(LOCKED) locks/tier.txt
 	@touch $@
 
+$(PUBLISH_VENV)/.publish: locks/publish.txt
+	$(PYTHON) -m venv $(PUBLISH_VENV)
+	$(PUBLISH_VENV)/bin/python $(LOCKED) locks/publish.txt
+	@touch $@
+
 venv: $(VENV)/.dev ## Create .venv for development
 
 venv-vllm: $(VLLM_VENV)/.vllm ## Create .venv-vllm (3.6 GB) with vLLM's CPU build
@@ -188,6 +196,12 @@ test-browser: $(VENV)/.dev chromium ## Test the status page in headless Chromium
 pictures: $(VENV)/.dev chromium ## Redraw the pictures in docs from a running service; takes five minutes
 	$(BIN)/python -m docs.pictures
 
+docs: $(PUBLISH_VENV)/.publish ## Make a site of the documents in build/site, and check its links
+	$(PUBLISH_VENV)/bin/python -m publish.site
+
+release: $(PUBLISH_VENV)/.publish ## Build, check and try wheel and source distribution in dist; TAG=v1.2.3 refuses what is no release
+	$(PUBLISH_VENV)/bin/python -m publish.release $(if $(TAG),--tag "$(TAG)")
+
 # Names, versions and hashes of all packages, for each supported Python. The environments that share .venv share versions.
 COMPILE := build/locks/bin/uv pip compile --quiet --upgrade --no-header --no-annotate --no-emit-index-url
 LOCK := $(COMPILE) --generate-hashes --universal --python-version 3.11 --excludes locks/left-out.txt
@@ -202,6 +216,7 @@ locks: ## Write locks/ anew, with the newest versions that pyproject.toml and lo
 	$(LOCK) -c build/locks/all.txt pyproject.toml locks/build.in locks/torch.in --extra dev -o locks/dev.txt
 	$(LOCK) -c build/locks/all.txt pyproject.toml --extra deploy -o locks/deploy.txt
 	$(LOCK) -c build/locks/all.txt pyproject.toml --extra mooncake -o locks/tier.txt
+	$(LOCK) locks/build.in locks/publish.in -o locks/publish.txt
 	$(IMAGE_LOCK) locks/build.in -o locks/image-build.txt
 	$(IMAGE_LOCK) pyproject.toml --extra service --extra cli -o locks/image-service.txt
 	$(IMAGE_LOCK) $(WITHOUT_CORE) pyproject.toml --extra cli -o locks/image-cli.txt
@@ -237,5 +252,5 @@ bench: $(VENV)/.dev ## Run the benchmarks
 	$(BIN)/python -m bench
 
 clean: ## Remove the environments and all build and cache files
-	rm -rf $(VENV) $(VLLM_VENV) $(VLLM_VENV)-* $(JAX_VENV) $(TPU_VENV) .venv-newest build dist htmlcov .coverage .coverage.* .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) $(VLLM_VENV)-* $(JAX_VENV) $(TPU_VENV) $(PUBLISH_VENV) .venv-newest build dist htmlcov .coverage .coverage.* .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

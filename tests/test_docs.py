@@ -68,7 +68,13 @@ def test_there_are_some() -> None:
 
 
 PROSE = sorted(
-    [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("helm/**/*.md"), ROOT / "bench" / "README.md"]
+    [
+        *ROOT.glob("*.md"),
+        *ROOT.glob("docs/**/*.md"),
+        *ROOT.glob("helm/**/*.md"),
+        *ROOT.glob("examples/*.md"),
+        ROOT / "bench" / "README.md",
+    ]
 )
 
 
@@ -93,7 +99,7 @@ def test_links_lead_somewhere() -> None:
 
 CODE = {
     str(path.relative_to(ROOT)): path.read_text()
-    for folder in ("engine", "api", "service", "tests", "bench", "helm", "examples")
+    for folder in ("engine", "api", "service", "tests", "bench", "publish", "helm", "examples")
     for path in (ROOT / folder).rglob("*.py")
 }
 CHART = "".join(path.read_text() for path in (ROOT / "helm").rglob("*.yaml"))

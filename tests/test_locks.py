@@ -30,9 +30,10 @@ PURPOSE = {
     "vllm": ({"test", "mooncake"}, ("3.11", "3.12", "3.13")),
     "jax": ({"jax", "cli"}, ("3.11", "3.12", "3.13")),
     "tpu": (set(), ("3.11",)),
+    "publish": (set(), ("3.11", "3.12", "3.13")),
     **{path.stem: (set(), ("3.11", "3.12", "3.13")) for path in LOCKS.glob("vllm-*.txt")},
 }
-BUILDS = {"run", "dev", "image-build", "vllm", "jax", "tpu"}
+BUILDS = {"run", "dev", "image-build", "vllm", "jax", "tpu", "publish"}
 """Environments in which the package is built: they hold what builds it."""
 SHARED = ("dev", "run", "deploy", "tier", "image-cli", "image-service", "image-mooncake")
 WITHOUT_CORE = {"image-cli", "image-mooncake"}

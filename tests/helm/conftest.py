@@ -185,7 +185,9 @@ def find(template: Callable[..., list[Manifest]]) -> Callable[..., Manifest]:
     return one
 
 
+# Without the digests that the Dockerfile may name, which nothing that stands in for them has.
 BASE = "docker.io/library/python:3.12-slim-bookworm"
+VLLM_BASE = "docker.io/vllm/vllm-openai:v0.33.0"
 
 
 @pytest.fixture(scope="session")
@@ -231,7 +233,8 @@ def build(buildah: Buildah, base: str, tmp_path_factory: pytest.TempPathFactory)
 
     def image(target: str, *tiers: str) -> str:
         name = "-".join(("kvstow-test", target, *tiers))
-        given = ["--build-arg", "REVISION=abc123", "--tag", name, "--target", target]
+        bases = ["--build-arg", f"PYTHON_IMAGE={BASE}", "--build-arg", f"VLLM_IMAGE={VLLM_BASE}"]
+        given = [*bases, "--build-arg", "REVISION=abc123", "--tag", name, "--target", target]
         if tiers:
             given += ["--build-arg", f"TIERS={' '.join(tiers)}"]
         buildah("bud", "--format", "docker", "--layers", "--pull-never", "--network", "host", *mounts, *given, ROOT)

@@ -10,13 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.helm.conftest import VLLM_BASE
 from tests.helm.images import Buildah, Container, Mount, pip_settings
 
 import kvstow
 
 pytestmark = pytest.mark.image
-
-VLLM_BASE = "docker.io/vllm/vllm-openai:v0.33.0"
 
 RunReadOnly = Callable[..., tuple[int, str]]
 

@@ -1,0 +1,1 @@
+"""What is published: a release of the package, and the documents as a site."""
