@@ -1,4 +1,4 @@
-"""Attach to a node service, store 32 blocks, load them back and compare the bytes. `docs/embedding.md` explains it.
+"""Attach to a node service, store 32 blocks, load them back and compare the bytes. `docs/engines.md` explains it.
 
 $ kvstow serve --memory 256MiB --attach-socket /tmp/kvstow/attach.sock
 $ python examples/attach.py unix:/tmp/kvstow/attach.sock

@@ -3,7 +3,7 @@ copies between its ranges.
 
 JAX never sees the pool itself: on the CPU an array would be a view of it, and CUDA refuses copies that span two
 registrations of it. Copies run on several threads: one reaches a tenth of a fast link, or a fifth where glibc writes
-past the cache (see docs/copying.md)."""
+past the cache (see docs/architecture.md)."""
 
 from __future__ import annotations
 
