@@ -5,8 +5,9 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -82,47 +83,6 @@ FORBIDDEN = {
         }.items()
     },
 }
-ORDER = {
-    "engine/kvstow/control": "blockevents launchorder ranktable keytable slots keyhashes evictedblocks "
-    "expectedblocks hazards shares shadows comparison recording chains namespaces contexts index indexjournal pool ops "
-    "session administration attachedsession engine sharedpool duecontexts pooltier",
-    "engine/kvstow/memory": "region limits hoststeps pinning chunks growth slotpool hostpool mappedpool extents "
-    "rows budget nodememory",
-    "engine/kvstow/attach": "wire channel identity peer calls hello connection openops engine opgate rankreports "
-    "worker",
-    "engine/kvstow/devices": "base cpu cuda.driver cuda.context cuda.plan cuda.copier cuda.layerways cuda.layergroups "
-    "cuda.layertrial cuda.layerloader cuda.device jax.shards jax.programs jax.hostcopies jax.deviceloads "
-    "jax.devicestores jax.device",
-    "engine/kvstow/tier": "blockstore breakeven fingerprint rate tierstatus",
-    "service/kvstow_service/stores": "actionthread childprocess disk.diskformat disk.diskfiles disk.places "
-    "disk.writebudget disk.blockfile disk.diskmessages disk.diskchild disk.pathqueue disk.pathchannel disk.diskpath "
-    "disk.startcheck disk.diskstore mooncake.objects mooncake.objectheader mooncake.answers "
-    "mooncake.breaker mooncake.childmessages mooncake.childchannel mooncake.mooncakestore mooncake.objectbuffers "
-    "mooncake.storechild "
-    "mooncake.mooncakeblocks stores",
-    "service/kvstow_service/replay": "trace importing kv processes remoteranks offload ranks hittable result driver "
-    "launcher",
-    "service/kvstow_service/connectors/engine_core": "kvgroups vllmprocess pathtrail adapters trackedrequests "
-    "enginetimes loadpolicy options hints controlplane stepplan offloadmetrics kvevents loads gpublocks stores "
-    "runningrequests schedulerside workerside metadata metricsexport schedulerhost embeddedschedulerhost workerhost "
-    "connector",
-    "service/kvstow_service/connectors/vllm": "rankdataplane tensorhost modelweights valuesettings modelpaths "
-    "engineidentity attachedschedulerhost weightwatch connector plugin",
-    "service/kvstow_service/connectors/tpu": "support runnerhost connector",
-    "service/kvstow_service/node": "survival.keeper survival.keeperclient survival.orphanedmemory survival.roster "
-    "pools.nodepool pools.memoryholder pools.poolmemory pools.noderecords pools.memorythread "
-    "tier.hitneeds tier.tiermemory tier.nodestore pools.nodesession nodehost attach.sessionlife attach.clients "
-    "attach.attachserver settings node nodeprocess",
-    "api/kvstow_api": "figures answers hostsettings journal operations problems page.policy page.reference openapi "
-    "bodies texts directory host "
-    "health hostwatch auth sampler sizing readings client.client client.routes "
-    "conditions.evidence conditions.pools conditions.hosts conditions.disks conditions.table middleware streams "
-    "appstate queries metrics overview routes.contexts routes.engine routes.pools page.status "
-    "routes.server routes.clienttable app",
-    "service/kvstow_service/cli": "failures keeper localserver tables output connection plotting progress blocks board "
-    "get serve settings top trace replay watching",
-}
-"""The modules of a package from the bottom up: each imports only those before it, so there is no circle."""
 ALLOWED = {
     "engine/kvstow/tier": {"kvstow.attach.identity"},
     "engine/kvstow/attach": {"kvstow.dataplane", "kvstow.devices.base", "kvstow.memory.mappedpool"},
@@ -166,20 +126,62 @@ def test_a_layer_imports_only_what_lies_below(folder: str) -> None:
     assert violations(folder, FORBIDDEN[folder]) == []
 
 
-@pytest.mark.parametrize("folder", ORDER)
-def test_modules_of_a_package_import_only_those_below_them(folder: str) -> None:
-    package = folder.partition("/")[2].replace("/", ".")
-    order = [f"{package}.{name}" for name in ORDER[folder].split()]
-    found = [path for path in (ROOT / folder).rglob("*.py") if path.stem != "__init__"]
-    paths = {".".join((package, *path.relative_to(ROOT / folder).with_suffix("").parts)): path for path in found}
-    assert sorted(order) == sorted(paths)
-    wrong = [
-        f"{module} imports {other}"
-        for place, module in enumerate(order)
-        for other in order[place:]
-        if any(is_of(name, {other}) for name in imports_of(paths[module]))
-    ]
-    assert wrong == []
+@cache
+def modules() -> dict[str, Path]:
+    """All modules of the three layers, by name; a package is its `__init__`."""
+    found = {}
+    for layer in ("engine", "api", "service"):
+        for path in (ROOT / layer).rglob("*.py"):
+            parts = path.relative_to(ROOT / layer).with_suffix("").parts
+            found[".".join(parts[:-1] if path.stem == "__init__" else parts)] = path
+    return found
+
+
+def imported_modules(name: str) -> set[str]:
+    """Modules that this one imports. A package counts only where nothing of it is named."""
+    known = modules()
+    return {one for one in imports_of(known[name]) if one in known and known[one].stem != "__init__"}
+
+
+def entries_of(package: str) -> dict[str, set[str]]:
+    """The files and subpackages of a package, each with those of them that anything in it imports."""
+    inside = [name for name in modules() if name.startswith(f"{package}.")]
+
+    def entry(name: str) -> str:
+        return name[len(package) + 1 :].partition(".")[0]
+
+    found: dict[str, set[str]] = {entry(name): set() for name in inside}
+    for name in inside:
+        found[entry(name)] |= {entry(one) for one in imported_modules(name) & set(inside)} - {entry(name)}
+    return found
+
+
+def circle_of(graph: Mapping[str, Iterable[str]]) -> list[str]:
+    """Nodes that lead back to the first of them; empty if there is no circle."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+PACKAGES = sorted(name for name, path in modules().items() if path.stem == "__init__")
+
+
+def test_files_import_each_other_without_a_circle() -> None:
+    assert circle_of({name: imported_modules(name) for name in modules()}) == []
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_the_files_and_folders_of_a_folder_import_each_other_without_a_circle(package: str) -> None:
+    """So a reader can read each folder from the bottom up, and takes a subfolder for one thing."""
+    assert circle_of(entries_of(package)) == []
+
+
+def test_a_circle_is_seen() -> None:
+    assert circle_of({"a": ["b"], "b": ["c"], "c": ["a"], "d": ["a"]}) != []
+    assert {"kvstow.control", "kvstow_api.conditions", "kvstow_service.node"} <= set(PACKAGES)
+    assert "pools" in entries_of("kvstow_service.node")["tier"]
 
 
 def test_no_two_classes_have_one_name() -> None:
@@ -264,11 +266,12 @@ def test_importing_a_module_leaves_out_what_it_does_not_need(module: str, absent
     assert result.stdout.strip() == "[]"
 
 
-def test_no_engine_imports_a_tier() -> None:
-    """The node service has it."""
-    tier = {"kvstow.control.fleettier", "kvstow_service.tiers"}
+def test_no_connector_imports_a_store() -> None:
+    """The node service has the store below the pools; an engine only hears what came from it."""
+    stores = {"kvstow.control.pooltier", "kvstow.tier.blockstore", "kvstow_service.stores", "kvstow_service.node"}
+    assert stores == {one for one in stores if one in modules()}
     for path in (ROOT / "service/kvstow_service/connectors").rglob("*.py"):
-        assert [one for one in imports_of(path) if is_of(one, tier)] == [], path
+        assert [one for one in imports_of(path) if is_of(one, stores)] == [], path
 
 
 @pytest.mark.parametrize("name", ["vllm/connector", "vllm/attachedschedulerhost", "engine_core/schedulerhost"])

@@ -15,6 +15,7 @@ from kvstow.attach.peer import overflow_uid
 from kvstow.bytesize import format_size
 from kvstow.errors import ConflictError, InsufficientMemoryError
 from kvstow.memory.limits import MemoryLimits, limits_of
+from kvstow.tier.blockstore import BlockStore
 from kvstow_api.app import create_app
 from kvstow_api.directory import Directory
 from kvstow_service.admin.adminhost import Ticker, make_api_host
@@ -28,7 +29,9 @@ from kvstow_service.process.logwriter import QueuedLog, configure_logs
 from kvstow_service.process.runningclock import RunningClock
 from kvstow_service.process.stop import StopRequests
 from kvstow_service.process.switchinterval import short_switch_interval
-from kvstow_service.stores.stores import shown_url, store_for
+from kvstow_service.stores.disk.diskstore import DiskStore
+from kvstow_service.stores.disk.startcheck import check_paths
+from kvstow_service.stores.stores import open_store, shown_url
 
 logger = logging.getLogger("kvstow.service")
 
@@ -58,7 +61,7 @@ def _serve(settings: Settings, log: QueuedLog) -> int:
             None if name is None else group_id(setting, name)
             for setting, name in (("attach_group", settings.attach_group), ("admin_group", settings.admin_group))
         )
-        store = store_for(settings)
+        store = _store_below(settings)
         require_memory(settings.budget_bytes, limits_of(settings.huge_pages))
         if tls is not None:
             stops.on_reload = tls.renew
@@ -179,3 +182,12 @@ def _drain(node: Directory, settings: Settings, hurried: threading.Event) -> Non
             break
     if not status.drained:
         logger.warning("%d transfers have not ended", status.pending_transfers)
+
+
+def _store_below(settings: Settings) -> BlockStore | None:
+    """Open the store below the pools, if there is one. Waits for disks for a few seconds at most. Raises as
+    `check_paths` and `open_store`."""
+    if settings.disk:
+        paths = check_paths(settings.disk, settings.disk_size)
+        return DiskStore(paths, settings.disk_size, settings.disk_writes)
+    return None if settings.tier is None else open_store(settings.tier)

@@ -13,9 +13,6 @@ from urllib.parse import urlsplit, urlunsplit
 from kvstow.errors import ConfigError
 from kvstow.tier.blockstore import BlockStore
 from kvstow_api.directory import TierMeasurements
-from kvstow_service.node.settings import Settings
-from kvstow_service.stores.disk.diskstore import DiskStore
-from kvstow_service.stores.disk.startcheck import check_paths
 from kvstow_service.stores.mooncake import mooncakestore
 from kvstow_service.stores.mooncake.mooncakeblocks import MooncakeBlocks
 from kvstow_service.stores.mooncake.mooncakestore import MooncakeStore
@@ -61,14 +58,6 @@ def _memlock_bytes(status: Path = _STATUS) -> int | None:
     lines = status.read_text().splitlines()
     capabilities = next((int(line.split()[1], 16) for line in lines if line.startswith("CapEff:")), 0)
     return None if limit == resource.RLIM_INFINITY or capabilities >> _CAP_IPC_LOCK & 1 else limit
-
-
-def store_for(settings: Settings) -> BlockStore | None:
-    """The store below the pools, if there is one. Waits for disks for a few seconds at most. Raises as `open_store`."""
-    if settings.disk:
-        paths = check_paths(settings.disk, settings.disk_size)
-        return DiskStore(paths, settings.disk_size, settings.disk_writes)
-    return None if settings.tier is None else open_store(settings.tier)
 
 
 def open_store(url: str) -> BlockStore:

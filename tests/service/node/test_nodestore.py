@@ -25,8 +25,9 @@ from kvstow.prefill import PrefillCost
 from kvstow.testing.memoryblockstore import MemoryBlockStore, MemoryStoredPool
 from kvstow.tier.tierstatus import TIER_FAILED
 from kvstow_service.node.node import Node
+from kvstow_service.node.pools.nodesession import SessionTier
 from kvstow_service.node.settings import Settings
-from kvstow_service.node.tier.nodestore import NodeStore, SessionTier
+from kvstow_service.node.tier.nodestore import NodeStore
 
 MIB = 1 << 20
 EXTENT = 2 * MIB

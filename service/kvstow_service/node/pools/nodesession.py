@@ -34,17 +34,16 @@ from kvstow.attach.peer import Peer
 from kvstow.attach.wire import Message
 from kvstow.control.attachedsession import AttachedSession
 from kvstow.control.namespaces import joined_runs, runs_without
-from kvstow.control.pooltier import TierWait
+from kvstow.control.pooltier import PoolTier, TieredNamespace, TierWait
 from kvstow.endings import Ending
 from kvstow.errors import AttachRefusedError, LeaseError
 from kvstow.hints import Hints
 from kvstow.messages import DesiredState, RankReport
-from kvstow.results import NO_LEASE, KeyRun, Lease
+from kvstow.results import NO_LEASE, KeyRun, Lease, Needs
 from kvstow.status import ProcessState, SessionStatus
 from kvstow_service.node.pools.memoryholder import MemoryHolder, SessionLink
 from kvstow_service.node.pools.memorythread import MemoryThread
 from kvstow_service.node.pools.nodepool import KnownNamespace, NodePool
-from kvstow_service.node.tier.nodestore import SessionTier
 
 MOST_SECONDS = 1.0
 TOKENS_PER_SECOND = 16_000
@@ -53,6 +52,15 @@ model on an H200."""
 STALLED_SECONDS = 1.0
 """Registering counts as stalled if no slot was added for this long."""
 MOST_WAITING = 256
+
+
+class SessionTier(NamedTuple):
+    """What an engine's session has of the store below the pools. `needs_of` says what a hit needs where that is more
+    than a leading run of blocks; see `PoolTier`."""
+
+    pool: PoolTier
+    of: TieredNamespace
+    needs_of: Callable[[Sequence[bytes]], Needs | None]
 
 
 class _Wait(NamedTuple):

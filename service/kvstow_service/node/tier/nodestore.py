@@ -6,17 +6,16 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from threading import Lock
-from typing import Final, NamedTuple
+from typing import Final
 
 from msgspec.structs import replace
 
 from kvstow.attach.identity import FleetWeights
-from kvstow.control.pooltier import PoolTier, TieredNamespace
+from kvstow.control.pooltier import PoolTier
 from kvstow.errors import ConflictError, NotFoundError
-from kvstow.results import Needs
 from kvstow.tier.blockstore import BlockStore, Purged, PurgeWish, StoredLayout, StorePart
 from kvstow.tier.fingerprint import WEIGHTS_CHANGED, Fingerprint, fingerprint
 from kvstow.tier.tierstatus import TierCounters, TierStatus
@@ -24,6 +23,7 @@ from kvstow_api.directory import TierLabels, TierMeasurements
 from kvstow_service.node.pools.memoryholder import MemoryHolder
 from kvstow_service.node.pools.memorythread import MemoryThread
 from kvstow_service.node.pools.nodepool import KnownNamespace, NodePool
+from kvstow_service.node.pools.nodesession import SessionTier
 from kvstow_service.node.tier.hitneeds import groups_of, needs_of
 from kvstow_service.node.tier.tiermemory import TierMemory
 
@@ -33,14 +33,6 @@ _END_SECONDS = 60.0
 """For what is under way in a store when the service ends."""
 _ENDS: Final = "the service ends, so what the store has of the pool stays there: purge the pool after the next start"
 _GROUPS: Final = "groups_unknown: the model has kinds of KV groups that this version of KVStow does not know"
-
-
-class SessionTier(NamedTuple):
-    """What an engine's session has of the store. `needs_of`: see `PoolTier`; also where a hit is a leading run."""
-
-    pool: PoolTier
-    of: TieredNamespace
-    needs_of: Callable[[Sequence[bytes]], Needs | None]
 
 
 class FormerPool:
