@@ -7,7 +7,7 @@ import json
 import re
 import sys
 from collections.abc import Sequence
-from http.client import HTTPMessage
+from email.message import Message
 from pathlib import Path
 from typing import NamedTuple
 from urllib.error import HTTPError
@@ -71,13 +71,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _headers(request: Request) -> HTTPMessage:
+def _headers(request: Request) -> Message:
     with urlopen(request, timeout=_PATIENCE_S) as answer:
-        found: HTTPMessage = answer.headers
+        found: Message = answer.headers
         return found
 
 
-def _token(headers: HTTPMessage) -> str:
+def _token(headers: Message) -> str:
     """For reading, which registries give to everybody, at the place that their refusal names."""
     asked = dict(re.findall(r'(\w+)="([^"]*)"', headers.get("WWW-Authenticate", "")))
     realm = asked.pop("realm", None)

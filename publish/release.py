@@ -48,7 +48,8 @@ def newest(changelog: str) -> Heading:
 def public_address(root: Path) -> str | None:
     """Of the repository: pyproject.toml is the one place that names it."""
     project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
-    return project.get("urls", {}).get("Repository")
+    address: str | None = project.get("urls", {}).get("Repository")
+    return address
 
 
 def disagreements(root: Path) -> Iterator[str]:
@@ -138,7 +139,7 @@ def serve(python: Path, folder: Path) -> None:
     environ = {"PATH": os.environ["PATH"], "HOME": str(folder), "KVSTOW_SERVER": f"unix:{admin}"}
     sockets = (f"--attach-socket={attach}", f"--admin-socket={admin}", "--port=0")
     with (folder / "log").open("w") as log:
-        command = [kvstow, "serve", "--memory=64MiB", *sockets, "--shutdown-delay=0"]
+        command = [str(kvstow), "serve", "--memory=64MiB", *sockets, "--shutdown-delay=0"]
         service = subprocess.Popen(command, cwd=folder, env=environ, stdout=log, stderr=log)
 
     def said(*words: str) -> str:
