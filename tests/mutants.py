@@ -79,6 +79,8 @@ OVERVIEW = "tests/api/test_overview.py"
 NODE_HOST = "tests/service/node/test_nodehost.py"
 NODE_MEMORY = "tests/engine/memory/test_nodememory.py"
 
+MIDDLEWARE = "service/kvstow_service/connectors/middleware.py"
+MIDDLEWARE_TESTS = "tests/service/connectors/test_middleware.py"
 HINT_TESTS = "tests/service/connectors/engine_core/test_hints.py"
 PREFILL_METER = "tests/service/connectors/engine_core/test_prefillmeter.py"
 SAVINGS = "tests/service/connectors/engine_core/test_savings.py"
@@ -313,6 +315,48 @@ MUTANTS = [
         "type(value) in (int, float) and 0 <= value",
         "value is not None and 0 <= value",
         f"{HINT_TESTS}::test_no_hint_is_an_error",
+    ),
+    Mutant(
+        "a_body_that_is_no_json_fails_its_request",
+        MIDDLEWARE,
+        "except (ValueError, RecursionError):",
+        "except ZeroDivisionError:",
+        f"{MIDDLEWARE_TESTS}::test_other_bodies_arrive_as_they_came",
+    ),
+    Mutant(
+        "a_body_has_the_length_that_it_had_before",
+        MIDDLEWARE,
+        'b"%d" % size if name == b"content-length" else value',
+        "value",
+        f"{MIDDLEWARE_TESTS}::test_hints_are_added_to_the_transfer_parameters",
+    ),
+    Mutant(
+        "a_body_of_any_length_is_kept",
+        MIDDLEWARE,
+        "while size <= MOST_BYTES:",
+        "while True:",
+        f"{MIDDLEWARE_TESTS}::test_a_body_that_is_too_long_is_passed_on_while_it_comes",
+    ),
+    Mutant(
+        "other_words_count_more_than_the_clients_own",
+        MIDDLEWARE,
+        "{**hints, **own}",
+        "{**own, **hints}",
+        f"{MIDDLEWARE_TESTS}::test_what_the_client_says_to_kvstow_itself_counts_more",
+    ),
+    Mutant(
+        "what_every_request_says_hides_how_it_ended",
+        "service/kvstow_service/connectors/otherwords.py",
+        "{} if seconds == _DEFAULT_SECONDS else {",
+        "{",
+        "tests/service/connectors/test_otherwords.py::test_words_in_a_body",
+    ),
+    Mutant(
+        "how_long_blocks_are_to_be_kept_is_not_learned",
+        f"{CONTROL_CODE}/session.py",
+        "hints.keep_for if hints.resume_in is None else hints.resume_in",
+        "hints.resume_in",
+        f"{LEARNED}::test_what_a_client_says_classes_the_request_with_or_without_a_name",
     ),
     Mutant(
         "requests_that_let_nothing_be_stored_are_stored",

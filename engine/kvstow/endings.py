@@ -26,7 +26,7 @@ OTHER = 0
 PAIRS = range(len(STATUSES), len(STATUSES) + MOST_PAIRS)
 """Requests that stopped with one of the most frequent pairs of last tokens."""
 RESUMES = range(PAIRS.stop, PAIRS.stop + _RESUME_TIMES)
-"""Requests whose client has said when it comes back, by that time."""
+"""Requests whose client has said when it comes back, or for how long it wants the blocks kept, by that time."""
 RELEASED = RESUMES.stop
 """The client has said that nothing comes."""
 FETCHED = RELEASED + 1
@@ -42,7 +42,8 @@ RESUME_TIMES = (_FIRST_TIME / 2, *[bound * _TIME_FACTOR**0.5 for bound in _BOUND
 
 class Ending(NamedTuple):
     """How a request has ended. `tokens`: its last two output tokens, of one that has stopped by itself; None if they
-    are unknown. `resume_in`: its client's next request comes so many seconds later. `release`: none comes."""
+    are unknown. `resume_in`: its client's next request comes so many seconds later, or its client wants its blocks kept
+    for so long. `release`: none comes."""
 
     status: Status = "other"
     tokens: tuple[int, int] | None = None

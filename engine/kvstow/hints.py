@@ -16,14 +16,16 @@ LONGEST_PAUSE = 7 * 24 * 3600.0
 class Hints:
     """Hints of one request; none of them changes what it computes.
 
-    `context`: see `context_id`; None for a request without a name, whose other hints have no effect but `store`.
-    `resume_in`: the next request of the context comes so many seconds after this one's end; None if the client does
-    not know. `release`: none comes. `store`: whether the host may store the request's blocks; the host sees to that.
-    `name`: what the client calls the context, for people. `ignored`: the `HINTS_IGNORED` for which hints were left out.
+    `context`: see `context_id`; None for a request without a name. `resume_in`: the next request that continues this
+    one comes so many seconds after its end; None if the client does not know. `keep_for`: the client wants the blocks
+    kept for so many seconds, without saying when the next request comes. `release`: none comes. `store`: whether the
+    host may store the request's blocks; the host sees to that. `name`: what the client calls the context, for people.
+    `ignored`: the `HINTS_IGNORED` for which hints were left out.
     """
 
     context: bytes | None = None
     resume_in: float | None = None
+    keep_for: float | None = None
     release: bool = False
     store: bool = True
     name: str = ""

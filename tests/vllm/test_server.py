@@ -17,6 +17,7 @@ SLOTS = 16384
 """2 GiB, of which twenty slots a second are pinned: 13 minutes, which no test takes."""
 ENOUGH_SLOTS = 240
 """For all that `PROMPTS` and their answers fill."""
+MIDDLEWARE = "kvstow_service.connectors.middleware.HintsInBodies"
 PACE = {"pin_chunk": SLOT_BYTES, "pin_pause": 0.05}
 
 
@@ -25,7 +26,7 @@ def server(model: Path, reference: Reference) -> Iterator[Server]:
     reference(model, A)  # before the server wants the processors
     with (
         TemporaryDirectory(prefix="kvstow-") as folder,
-        running_server(Setup(model, extra=PACE, slots=SLOTS), Path(folder)) as server,
+        running_server(Setup(model, extra=PACE, slots=SLOTS), Path(folder), "--middleware", MIDDLEWARE) as server,
     ):
         yield server
 
@@ -80,6 +81,22 @@ def test_hints_of_all_kinds_change_no_answer(server: Server, model: Path, refere
     assert ignored["invalid"] > 0
     assert ignored["unknown"] > 0
     assert server.is_up(server.admin, "/readyz")
+
+
+def test_hints_in_the_words_of_others_reach_the_pool(server: Server, model: Path, reference: Reference) -> None:
+    (expected,) = reference(model, SHORT[1])
+    eventually(lambda: server.is_up(server.client, "/health"), "health of vLLM", START_SECONDS)
+
+    def contexts() -> int:
+        return int(server.admin.get("/v1/contexts").raise_for_status().json()["total"])
+
+    known, ignored = contexts(), server.stats("hints_ignored")["invalid"]
+    answer = server.ask(SHORT[1], prompt_cache_key="others", cache_control={"type": "ephemeral", "ttl": "1h"})
+    assert_same([answer], [expected])
+    eventually(lambda: contexts() == known + 1, "a context", STEP_SECONDS)
+    assert server.stats("hints_ignored")["invalid"] == ignored
+    assert_same([server.ask(SHORT[1], nvext="no object")], [expected])
+    eventually(lambda: server.stats("hints_ignored")["invalid"] == ignored + 1, "a count", STEP_SECONDS)
 
 
 def test_its_metrics_include_host_memory(server: Server) -> None:

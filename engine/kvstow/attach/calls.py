@@ -281,11 +281,12 @@ class End(Packed, frozen=True):
 def _check_hints(hints: Hints) -> None:
     """Raise `ValueError` for hints beyond their limits. `Hints` is a type of the control plane, which does without
     msgspec, so its limits are checked here."""
-    context, resume_in = hints.context, hints.resume_in
+    context = hints.context
     if context is not None and len(context) != CONTEXT_BYTES:
         raise ValueError(f"the id of a context has {len(context)} bytes; allowed: {CONTEXT_BYTES}")
-    if resume_in is not None and not 0 <= resume_in <= LONGEST_PAUSE:
-        raise ValueError(f"a request is to resume in {resume_in} seconds; allowed: 0 to {LONGEST_PAUSE:.0f}")
+    for name, seconds in (("resume_in", hints.resume_in), ("keep_for", hints.keep_for)):
+        if seconds is not None and not 0 <= seconds <= LONGEST_PAUSE:
+            raise ValueError(f"the hint {name} is {seconds} seconds; allowed: 0 to {LONGEST_PAUSE:.0f}")
     if not is_plain(hints.name, MOST_NAME_CHARS):
         raise ValueError(f"a context is named {hints.name[:100]!a}; allowed: {MOST_NAME_CHARS} printable characters")
     if len(hints.ignored) > len(HINTS_IGNORED) or not set(hints.ignored) <= set(HINTS_IGNORED):

@@ -491,7 +491,8 @@ class Session:
             recording.end((id(self), number), ending, pool.clock())
         with pool.lock:
             if hints is not None and ending.status not in ("interrupted", "abort"):
-                ending = ending._replace(resume_in=hints.resume_in, release=hints.release)
+                resume_in = hints.keep_for if hints.resume_in is None else hints.resume_in
+                ending = ending._replace(resume_in=resume_in, release=hints.release)
             pool.end_request(request.running, ending)
             if hints is None or hints.context is None or ending.status == "interrupted":
                 return EndedRequest(request.running.is_incomplete)

@@ -99,7 +99,7 @@ MESSAGES: list[Any] = [
     calls.End(1, "other", None, [], []),
     calls.End(1, "stop", (7, 1 << 40), [b"abc"], [b"abc", b"def"]),
     calls.Admit(
-        1, [b"abc"], (0, 1), Hints(bytes(16), 2.5, release=True, store=False, name="trip", ignored=("unknown",))
+        1, [b"abc"], (0, 1), Hints(bytes(16), 2.5, 3.5, release=True, store=False, name="trip", ignored=("unknown",))
     ),
     calls.Admit(1, [b"abc"], (2, 9), None, b"eight678"),
     calls.CountLookup(100, 99),
@@ -310,6 +310,8 @@ def test_values_out_of_range_are_malformed() -> None:
         Hints(bytes(16), -1.0),
         Hints(bytes(16), float("nan")),
         Hints(bytes(16), LONGEST_PAUSE + 1),
+        Hints(keep_for=-1.0),
+        Hints(keep_for=LONGEST_PAUSE + 1),
         Hints(bytes(16), name="x" * (MOST_NAME_CHARS + 1)),
         Hints(bytes(16), name="two\nlines"),
         Hints(ignored=("boredom",)),

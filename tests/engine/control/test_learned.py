@@ -598,6 +598,25 @@ def test_a_name_in_a_strangers_request_releases_only_its_own_chain(make_traffic:
     assert traffic.present(mine) == 20
 
 
+@pytest.mark.parametrize(
+    ("hints", "ending"),
+    [
+        (Hints(resume_in=60.0), Ending(resume_in=60.0)),
+        (Hints(keep_for=60.0), Ending(resume_in=60.0)),
+        (Hints(resume_in=5.0, keep_for=60.0), Ending(resume_in=5.0)),
+        (Hints(resume_in=5.0, release=True), Ending(release=True)),
+    ],
+)
+def test_what_a_client_says_classes_the_request_with_or_without_a_name(
+    make_traffic: MakeTraffic, hints: Hints, ending: Ending
+) -> None:
+    traffic = make_traffic(64)
+    traffic.serve(make_keys(20), 1.0, hints=hints)
+    chains = traffic.engine.pool.index.chains
+    parts = {part.ended.first_cell for part in chains.parts() if part.ended is not None}
+    assert parts == {chains.hazards.first_cell(Endings().state_of(ending)[0], 1)}
+
+
 def test_an_operator_releases_what_no_other_request_has_used_since(make_traffic: MakeTraffic) -> None:
     traffic = make_traffic(64)
     chain = make_keys(20)

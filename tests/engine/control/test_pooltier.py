@@ -555,6 +555,20 @@ def test_a_context_is_prefetched_shortly_before_it_is_expected_if_it_has_come_ba
     assert tiered.of.counters.read_blocks == blocks
 
 
+def test_who_wants_blocks_kept_for_a_time_does_not_say_when_it_comes_back() -> None:
+    tiered = TieredPool(slots=400)
+    tiered.store_blocks(KEYS[:8])
+    tiered.run()
+    for _ in range(2):
+        tiered.clock.advance(100.0)
+        use_in_context(tiered, KEYS[:8], Hints(context=CONTEXT, keep_for=100.0))
+    tiered.pool.admin.evict(slots=1000).run()
+    tiered.clock.advance(99.0)
+    tiered.tier.expire()
+    tiered.run()
+    assert tiered.of.counters.read_blocks == 0, "so nothing is read before"
+
+
 # -- stuck, failed and closed -----------------------------------------------------------------------------------------
 
 

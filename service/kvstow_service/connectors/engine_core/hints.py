@@ -5,10 +5,12 @@ They come in `kv_transfer_params["kvstow"]`, which any OpenAI client can send, o
 
     context      a name for what continues in later requests, such as a conversation or a branch of an agent
     resume_in    in how many seconds after the end of this request the next one is expected
+    keep_for     for how many seconds the client wants the blocks kept; it does not say when the next request comes
     release      nothing continues after this request
     store        false: nothing of this request is stored; it may still load
 
-No hint can fail its request. Those that are unknown or wrong are counted and ignored.
+What others call these is in `kvstow_service.connectors.otherwords`. It has one field more: `invalid`, for a word that
+could not be read. No hint can fail its request. Those that are unknown or wrong are counted and ignored.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvstow.hints import LONGEST_PAUSE, MOST_NAME_CHARS, Hints, context_id
 from kvstow.plaintext import is_plain
+from kvstow_service.connectors.otherwords import hints_in_action
 
 if TYPE_CHECKING:
     from kvstow_service.connectors.engine_core.trackedrequests import TrackedRequest
@@ -31,13 +34,15 @@ def hints_of(request: Any) -> Hints | None:
         return None
     reader = _Reader(given)
     name = reader.name("context") or reader.checked_name(session)
-    resume_in = reader.seconds("resume_in")
-    release, store = reader.flag("release", otherwise=False), reader.flag("store", otherwise=True)
-    if not name and (resume_in is not None or release):
-        reader.ignored["no_context"] = None
-        resume_in, release = None, False
-    context = context_id(name, getattr(request, "cache_salt", None) or "") if name else None
-    return Hints(context, resume_in, release, store, name, tuple(reader.ignored))
+    return Hints(
+        context_id(name, getattr(request, "cache_salt", None) or "") if name else None,
+        reader.seconds("resume_in"),
+        reader.seconds("keep_for"),
+        reader.flag("release", otherwise=False),
+        reader.flag("store", otherwise=True),
+        name,
+        tuple(reader.ignored),
+    )
 
 
 def _given(request: Any) -> Any:
@@ -47,16 +52,20 @@ def _given(request: Any) -> Any:
     if params and FIELD in params:
         return params[FIELD]
     actions = getattr(getattr(request, "kv_hints", None), "actions", None)  # vLLM 0.31
+    found: dict[str, Any] | None = None
     for action in actions if isinstance(actions, (list, tuple)) else ():
-        if getattr(action, "action_type", None) == FIELD:
-            return getattr(action, "payload", None)
-    return None
+        kind, payload = getattr(action, "action_type", None), getattr(action, "payload", None)
+        if kind == FIELD:
+            return payload
+        if (hints := hints_in_action(kind, payload)) is not None:
+            found = {**hints, **(found or {})}
+    return found
 
 
 class _Reader:
     """Reads one request's hints. `ignored` has the `HINTS_IGNORED` of those that cannot be used, as a set in order."""
 
-    _NAMES = ("context", "resume_in", "release", "store")
+    _NAMES = ("context", "resume_in", "keep_for", "release", "store", "invalid")
 
     def __init__(self, given: Any) -> None:
         self.ignored: dict[str, None] = {}
@@ -65,6 +74,8 @@ class _Reader:
             self.ignored["malformed"] = None
         if len(self._given) > sum(name in self._given for name in self._NAMES):
             self.ignored["unknown"] = None
+        if "invalid" in self._given:
+            self.ignored["invalid"] = None
 
     def name(self, field: str) -> str:
         return self.checked_name(self._given.get(field))

@@ -37,8 +37,13 @@ def read(given: Any, **fields: Any) -> Hints:
 
 
 def test_all_hints() -> None:
-    found = read({"context": "trip", "resume_in": 20, "release": False, "store": True})
-    assert found == Hints(context_id("trip"), 20.0, release=False, store=True, name="trip")
+    found = read({"context": "trip", "resume_in": 20, "keep_for": 3600, "release": False, "store": True})
+    assert found == Hints(context_id("trip"), 20.0, 3600.0, release=False, store=True, name="trip")
+
+
+def test_a_request_without_a_name_says_when_it_is_continued() -> None:
+    assert read({"resume_in": 5, "keep_for": 60}) == Hints(resume_in=5.0, keep_for=60.0)
+    assert read({"release": True}) == Hints(release=True)
 
 
 @pytest.mark.parametrize(
@@ -46,7 +51,7 @@ def test_all_hints() -> None:
     [
         {"kv_transfer_params": None},
         {"kv_transfer_params": {"do_remote_prefill": True, "remote_host": "n1"}},
-        {"kv_transfer_params": None, "kv_hints": SimpleNamespace(actions=[SimpleNamespace(action_type="pin")])},
+        {"kv_transfer_params": None, "kv_hints": SimpleNamespace(actions=[SimpleNamespace(action_type="share")])},
     ],
 )
 def test_a_request_without_hints(fields: dict[str, Any]) -> None:
@@ -57,8 +62,6 @@ def test_a_request_without_hints(fields: dict[str, Any]) -> None:
     ("hints", "ignored"),
     [
         ("trip", ("malformed",)),
-        ({"resume_in": 5}, ("no_context",)),
-        ({"release": True}, ("no_context",)),
         ({"context": "trip", "resume_at": 5}, ("unknown",)),
         ({"context": "", "store": False}, ("invalid",)),
         ({"context": "x" * 257}, ("invalid",)),
@@ -70,6 +73,9 @@ def test_a_request_without_hints(fields: dict[str, Any]) -> None:
         ({"context": "trip", "resume_in": 10**400}, ("invalid",)),
         ({"context": "trip", "resume_in": True}, ("invalid",)),
         ({"context": "trip", "resume_in": "5"}, ("invalid",)),
+        ({"context": "trip", "keep_for": -1}, ("invalid",)),
+        ({"context": "trip", "keep_for": 604_801}, ("invalid",)),
+        ({"context": "trip", "invalid": True}, ("invalid",)),
         ({"context": "trip", "release": 1, "priority": 3}, ("unknown", "invalid")),
         ({"context": "trip", "store": "no"}, ("invalid",)),
     ],
@@ -77,7 +83,7 @@ def test_a_request_without_hints(fields: dict[str, Any]) -> None:
 def test_bad_hints_are_ignored_and_counted(hints: Any, ignored: tuple[str, ...]) -> None:
     found = read(hints)
     assert found.ignored == ignored
-    assert (found.resume_in, found.release) == (None, False)
+    assert (found.resume_in, found.keep_for, found.release) == (None, None, False)
     assert set(ignored) <= set(HINTS_IGNORED)
 
 
@@ -120,7 +126,7 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=6,
 )
-NAMES = st.sampled_from(["context", "resume_in", "release", "store", "priority"])
+NAMES = st.sampled_from(["context", "resume_in", "keep_for", "release", "store", "priority"])
 
 
 @given(
