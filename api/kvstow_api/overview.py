@@ -97,12 +97,7 @@ def read_overview(app: AppState, asked: str | None = None) -> OverviewView:
         reason=readiness.reason,
         conditions=limited.first("conditions", list(reversed(kinds.values())), MOST_CONDITIONS),
         alike={name: number - 1 for name, number in Counter(one.name for one in conditions).items() if number > 1},
-        troubled=TroubledView(
-            pools=[one.name for one in pools if limited.has_pool(one)],
-            sessions=[one.id for one in sessions if limited.has_session(one)],
-            ranks=[f"{one.session}/{one.rank}" for one in ranks if limited.has_rank(one)],
-            tiers=[one.namespace for one in tiers if limited.has_tier(one)],
-        ),
+        troubled=limited.troubled_of(pools, sessions, ranks, tiers),
         memory=_bounded(readiness.memory),
         headline=headline_of(histories),
         selected=selected,
@@ -144,6 +139,21 @@ class _Limited:
 
     def has_tier(self, tier: TierStatus) -> bool:
         return tier.pool in self._tiers
+
+    def troubled_of(
+        self,
+        pools: Sequence[PoolView],
+        sessions: Sequence[SessionSummary],
+        ranks: Sequence[RankStatus],
+        tiers: Sequence[TierStatus],
+    ) -> TroubledView:
+        """Which of them a condition concerns."""
+        return TroubledView(
+            pools=[one.name for one in pools if self.has_pool(one)],
+            sessions=[one.id for one in sessions if self.has_session(one)],
+            ranks=[f"{one.session}/{one.rank}" for one in ranks if self.has_rank(one)],
+            tiers=[one.namespace for one in tiers if self.has_tier(one)],
+        )
 
     def first(
         self, name: str, items: Sequence[_Item], most: int, troubled: Callable[[_Item], bool] | None = None
