@@ -15,13 +15,13 @@ from kvstow.attach.calls import ResetDone
 from kvstow.attach.hello import Hello, Welcome
 from kvstow.attach.identity import NamespaceIdentity, PoolIdentity
 from kvstow.attach.peer import Peer
-from kvstow.attach.wire import MOST_TEXT
 from kvstow.bytesize import format_size
 from kvstow.control.administration import HostSwitches
 from kvstow.control.pool import SLOTS_OF_LEASE
 from kvstow.control.session import MOST_HELD, MOST_HELD_SLOTS
 from kvstow.errors import AttachRefusedError, ConflictError, NotFoundError
 from kvstow.owners import Holding, SharedLimit
+from kvstow.plaintext import MOST_TEXT
 from kvstow.status import NamespaceStatus, SessionStatus, UserLimit
 from kvstow.tier.blockstore import Purged
 from kvstow_service.node.pools.memoryholder import SessionLink
