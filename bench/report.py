@@ -18,7 +18,7 @@ PAGE = Path(__file__).with_name("README.md")
 # The page: its sections, and the results of each in the order in which they are shown.
 SECTIONS = {
     "Inside vLLM on a GPU": (
-        *("vllm-headline", "vllm-peers", "vllm-layers", "vllm-hits", "vllm-pinning", "vllm-restart", "vllm-rotation"),
+        *("vllm-headline", "vllm-peers", "vllm-layers", "vllm-pinning", "vllm-restart", "vllm-rotation"),
         *("vllm-verify", "vllm-throughput", "vllm-decode", "vllm-start", "vllm-worth"),
     ),
     "Moving bytes on a GPU": ("gpu-rates", "gpu-submit", "gpu-token", "gpu-layers", "gpu-pinning", "gpu-attach"),
@@ -36,9 +36,9 @@ all rows; older ones are in git. `make bench` runs what needs no GPU (12 minutes
 checkout: `python3 -m bench.gpu`, `python3 -m bench.vllm`, `python3 -m bench.jax`; what they print is put into the \
 files by hand.
 
-The bars are the project's own targets, and a figure that misses its bar says so. These are not tests: figures depend \
-on the machine and its other work, so compare only within a table. The commit is the one that was measured where it \
-was recorded, otherwise the one that recorded the figures. Comparing with vLLM's BlockPool needs `make venv-vllm` once.
+The bars are the project's own targets. A figure that misses its bar says so, and its file in [results](results) says \
+why. These are not tests: figures depend on the machine and its other work, so compare only within a table. Comparing \
+with vLLM's BlockPool needs `make venv-vllm` once.
 """
 
 
@@ -62,8 +62,9 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One benchmark's newest figures. `what`: the workload in a sentence or two. `headline`: the result in a sentence,
-    where no row on the page says it. `missed`: why a bar is missed. `notes`: what else qualifies the figures."""
+    """One benchmark's newest figures. `what` is the workload in a sentence, and `headline` the result, where no row on
+    the page says it. The page does not have `missed`, which says why a bar is missed, and `notes`, which say what else
+    qualifies the figures."""
 
     title: str
     command: str
@@ -79,12 +80,11 @@ class Result:
     def to_markdown(self) -> str:
         commit = f"; {self.commit}" if self.commit else ""
         command = f"`{self.command}`" if " -m " in self.command else self.command
-        where = f"{command}; {self.date}; {self.machine}{commit}"
-        parts = [f"**{self.title}** ({where}). {self.what} {self.headline}".rstrip()]
+        parts = [f"### {self.title}", f"{self.what} {self.headline}".rstrip()]
         shown = [(table, rows) for table in self.tables if (rows := table.rows_on_the_page())]
         for table, rows in shown:
             parts.append(_grid([table.title if len(shown) > 1 else table.head[0], *table.head[1:]], rows))
-        return "\n\n".join(parts)
+        return "\n\n".join([*parts, f"{command}, {self.date}; {self.machine}{commit}"])
 
 
 def _grid(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -119,12 +119,10 @@ def record(name: str, machine: str, tables: Sequence[Table]) -> None:
 
 def page() -> str:
     """The whole page, as Markdown."""
-    parts, missed = [_INTRODUCTION.rstrip()], []
+    parts = [_INTRODUCTION.rstrip()]
     for section, names in SECTIONS.items():
-        results = [load(RESULTS / f"{name}.json") for name in names]
-        parts += [f"## {section}", *(result.to_markdown() for result in results)]
-        missed += [f"- **{result.title}**: {result.missed}" for result in results if result.missed]
-    return "\n\n".join([*parts, "## Missed bars, and why", "\n".join(missed)]) + "\n"
+        parts += [f"## {section}", *(load(RESULTS / f"{name}.json").to_markdown() for name in names)]
+    return "\n\n".join(parts) + "\n"
 
 
 def _commit() -> str | None:
