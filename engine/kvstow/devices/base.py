@@ -1,8 +1,8 @@
 """The device protocol: what a data plane needs from whatever moves the bytes (CPU, CUDA, JAX).
 
-Threads. All calls of a device and of its tickets are made by one thread at a time: the copy thread, or the host's
-thread where the device copies without help. The host makes a `Fence` on any thread. Only a `Launcher` belongs to the
-host's thread, and where there is one nothing but it gives the device work.
+Threads. One thread at a time calls a device and its tickets: the copy thread, or the host's thread if the device copies
+without help. The host may make a `Fence` on any thread. A `Launcher` belongs to the host's thread; if there is one,
+only it gives the device work.
 
 Ordering. A store reads its blocks only after the compute work that `after` names. A load may read its slots at once;
 it writes its blocks only after `after`. Compute work never waits for a store.
@@ -10,8 +10,8 @@ it writes its blocks only after `after`. Compute work never waits for a store.
 Slots. From its launch to the final state of its ticket the slots belong to the op: the control plane does not reuse
 them, and the caller holds their memory (`SlotPool.hold`).
 
-Errors. The failure of one op is in its ticket. `advance` raises if the device no longer knows what is under way: then
-the caller closes the device, and its ops have ended only after that.
+Errors. The ticket of an op carries its failure. `advance` raises if the device no longer knows which copies are under
+way. The caller then closes the device, and only after that have its ops ended.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from kvstow.messages import LayerFigures, LoadLaunch, StagedLoad
 
 
 class TicketState(Enum):
-    """`SOURCE_FREE` is passed by stores only, on the way to `DONE`. `DONE` and `FAILED` are final."""
+    """Only stores pass `SOURCE_FREE`, on the way to `DONE`: their blocks may be overwritten from then on. `DONE` and
+    `FAILED` are final."""
 
     PENDING = "pending"
     SOURCE_FREE = "source_free"
@@ -91,23 +92,23 @@ class LayeredLoad(Protocol):
 
     @property
     def ticket(self) -> Ticket:
-        """For the thread that drives the device."""
+        """The ticket of the load, for the thread that drives the device."""
 
     def wait(self, part: int) -> None:
-        """What the calling thread gives to its compute stream from now on runs after this part, and all parts before
-        it, are in their blocks. Idempotent."""
+        """Make the work that the calling thread gives to its compute stream from now on wait until this part, and all
+        parts before it, are in their blocks. Idempotent."""
 
 
 class LayerDevice(Protocol):
-    """A device that can load under a computation. These calls are made by the host's thread, in between those of the
-    thread that drives the device."""
+    """A device that can load under a computation. The host's thread makes these calls, between those of the thread that
+    drives the device."""
 
     @property
     def num_parts(self) -> int: ...
 
     @property
     def layer_figures(self) -> LayerFigures:
-        """By which way it loads, and how fast. For any thread."""
+        """The way by which it loads, and how fast that is. Any thread may read it."""
 
     def load_layers(self, blocks: Sequence[int], slots: Sequence[int], after: Fence | None) -> LayeredLoad:
         """Start to copy slot `slots[i]` to block `blocks[i]`, part by part; the blocks are written once `after` has
@@ -115,39 +116,42 @@ class LayerDevice(Protocol):
         driver's, and the next call fails as well."""
 
     def load_now(self, blocks: Sequence[int], slots: Sequence[int], after: Fence | None) -> None:
-        """Copy the slots to the blocks, and wait for it. For a load that no other way could bring."""
+        """Copy the slots to the blocks, and wait until that is done. It is the last resort, if `load_layers` and
+        `Device.launch_load` have failed."""
 
 
 class Launcher(Protocol):
-    """The part of a device whose programs and transfers must be launched in order with the host's own (JAX). All but
-    `stop` and `take_staged` are for the host's thread, which has made the device: on another, `gather` and `expect`
-    raise `CopyError`, and the loads of `write` fail.
+    """The part of a device whose programs and transfers must be launched in order with the host's own (JAX). Only the
+    host's thread, which has made the device, calls it, except for `stop` and `take_staged`. On another thread, `gather`
+    and `expect` raise `CopyError`, and the loads of `write` fail.
 
-    Hosts of one model launch the same programs in the same order. So what is launched depends on the arguments of these
-    calls alone: not on how far the copies are, nor on whether an op has failed here or the device has been stopped.
-    What is not ready is waited for.
+    All hosts of one model launch the same programs in the same order. So the arguments of these calls alone decide what
+    is launched, and not how far the copies are, whether an op has failed here, or whether the device has been stopped.
+    A call waits for bytes that are not ready.
     """
 
     def gather(self, blocks: Sequence[int]) -> Fence:
-        """Begin to launch what reads the blocks of a store, and return the `after` of its `launch_store`: the first
-        blocks are copied while `launch_rest` goes on. Raises `CopyError`, and then has launched nothing."""
+        """Launch the first program that reads blocks of a store, so that they are copied while `launch_rest` launches
+        the others. Returns the `after` for `launch_store`. If it raises `CopyError`, nothing was launched."""
 
     def launch_rest(self) -> None:
-        """Launch the rest of the gather. Waits while memory in flight is used up, so the caller has queued the store by
-        then, and keeps no reference to its fence. Errors are in the tickets."""
+        """Launch the other programs of the last `gather`. Waits while memory in flight is used up, which only copies
+        give back. So the caller has queued the store before, and keeps no reference to its fence. The tickets carry
+        the errors."""
 
     def expect(self, op_id: int, num_blocks: int) -> Fence:
-        """The `after` of the `launch_load` of this op, with which it only stages its bytes."""
+        """Announce a load. Returns the `after` for `launch_load`, which then only stages the bytes: `write` writes the
+        blocks."""
 
     def write(self, launches: Sequence[LoadLaunch]) -> None:
-        """Launch what writes the blocks of these loads. Waits for those that are not staged. Errors are in the
-        tickets."""
+        """Launch the programs that write the blocks of these loads. Waits for the loads that are not staged yet. The
+        tickets carry the errors."""
 
     def take_staged(self) -> list[StagedLoad]:
-        """The loads of which pieces have been staged since the last call."""
+        """The loads that have staged pieces since the last call."""
 
     def stop(self) -> None:
-        """Ops that still need the host fail. May be called by any thread. Idempotent."""
+        """Fail the ops that still need the host's thread. Any thread may call it. Idempotent."""
 
 
 def checked(what: str, numbers: Sequence[int], end: int, why: str = "") -> Int64Array:
@@ -160,7 +164,7 @@ def checked(what: str, numbers: Sequence[int], end: int, why: str = "") -> Int64
 
 
 def checked_slots(pool: SlotPool, slots: Sequence[int], blocks: Sequence[int]) -> Int64Array:
-    """As `checked`, for the slots of an op. Raises `CopyError` also unless there are as many blocks."""
+    """Check the slots of an op as `checked` does. Also raises `CopyError` unless there are as many blocks as slots."""
     if len(blocks) != len(slots):
         raise CopyError(f"{len(blocks)} blocks and {len(slots)} slots; allowed: as many of each")
     return checked("slots", slots, pool.pinned_slots, ", which are pinned")

@@ -22,7 +22,7 @@ Rows: TypeAlias = npt.NDArray[np.uint8]
 
 
 class Run(NamedTuple):
-    """Neighbouring blocks that lie in neighbouring places: one strided copy per region."""
+    """Neighbouring blocks whose places are neighbours, too, so that one strided copy per region moves them."""
 
     block: int
     place: int
@@ -30,8 +30,8 @@ class Run(NamedTuple):
 
 
 def merge_runs(blocks: Sequence[int], places: Sequence[int], stride: int = 1) -> Iterator[Run]:
-    """The pairs (`blocks[i]`, `places[i]`) in order, as few runs as possible. Neighbouring places lie `stride`
-    apart."""
+    """Merge the pairs (`blocks[i]`, `places[i]`), in their order, into as few runs as possible. Neighbouring places lie
+    `stride` apart."""
     start = 0
     for end in range(1, len(blocks) + 1):
         if end == len(blocks) or blocks[end] != blocks[end - 1] + 1 or places[end] != places[end - 1] + stride:
@@ -40,7 +40,7 @@ def merge_runs(blocks: Sequence[int], places: Sequence[int], stride: int = 1) ->
 
 
 class CpuTicket:
-    """A copy that runs inside the first `poll` after its fence. Used by one thread."""
+    """A copy that runs inside the first `poll` after its fence is reached. Used by one thread."""
 
     def __init__(self, copy: Callable[[], None], after: Fence | None) -> None:
         self._copy, self._after = copy, after
@@ -92,9 +92,9 @@ class CpuLayeredLoad:
 class CpuDevice:
     """Moves blocks between `tensors` and `pool`.
 
-    `tensors[i]` is region `i` of `layout` as uint8 `[num_blocks, page_bytes]`, its rows dense and any stride
-    between them: a numpy array, or a tensor of another library on the CPU with a method `numpy` that shares its memory,
-    as torch's. It is written and read in place; the caller keeps it alive. The pool is borrowed.
+    `tensors[i]` is region `i` of `layout` as uint8 `[num_blocks, page_bytes]`, with dense rows and any stride between
+    them. It is a numpy array, or a tensor of another library on the CPU with a method `numpy` that shares its memory,
+    as torch's does. It is written and read in place; the caller keeps it alive. The pool is borrowed.
     """
 
     name, copies_alone = "cpu", False
@@ -102,7 +102,7 @@ class CpuDevice:
     def __init__(
         self, pool: SlotPool, layout: KVLayout, tensors: Sequence[Any], parts: Sequence[Part] | None = None
     ) -> None:
-        """`parts`: what loads by layer bring one after the other; None: there are no such loads. Raises
+        """`parts`: the parts that loads by layer copy one after the other; None if there are no such loads. Raises
         `ConfigError`, which names the region, for tensors that do not match the layout."""
         layout.require(pool.slot_bytes, len(tensors))
         arrays = [_array_of(region, tensor) for region, tensor in zip(layout.regions, tensors, strict=True)]
@@ -131,7 +131,7 @@ class CpuDevice:
         self._move(self._whole, blocks, self._places(blocks, slots))
 
     def _move(self, spans: Part, blocks: Sequence[int], places: Sequence[int], *, is_store: bool = False) -> None:
-        """Between the blocks and slots at these addresses."""
+        """Copy these spans between the blocks and their slots, which are at the addresses `places`."""
         if self._closed:
             raise CopyError("the device is closed")
         stride = self._pool.slot_stride
@@ -143,15 +143,15 @@ class CpuDevice:
                 _copy_run(*((rows, pages) if is_store else (pages, rows)))
 
     def advance(self) -> None:
-        """Copies run in `CpuTicket.poll`."""
+        """Does nothing, because copies run in `CpuTicket.poll`."""
 
     def close(self) -> None:
-        """Copies not yet begun fail from now on. None is under way, because the copy thread is the caller."""
+        """Let the copies that have not begun fail. None is under way, because the copy thread is the caller."""
         self._closed = True
         self._pages = []
 
     def _places(self, blocks: Sequence[int], slots: Sequence[int]) -> list[int]:
-        """The addresses of the slots, all of it checked."""
+        """Check the blocks and the slots, and return the addresses of the slots."""
         if self._closed:
             raise CopyError("the device is closed")
         checked("blocks", blocks, self._num_blocks)
@@ -175,8 +175,8 @@ def _array_of(region: Region, tensor: Any) -> Rows:
 
 
 def rows_at(address: int, count: int, stride: int, like: Rows) -> Rows:
-    """`count` rows of host memory, as long as those of `like`."""
+    """`count` rows of host memory from `address` on, `stride` bytes apart and as long as those of `like`."""
     page_bytes = like.shape[1]
-    whole = 1 << ((count - 1) * stride + page_bytes).bit_length()  # ctypes keeps every size of array that it has made
+    whole = 1 << ((count - 1) * stride + page_bytes).bit_length()  # a power of two: ctypes keeps a type for each size
     memory = (ctypes.c_uint8 * whole).from_address(address)
     return np.ndarray((count, page_bytes), np.uint8, memory, strides=(stride, 1))

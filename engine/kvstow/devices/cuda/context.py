@@ -24,15 +24,16 @@ def primary_context(ordinal: int) -> CudaContext:
     return CudaContext(load_driver(), ordinal)
 
 
-_MOST_IDLE = 256  # events: more fences are seldom alive at once
+_MOST_IDLE = 256
+"""A context keeps at most this many idle events. More fences are seldom alive at once."""
 
 
 class CudaContext:
-    """Thread-safe. Costs about 1 us per `current`.
+    """The primary context of one GPU. Thread-safe. Each use of `current` costs about 1 us.
 
-    Keeps events without timing for reuse: creating and destroying one for each fence cost more than recording it. Each
-    method for them is one list operation and takes no lock: a fence returns its event when the last reference to it is
-    dropped, which may happen in the middle of `take_event`.
+    It keeps events without timing for reuse, because creating and destroying one for each fence costs more than
+    recording it. Each method for them is one list operation and takes no lock, because a fence returns its event when
+    the last reference to it is dropped, which may happen in the middle of `take_event`.
     """
 
     def __init__(self, driver: Driver, ordinal: int) -> None:
@@ -41,7 +42,8 @@ class CudaContext:
         self._idle_events: list[Handle] = []
 
     def take_event(self) -> Handle:
-        """An event with no other owner; it may have been recorded before. The context is current."""
+        """An event with no other owner, which may have been recorded before. The caller has made the context
+        current."""
         try:
             return self._idle_events.pop()
         except IndexError:
@@ -75,7 +77,7 @@ class CudaContext:
                 self.driver.pop_context()
 
     def _enter(self) -> Handle:
-        """Returns the previous capture mode."""
+        """Make the context current, in relaxed capture mode. Returns the previous capture mode."""
         self.driver.push_context(self._handle)
         try:
             return self.driver.relax_capture()
@@ -94,13 +96,14 @@ class CudaFence:
     __slots__ = ("_context", "_event")
 
     def __init__(self, context: CudaContext) -> None:
-        """Not recorded; hosts call `record`."""
+        """Make a fence that is not recorded yet. Hosts call `record` instead."""
         self._context = context
         self._event = context.take_event()
 
     @classmethod
     def record(cls, stream: torch.cuda.Stream) -> CudaFence:
-        """A fence after all work given to `stream` so far. Not while `stream` captures a graph."""
+        """Record a fence after all work given to `stream` so far. Must not be called while `stream` captures a
+        graph."""
         context = primary_context(stream.device_index)
         with context.current():
             fence = cls(context)
@@ -141,12 +144,12 @@ class CudaRegistrar:
 
     @property
     def numa_node(self) -> int | None:
-        """The node whose memory is nearest to the GPU, if there is more than one."""
+        """The NUMA node whose memory is nearest to the GPU; None if there is none or it is unknown."""
         return self._context.driver.host_numa_node(self._context.ordinal)
 
     def prepare_thread(self) -> None:
-        """Make the context current on this thread for good: each driver call releases the interpreter, and getting it
-        back from a busy host takes up to 5 ms."""
+        """Make the context current on this thread for good, which saves calls of the driver. Each of them releases the
+        interpreter, and getting it back from a busy host takes up to 5 ms."""
         try:
             self._context.settle()
         except DriverError as error:
@@ -157,7 +160,7 @@ class CudaRegistrar:
         return nullcontext() if getattr(self._home, "is_settled", False) else self._context.current()
 
     def register(self, address: int, num_bytes: int) -> None:
-        starts = np.insert(self._starts, np.searchsorted(self._starts, address), address)  # before: it may raise
+        starts = np.insert(self._starts, np.searchsorted(self._starts, address), address)  # first: it may raise
         try:
             with self._current():
                 self._register(address, num_bytes)
@@ -187,7 +190,8 @@ class CudaRegistrar:
         self.locked_bytes -= num_bytes
 
     def starts(self) -> Int64Array:
-        """Where registered ranges begin, ascending: a copy must not span two ranges. Thread-safe; read-only."""
+        """The addresses at which registered ranges begin, ascending. A copy must not span two ranges. Thread-safe;
+        callers must not change the array."""
         return self._starts
 
 
@@ -207,13 +211,14 @@ class Timer:
         self._used = True
 
     def take(self) -> float:
-        """Seconds, once both points are reached; 0 if nothing was timed since the last call."""
+        """Seconds between the two points, both of which are reached; 0 if nothing was timed since the last call."""
         used, self._used = self._used, False
         return self._driver.seconds_between(self._start, self._stop) if used else 0.0
 
 
 class StagingBuffer:
-    """`num_bytes` of device memory at `address` (none for 0), and the stream of its copies. `undo` frees everything."""
+    """`num_bytes` of device memory at `address`, and the stream of its copies. `undo` frees both. If `num_bytes` is 0,
+    there is no memory, and `address` is 0."""
 
     def __init__(self, driver: Driver, num_bytes: int, undo: ExitStack) -> None:
         self.address = 0
@@ -224,7 +229,7 @@ class StagingBuffer:
 
 
 class BatchMarks:
-    """The events and timers of one batch. `halfway` is between its two streams, `finished` after all of it."""
+    """The events and timers of one batch. `halfway` is recorded after its first half, `finished` after its second."""
 
     def __init__(self, driver: Driver, undo: ExitStack) -> None:
         self.halfway, self.finished = (new_event(driver, undo, timing=False) for _ in range(2))

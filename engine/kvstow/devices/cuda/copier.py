@@ -6,17 +6,18 @@ Guarantees
 - A buffer is reused after its batch has finished. The device waits for that on its own, so it can be given more batches
   than there are buffers, and the link is not idle while this thread waits for the interpreter.
 - `advance` never waits for the device. It begins as many batches as have finished since the last call, and at most
-  `per_advance` more: so the device's queue does not shrink between calls, and the cost of a call is bounded by the time
+  `per_advance` more. So the device's queue does not shrink between calls, and the cost of a call is bounded by the time
   since the last one (a batch costs the host 50 us and keeps the link busy for 0.9 ms) plus `per_advance` batches.
 - After an error no further batch of the op begins, and the op fails only when those under way have finished. If the
   driver refuses even to record the events that show this, the streams must become idle first.
 
-Assumes one thread, which has made the context current. If `advance` raises an error that is not the driver's, the state
-of the device is unknown, and only `drain` may follow.
+One thread uses a copier, and has made the context current. If `advance` raises an error that is not the driver's, the
+state of the device is unknown, and only `drain` may follow.
 
-A batch has two halves on two streams. A store's: the kernel that gathers pages on `kv`, then the copies on its buffer's
-`link`. A load's: the copies on `link`, then the kernel that scatters pages on `kv` (with the direct copies, as they
-write the KV cache). So the kernel of one batch runs during the copies of another.
+A batch has two halves on two streams. A store first runs the kernel that gathers pages, on `kv`, and then the copies,
+on its buffer's `link`. A load first runs the copies, on `link`, and then the kernel that scatters pages, on `kv`, where
+its direct copies run as well, because they write the KV cache. So the kernel of one batch runs during the copies of
+another.
 """
 
 from __future__ import annotations
@@ -39,19 +40,22 @@ from kvstow.devices.cuda.driver import AccessOrder, Driver, DriverError, Handle,
 from kvstow.devices.cuda.plan import PIECE, BatchedCopies, Copies, Split
 from kvstow.errors import CopyError
 
-MAX_BLOCKS = 1000  # per launch; the arguments then just fit into a kernel's limit of 4 KiB
+MAX_BLOCKS = 1000
+"""Blocks per launch of a kernel. Their numbers then just fit into the 4 KiB that a kernel's arguments may have."""
+
 _THREADS = 128
+"""Threads per thread block."""
 
 
 @cache
 def machine_code(driver: Driver, capability: tuple[int, int]) -> bytes:
-    """Compiled once per process and kind of GPU."""
+    """The machine code of pages.cu. It is compiled once per process and kind of GPU."""
     source = files("kvstow.devices.cuda").joinpath("pages.cu").read_text()
     return driver.compile(source, capability)
 
 
 def load_kernels(context: CudaContext, names: Sequence[str], undo: ExitStack) -> dict[str, Handle]:
-    """These functions of pages.cu."""
+    """Load these functions of pages.cu. `undo` unloads them."""
     driver = context.driver
     module = driver.load_module(machine_code(driver, driver.compute_capability(context.ordinal)))
     undo.callback(driver.unload_module, module)
@@ -59,7 +63,7 @@ def load_kernels(context: CudaContext, names: Sequence[str], undo: ExitStack) ->
 
 
 def copy_to_device(driver: Driver, values: npt.NDArray[np.void], undo: ExitStack) -> int:
-    """The address of a copy on the device."""
+    """Copy an array to device memory, which `undo` frees. Returns its address."""
     address = driver.allocate(values.nbytes)
     undo.callback(driver.free, address)
     driver.write(address, values)
@@ -120,15 +124,15 @@ class PageKernels:
 
 
 def pointers_to_fields(arguments: ctypes.Structure) -> ctypes.Array[ctypes.c_uint64]:
-    """What `Driver.launch` takes; `arguments` must outlive it."""
+    """Pointers to the fields of `arguments`, as `Driver.launch` takes them. `arguments` must outlive them."""
     start = ctypes.addressof(arguments)
     offsets = [getattr(type(arguments), field[0]).offset for field in arguments._fields_]
     return (ctypes.c_uint64 * len(offsets))(*(start + offset for offset in offsets))
 
 
 class Transfer:
-    """The ticket of an op, complete before a copier takes it. Its batches begin and finish in order. Used by one
-    thread."""
+    """The ticket of an op, with all that its batches need before a copier takes it. The batches begin and finish in
+    order. Used by one thread."""
 
     def __init__(
         self,
@@ -213,7 +217,7 @@ class Copier:
         self._last_copied: Handle | None = None  # recorded after the copies that were queued last
         self._waiting: deque[Transfer] = deque()
         self._flying: deque[Batch] = deque()  # begun and not finished
-        self._unended: deque[Batch] = deque()  # the last of them: their second halves are not queued yet
+        self._unended: deque[Batch] = deque()  # the last of these, whose second halves are not queued yet
 
     def queue(self, transfer: Transfer) -> None:
         """Queue a transfer; `advance` starts it."""
@@ -233,8 +237,8 @@ class Copier:
                 _attempt(batch, self._mark_source_free)
 
     def drain(self) -> None:
-        """Wait for batches under way; ops that are not complete then have failed. Raises `DriverError` after trying
-        everything: then the device is lost, and accesses no memory."""
+        """Wait for the batches under way, and fail the ops that are not complete. Raises `DriverError` after trying
+        everything; then the device is lost, and accesses no memory."""
         unbegun = [transfer for transfer in self._waiting if transfer.begun < transfer.num_batches]
         for transfer in [*unbegun, *(batch.transfer for batch in self._unended)]:
             transfer.fail(CopyError("the device was closed before the copy was complete"))
@@ -249,7 +253,7 @@ class Copier:
     # The life of a batch.
 
     def _next(self) -> Transfer | None:
-        """The first transfer with a batch to begin, if it may."""
+        """The first transfer that has a batch to begin. None if there is none, or if it still waits for its fence."""
         while self._waiting:
             transfer = self._waiting[0]
             if transfer.error is None and transfer.begun < transfer.num_batches:
@@ -283,14 +287,15 @@ class Copier:
             self._end(self._unended.popleft())
 
     def _end(self, batch: Batch) -> None:
-        """A failed batch ends too: `finished` then shows that none of it is under way."""
+        """Queue the second half. A failed batch gets its event, too, and `finished` then shows that none of it is under
+        way."""
         _, second = self._streams(batch)
         _mark(batch, lambda batch: self._driver.wait_event(second, batch.marks.halfway))
         _attempt(batch, self._second_half)
         _mark(batch, lambda batch: self._driver.record_event(batch.marks.finished, second))
 
     def _reclaim(self) -> int:
-        """How many batches have finished since the last call."""
+        """End the batches that have finished since the last call, and return their number."""
         count = 0
         while len(self._flying) > len(self._unended) and self._has_finished(self._flying[0]):
             batch = self._flying.popleft()
@@ -315,7 +320,7 @@ class Copier:
     # The halves.
 
     def _streams(self, batch: Batch) -> tuple[Handle, Handle]:
-        """Those of its first and of its second half."""
+        """The stream of the batch's first half, and that of its second."""
         return (self._kv, batch.buffer.link) if self._stores else (batch.buffer.link, self._kv)
 
     def _first_half(self, batch: Batch) -> None:
@@ -344,10 +349,10 @@ class Copier:
             self._kernels.launch("gather" if self._stores else "scatter", batch.buffer.address, blocks, self._kv)
 
     def _copy_staged(self, batch: Batch, copied: Handle) -> None:
-        """Copy after the batches before it; `copied` is recorded after these copies.
+        """Queue the copies behind those of the batch before. The caller records `copied` after them.
 
-        A copy engine stays with a stream as long as it has work: with all batches on one stream, the copy of a sampled
-        token waited for a whole store, 39 ms for 2 GiB; with one stream per buffer it waits 0.9 ms at most.
+        A copy engine stays with a stream as long as it has work. With all batches on one stream, the copy of a sampled
+        token waited for a whole store, which takes 39 ms for 2 GiB. With one stream per buffer it waits 0.9 ms at most.
         """
         if self._last_copied is not None:
             self._driver.wait_event(batch.buffer.link, self._last_copied)
@@ -386,8 +391,8 @@ def _mark(batch: Batch, step: Callable[[Batch], None]) -> None:
 
 
 def twice(call: Callable[[], _Value]) -> _Value:
-    """Calls that wait or query may report errors of earlier work without waiting. If the second attempt fails too, the
-    device is lost."""
+    """Call again if the first call fails: a call that waits or queries may report an error of earlier work without
+    waiting. If the second call fails, too, the device is lost."""
     try:
         return call()
     except DriverError:

@@ -34,13 +34,14 @@ class CudaOptions:
 
     `strategy`: "staged" packs pages on the device and copies whole blocks, "direct" copies page by page, "auto"
     decides per region by its page size: direct from `threshold_bytes` on, which is measured when it is None.
-    `staging_bytes`: the size of a batch and of a staging buffer; at least one block, where a block is larger.
-    `num_buffers`: staging buffers per direction. As many batches of stores are queued at a time; another copy to the
-    host, say of a sampled token, may have to wait for all of them.
-    `loads_ahead`: batches of loads queued at a time, though they take turns with the buffers: the link stays busy while
-    the host's interpreter is. Other copies to the device do not wait for them.
-    `loads_per_advance`: how many of them one `advance` may add to those under way, since the host's thread may pay for
-    it within a step: 50 us each, 0.8 ms by default. They keep the link busy for 14 ms, until the next call adds more.
+    `staging_bytes`: the size of a batch and of a staging buffer, which hold at least one block.
+    `num_buffers`: staging buffers per direction, and also the batches of stores that are queued at a time. Another copy
+    to the host, such as that of a sampled token, may have to wait for all of these.
+    `loads_ahead`: batches of loads that are queued at a time. They take turns with the buffers, and the device orders
+    them itself, so the link stays busy while the host's interpreter is. Other copies to the device do not wait for
+    them.
+    `loads_per_advance`: how many batches of loads one `advance` may add to those under way. The host's thread may pay
+    for them within a step: 50 us each, 0.8 ms by default. They keep the link busy for 14 ms, until the next call.
     """
 
     strategy: CopyStrategy = "auto"
@@ -62,7 +63,7 @@ class CudaOptions:
 class CudaDevice:
     """Moves blocks between `tensors` and `pool`; protocol and ordering in `kvstow.devices.base`.
 
-    `tensors[i]` is region `i` of `layout` as uint8 `[num_blocks, page_bytes]` on one GPU, its rows dense and any
+    `tensors[i]` is region `i` of `layout` as uint8 `[num_blocks, page_bytes]` on one GPU, with dense rows and any
     stride between them. They are written and read in place; the caller keeps them alive. The pool is borrowed;
     `registrar` is the one that pins it.
 
@@ -82,9 +83,9 @@ class CudaDevice:
         options: CudaOptions | None = None,
         parts: Sequence[Part] | None = None,
     ) -> None:
-        """`parts`: what loads by layer bring one after the other; None: there are no such loads. Allocates up to four
-        staging buffers on the device, and may calibrate (`CudaOptions`). Raises `ConfigError`, `DriverUnavailableError`
-        and `DriverError`, and then leaves nothing behind."""
+        """`parts`: the parts that loads by layer copy one after the other; None if there are no such loads. Allocates
+        the staging buffers on the device, and may calibrate (`CudaOptions`). Raises `ConfigError`,
+        `DriverUnavailableError` and `DriverError`, and then leaves nothing behind."""
         layout.require(pool.slot_bytes, len(tensors))
         for region, tensor in zip(layout.regions, tensors, strict=True):
             if tensor.device.type != "cuda" or tensor.device != tensors[0].device:
@@ -147,7 +148,7 @@ class CudaDevice:
             self._layers.copy_now(device, host, size, after)
 
     def _compute_stream(self) -> Handle:
-        """As `torch.cuda.current_stream` says, without the object that it makes: that took 5 us of each layer."""
+        """The stream of `torch.cuda.current_stream`, without the object that it makes, which costs 5 us per layer."""
         return torch._C._cuda_getCurrentRawStream(self._context.ordinal)
 
     def advance(self) -> None:
@@ -199,12 +200,20 @@ def _direct_regions(driver: Driver, layout: KVLayout, options: CudaOptions) -> l
     return direct
 
 
-CANDIDATES = (256 << 10, 512 << 10, 1 << 20, 2 << 20)  # bytes; smaller ones reach 85 % at best
-NEVER = 1 << 62  # larger than any page
+CANDIDATES = (256 << 10, 512 << 10, 1 << 20, 2 << 20)
+"""Page sizes, in bytes, that are measured. Smaller pages reach 85 % of the large-copy rate at best."""
+
+NEVER = 1 << 62
+"""A threshold in bytes that no page reaches."""
 
 _BYTES = 32 << 20
+"""Bytes that a measurement copies in each direction."""
+
 _REPEATS = 3
-_ENOUGH = 0.97  # of the large-copy rate
+"""How often each measurement is made; the shortest time counts."""
+
+_ENOUGH = 0.97
+"""Pages that reach this share of the large-copy rate are copied directly."""
 
 
 def direct_threshold(driver: Driver) -> int:

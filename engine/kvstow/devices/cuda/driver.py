@@ -131,11 +131,11 @@ class Driver:
         self._call("cuEventRecord", event, stream)
 
     def is_reached(self, event: Handle) -> bool:
-        """Also true of an event that was never recorded."""
+        """Whether the device has reached the event. Also true of an event that was never recorded."""
         return self._is_done("cuEventQuery", event)
 
     def seconds_between(self, start: Handle, end: Handle) -> float:
-        """Both events were made with timing and are reached. Resolution 0.5 us."""
+        """Seconds between two events that were made with timing and are reached. The resolution is 0.5 us."""
         return float(self._call("cuEventElapsedTime", start, end)) / 1e3
 
     # Memory.
@@ -155,7 +155,7 @@ class Driver:
         self._call("cuMemFreeHost", address)
 
     def register_host(self, address: int, num_bytes: int) -> None:
-        """For all contexts. Holds a lock of the driver meanwhile: other CUDA calls of the process wait."""
+        """Pin memory for all contexts. The driver holds a lock meanwhile, so other CUDA calls of the process wait."""
         self._call("cuMemHostRegister", address, num_bytes, _HOST_PORTABLE)
 
     def unregister_host(self, address: int) -> None:
@@ -252,7 +252,7 @@ class Driver:
     # Initialisation.
 
     def _start(self) -> int:
-        """Initialise the driver; its version, say 13000 for CUDA 13.0."""
+        """Initialise the driver. Returns its version, such as 13000 for CUDA 13.0."""
         try:
             self._call("cuInit", 0)
             version = int(self._call("cuDriverGetVersion"))
@@ -268,8 +268,8 @@ class Driver:
         return version
 
     def _find_batch_copy(self) -> Any:
-        """cuMemcpyBatchAsync with the signature of CUDA 12.8, which CUDA 13 still offers. Called through ctypes:
-        cuda-bindings would convert lists item by item."""
+        """cuMemcpyBatchAsync with the signature of CUDA 12.8, which CUDA 13 still offers. It is called through ctypes,
+        because cuda-bindings would convert lists item by item."""
         address, *_ = self._call("cuGetProcAddress", b"cuMemcpyBatchAsync", _OLDEST, 0)
         if not address:  # a call through it would end the process
             raise DriverUnavailableError("the CUDA driver has no cuMemcpyBatchAsync; needed: 12.8 or newer")

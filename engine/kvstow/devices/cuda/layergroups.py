@@ -1,10 +1,10 @@
 """Loads by layer through the copy engine: groups of layers that lie together in a slot cross the link to a staging
 buffer, and a kernel moves them on to their pages.
 
-Direct copies of pieces below 256 KiB are far slower than the link, so a group has as many of a slot at least, and more
-where a load would have too many copies: submitting 4,096 of them takes the host about 2 ms. All of a load is submitted
-at once. A copy waits, on the device, for the kernel that empties its buffer and for the copy before it, so that never
-more than the two buffers' copies can run: what the step itself copies waits for no more than these.
+Copies of pieces below 256 KiB are far slower than the link, so a group takes at least 256 KiB of each slot. It takes
+more if the load would have more than 4,096 copies, which the host needs about 2 ms to submit. The whole load is
+submitted at once. Each copy waits, on the device, for the kernel that empties its buffer and for the copy before it. So
+only the copies of the two buffers can run at a time, and copies of the step itself wait for no more than these.
 """
 
 from __future__ import annotations
@@ -22,14 +22,19 @@ from kvstow.devices.cuda.driver import Driver, Handle, Int64Array
 from kvstow.devices.cuda.plan import PIECE, PIECE_BYTES
 from kvstow.layout import KVLayout, Part
 
-_CONTIGUOUS = 256 << 10  # bytes in a slot; copies of fewer reach 0.8 of the link at best
-_COPIES = 4096  # of one load
-_STAGING = 32 << 20  # bytes of a buffer; at least one slot
+_CONTIGUOUS = 256 << 10
+"""Bytes of a slot that a group has at least. Smaller copies reach 0.8 of the link's rate at best."""
+
+_COPIES = 4096
+"""Copies that a load has at most, unless its groups would be larger than a slot."""
+
+_STAGING = 32 << 20
+"""Bytes of a staging buffer, which holds at least one slot."""
 
 
 class _Buffer:
-    """A staging buffer. `copied`: its bytes are there; `freed`: they have been moved on. Waiting for an event means its
-    last record, so one of each is enough."""
+    """A staging buffer. The event `copied` is reached when its bytes have arrived, and `freed` when a kernel has moved
+    them on. A wait for an event is for its last record, so one event of each kind is enough."""
 
     def __init__(self, driver: Driver, num_bytes: int, undo: ExitStack) -> None:
         self.staging = StagingBuffer(driver, num_bytes, undo)
@@ -49,7 +54,7 @@ def slot_ends(layout: KVLayout, parts: Sequence[Part]) -> list[int] | None:
 
 
 def group_ends(ends: Sequence[int], num_blocks: int) -> list[int]:
-    """The end of each group, as a number of parts, of a load of so many blocks."""
+    """The end of each group, as a number of parts, for a load of `num_blocks` blocks."""
     total, start, groups = ends[-1], 0, []
     least = max(_CONTIGUOUS, -(-total * num_blocks // _COPIES))
     for number, end in enumerate(ends, 1):
@@ -66,13 +71,13 @@ def may_use_engine(layout: KVLayout, parts: Sequence[Part]) -> bool:
 
 
 class LayerGroups:
-    """The staging buffers, and what is submitted through them. Used by the host's thread; `stream` is the one whose
-    kernels write the pages. The context is current. If `submit` raises, some of the load may be under way."""
+    """Submits loads through two staging buffers. The host's thread uses it, and has made the context current. If
+    `submit` raises, some of the load may be under way."""
 
     def __init__(
         self, context: CudaContext, layout: KVLayout, bases: Sequence[int], parts: Sequence[Part], undo: ExitStack
     ) -> None:
-        """`parts`: see `may_use_engine`."""
+        """`parts`: those for which `may_use_engine` is true."""
         driver = self._driver = context.driver
         ends = slot_ends(layout, parts)
         assert ends is not None
@@ -101,9 +106,10 @@ class LayerGroups:
         stream: Handle,
         timer: Timer,
     ) -> None:
-        """Record `events[i]` when group `i` is in its pages; the last one ends with part `ends[-1]`."""
+        """Submit a load. Group `i` ends with part `ends[i]`, and `events[i]` is recorded when it is in its pages. The
+        kernels that write the pages run on `stream`."""
         if isinstance(after, CudaFence):
-            for link in self.streams:  # also the copies, or their time would hold that of the work before
+            for link in self.streams:  # the copies wait, too, or their time would include the work before
                 after.hold_back(link)
         first, start = 0, 0
         for event, last in zip(events, ends, strict=True):
@@ -115,7 +121,7 @@ class LayerGroups:
                 buffer = self.buffers[self._turn]
                 self._driver.wait_event(stream, buffer.copied)
                 rows = range(self._rows[first], self._rows[last])
-                # The pieces count from the start of the slot, and the buffer begins with the group.
+                # The pieces' offsets count from the start of the slot, and the buffer begins with the group.
                 self._kernels.move(rows, buffer.staging.address - start, size, blocks[some], stream)
                 self._driver.record_event(buffer.freed, stream)
                 self._turn = 1 - self._turn
@@ -136,7 +142,7 @@ class LayerGroups:
 
 
 def _rows(layout: KVLayout, bases: Sequence[int], part: Part) -> list[tuple[int, int, int, int]]:
-    """What thread blocks move of each block of this part."""
+    """The pieces of this part, of which a thread block moves one for each block."""
     rows: list[tuple[int, int, int, int]] = []
     for number, first, size in part:
         region, place = layout.regions[number], layout.offsets[number] + first

@@ -1,12 +1,12 @@
-"""Loads by layer: the bytes of one layer after the other come into their pages, and the host's computation waits for
-each layer on the device.
+"""Loads by layer: they copy one layer after the other to its pages, and the host's computation waits for each layer on
+the device.
 
-There are two ways, and the faster one on this host is taken (`layerways`). A kernel reads slots over the link straight
-into the pages, without a staging buffer. Its warps take pieces of 4 KiB, so a few thread blocks fill the link for pages
-of any size, and leave the other multiprocessors to the computation (`bench.gpu.layers`). Or the copy engine brings
-groups of layers through two staging buffers (`layergroups`), where a slot holds more than one group.
+There are two ways, and a load takes the one that is faster on this host (`layerways`). A kernel reads slots over the
+link straight into the pages, without a staging buffer. Its warps take pieces of 4 KiB, so a few thread blocks fill the
+link for pages of any size, and leave the other multiprocessors to the computation (`bench.gpu.layers`). Or the copy
+engine brings groups of layers through two staging buffers (`layergroups`), if a slot holds more than one group.
 
-Whatever can fail is done before anything is given to the device, or undone: a launch that fails leaves no work behind.
+A load that fails leaves no work behind: it fails before the device has any of it, or waits for what the device has.
 """
 
 from __future__ import annotations
@@ -33,12 +33,15 @@ from kvstow.errors import CopyError
 from kvstow.layout import KVLayout, Part
 from kvstow.messages import LayerFigures, LayerWay
 
-_LAUNCH_BYTES = 5 << 19  # what the link moves in 50 us, which a launch and the wait for it cost the host
-_AT_A_TIME = 4  # loads; a host is two steps ahead of the device at most, with one load in each
+_LAUNCH_BYTES = 5 << 19
+"""Bytes that the link moves in 50 us, the time that a launch and the wait for it cost the host."""
+
+_AT_A_TIME = 4
+"""Loads that may be under way. A host is at most two steps ahead of the device, with one load in each."""
 
 
 class _Buffers:
-    """The places of one load, in memory of the host and of the device, and what shows that they are no longer read."""
+    """The places of one load, in memory of the host and of the device, and the event after which nothing reads them."""
 
     def __init__(self, driver: Driver, num_blocks: int, undo: ExitStack) -> None:
         num_bytes = num_blocks * PLACE.itemsize
@@ -57,7 +60,7 @@ class CudaLayeredLoad:
     events and gives them back when it is collected. It is also its own ticket: the thread that drives the device writes
     `seconds` and `is_done`."""
 
-    error: BaseException | None = None  # it has none: a load that cannot be submitted is no load
+    error: BaseException | None = None  # always: a load that cannot be submitted raises instead
 
     def __init__(self, context: CudaContext, compute: Callable[[], Handle]) -> None:
         self._context, self._compute = context, compute
@@ -65,7 +68,7 @@ class CudaLayeredLoad:
         self.events: list[Handle] = []
         self.launches: list[int] = []
         self._waited: dict[Handle, int] = {}
-        """By stream, the last launch that it waits for: launches end in their order."""
+        """The last launch that each stream waits for. Launches end in their order, so the last one is enough."""
 
     @property
     def ticket(self) -> CudaLayeredLoad:
@@ -112,7 +115,7 @@ class LayerLoader:
         self._ways = WayRates()
         self._groups: LayerGroups | None = None
         self._trial: LayerTrial | None = None
-        # The driver loads code at its first launch, and waits for all kernels that run by then.
+        # The driver loads code at its first launch, and waits for all kernels that run by then: so launch it now.
         self._fetch.launch(self._table, 0, 0, 0, self._stream)
         undo.callback(twice, partial(driver.synchronize, self._stream))
         if may_use_engine(layout, parts):
@@ -120,7 +123,7 @@ class LayerLoader:
             self._trial = LayerTrial(context, self._fetch, self._groups, self._stream, undo)
             self._ways.trying()
             self._ways.tried(*self._trial.first())
-        undo.callback(self._wait)  # last: it waits for all streams, so all of them are still there
+        undo.callback(self._wait)  # last, so that it runs first: it waits for all streams
 
     def load(self, blocks: Int64Array, addresses: Int64Array, after: Fence | None) -> CudaLayeredLoad:
         """Load from the slots at these addresses. See `LayerDevice.load_layers`."""
@@ -130,7 +133,7 @@ class LayerLoader:
         groups = self._groups if self._ways.way == "engine" else None
         ends = self._launch_ends(len(blocks)) if groups is None else groups.ends(len(blocks))
         load.launches = [number for number, (first, end) in enumerate(_pairs(ends)) for _ in range(first, end)]
-        for _ in ends:  # taken one by one, so that none is lost
+        for _ in ends:  # one by one, so that the load returns each, whatever fails
             load.events.append(self._context.take_event())
         try:
             buffers = self._buffers.popleft()
@@ -175,9 +178,9 @@ class LayerLoader:
             driver.record_event(event, stream)
 
     def _launch_ends(self, num_blocks: int) -> list[int]:
-        """The end of each launch, as a number of parts. The computation waits for the first of `n` launches, which has
-        an `n`th of the load, and the host spends its time on all of them: the sum is least at the root of their ratio.
-        """
+        """The end of each launch, as a number of parts. With `n` launches, the computation waits for the first, which
+        moves an `n`th of the load, and the host spends 50 us on each. The sum of both times is least if `n` is the
+        square root of the load's bytes over `_LAUNCH_BYTES`."""
         ends, size = [], 0
         total = sum(self._part_bytes) * num_blocks
         least = total / max(1.0, sqrt(total / _LAUNCH_BYTES))
@@ -201,7 +204,7 @@ class LayerLoader:
             if not twice(partial(self._driver.is_reached, buffers.finished)):
                 return
             self._flying.popleft()
-            with suppress(DriverError):  # a load of unknown length
+            with suppress(DriverError):  # how long the load took stays unknown
                 load.seconds = buffers.timer.take()
                 self._ways.loaded(buffers.way, buffers.num_bytes, load.seconds)
             self._buffers.append(buffers)
@@ -222,14 +225,14 @@ class LayerLoader:
         self.advance()
 
     def _wait(self) -> None:
-        """Until nothing of any load is under way. Raises the last error, after trying all streams."""
+        """Wait until nothing of any load is under way. Raises the last error, after trying all streams."""
         with ExitStack() as attempts:
             for stream in (self._stream, *(self._groups.streams if self._groups is not None else ())):
                 attempts.callback(twice, partial(self._driver.synchronize, stream))
 
 
 def _pieces(layout: KVLayout, bases: Sequence[int], part: Part) -> np.ndarray:
-    """What warps copy of each block of this part."""
+    """The pieces of this part, of which a warp copies one for each block."""
     rows = []
     for number, first, size in part:
         region, place = layout.regions[number], layout.offsets[number] + first

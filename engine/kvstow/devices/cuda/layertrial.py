@@ -1,7 +1,8 @@
 """The kernel that reads host memory, and a trial of it beside the copy engine.
 
-A trial reads 8 MiB of a load's slots once more by either way into a staging buffer, behind the load: nobody waits for
-it, and the load holds the slots meanwhile. So both are measured in the memory that loads come from.
+A trial follows a load: it reads 8 MiB of the load's slots by each way, into a staging buffer. The computation does not
+wait for it, and the load holds its slots until it has ended. So both ways are measured in the memory that loads come
+from.
 """
 
 from __future__ import annotations
@@ -20,13 +21,23 @@ from kvstow.devices.cuda.driver import DriverError, Handle, Int64Array
 from kvstow.devices.cuda.layergroups import LayerGroups
 from kvstow.devices.cuda.plan import PIECE
 
-PIECE_BYTES = 4 << 10  # what one warp copies at a time
-PLACE = np.dtype([("slot", np.uint64), ("block", np.uint64)])  # pages.cu
+PIECE_BYTES = 4 << 10
+"""Bytes that one warp copies at a time."""
+
+PLACE = np.dtype([("slot", np.uint64), ("block", np.uint64)])
+"""The address of a slot and the number of its block, as pages.cu declares them."""
 
 _THREAD_BLOCKS, _THREADS = 4, 512
+"""Thread blocks of a launch at most, and threads in each."""
+
 _WARPS = _THREADS // 32
-_SPAN = 256 << 10  # bytes of a slot, as the smallest groups have
+"""Warps in a thread block."""
+
+_SPAN = 256 << 10
+"""Bytes that a trial reads of each slot by each way: the size of the smallest groups."""
+
 _SLOTS = 32
+"""Slots that a trial reads."""
 
 
 class _Arguments(ctypes.Structure):
@@ -50,7 +61,8 @@ class Fetch:
         self._pointers = pointers_to_fields(self._arguments)
 
     def launch(self, pieces: int, num_pieces: int, places: int, num_places: int, stream: Handle) -> None:
-        """Read the pieces of the slots in `places`, both tables at addresses of the device, into their pages."""
+        """Read the pieces of the slots in `places` into their pages. `pieces` and `places` are the addresses of tables
+        in device memory."""
         arguments = self._arguments
         arguments.pieces, arguments.num_pieces = pieces, num_pieces
         arguments.places, arguments.num_places = places, num_places
@@ -59,7 +71,7 @@ class Fetch:
 
 
 class TrialRates(NamedTuple):
-    """Bytes a second."""
+    """What a trial has measured, in bytes a second."""
 
     kernel: float
     engine: float
@@ -91,14 +103,14 @@ class LayerTrial:
             undo.callback(self._driver.free_host, host)
             undo.callback(twice, partial(self._driver.synchronize, self._stream))
             addresses = host + np.arange(_SLOTS, dtype=np.int64) * 2 * _SPAN
-            self._submit(addresses)  # code is loaded, and pages are mapped
+            self._submit(addresses)  # not measured: it also loads code and maps pages
             self._submit(addresses)
             self._driver.synchronize(self._stream)
             return self._found()
 
     def begin(self, addresses: Sequence[int] | Int64Array) -> bool:
-        """Queue a trial that reads the slots at the first of these addresses. False if they are too few, or one is
-        under way."""
+        """Queue a trial that reads the slots at the first of these addresses. Returns False if there are too few of
+        them, or if a trial is under way."""
         if self._is_under_way or len(addresses) < _SLOTS:
             return False
         self._submit(np.asarray(addresses[:_SLOTS], np.int64))
@@ -106,15 +118,15 @@ class LayerTrial:
         return True
 
     def take(self) -> TrialRates | None:
-        """What a trial has found that has ended since the last call."""
+        """The rates of a trial that has ended since the last call, or None."""
         if not self._is_under_way or not twice(partial(self._driver.is_reached, self._finished)):
             return None
-        with suppress(DriverError):  # of unknown length: another one is made in its time
+        with suppress(DriverError):  # its rates stay unknown until the next trial
             return self._found()
         return None
 
     def _submit(self, addresses: Int64Array) -> None:
-        """The two ways read different bytes of the slots, so that no cache has them for the second one."""
+        """Queue a trial. The two ways read different bytes of the slots, so that no cache has them for the second."""
         driver, stream = self._driver, self._stream
         places = np.ctypeslib.as_array((ctypes.c_uint8 * (_SLOTS * PLACE.itemsize)).from_address(self._host)).view(
             PLACE

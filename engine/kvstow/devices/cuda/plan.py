@@ -1,5 +1,5 @@
-"""Which bytes an op copies, as arrays for a whole op: Python work per page would cost more than the copy. Knows
-addresses and sizes, but no driver.
+"""Which bytes an op copies, as arrays for a whole op, because Python work per page would cost more than the copy. This
+module knows addresses and sizes, but no driver.
 
 A copy is *direct* (between a page and its place in the slot) or *staged* (between a stretch of a slot and a staging
 buffer, where a block's staged pages lie back to back as in the slot; kernels move them to and from the pages).
@@ -17,8 +17,11 @@ import numpy.typing as npt
 from kvstow.devices.cuda.driver import Int64Array
 from kvstow.layout import KVLayout
 
-PIECE_BYTES = 32 << 10  # bytes moved by one thread block
-PIECE = np.dtype([("page", np.uint64), ("stride", np.int64), ("offset", np.uint64), ("bytes", np.uint64)])  # pages.cu
+PIECE_BYTES = 32 << 10
+"""Bytes that one thread block moves."""
+
+PIECE = np.dtype([("page", np.uint64), ("stride", np.int64), ("offset", np.uint64), ("bytes", np.uint64)])
+"""A piece of a page, as pages.cu declares it."""
 
 
 class Stretch(NamedTuple):

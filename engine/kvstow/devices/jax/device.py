@@ -1,4 +1,4 @@
-"""The JAX device: programs are launched by the host's thread, bytes are moved by the copy thread."""
+"""The JAX device: the host's thread launches programs, and the copy thread moves bytes."""
 
 from __future__ import annotations
 
@@ -22,9 +22,14 @@ from kvstow.messages import LoadLaunch, StagedLoad
 
 HostMemory = Literal["auto", "plain", "pinned"]
 HOST_MEMORY: tuple[HostMemory, ...] = get_args(HostMemory)
-_MOST_BUFFERS = 8  # for loads, of each size
+_MOST_BUFFERS = 8
+"""Buffers of each size that loads have at most."""
+
 _PIECE_BYTES, _ROWS_PIECE_BYTES = 64 << 20, 16 << 20
-_ADVANCE_SECONDS = 2e-3  # small pieces are copied within; longer would delay the polls
+"""The default of `piece_bytes`, and its default where programs copy row by row in ordinary memory."""
+
+_ADVANCE_SECONDS = 2e-3
+"""Seconds until `advance` returns. It copies small pieces itself, and a longer call would delay the polls."""
 
 logger = logging.getLogger("kvstow.jax")
 
@@ -34,12 +39,14 @@ class JaxOptions:
     """How bytes travel. Sizes in bytes.
 
     `host_memory`: "pinned" copies through JAX's pinned memory, "plain" through memory that devices and host share, as
-    on the CPU; "auto" decides by the platform. `piece_bytes`: one program and one transfer to each device move at most
-    this much of an op; at least one block. By default 64 MiB; 16 MiB on the CPU, where pieces are gathered while others
-    are copied, and are in a cache then. `bytes_in_flight`: what the stores of a rank hold at once, on its devices and
-    in pinned memory, and what its loads hold; at least one piece and two of each size. A step whose stores exceed it
-    waits until older ones have been copied. `copy_threads`: how many threads copy between pinned memory and the pool;
-    3 of 4 CPUs by default, 12 at most (one thread reaches a tenth of a fast link).
+    on the CPU; "auto" decides by the platform.
+    `piece_bytes`: what one program, and one transfer to each device, move of an op at most; at least one block. The
+    default is 64 MiB, but 16 MiB on the CPU, where pieces are gathered while others are copied, and fit into a cache.
+    `bytes_in_flight`: what the stores of a rank hold at once, on its devices and in pinned memory, and also what its
+    loads hold. One piece of a store, and two buffers of each size for loads, are always allowed. A step whose stores
+    exceed it waits until older ones have been copied.
+    `copy_threads`: how many threads copy between pinned memory and the pool. The default is 3 of 4 CPUs, and at most
+    12, because one thread reaches a tenth of a fast link.
     """
 
     host_memory: HostMemory = "auto"
@@ -61,9 +68,9 @@ class JaxDevice:
     """Moves blocks between the KV arrays in `cell` and `pool`; protocols in `kvstow.devices.base`. It is also the
     `Launcher` of its data plane.
 
-    Made by the host's thread, the one that launches the host's steps: only this thread may launch programs, until
-    another one has called `follow_host`. The pool is borrowed, its slots laid out as `ShardedKV.layout` says. No memory
-    of it is handed to JAX. The copy thread and its helpers copy between host memory alone: they give JAX no work.
+    The host's thread, which launches the host's steps, makes the device. Only this thread may launch programs, until
+    another one calls `follow_host`. The pool is borrowed, and its slots are laid out as `ShardedKV.layout` says. JAX
+    gets none of its memory. The copy thread and its helpers only copy within host memory, and give JAX no work.
 
     `_launching` keeps `close` from overtaking a launch.
     """
@@ -141,12 +148,12 @@ class JaxDevice:
         return [news.popleft() for _ in range(len(news))]
 
     def stop(self) -> None:
-        self._stopping.set()  # a launch that waits goes on
+        self._stopping.set()  # first, so that a launch that waits gives up
         with self._launching:
             self._stopped = self._stopped or CopyError("the data plane was closed before the host launched the op")
 
     def follow_host(self) -> None:
-        """The calling thread is the host's from now on."""
+        """Make the calling thread the host's thread."""
         with self._launching:
             self._host = threading.get_ident()
 
@@ -169,7 +176,7 @@ class JaxDevice:
         return after
 
     def advance(self) -> None:
-        """Raises if the KV cache is lost. Ends after 2 ms, also if there is more to do."""
+        """Raises if the KV cache is lost. Returns after 2 ms even if there is more to do."""
         if self._stopped is not None:
             self._loads.fail_unlaunched(self._stopped)
         until = time.perf_counter() + _ADVANCE_SECONDS
@@ -183,7 +190,7 @@ class JaxDevice:
         self._stores.close()
 
     def _addresses(self, blocks: Sequence[int], slots: Sequence[int]) -> list[int]:
-        """Of the slots, which are checked."""
+        """Check the slots, and return their addresses."""
         if self._stopped is not None:
             raise CopyError("the device is closed")
         addresses: list[int] = self._pool.addresses(checked_slots(self._pool, slots, blocks)).tolist()
@@ -198,7 +205,7 @@ class JaxDevice:
 
 
 def _log_cached_copies(part_bytes: int) -> None:
-    """`part_bytes`: what a thread copies at once."""
+    """Advise a setting of glibc if its copies of `part_bytes`, which a thread copies at once, go through the cache."""
     cached = cached_copy_bytes()
     if cached is not None and PAST_CACHE_BYTES <= part_bytes < cached:
         logger.info(

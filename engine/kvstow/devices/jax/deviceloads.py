@@ -1,11 +1,11 @@
-"""Loads: the copy thread stages their bytes in host memory, the host's thread sends them to the devices and launches
-what writes the blocks, in the step that names the load.
+"""Loads: the copy thread stages their bytes in host memory. Then the host's thread sends them to the devices and
+launches the programs that write the blocks, in the step that names the load.
 
 A load needs no fence: the scatter replaces the arrays that the last step returned, so it follows all older programs on
 them, and the next step follows it.
 
-What is launched depends on what the steps name, and on nothing that differs between hosts: neither on when the bytes
-were staged, nor on whether they were. For a load that has failed here a scatter is launched that writes nothing.
+The steps alone decide what is launched, so that all hosts launch the same, whenever their bytes are staged. If a load
+has failed on this host, the scatter that is launched for it writes nothing.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ from kvstow.messages import LoadLaunch, StagedLoad
 logger = logging.getLogger("kvstow.jax")
 
 Buffers = Sequence[LoadBuffer]
-"""One for each device, all of one size."""
+"""One buffer for each device, all of one size."""
 
 
 class LoadTicket:
-    """A `Ticket`, and before that what says that the host has announced the load. `DeviceLoads.advance` moves it on.
-    Without slots until it is queued."""
+    """The ticket of a load. It is made when the host announces the load, and is the `after` with which the load is
+    queued, so it has no slots before that. `DeviceLoads.advance` moves it on."""
 
     def __init__(self, op_id: int, num_blocks: int, most: int) -> None:
-        """`most`: blocks in a piece."""
+        """`most`: how many blocks a piece has at most."""
         self.op_id, self.num_blocks = op_id, num_blocks
         pieces = pieces_of(num_blocks, most)
-        self.places = deque(reversed(pieces))  # ends with small ones
+        self.places = deque(reversed(pieces))  # the small ones come last
         self.num_pieces = len(pieces)
         self.blocks: Sequence[int] = ()
         self.slots: Sequence[int] = ()
-        """Their addresses."""
+        """The addresses of the slots."""
         self.staged: deque[LoadPiece] = deque()
-        """The copy thread adds, the host's thread takes."""
+        """The copy thread adds pieces, and the host's thread takes them."""
         self.num_filling = self.num_staged = self.num_launched = self.num_written = 0
         self.error: BaseException | None = None
         self.seconds = 0.0
@@ -66,7 +66,7 @@ class LoadTicket:
         self.error = self.error or error.with_traceback(None)
 
     def query(self) -> bool:
-        """Whether the load may be queued: always, as the host launches it later."""
+        """Always True: a load may be staged at once, because the host launches its writes later."""
         return True
 
     def poll(self) -> TicketState:
@@ -76,8 +76,8 @@ class LoadTicket:
 
 
 class LoadPiece:
-    """Some blocks of a load: a job fills the buffers, then the host's thread launches. `witnesses`: of the programs
-    that were launched."""
+    """Some blocks of a load. A job fills the buffers, and then the host's thread launches the programs that write the
+    blocks. `witnesses` are ready when these programs have ended."""
 
     def __init__(self, ticket: LoadTicket, blocks: Sequence[int], buffers: Buffers, job: CopyJob) -> None:
         self.ticket, self.blocks, self.buffers, self.job = ticket, blocks, buffers, job
@@ -90,7 +90,7 @@ class LoadPiece:
 
 class DeviceLoads:
     """All loads of a rank. `expect`, `launch` and `fail` belong to the host's thread, the others to the copy thread.
-    The caller keeps `launch` and `stop` apart, after which no block is written."""
+    A launch that begins after `stopping` is set writes no block."""
 
     def __init__(
         self,
@@ -102,21 +102,22 @@ class DeviceLoads:
         buffers: Sequence[Buffers],
         stopping: Event,
     ) -> None:
-        """`buffers`: some of each bucket. They bound the bytes of loads, in host memory and on the devices."""
+        """`buffers`: a number of them for each bucket. They bound the bytes of loads, in host memory and on the
+        devices."""
         self._kv, self._cell, self._programs, self._buckets = kv, cell, programs, buckets
         self._copier, self._stopping = copier, stopping
         self._free: dict[int, list[Buffers]] = {bucket: [] for bucket in buckets}
         for one in buffers:
             self._give_back(one)
         self._expected: weakref.WeakValueDictionary[int, LoadTicket] = weakref.WeakValueDictionary()
-        """By op. An op that fails before it is queued drops its ticket."""
+        """The announced loads by op. An op that fails before it is queued drops its ticket."""
         self._tickets: list[LoadTicket] = []
         self._filling: deque[LoadPiece] = deque()
         self._launched: deque[LoadPiece] = deque()
         self.news: deque[StagedLoad] = deque()
-        """The copy thread adds, the host's thread takes."""
+        """Which pieces have been staged. The copy thread adds to it, and the host's thread takes from it."""
         self.lost: BaseException | None = None
-        """Why the KV cache is gone."""
+        """Why the KV cache is lost, or None."""
 
     def expect(self, op_id: int, num_blocks: int) -> LoadTicket:
         ticket = LoadTicket(op_id, num_blocks, self._buckets[-1])
@@ -151,13 +152,13 @@ class DeviceLoads:
                 ticket.fail(error)
 
     def queue(self, ticket: LoadTicket, blocks: Sequence[int], slots: Sequence[int]) -> None:
-        """`slots`: their addresses."""
+        """`slots`: the addresses of the slots."""
         ticket.blocks, ticket.slots = blocks, slots
         self._tickets.append(ticket)
 
     def advance(self) -> bool:
-        """Begin to stage one piece, and move on those under way; False if there is nothing to do, or no memory for it.
-        Raises if the KV cache is lost."""
+        """Begin to stage one piece, and move on those under way. Returns False if there was nothing to do, or no free
+        buffer. Raises if the KV cache is lost."""
         self._end_written()
         if self.lost is not None:
             raise self.lost
@@ -169,14 +170,14 @@ class DeviceLoads:
         return next(map(self._stage, unstaged), False) or filled
 
     def fail_unlaunched(self, error: BaseException) -> None:
-        """The host launches nothing more."""
+        """Fail the loads that are not completely launched, because the host launches nothing more."""
         for ticket in self._tickets:
             if ticket.num_launched < ticket.num_pieces:
                 ticket.fail(error)
 
     def close(self) -> None:
-        """Wait for the programs and transfers under way: they use the buffers and write the blocks. The copier has been
-        closed: nothing reads the pool's slots."""
+        """Wait for the programs and transfers under way, which use the buffers and write the blocks. The caller has
+        closed the copier, so nothing reads the pool's slots."""
         for piece in self._launched:
             _wait(piece.arrays)
             _wait(piece.witnesses)
@@ -186,7 +187,7 @@ class DeviceLoads:
         self._free = {bucket: [] for bucket in self._buckets}
 
     def _stage(self, ticket: LoadTicket) -> bool:
-        """False if there is no memory."""
+        """Begin to stage the next piece of a load. Returns False if no buffer is free."""
         place = ticket.places[0]
         free = self._free[bucket_of(self._buckets, len(place))]
         if not free:
@@ -218,7 +219,7 @@ class DeviceLoads:
         ticket.seconds = time.perf_counter() - (ticket.began or 0.0)
         ticket.staged.append(piece)
         self.news.append(StagedLoad(ticket.op_id, ticket.num_staged + 1))
-        ticket.num_staged += 1  # last: the host's thread looks at it
+        ticket.num_staged += 1  # last: it shows the piece to the host's thread
 
     def _has_ended(self, ticket: LoadTicket) -> bool:
         while ticket.error is not None and ticket.staged:
@@ -250,7 +251,8 @@ class DeviceLoads:
         self._free[buffers[0].bucket].append(buffers)
 
     def _staged_piece(self, op_id: int, number: int) -> LoadPiece | None:
-        """This piece, which the caller launches now. None if its load has failed here."""
+        """Wait for this piece, which the caller then launches. None if its load has failed here, or the device
+        stops."""
 
         def is_ready() -> bool:
             ticket = self._expected.get(op_id)
@@ -262,7 +264,7 @@ class DeviceLoads:
             return None
         if not was_staged:
             ticket.fail(CopyError("its bytes were not staged in time"))
-        ticket.num_launched += 1  # first: the load has not ended before the caller has launched the piece
+        ticket.num_launched += 1  # first, so that the load does not end before the caller has launched the piece
         if ticket.error is None:
             with suppress(IndexError):  # the load has failed meanwhile
                 return ticket.staged.popleft()
@@ -270,9 +272,9 @@ class DeviceLoads:
         return None
 
     def _scatter(self, piece: LoadPiece, arrays: Sequence[jax.Array], split: list[Shards]) -> None:
-        """Write the blocks of a piece on all devices. `split`: `arrays` by device, filled by the first piece; the
-        memory of those that are written passes to new ones. After an error each device has its part of the KV cache,
-        with the blocks written or not, or the cache is lost."""
+        """Write the blocks of a piece on all devices. `split` has the parts of `arrays` by device; the first piece
+        fills it. Each scatter replaces the parts of a device by new arrays in the same memory. After an error, each
+        device has its part of the KV cache, with the blocks written or not, or the cache is lost."""
         try:
             split[:] = split or self._kv.split(arrays)
             piece.arrays = [buffer.upload() for buffer in piece.buffers]
@@ -284,7 +286,7 @@ class DeviceLoads:
             self._note_loss(split)
 
     def _scatter_nothing(self, bucket: int, arrays: Sequence[jax.Array], split: list[Shards]) -> None:
-        """The programs of a piece that other hosts write."""
+        """Launch the programs of a piece that only other hosts write."""
         try:
             split[:] = split or self._kv.split(arrays)
             nothing = np.zeros((bucket, self._programs[0].width), self._kv.dtype)
@@ -301,14 +303,14 @@ class DeviceLoads:
             self.lost = CopyError(f"the KV cache is lost: a program failed after {device} had given it the memory")
 
     def _rejoined(self, split: Sequence[Shards], arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
-        """The arrays after scatters: new ones if there were any, unless the cache is lost."""
+        """The arrays for the cell: new ones if scatters have replaced the old ones, unless the cache is lost."""
         if split and _first_deleted(split) is None and any(array.is_deleted() for array in arrays):
             return self._kv.join(split)
         return arrays
 
 
 def _first_deleted(split: Sequence[Shards]) -> int | None:
-    """The first device that has lost a part."""
+    """The number of the first device that has lost a part, or None."""
     return next((number for number, shards in enumerate(split) if any(part.is_deleted() for part in shards)), None)
 
 

@@ -1,11 +1,11 @@
-"""Stores: the host's thread gathers their blocks into memory of the devices, the copy thread moves that to the pool.
+"""Stores: the host's thread gathers their blocks into device memory, and the copy thread moves them to the pool.
 
 A gather needs no fence. It is launched after the steps that wrote its blocks, on the arrays that they returned, and
-before those that overwrite them: the runtime orders programs on the same arrays. So a store's blocks are free as soon
-as its gathers are launched, in the step that plans it. Memory in flight limits them: a step with more waits.
+before those that overwrite them, and the runtime orders programs on the same arrays. So a store's blocks are free as
+soon as its gathers are launched, in the step that plans it. A step whose gathers exceed the memory in flight waits.
 
-What is launched depends on what the steps plan, and on nothing that differs between hosts: the gathers of a store that
-has failed here are launched, too.
+The steps alone decide what is launched, so that all hosts launch the same. The gathers of a store that has failed on
+this host are launched, too.
 """
 
 from __future__ import annotations
@@ -28,15 +28,19 @@ from kvstow.devices.jax.shards import KVCell, ShardedKV, Shards
 from kvstow.errors import CopyError
 
 Rows = Sequence[jax.Array]
-"""Of some blocks, by device."""
+"""The rows of some blocks, by device."""
 
-_SPARE = 8  # rows of each size that are kept for later gathers
-_COPYING = 2  # pieces: the threads begin the next before one has ended, and loads wait behind two at most
+_SPARE = 8
+"""How many rows of each size are kept for later gathers."""
+
+_COPYING = 2
+"""Pieces that are copied at a time. The copy threads begin the next one before the last has ended, and a load waits
+behind two at most."""
 
 
 class GatheredPiece:
-    """Some blocks of a store on their way to the host, by device. Their bytes are in flight until the piece is dropped,
-    by whomever: its op may also fail before the copy thread has it."""
+    """Some blocks of a store on their way to the host, by device. Their bytes count as in flight until the last
+    reference to the piece is dropped, because the op may also fail before the copy thread has the piece."""
 
     def __init__(self, num_blocks: int, gathered: Rows, arriving: Rows, held: Held, *, reusable: bool) -> None:
         self.num_blocks = num_blocks
@@ -45,7 +49,7 @@ class GatheredPiece:
         """Rows for a later gather, once nothing uses this piece."""
         self.job = CopyJob()
         self.host: list[np.ndarray] = []
-        """What the job copies."""
+        """The memory that the job copies, if it is not where the bytes have arrived."""
         self._gathered: Rows | None = gathered
         self._held = held
 
@@ -60,15 +64,16 @@ class GatheredPiece:
 
 
 class StoreTicket:
-    """The programs that gather the blocks of a store, as the fence of its copy, and from `queue` on its `Ticket`, which
-    `DeviceStores.advance` moves on. The host's thread launches pieces, the copy thread takes them."""
+    """The fence of a store's copy, which stands for the programs that gather the blocks. Once the store is queued, it
+    is also its ticket, which `DeviceStores.advance` moves on. The host's thread launches pieces, and the copy thread
+    takes them."""
 
     def __init__(self, num_pieces: int) -> None:
         self.num_unlaunched = num_pieces
         self.launched: deque[GatheredPiece] = deque()
         self.copying: deque[GatheredPiece] = deque()
         self.slots: Sequence[int] = ()
-        """Their addresses."""
+        """The addresses of the slots."""
         self.num_started = self.num_copied = 0
         self.error: BaseException | None = None
         self.seconds = 0.0
@@ -110,8 +115,8 @@ class DeviceStores:
         pinned: bool,
         addressable: bool,
     ) -> None:
-        """`pinned`: the devices copy to pinned memory; else their own memory is the host's. `addressable`: whether the
-        copy thread can read where the bytes arrive; else JAX copies them once more."""
+        """`pinned`: whether the devices copy to pinned memory. If not, their own memory is the host's. `addressable`:
+        whether the copy thread can read the memory where the bytes arrive. If not, JAX copies them once more."""
         self._kv, self._cell, self._programs, self._buckets = kv, cell, programs, buckets
         self._in_flight, self._copier, self._stopping = in_flight, copier, stopping
         self._addressable = addressable
@@ -120,15 +125,15 @@ class DeviceStores:
         )
         self._reuses = programs[0].reuses_rows
         self._spare: dict[int, deque[Rows]] = {bucket: deque(maxlen=_SPARE) for bucket in buckets}
-        """By bucket. The copy thread adds, the host's thread takes."""
+        """Rows for later gathers, by bucket. The copy thread adds them, and the host's thread takes them."""
         self._rest: deque[Sequence[int]] = deque()
-        """Pieces of the last gather that are to be launched."""
+        """The blocks of the last store's pieces that are not launched yet."""
         self._last: Callable[[], StoreTicket | None] = lambda: None
-        """The last store, unless it has failed before the copy thread had it."""
+        """Returns the last store, or None if it failed before the copy thread had it."""
         self._tickets: list[StoreTicket] = []
 
     def gather(self, blocks: Sequence[int]) -> StoreTicket:
-        """Launch the first gather of a store; `launch_rest` goes on."""
+        """Launch the first gather of a store; `launch_rest` launches the others."""
         pieces = pieces_of(len(blocks), self._buckets[-1])
         self._rest = deque(blocks[piece.start : piece.stop] for piece in pieces)
         ticket = StoreTicket(len(pieces))
@@ -139,31 +144,31 @@ class DeviceStores:
 
     def launch_rest(self) -> None:
         """Launch the other gathers of the store. Waits for memory in flight."""
-        split: list[Shards] = []  # of the arrays, which stay the same meanwhile
+        split: list[Shards] = []  # the parts of the arrays, which stay the same meanwhile
         while self._rest:
             self._launch_piece(split)
 
     def queue(self, ticket: StoreTicket, slots: Sequence[int]) -> None:
-        """`slots`: their addresses."""
+        """`slots`: the addresses of the slots."""
         ticket.slots = slots
         self._tickets.append(ticket)
 
     def advance(self) -> bool:
-        """Begin to copy one piece that has arrived to the pool, and notice copies that have ended; False if there is
-        nothing."""
+        """Begin to copy one piece that has arrived to the pool, and notice copies that have ended. Returns False if
+        there was nothing to do."""
         self._tickets = [ticket for ticket in self._tickets if not ticket.has_ended]
         ended = sum(map(self._end_copies, self._tickets))
         return any(map(self._begin_copy, self._tickets)) or bool(ended)
 
     def close(self) -> None:
-        """The copier has been closed: nothing writes the pool's slots."""
+        """Drop all stores. The caller has closed the copier, so nothing writes the pool's slots."""
         self._tickets.clear()
         for spare in self._spare.values():
             spare.clear()
 
     def _launch_piece(self, split: list[Shards]) -> None:
-        """`split`: the arrays by device, filled by the first piece. The gather of a store that has failed is launched
-        as well, and dropped."""
+        """Launch the gather of the next piece. `split` has the parts of the arrays by device; the first piece fills it.
+        The gather of a store that has failed is launched as well, but its rows are dropped."""
         blocks = self._rest.popleft()
         bucket = bucket_of(self._buckets, len(blocks))
         held = self._wait_for_memory(bucket * self._kv.layout.slot_bytes)
@@ -192,7 +197,7 @@ class DeviceStores:
             ticket.num_unlaunched -= 1
 
     def _wait_for_memory(self, num_bytes: int) -> Held | None:
-        """None if the store has failed."""
+        """Wait until `num_bytes` more may be in flight, and count them. None if the store has failed."""
         taken: list[Held] = []
 
         def is_ready() -> bool:
@@ -257,8 +262,8 @@ class DeviceStores:
         return ranges
 
     def _address(self, piece: GatheredPiece, rows: jax.Array) -> int:
-        """Where the first row is; the others follow. (JAX would keep a numpy view of an array that is to be reused, and
-        copy it when it is.)"""
+        """The address of the first row, which the others follow. If the memory is addressable, there is no numpy view
+        of the array, because JAX would keep the view, and copy the array when its memory is reused."""
         if self._addressable:
             return int(rows.unsafe_buffer_pointer())
         piece.host.append(np.ascontiguousarray(rows))

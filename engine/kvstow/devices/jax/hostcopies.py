@@ -1,9 +1,9 @@
 """Host memory on the way between the pool and the devices: how much of it ops may hold, the buffers of loads, and
 copies between its ranges.
 
-JAX never sees the pool itself: on the CPU an array would be a view of it, and CUDA refuses copies that span two
-registrations of it. Copies run on several threads: one reaches a tenth of a fast link, or a fifth where glibc writes
-past the cache (see docs/architecture.md)."""
+JAX never gets the memory of the pool itself: on the CPU an array would be a view of it, and CUDA refuses copies that
+span two registrations of it. Copies run on several threads, because one reaches a tenth of a fast link, or a fifth
+where glibc writes past the cache (see docs/architecture.md)."""
 
 from __future__ import annotations
 
@@ -22,12 +22,15 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-_PATIENCE = 30.0  # seconds; a copy takes milliseconds
+_PATIENCE = 30.0
+"""Seconds that `wait_until` waits at most. A copy takes milliseconds."""
+
 _POLL = 1e-4
+"""Seconds between two checks of a condition."""
 
 
 class Held:
-    """Bytes in flight; they are given back when it is dropped."""
+    """Bytes that count as in flight until this object is dropped."""
 
     def __init__(self, num_bytes: int, returned: deque[int]) -> None:
         self._num_bytes, self._returned = num_bytes, returned
@@ -55,8 +58,8 @@ class BytesInFlight:
 
 
 def wait_until(condition: Callable[[], bool], stopping: Event) -> bool:
-    """Wait for what the copy thread does, and no longer than until `stopping` is set, or 30 seconds. False if it has
-    not come true."""
+    """Wait until the copy thread has made the condition true, but only until `stopping` is set, and for 30 seconds at
+    most. Returns False if the condition has not become true."""
     deadline = time.monotonic() + _PATIENCE
     while not condition():
         if time.monotonic() >= deadline or stopping.wait(_POLL):
@@ -65,14 +68,16 @@ def wait_until(condition: Callable[[], bool], stopping: Event) -> bool:
 
 
 PAST_CACHE_BYTES = 1 << 20
-"""Copies of this size and more are worth writing past the cache: nothing reads the bytes soon."""
+"""Copies of this many bytes or more are worth writing past the cache, because nothing reads the bytes soon."""
 
-_SHARE_BYTES = 1 << 20  # less is copied sooner than another thread wakes up
+_SHARE_BYTES = 1 << 20
+"""Bytes that are worth a thread of their own: fewer are copied sooner than another thread wakes up."""
+
 _LOADER = "/lib64/ld-linux-x86-64.so.2"
 
 
 class Range(NamedTuple):
-    """Addresses, and the length in bytes."""
+    """A copy: its addresses, and its length in bytes."""
 
     target: int
     source: int
@@ -91,7 +96,7 @@ class CopyJob:
         return all(share.done() for share in self._shares)
 
     def result(self) -> None:
-        """Wait for the end. Raises what a copy has raised."""
+        """Wait until all copies have ended. Raises the error of a copy that has failed."""
         wait(self._shares)
         for share in self._shares:
             share.result()
@@ -105,8 +110,8 @@ class RangeCopier:
         self._threads = ThreadPoolExecutor(num_threads, "kvstow-memcpy")
 
     def start(self, ranges: Sequence[Range]) -> CopyJob:
-        """Begin to copy all ranges; few bytes are copied at once. The caller guarantees that the memory stays until the
-        job has ended, and that targets are disjoint."""
+        """Begin to copy all ranges. A small job is copied within the call. The caller guarantees that the memory stays
+        until the job has ended, and that targets are disjoint."""
         num_bytes = sum(one.num_bytes for one in ranges)
         if num_bytes <= _SHARE_BYTES:
             _copy(ranges)
@@ -137,7 +142,8 @@ def _copy(ranges: Sequence[Range]) -> None:
         ctypes.memmove(target, source, num_bytes)  # it releases the interpreter
 
 
-_ALIGNMENT = 64  # of memory that the CPU backend uses in place
+_ALIGNMENT = 64
+"""The alignment, in bytes, of memory that the CPU backend uses in place."""
 
 
 class LoadBuffer:
@@ -156,15 +162,15 @@ class LoadBuffer:
             self._rows, self.address = array, array.unsafe_buffer_pointer()
 
     def upload(self) -> jax.Array:
-        """An array of the device with the current contents, on the host's thread. Does not wait for it. The memory may
-        be written again when the program that uses the array has ended."""
+        """An array of the device with the current contents. The host's thread calls it, and it does not wait for the
+        transfer. The memory may be written again when the program that uses the array has ended."""
         return jax.device_put(self._rows, self._sharding)
 
 
 def load_buffers(
     devices: Sequence[jax.Device], sizes: Sequence[int], width: int, dtype: np.dtype, *, pinned: bool
 ) -> tuple[list[list[LoadBuffer]], str | None]:
-    """For each size one buffer per device; and a message for operators if loads are slower than they could be."""
+    """One buffer per device for each size, and a message for operators if loads are slower than they could be."""
     notice = None
     if pinned and (reason := _why_not_pinned(devices[0], sizes, width, dtype)) is not None:
         pinned, notice = False, f"loads do not use pinned memory, which makes them slow: {reason}"
@@ -172,15 +178,15 @@ def load_buffers(
 
 
 def _why_not_pinned(device: jax.Device, sizes: Sequence[int], width: int, dtype: np.dtype) -> str | None:
-    """Write to pinned buffers and look whether the bytes arrive: a platform may lay out its pinned arrays in another
-    way than row after row, or not tell where they are."""
+    """Write to pinned buffers and look whether the bytes arrive, because a platform may lay out its pinned arrays in
+    another way than row after row, or not tell where they are. Returns a reason not to use them, or None."""
     try:
         for size in sorted(set(sizes)):
             buffer = LoadBuffer(device, size, width, dtype, pinned=True)
             for seed in (1, 2):  # the second round would find a stale copy of the first
                 if not _arrives(buffer, width * dtype.itemsize, seed):
                     return f"{device} does not see what is written to its pinned arrays"
-    except Exception as error:  # noqa: BLE001 - whatever the platform has against it
+    except Exception as error:  # noqa: BLE001 - any error of the platform is a reason
         return f"{type(error).__name__}: {error}"
     return None
 

@@ -1,8 +1,8 @@
 """The programs that read blocks from the KV arrays of one device, and write blocks to them.
 
-A program is compiled for a number of blocks (a bucket). Smaller ops are padded: a padded gather reads a block twice, a
-padded scatter has indices beyond the last block, which are dropped. So a device has at most 16 programs, all compiled
-before the first op. They run on one device and exchange nothing with others.
+A program is compiled for a number of blocks (a bucket). Smaller ops are padded: a padded gather reads a block twice,
+and a padded scatter has indices beyond the last block, which are dropped. So a device has at most 16 programs, all
+compiled before the first op. They run on one device and exchange nothing with others.
 """
 
 from __future__ import annotations
@@ -19,13 +19,16 @@ from jax.sharding import SingleDeviceSharding
 
 from kvstow.devices.jax.shards import ShardedKV, Shards
 
-MAX_BUCKETS = 8  # per direction
-_RAMPED = 8  # blocks
+MAX_BUCKETS = 8
+"""Buckets per direction at most."""
+
+_RAMPED = 8
+"""Long ops begin with smaller pieces if a piece may have this many blocks or more."""
 
 
 def buckets_up_to(num_blocks: int, *, pads_free: bool = False) -> tuple[int, ...]:
-    """The numbers of blocks to compile for, ascending: powers of two, the largest at most `num_blocks`. Every other one
-    if padding takes a program no time (`pads_free`)."""
+    """The numbers of blocks to compile for, ascending: powers of two, the largest at most `num_blocks`. Only every
+    other power if padding takes a program no time (`pads_free`)."""
     largest = num_blocks.bit_length() - 1
     powers = range(largest, max(-1, largest - MAX_BUCKETS), -2 if pads_free else -1)
     return tuple(1 << power for power in reversed(powers))
@@ -37,8 +40,8 @@ def bucket_of(buckets: Sequence[int], num_blocks: int) -> int:
 
 
 def pieces_of(num_blocks: int, most: int) -> list[range]:
-    """The pieces of an op, each of up to `most` blocks. The first ones of a long op are smaller: what comes after the
-    first stage then begins a millisecond or two earlier."""
+    """The pieces of an op, each of up to `most` blocks. The first ones of a long op are smaller, so that the second
+    stage begins a millisecond or two earlier."""
     sizes = [most // 4, most // 4, most // 2] if num_blocks > most >= _RAMPED else []
     left = num_blocks - sum(sizes)
     sizes += [most] * (left // most) + [left % most] * bool(left % most)
@@ -50,8 +53,8 @@ class DevicePrograms:
 
     The blocks travel as *rows*: an array `[bucket, width]` with the pages of all layers of a block in a row.
 
-    On the CPU gathers write to rows of earlier ones: new memory would take four times as long as the copies, because
-    the kernel has to clear it.
+    On the CPU, a gather writes to rows of an earlier one, because new memory would take four times as long as the
+    copies: the kernel has to clear it.
     """
 
     def __init__(self, kv: ShardedKV, device: jax.Device, buckets: Sequence[int]) -> None:
@@ -74,13 +77,13 @@ class DevicePrograms:
 
     def gather(self, shards: Shards, blocks: Sequence[int], reused: jax.Array | None = None) -> jax.Array:
         """The rows of these blocks. Any program that is launched later may overwrite the blocks. `reused`: rows of an
-        earlier gather of this bucket, which nothing uses any more; they are deleted. Without them, or where
-        `reuses_rows` is not set, in new memory of the device."""
+        earlier gather of this bucket, which nothing uses any more. They are deleted, and the new rows take their
+        memory. Without them, or if `reuses_rows` is False, the rows are in new memory of the device."""
         bucket = bucket_of(self._buckets, len(blocks))
         rows: jax.Array
         if self.reuses_rows:
             indices = _padded(blocks, bucket, self._kv.num_blocks)
-            # Memory that is not JAX's own: the gather makes a copy of it, which is.
+            # This memory is not JAX's own, so the gather copies it to memory that is.
             new = np.zeros((bucket, self.width), self._kv.dtype) if reused is None else reused
             rows = self._gathers[bucket](shards, indices, new)
         else:
@@ -88,9 +91,9 @@ class DevicePrograms:
         return rows
 
     def scatter(self, shards: Shards, blocks: Sequence[int], rows: jax.Array) -> tuple[Shards, jax.Array]:
-        """New arrays with these blocks written, in the memory of `shards`, which are deleted; and the witness: a small
-        array of its own, ready when the blocks are written. (The new arrays cannot say so: the next step deletes them.)
-        """
+        """Write these blocks. Returns new arrays in the memory of `shards`, which are deleted, and the witness, a small
+        array that is ready when the blocks are written. (The new arrays cannot show that, because the next step deletes
+        them.)"""
         bucket = rows.shape[0]
         indices = _padded(blocks, bucket, self._kv.num_blocks)
         written, witness = self._scatters[bucket](shards, indices, rows)
@@ -116,21 +119,21 @@ class DevicePrograms:
 
 
 def copies_rows(kv: ShardedKV) -> bool:
-    """Whether programs are loops of copies, which end before the padding: on the CPU."""
+    """Whether programs are loops of copies, which skip the padding, as on the CPU."""
     platform: str = kv.devices[0].platform
     return platform == "cpu"
 
 
 def _float_pass(dtype: np.dtype) -> str:
-    """The pass of XLA that makes floats out of narrower ones and back again: whole arrays, to copy a page of them
-    (bfloat16 with JAX 0.10, floats of 8 bits with all versions so far). The programs here only copy. Integer views of
-    the arrays, made in the program, are copies of them, too."""
+    """The pass of XLA that widens narrow floats and narrows them again. It converts whole arrays to copy a page of them
+    (bfloat16 with JAX 0.10, floats of 8 bits with all versions so far), and the programs here only copy, so it is
+    disabled. Integer views would not avoid it: made in the program, they are copies of the arrays, too."""
     return f"float-normalization-{dtype.name.replace('bfloat', 'bf').replace('float', 'f').replace('_', '')}"
 
 
 def compile_all(programs: Sequence[DevicePrograms], buckets: Sequence[int], threads: int) -> None:
-    """Compile for all buckets. XLA releases the interpreter while it compiles, so `threads` work at once; and they do
-    not inherit a mesh that the host has set for its own programs."""
+    """Compile for all buckets, on `threads` threads at once: XLA releases the interpreter while it compiles. The
+    threads do not inherit a mesh that the host has set for its own programs."""
     with ThreadPoolExecutor(threads, "kvstow-compile") as compilers:
         jobs = [
             compilers.submit(compile_one, bucket)
@@ -143,14 +146,15 @@ def compile_all(programs: Sequence[DevicePrograms], buckets: Sequence[int], thre
 
 
 def _padded(blocks: Sequence[int], bucket: int, padding: int) -> np.ndarray:
-    """A new array for each launch: XLA on the CPU reads it in place, and later."""
+    """The block numbers, padded to the bucket. Each launch has an array of its own, because XLA on the CPU reads it in
+    place, and later."""
     indices = np.full(bucket, padding, np.int32)
     indices[: len(blocks)] = blocks
     return indices
 
 
 def _gather(shards: list[jax.Array], indices: jax.Array, rows: jax.Array | None) -> jax.Array:
-    """`rows`: to be written, if given."""
+    """The rows of the blocks, written to `rows` if given."""
     if rows is not None:
         return _read_rows(shards, indices, rows)
     pages = [jnp.take(shard, indices, axis=0, mode="clip").reshape(len(indices), -1) for shard in shards]
@@ -160,8 +164,8 @@ def _gather(shards: list[jax.Array], indices: jax.Array, rows: jax.Array | None)
 def _scatter(
     shards: list[jax.Array], indices: jax.Array, rows: jax.Array, *, row_by_row: bool
 ) -> tuple[list[jax.Array], jax.Array]:
-    """`row_by_row`: for XLA on the CPU, which scatters pages of 64 KiB at 3 % of the speed of a loop of copies, and
-    gathers them at a sixth."""
+    """`row_by_row`: whether to write in a loop of copies. XLA on the CPU scatters pages of 64 KiB at 3 % of the speed
+    of such a loop, and gathers them at a sixth of it."""
     if row_by_row:
         written = _write_rows(shards, indices, rows)
     else:
@@ -173,7 +177,7 @@ def _scatter(
 
 
 def _places(shards: Sequence[jax.Array]) -> list[tuple[int, int]]:
-    """From where to where in a row the page of each layer is."""
+    """The start and the end of each layer's page in a row, in elements."""
     widths = [math.prod(shard.shape[1:]) for shard in shards]
     return list(pairwise(accumulate(widths, initial=0)))
 
@@ -208,6 +212,6 @@ def _count(shards: list[jax.Array], indices: jax.Array) -> jax.Array:
     return jnp.sum(indices < shards[0].shape[0], dtype=jnp.int32)
 
 
-# One object each: the devices share what JAX has traced.
+# All devices use these two functions, so that they share what JAX has traced.
 _GATHER = jax.jit(_gather, donate_argnums=2)
 _SCATTER = jax.jit(_scatter, static_argnames="row_by_row", donate_argnums=0)

@@ -85,7 +85,7 @@ class ShardedKV:
         split: list[Shards] = [[] for _ in self.devices]
         for number, array in enumerate(arrays):
             self._check_current(number, array)
-            if len(split) == 1:  # a quarter of the time
+            if len(split) == 1:  # in a quarter of the time
                 split[0].append(array.addressable_data(0))
                 continue
             by_device = {shard.device: shard.data for shard in array.addressable_shards}
@@ -129,10 +129,10 @@ def _check(key: str, array: jax.Array, first: jax.Array, devices: Sequence[jax.D
 
 
 class KVCell(Protocol):
-    """Owns the current KV arrays, one per layer. Nobody else keeps arrays, shards or numpy views of them: a step
-    donates their memory to its outputs, and with a view alive it would copy the whole cache instead.
+    """Owns the current KV arrays, one per layer. No other object keeps arrays, shards or numpy views of them, because a
+    step donates their memory to its outputs, and would copy the whole cache instead if a view were alive.
 
-    Used by the host's thread alone."""
+    Only the host's thread uses it."""
 
     def peek(self) -> Sequence[jax.Array]:
         """The arrays, for a program that only reads them and is launched before the next `take`."""
@@ -141,7 +141,7 @@ class KVCell(Protocol):
         """The arrays, for a program that replaces them. The cell is empty until `put`."""
 
     def put(self, arrays: Sequence[jax.Array]) -> None:
-        """The arrays that the program has returned."""
+        """Put back the arrays that the program has returned."""
 
 
 class ArrayCell:
