@@ -9,7 +9,8 @@ logger = logging.getLogger("kvstow.callbacks")
 
 
 class Callbacks:
-    """Thread-safe. An exception of a callback is logged; the others are still called."""
+    """Functions that one object calls for others. Thread-safe. If a callback raises, the error is logged, and the
+    others are still called."""
 
     def __init__(self) -> None:
         self._callbacks: list[Callable[[], None]] = []

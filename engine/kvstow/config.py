@@ -18,8 +18,8 @@ HUGE_PAGES: tuple[HugePages, ...] = get_args(HugePages)
 
 
 def parse_policy(value: object, key: str = "policy") -> str:
-    """How a pool chooses what it evicts: `auto` learns from its traffic when blocks are used again; `lru` takes what
-    was used last the longest time ago. Raises `ConfigError` for `key`."""
+    """Check a pool's policy of eviction. `auto` learns from the traffic when blocks are used again; `lru` evicts the
+    block that has been unused for the longest time. Raises `ConfigError` for `key`."""
     if value not in POLICIES:
         raise ConfigError(key, value, ALLOWED_POLICIES)
     return str(value)
@@ -30,13 +30,14 @@ class EngineConfig:
     """The control plane of one pool. Times are in seconds.
 
     `rank_slot_bytes`: bytes of a slot on each rank, if they differ (pipeline stages of different depth); `slot_bytes`
-    is then the largest of them. Empty: `slot_bytes` on all ranks. `capacity_slots`: slots wanted on every rank.
-    `policy`: see `parse_policy`. `curve`: estimate what pools of other sizes would hit, at a cost for each request.
-    `block_tokens`: tokens in a block, for the counters of tokens; None if the host does not know. `transfer_timeout`:
-    an op older than this is stuck. A stuck store is abandoned, and its slots are quarantined until every rank has
-    finished it; a stuck load keeps waiting, because a rank may still write its blocks. `report_timeout`: a rank silent
-    for longer is not ready. `event_buffer`: stored/removed events kept for slow readers, with as many keys, or two keys
-    for each slot of the pool if that is more.
+    is then the largest of them. If it is empty, slots have `slot_bytes` on all ranks. `capacity_slots`: slots wanted on
+    every rank. `policy`: see `parse_policy`. `curve`: whether to estimate what pools of other sizes would hit, at a
+    cost for each request. `block_tokens`: tokens in a block, for the counters of tokens; None if the host does not know
+    it. `transfer_timeout`: an op older than this is stuck. A stuck store is abandoned, and its slots are quarantined
+    until every rank has finished it; a stuck load keeps waiting, because a rank may still write its blocks.
+    `report_timeout`: a rank that is silent for longer is not ready. `event_buffer`: how many stored and removed events
+    are kept for slow readers. It is also the number of keys that they have together at most, or two keys for each slot
+    of the pool if that is more.
     """
 
     slot_bytes: int

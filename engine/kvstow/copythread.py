@@ -24,15 +24,23 @@ from kvstow.devices.base import Device, Fence, Ticket, TicketState
 from kvstow.errors import CopyError, DataPlaneFailedError, QueueFullError
 from kvstow.messages import Completion, CopyFigures, Direction, Op
 
-# Seconds between two polls of fences and tickets. A staging buffer of 32 MiB is on the link for 0.6 ms: polling every
-# 1 ms cost a fifth of the rate (43 of 54 GB/s); every 0.2 ms costs almost nothing, and 5 ms of CPU per 2 GiB.
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 50e-6, 0.2e-3
-# The same while the host drives the copies: each poll takes the interpreter from it. A thread of small torch ops lost a
-# quarter of its speed to polls every 0.2 ms, and 4 % to polls every 1 ms.
+"""Seconds between two polls of fences and tickets. A staging buffer of 32 MiB is on the link for 0.6 ms: polling every
+1 ms cost a fifth of the rate (43 of 54 GB/s); every 0.2 ms costs almost nothing, and 5 ms of CPU per 2 GiB."""
+
 _DRIVEN_PAUSE, _DRIVEN_FOR = 1e-3, 0.1
-_STORES_AT_ONCE = 2  # more would make a sampled token's copy wait behind them on the link
-_TURN_TIMEOUT = 1e-3  # seconds that `drive` waits for this thread to finish its turn
-_STUCK_GRACE = 5.0  # seconds that one copy may outlast the timeout of `close`
+"""Seconds between two polls while the host drives the copies, and for how many seconds after its last call it counts as
+driving them. Each poll takes the interpreter from the host: a thread of small torch ops lost a quarter of its speed to
+polls every 0.2 ms, and 4 % to polls every 1 ms."""
+
+_STORES_AT_ONCE = 2
+"""Stores that run at a time. More would make the copy of a sampled token wait behind them on the link."""
+
+_TURN_TIMEOUT = 1e-3
+"""Seconds that `drive` waits for the copy thread to finish its turn."""
+
+_STUCK_GRACE = 5.0
+"""Seconds that one copy may outlast the timeout of `close`."""
 
 logger = logging.getLogger("kvstow.dataplane")
 
@@ -57,11 +65,11 @@ class PendingOp:
 
 
 class OpQueues:
-    """Ops by direction, first in, first out. At most two stores and `loads_at_once` loads run at a time, and `adopted`
-    ones, whatever room there is.
+    """Ops by direction, first in, first out. At most two stores and `loads_at_once` loads run at a time; `adopted` ops
+    do not count.
 
-    Loads come before stores: a request waits for a load, and nothing waits for a store. Not locked: the copy thread's
-    lock guards it.
+    Loads come before stores, because a request waits for a load, and nothing waits for a store. Not locked: the copy
+    thread's lock guards it.
     """
 
     def __init__(self, max_queued: int, loads_at_once: int) -> None:
@@ -69,11 +77,11 @@ class OpQueues:
         self._at_once: dict[Direction, int] = {"load": loads_at_once, "store": _STORES_AT_ONCE}
         self._queued: dict[Direction, deque[PendingOp]] = {"load": deque(), "store": deque()}
         self.adopted: list[PendingOp] = []
-        """They run on the device already."""
+        """Ops that the host has started on the device."""
         self._running: dict[Direction, list[PendingOp]] = {"load": [], "store": []}
 
     def put(self, op: Op, after: Fence | None, now: float) -> None:
-        """Raises `QueueFullError`."""
+        """Queue an op. Raises `QueueFullError`."""
         if self.num_queued() >= self._max_queued:
             raise QueueFullError(f"{self._max_queued} ops are queued; no more are taken")
         self._queued[op.direction].append(PendingOp(op, after, now))
@@ -94,7 +102,7 @@ class OpQueues:
         of.remove(running)
 
     def take_queued(self) -> list[PendingOp]:
-        """All of them, which are forgotten."""
+        """Remove all queued ops, and return them."""
         taken = [*self._queued["load"], *self._queued["store"]]
         for queue in self._queued.values():
             queue.clear()
@@ -105,7 +113,7 @@ class OpQueues:
         return any(self._has_room(direction) for direction in self._queued)
 
     def num_queued(self, direction: Direction | None = None) -> int:
-        """Of one direction, or of both."""
+        """The number of queued ops of one direction, or of both."""
         return sum(map(len, self._queued.values())) if direction is None else len(self._queued[direction])
 
     def num_running(self) -> int:
@@ -119,8 +127,8 @@ class CopyThread:
     """Owns `device` and closes it. `hold` keeps the memory of the slots below a number in place (`SlotPool.hold`).
     `on_failure` is called on this thread after it has failed.
 
-    Thread-safe. `_lock` guards all fields. The device is called without it, by the thread that holds `_turn`: this one,
-    or one that calls `drive`. `_turn` is taken before `_lock`.
+    Thread-safe. `_lock` guards all fields. Only the thread that holds `_turn` calls the device, without `_lock`. That
+    is this thread, or one that calls `drive`. `_turn` is taken before `_lock`.
     """
 
     def __init__(
@@ -149,7 +157,7 @@ class CopyThread:
         self._defect: BaseException | None = None
         self._stop_at: float | None = None
         self._has_ended = False
-        self._driven_at = -_DRIVEN_FOR  # a number, written and read whole
+        self._driven_at = -_DRIVEN_FOR  # a single number, so it needs no lock
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -177,8 +185,8 @@ class CopyThread:
                 self._work.notify()
 
     def failed_of(self, ops: Sequence[Op]) -> list[Op] | None:
-        """Those of `ops` that have failed; None while some of them are not complete. Their completions were not taken
-        yet."""
+        """The ops among `ops` that have failed; None while some of `ops` are not complete. The caller has not taken
+        their completions yet."""
         with self._lock:
             marks = {one.op_id: one.mark for one in self._completions if one.mark != "source_free"}
         return [op for op in ops if marks[op.op_id] == "failed"] if all(op.op_id in marks for op in ops) else None
@@ -189,9 +197,9 @@ class CopyThread:
             self._publish([_failed(op, error)])
 
     def drive(self) -> None:
-        """Do the copy thread's next turn on the caller's thread. For a host that computes in Python: after each driver
-        call the copy thread waits up to 5 ms for the interpreter, in which time the link moves 256 MiB. If the copy
-        thread has the turn, waiting briefly gives it the interpreter."""
+        """Do the copy thread's next turn on the caller's thread. This helps a host that computes in Python: after each
+        driver call, the copy thread waits up to 5 ms for the interpreter, in which time the link moves 256 MiB. If the
+        copy thread has the turn, the caller waits briefly, which gives that thread the interpreter."""
         self._driven_at = self._clock()
         if not self._turn.acquire(timeout=_TURN_TIMEOUT):
             return
@@ -199,7 +207,7 @@ class CopyThread:
             with self._lock:
                 idle = self._stop_at is not None or not (self._ops.num_queued() or self._ops.num_running())
             if not idle:
-                with suppress(Exception):  # it ends the copy thread, which reports it
+                with suppress(Exception):  # the error ends the copy thread, which reports it
                     self._take_turn()
         finally:
             self._turn.release()
@@ -227,8 +235,8 @@ class CopyThread:
             )
 
     def close(self, timeout: float) -> bool:
-        """Fail the queued ops, give running ones `timeout` seconds, close the device. False if a copy is still running
-        after a further grace period: then the device stays open, and its memory must not move."""
+        """Fail the queued ops, give running ones `timeout` seconds, and close the device. Returns False if a copy is
+        still running after a further grace period. Then the device stays open, and its memory must not move."""
         with self._lock:
             if self._stop_at is None:
                 self._stop_at = self._clock() + timeout
@@ -256,14 +264,14 @@ class CopyThread:
         self._end()
 
     def _wait_for_work(self, pause: float) -> bool:
-        """Wait until an op can start; while some run, for `pause` at most, as fences and tickets must be polled. False
-        when it is time to end."""
+        """Wait until an op can start, but only for `pause` seconds while ops run, because their fences and tickets must
+        be polled. Returns False when it is time to end."""
         with self._lock:
             if not self._ops.num_running():
                 self._work.wait_for(self._has_work)
                 pause = 0.0
             if (running := self._ops.num_running()) == len(self._ops.adopted) > 0 and not self._ops.num_queued():
-                pause = _DRIVEN_PAUSE  # their host computes with them, and nobody waits for their end
+                pause = _DRIVEN_PAUSE  # the computation waits for them on the device, and no thread does
             if running:
                 self._work.wait_for(self._ops.can_start, timeout=pause)
             if self._defect is not None:
@@ -271,7 +279,7 @@ class CopyThread:
             return self._stop_at is None or (self._ops.num_running() > 0 and self._clock() < self._stop_at)
 
     def _take_turn(self) -> bool:
-        """Begin ops that have room, advance the device, and poll each running op; True if one of them has made
+        """Begin ops that have room, advance the device, and poll each running op. Returns True if one of them has made
         progress. After an error the state of the device is unknown, and only `_end` may follow."""
         if self._defect is not None:
             raise self._defect
@@ -298,7 +306,7 @@ class CopyThread:
     def _begin(self, copy: PendingOp) -> Completion | None:
         if copy.ticket is None:
             op, after = copy.op, copy.after
-            if not op.slots:  # it was given up before it began
+            if not op.slots:  # the op was given up before it began
                 return Completion(op.op_id, "done")
             copy.queue_seconds = self._clock() - copy.submitted
             try:
@@ -324,7 +332,8 @@ class CopyThread:
         return None
 
     def _complete(self, copy: PendingOp, completion: Completion) -> None:
-        """The order matters: if a step raises, the op is still reported once, now or when the thread ends."""
+        """Publish a completion, and forget the op if that is final. The order matters: if a step raises, the op is
+        still reported once, now or when the thread ends."""
         with self._lock:
             if completion.mark == "done":
                 self._statistics = _counted(self._statistics, copy.op.direction, completion)
@@ -334,7 +343,7 @@ class CopyThread:
                 copy.drop_memory()
 
     def _end(self) -> None:
-        """Close the device before its ops fail: until then it may still access their memory."""
+        """Close the device before its ops fail, because until then it may still access their memory."""
         with self._lock:
             self._stop_at = self._clock() if self._stop_at is None else self._stop_at
             reason = self._failure or "the data plane was closed while the op ran"

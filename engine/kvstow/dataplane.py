@@ -32,8 +32,12 @@ from kvstow.messages import (
     figures_of,
 )
 
-_AT_ONCE = 2  # loads: more would make a sampled token's copy wait behind them on the link
-_STAGED_AT_ONCE = 64  # loads that only fill staging memory until the host launches them; the device bounds their bytes
+_AT_ONCE = 2
+"""Loads that run at a time. More would make the copy of a sampled token wait behind them on the link."""
+
+_STAGED_AT_ONCE = 64
+"""Loads that run at a time if there is a launcher. They only fill staging memory until the host launches them, and the
+device bounds their bytes."""
 
 logger = logging.getLogger("kvstow.dataplane")
 
@@ -53,9 +57,9 @@ class DataPlane:
         max_queued: int = 65536,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """If this raises, the caller still owns pool and device. `launcher`: the device's, if it has one; then `submit`
-        belongs to the host's thread. `layers`: the same device, if it can load by layer. `reports`: of the previous
-        boot in this process."""
+        """If this raises, the caller still owns pool and device. `launcher`: that of the device, if it has one; then
+        `submit` belongs to the host's thread. `layers`: the same device, if it can load by layer. `reports`: the
+        sequence of the previous boot in this process, which this one continues."""
         self.rank = rank
         self.boot_id = secrets.token_hex(8)
         self.pool = pool
@@ -81,33 +85,34 @@ class DataPlane:
         self.layered = None if layers is None else LayeredLoads(layers, self._copies, pool.hold)
 
     def start(self, *, at_ease: bool = False) -> None:
-        """Pin the pool in the background. Idempotent. `at_ease`: pin slowly until called without it, while the host
-        itself is starting."""
+        """Pin the pool in the background. Idempotent. With `at_ease`, it pins slowly, while the host itself is
+        starting, until `start` is called without it."""
         self.pool.start(at_ease=at_ease)
 
     def begin_step(self) -> None:
-        """The host begins to launch the work of a step; pinning yields to it. O(1); see `HostSteps`."""
+        """The host calls this when it begins to launch the work of a step; pinning yields to it. O(1). See
+        `HostSteps`."""
         self.pool.steps.begin()
 
     @property
     def is_pinning(self) -> bool:
-        """Whether the pool's memory changes now, so that `launched` should be given the work of the step."""
+        """Whether the pool's memory is changing. If so, the host should pass the work of the step to `launched`."""
         return self.pool.steps.is_pinning
 
     def launched(self, work: Fence | None = None) -> None:
-        """The host has launched the work of the step. With `work`, which stands for it, pinning yields to the device
-        until it has finished."""
+        """The host calls this when it has launched the work of the step. If `work` stands for it, pinning yields to the
+        device until it has finished."""
         self.pool.steps.launched(work)
 
     def end_step(self) -> None:
-        """The step has ended, with or without work for the device."""
+        """The host calls this when the step has ended, with or without work for the device."""
         self.pool.steps.end()
 
     def submit(self, plan: StepPlan, after: Fence | None = None) -> None:
         """Start the ops of `plan` once `after` is reached. Never raises: an op that cannot be taken (queue full, copy
-        thread failed or closed), or is for another boot of this rank, comes back as a failed completion. Does not block
-        without a launcher. A launcher launches the work of `plan` here, after that of older plans, and its device needs
-        no `after`."""
+        thread failed or closed), or that is for another boot of this rank, gets a failed completion. Without a
+        launcher, it does not block. A launcher launches the work of `plan` in this call, after that of older plans, and
+        its device needs no `after`."""
         if self._launcher is None:
             self._copies.submit([op for op in plan.ops if self._has_memory_of(op)], after)
             return
@@ -116,26 +121,26 @@ class DataPlane:
             if self._has_memory_of(op):
                 self._launch(self._launcher, op)
             elif op.direction == "store":
-                with suppress(CopyError):  # other ranks launch it, and here its failure is reported
+                with suppress(CopyError):  # other ranks launch it, so this one must, too; its failure is reported
                     self._launcher.gather(op.blocks)
                     self._launcher.launch_rest()
 
     def _has_memory_of(self, op: Op) -> bool:
-        """Whether the op's slots are in this memory; else the op fails here. In another boot's they held other
-        bytes."""
+        """Whether the op's slots are in the memory of this boot. If not, the op fails, because the slots of another
+        boot held other bytes."""
         if op.boots and op.boots[self.rank] != self.boot_id:
             self._copies.fail(op, CopyError("this rank has restarted since the op began"))
             return False
         return True
 
     def take_staged(self) -> list[StagedLoad]:
-        """The loads of which pieces have been staged since the last call, if there is a launcher."""
+        """The loads that have staged pieces since the last call, if there is a launcher."""
         return [] if self._launcher is None else self._launcher.take_staged()
 
     def drive(self) -> None:
-        """Advance the copies on the caller's thread, if the device needs no CPU to copy. Optional; for hosts whose
-        thread keeps the interpreter busy. Waits for the copy thread for 1 ms at most. Raises nothing but exceptions of
-        signal handlers."""
+        """Advance the copies on the caller's thread, if the device needs no CPU to copy. A host whose thread keeps the
+        interpreter busy may call it; others need not. Waits for the copy thread for 1 ms at most. Raises only
+        exceptions of signal handlers."""
         if self._may_drive:
             self._copies.drive()
 
@@ -147,8 +152,8 @@ class DataPlane:
             self._copies.fail(op, error)
             return
         self._copies.submit((op,), fence)
-        del fence  # an op that was not taken does not keep the memory of its gathers
-        launcher.launch_rest()  # what is gathered already is copied meanwhile
+        del fence  # or an op that was not taken would keep the memory of its gathers
+        launcher.launch_rest()  # meanwhile the copy thread copies what is gathered
 
     def take_completions(self) -> list[Completion]:
         """All completions since the last call, as one atomic snapshot; also after `close`."""
@@ -160,7 +165,7 @@ class DataPlane:
 
     @property
     def pending_ops(self) -> int:
-        """Ops that were submitted and are not complete: while there are none, nothing reads or writes the pool."""
+        """Ops that were submitted and are not complete. If there are none, nothing reads or writes the pool."""
         return self._copies.statistics().pending_ops
 
     def add_listener(self, callback: Callable[[], None]) -> None:
@@ -194,7 +199,7 @@ class DataPlane:
         return self._reports.next_report(self._make_report)
 
     def _make_report(self) -> RankReport:
-        applied = self._newest.applied  # before the slots are counted: a newer one may arrive meanwhile
+        applied = self._newest.applied  # read before the slots are counted: a newer one may arrive meanwhile
         pool, copies, failure = self.pool.status(), self._copies.statistics(), self._copies.failure
         reason, error = self._trouble(pool, failure)
         return RankReport(
@@ -217,9 +222,9 @@ class DataPlane:
         )
 
     def close(self, timeout: float = 5.0) -> bool:
-        """Take no more ops, let running ones finish for `timeout` seconds, fail the rest, close device and pool.
-        Idempotent. False if a copy hangs in the device: then the memory stays mapped, as unmapping it would crash, and
-        the op is not complete."""
+        """Take no more ops, let running ones finish for `timeout` seconds, fail the others, and close device and pool.
+        Idempotent. Returns False if a copy hangs in the device. Then the op is not complete, and the memory stays
+        mapped, because unmapping it would crash the process."""
         self._closed = True
         if self._launcher is not None:
             self._launcher.stop()
@@ -243,7 +248,7 @@ class DataPlane:
         return "pinning" if pool.pinned_slots else "starting"
 
     def _trouble(self, pool: PoolStatus, failure: str | None) -> tuple[str | None, str | None]:
-        """Reason and text of the worst failure."""
+        """The reason and the text of the worst failure, or None for both."""
         if failure is not None:
             return "copy_thread", failure
         if pool.error is not None:

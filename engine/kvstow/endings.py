@@ -1,8 +1,8 @@
-"""The states of the request that has used a block last: it is running, or how it has ended.
+"""The state of the request that used a block last: whether it is running, or how it has ended.
 
-How a request ends says when its blocks are used next, and what that is gets learned: nothing here says which ending is
-good or bad. A client that says when it comes back only chooses among states. One that says what is not true makes its
-state worthless, and gains nothing.
+How a request ends tells when its blocks are used next. The pool learns this for each state, so nothing here says which
+ending is good or bad. A client that says when it comes back only chooses among the states. A client that says what is
+not true makes its own state worthless, and gains nothing.
 """
 
 from __future__ import annotations
@@ -12,32 +12,39 @@ from bisect import bisect_right
 from typing import Final, Literal, NamedTuple, get_args
 
 Status = Literal["other", "stop", "length", "abort", "interrupted"]
-"""How a request has ended. `interrupted`: the engine has stopped computing it, but not its client: it was preempted,
-the engine was reset, or its session has ended. `other`: whatever was stored without a request, too."""
+"""How a request has ended. `interrupted`: the engine stopped computing it, and the client did not ask for that: it was
+preempted, the engine was reset, or its session has ended. `other` also stands for blocks that were stored without a
+request."""
 STATUSES: Final[tuple[Status, ...]] = get_args(Status)
 
 MOST_PAIRS = 8
+"""How many pairs of last tokens have a state each."""
 _RESUME_TIMES = 39
+"""How many states there are for the time after which a client comes back."""
 _FIRST_TIME, _TIME_FACTOR = 0.5, 1.4
+"""The longest time of the first of these states, in seconds, and how many times longer each next one is."""
 _PAIR = struct.Struct("<IQQ")
+"""How often a pair occurred, and its two tokens."""
 PAIRS_BYTES = MOST_PAIRS * _PAIR.size
+"""The length of `Endings.dump`, in bytes."""
 
 OTHER = 0
+"""The state of the status `other`. Each status has its place in `STATUSES` as its state."""
 PAIRS = range(len(STATUSES), len(STATUSES) + MOST_PAIRS)
-"""Requests that stopped with one of the most frequent pairs of last tokens."""
+"""The states of requests that stopped with one of the most frequent pairs of last tokens."""
 RESUMES = range(PAIRS.stop, PAIRS.stop + _RESUME_TIMES)
 """Requests whose client has said when it comes back, or for how long it wants the blocks kept, by that time."""
 RELEASED = RESUMES.stop
-"""The client has said that nothing comes."""
+"""The state of requests whose client has said that no other follows."""
 FETCHED = RELEASED + 1
-"""The block came from a store below the pool, and no other request than the one that fetched it has used it."""
+"""The state of blocks that came from a store below the pool, and that only the request which fetched them has used."""
 RUNNING = FETCHED + 1
-"""It has to be the last."""
+"""The state of requests that run. It has to be the last one."""
 NUM_STATES = RUNNING + 1
 
 _BOUNDS = [_FIRST_TIME * _TIME_FACTOR**number for number in range(_RESUME_TIMES - 1)]
 RESUME_TIMES = (_FIRST_TIME / 2, *[bound * _TIME_FACTOR**0.5 for bound in _BOUNDS])
-"""Seconds that stand for each state of `RESUMES`."""
+"""The time that stands for each state of `RESUMES`, in seconds."""
 
 
 class Ending(NamedTuple):
@@ -55,11 +62,11 @@ NO_ENDING = Ending()
 
 
 class Endings:
-    """The state that follows from an ending. Used under the pool's lock.
+    """Finds the state that follows from an ending. Used under the pool's lock.
 
-    The last two tokens of an output tell a tool call from an answer in every family of models. Which pairs mean what is
-    learned: those that occur most have a state each. Frequencies are estimated by Space-Saving, and halved now and
-    then.
+    The last two tokens of an output distinguish a tool call from an answer in every family of models. What a pair means
+    is learned: the pairs that occur most often have a state each. Their frequencies are estimated by Space-Saving, and
+    halved now and then.
     """
 
     _MOST_COUNTED = 64
@@ -71,7 +78,7 @@ class Endings:
         self._total = 0
 
     def __len__(self) -> int:
-        """Pairs that are counted."""
+        """How many pairs are counted."""
         return len(self._counts)
 
     def dump(self) -> bytes:
@@ -86,7 +93,7 @@ class Endings:
                 self._counts[pair[0], pair[1]], self._states[pair[0], pair[1]] = count, state
 
     def state_of(self, ending: Ending) -> tuple[int, bool]:
-        """The state, and whether it has just got another meaning."""
+        """The state of an ending, and whether that state has just got another meaning."""
         if ending.release:
             return RELEASED, False
         if ending.resume_in is not None:

@@ -26,7 +26,7 @@ def _restored(kind: type[KvstowError], args: tuple[Any, ...], fields: dict[str, 
 
 
 class _ReasonError(KvstowError):
-    """`reason` is a word in snake case, the message a sentence."""
+    """An error with a reason. `reason` is a word in snake case, and the message is a sentence."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)

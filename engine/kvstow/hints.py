@@ -1,4 +1,4 @@
-"""What a client says of a request: which context it belongs to, and when that comes back."""
+"""What a client says of a request: which context it belongs to, and when the next request of that context comes."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import hashlib
 from dataclasses import dataclass
 
 CONTEXT_BYTES = 16
+"""The length of a context's id, in bytes."""
 MOST_NAME_CHARS = 256
-"""Of the name of a context."""
+"""The longest name of a context, in characters."""
 LONGEST_PAUSE = 7 * 24 * 3600.0
-"""Seconds. No hint looks further ahead."""
+"""The largest `resume_in`, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,7 @@ class Hints:
 
 def context_id(name: str, salt: str = "") -> bytes:
     """The id of the context that clients with this cache salt call `name`. Contexts of two salts never have the same
-    one, or a client could release those of another."""
+    id, or a client could release the contexts of another."""
     digest = hashlib.blake2b(digest_size=CONTEXT_BYTES)
     for part in (salt, name):
         data = part.encode("utf-8", "surrogatepass")

@@ -1,8 +1,9 @@
 """Loads that a computation waits for while it runs: its host cannot take them back, so they must not fail.
 
-Three ways, each tried if the one before it has failed: by layer, under the computation; as other loads go, before it;
-one blocking copy. A rank whose load by layer has failed once tries that way no more. If the last way fails as well, the
-device is lost, and the error is raised: the computation would read blocks that were never written.
+There are three ways, and each is tried if the one before it has failed: a load by layer, under the computation; an
+ordinary load, before the computation; one blocking copy. If a load by layer has failed once, the rank makes no more of
+them. If the last way fails as well, the device is lost, and the error is raised, because the computation would read
+blocks that were never written.
 """
 
 from __future__ import annotations
@@ -18,8 +19,11 @@ from kvstow.devices.base import Fence, LayerDevice, LayeredLoad, Ticket, TicketS
 from kvstow.errors import CopyError
 from kvstow.messages import LayerFigures, Op
 
-_STAGED_TIMEOUT = 30.0  # seconds; then the device hangs, and so does the host's own work
+_STAGED_TIMEOUT = 30.0
+"""Seconds that an ordinary load may take. If it takes longer, the device hangs, and so does the host's own work."""
+
 _LOOK = 0.5e-3
+"""Seconds between two checks whether the load has ended."""
 
 logger = logging.getLogger("kvstow.dataplane")
 
@@ -60,13 +64,13 @@ class LayeredLoads:
 
     @property
     def figures(self) -> LayerFigures:
-        """Of the device; without a way where loads by layer are off. For any thread."""
+        """The figures of the device, without a way if loads by layer are off. Any thread may read them."""
         figures = self._device.layer_figures
         return figures if self.failure is None else replace(figures, layer_way=None)
 
     def load(self, ops: Sequence[Op], after: Fence | None) -> LayeredLoad | None:
-        """Load what `ops` name, once `after` is reached. With None as the result, all of it is in its blocks: it has
-        been waited for. Raises the last way's error if no way is left."""
+        """Load what `ops` name, once `after` is reached. If it returns None, it has waited until all bytes are in their
+        blocks. Raises the error of the last way if all have failed."""
         if self.failure is None:
             try:
                 return self._by_layer(ops, after)

@@ -81,7 +81,7 @@ class KVLayout:
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """A part for each region."""
+        """Parts that are one region each."""
         return tuple((Span(number, 0, region.page_bytes),) for number, region in enumerate(self.regions))
 
     def require_parts(self, parts: Sequence[Part]) -> None:
@@ -95,7 +95,7 @@ class KVLayout:
             raise ConfigError("parts", ends, "each byte of each region in one part")
 
     def require(self, slot_bytes: int, num_tensors: int) -> None:
-        """Raises `ConfigError` unless slots of so many bytes hold a block, and there is a tensor for each region."""
+        """Raises `ConfigError` unless a block has exactly `slot_bytes` bytes, and there is a tensor for each region."""
         if self.slot_bytes != slot_bytes:
             raise ConfigError("slot_bytes", slot_bytes, f"{self.slot_bytes}, the sum of the layout's pages")
         if len(self.regions) != num_tensors:

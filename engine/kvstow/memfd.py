@@ -1,19 +1,20 @@
 """Shared memory without a name in any file system: memfds of a fixed size that only their owner may open again.
 
-A memfd lives as long as one file descriptor or one mapping of it is left in any process. Three things that the kernel
-tells say when its memory is free, and each of them alone has a gap (all tried on Linux 6.18):
+A memfd lives as long as one file descriptor or one mapping of it is left in any process. The kernel shows in three ways
+whether its memory is free, and each of them alone has a gap (all tried on Linux 6.18):
 
-- A write lease is refused while the file is open anywhere besides: a descriptor, a mapping of any kind, a message that
-  is under way. It counts open files and not descriptors, and not the one that `memfd_create` has made. So clients get
-  files of their own (`open_for_client`).
-- The seal `F_SEAL_WRITE` is refused while the file is mapped for writing, or while a page is pinned, as by vmsplice or
-  a device, whether or not it is mapped still.
-- Inotify reports `IN_DELETE_SELF` when the last descriptor and the last mapping have gone, descriptors with `O_PATH`
-  included, which the lease does not see.
+- The kernel refuses a write lease while the file is open elsewhere: through a descriptor, a mapping of any kind, or a
+  message under way. It counts open files and not descriptors, and it does not count the file that `memfd_create` has
+  made. So clients get files of their own (`open_for_client`).
+- The kernel refuses the seal `F_SEAL_WRITE` while the file is mapped for writing, or while a page is pinned, as by
+  vmsplice or a device, whether or not the page is still mapped.
+- Inotify reports `IN_DELETE_SELF` when the last descriptor and the last mapping have gone. This includes descriptors
+  with `O_PATH`, which the lease does not see.
 
-So memory is free that nobody else has open, that was sealed then, and whose end is reported after its owner has closed
-it. Holes prove nothing: pinned pages survive a punched one, but the seal does not see them any more, and a memfd that
-is sealed takes no hole (EPERM). Nor do the figures of a cgroup, which other memory changes at the same time.
+So memory is free if no other process has it open, if it could then be sealed, and if inotify reports its end after its
+owner has closed it. Punching holes proves nothing: pinned pages survive it, but the seal no longer sees them, and a
+memfd that is sealed takes no hole (EPERM). The figures of a cgroup prove nothing either, because other memory changes
+them at the same time.
 """
 
 from __future__ import annotations
@@ -31,13 +32,19 @@ from typing import NamedTuple
 from kvstow.bytesize import format_size
 from kvstow.errors import ForeignMemoryError, PinError
 
-# Without them, one process that shrinks the file gives all others SIGBUS. Holes can be punched all the same. The seals
-# are not sealed themselves, because `seal_writes` adds one. So whoever has a descriptor can add seals, too.
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
-MODE = 0o600  # the default, 0777, lets any uid open a read-only descriptor again for writing, through /proc/PID/fd
+"""The seals of our memfds. Without them, a process that shrinks the file would give all others SIGBUS. Holes can be
+punched all the same. Further seals are allowed, because `seal_writes` adds one, so any process that has a descriptor
+can add seals, too."""
+
+MODE = 0o600
+"""The mode of our memfds. The default, 0777, lets any uid open a read-only descriptor again for writing, through
+/proc/PID/fd."""
 
 _F_SEAL_FUTURE_WRITE = 0x10  # Linux 5.1
 _FOREIGN_SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_WRITE | _F_SEAL_FUTURE_WRITE
+"""Seals that we do not set when we make a memfd."""
+
 _MFD_NOEXEC_SEAL = 0x8  # Linux 6.3; machines with vm.memfd_noexec = 2 refuse memfds without it
 _F_SETSIG = 10
 _IN_DELETE_SELF = 0x400
@@ -56,8 +63,8 @@ class MemfdIdentity(NamedTuple):
 
 
 def create_memfd(name: str, num_bytes: int, *, reserved_huge_pages: bool = False) -> int:
-    """A memfd of `num_bytes` that takes no memory yet: sealed, for this uid only, closed in programs that this process
-    starts. The caller closes it. Raises `PinError`."""
+    """Create a memfd of `num_bytes` that takes no memory yet. It is sealed, for this uid only, and closed in programs
+    that this process starts. The caller closes it. Raises `PinError`."""
     flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
     if reserved_huge_pages:
         flags |= os.MFD_HUGETLB | os.MFD_HUGE_2MB
@@ -85,22 +92,22 @@ def identify_memfd(fd: int) -> MemfdIdentity:
 
 
 def is_unsealed(fd: int) -> bool:
-    """Whether nobody has added a seal: the memfd can be mapped for writing, and `seal_writes` works."""
+    """Whether no process has added a seal. If so, the memfd can be mapped for writing, and `seal_writes` works."""
     return not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _FOREIGN_SEALS
 
 
 def open_for_client(fd: int) -> int:
-    """Another descriptor of the memfd, with an open file of its own, so that `is_open_elsewhere` sees it. The caller
-    closes it. Raises `OSError`."""
+    """Make another descriptor of the memfd, with an open file of its own, so that `is_open_elsewhere` sees it. The
+    caller closes it. Raises `OSError`."""
     return os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
 
 
 def is_open_elsewhere(fd: int) -> bool:
-    """Whether a descriptor or a mapping is left of those that `open_for_client` has made. `fd` is that of the memfd
-    itself. Raises `OSError`."""
+    """Whether a process still has a descriptor of `open_for_client`, or a mapping through one. `fd` is the descriptor
+    that `create_memfd` has made. Raises `OSError`."""
     reader = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
     try:
-        # Whoever opens the file at this very moment has this process signalled. SIGIO, the default, would end it.
+        # If another process opens the file just now, the kernel signals this one. SIGIO, the default, would end it.
         fcntl.fcntl(reader, _F_SETSIG, signal.SIGURG)
         fcntl.fcntl(reader, fcntl.F_SETLEASE, fcntl.F_WRLCK)
         fcntl.fcntl(reader, fcntl.F_SETLEASE, fcntl.F_UNLCK)
@@ -124,8 +131,8 @@ def seal_writes(fd: int) -> bool:
 
 
 def require_memfd(fd: int, name: str, num_bytes: int, *, identity: MemfdIdentity | None = None) -> None:
-    """Raises `ForeignMemoryError` unless `fd` is as `create_memfd` made it for this uid, with this name and size. With
-    an `identity`, unless it is that very one. The caller still owns `fd`."""
+    """Raises `ForeignMemoryError` unless `fd` is a memfd as `create_memfd` makes it for this uid, with this name and
+    size, and with this `identity` if one is given. The caller still owns `fd`."""
     try:
         found = os.fstat(fd)
         path = os.readlink(f"/proc/self/fd/{fd}")
@@ -149,7 +156,7 @@ def require_memfd(fd: int, name: str, num_bytes: int, *, identity: MemfdIdentity
 
 
 def populated_prefix(fd: int, *, reserved_huge_pages: bool = False) -> int:
-    """Bytes from the start of the memfd that have memory, without a gap."""
+    """How many bytes from the start of the memfd have memory, without a gap."""
     found = os.fstat(fd)
     if reserved_huge_pages:  # these files do not tell where holes are
         return min(found.st_blocks * 512, found.st_size)
@@ -157,7 +164,7 @@ def populated_prefix(fd: int, *, reserved_huge_pages: bool = False) -> int:
 
 
 class MemfdEnds:
-    """Tells which memfds exist still, of those that this process has closed. Not locked."""
+    """Tells which of the memfds that this process has closed still exist. Not locked."""
 
     def __init__(self) -> None:
         """Raises `OSError`."""
@@ -165,12 +172,12 @@ class MemfdEnds:
         self._numbers: dict[int, int] = {}
 
     def watch(self, fd: int, number: int) -> None:
-        """`remaining` has the number until the memfd is gone. Raises `OSError`."""
+        """Watch a memfd: `remaining` has the number until the memfd is gone. Raises `OSError`."""
         path = f"/proc/self/fd/{fd}".encode()
         self._numbers[_checked(_libc.inotify_add_watch(self._fd, path, _IN_DELETE_SELF))] = number
 
     def remaining(self) -> set[int]:
-        """The numbers of the memfds that some process has still. Does not wait."""
+        """The numbers of the memfds that some process still has. Does not wait."""
         with suppress(BlockingIOError):
             while data := os.read(self._fd, _INOTIFY_BYTES):
                 for watch, what, _, _ in _INOTIFY_EVENT.iter_unpack(data):  # without names, as nothing is a folder

@@ -13,12 +13,14 @@ from dataclasses import replace
 from kvstow.messages import DesiredState, RankReport
 
 _ENGINES_REMEMBERED = 16
+"""How many replaced engines are remembered, so that their late desired states are recognised."""
 _NEWS = ("boot_id", "state", "error", "notice", "target_slots", "engine_id", "applied")
+"""The fields of a report whose change is worth a report."""
 
 
 def is_news(report: RankReport, reported: RankReport | None) -> bool:
-    """Whether the change since the last report is worth a report of its own. More pinned memory, after the first, and
-    new counters are not: a report costs 2 to 4 ms of Python on both sides of the admin API."""
+    """Whether the change since the last report is worth a report of its own. The first pinned memory is. More pinned
+    memory and new counters are not, because a report costs 2 to 4 ms of Python on both sides of the admin API."""
     if reported is None or any(getattr(report, name) != getattr(reported, name) for name in _NEWS):
         return True
     return report.pinned_slots > 0 and not reported.pinned_slots
@@ -33,8 +35,8 @@ class ReportSequence:
         self._last = 0
 
     def next_report(self, make: Callable[[], RankReport]) -> RankReport:
-        """The report that `make` returns, with its number, host and pid. One is made at a time: a larger number means
-        newer state."""
+        """The report that `make` returns, with its number, host and pid. Only one report is made at a time, so a larger
+        number means newer state."""
         with self._reporting:
             self._last += 1
             host, pid = socket.gethostname(), os.getpid()
@@ -55,12 +57,14 @@ class NewestDesiredState:
         self._applying = threading.Lock()
         self._left: deque[str] = deque(maxlen=_ENGINES_REMEMBERED)  # engines that have been replaced
         self.applied = DesiredState("", 0, number=0)
-        """The last one applied. A report reads it before it counts slots, so that it never counts slots that this state
-        has given up."""
+        """The desired state that was applied last. A report reads it before it counts slots, so that it never counts
+        slots that this state has given up."""
         self.stale = 0
+        """How many older desired states were ignored."""
 
     def apply_if_newer(self, desired: DesiredState, apply: Callable[[DesiredState], None]) -> bool:
-        """True if `desired` is newer and now applied. `applied` changes after `apply`; its errors reach the caller."""
+        """Apply `desired` if it is newer; True if it was applied. `applied` changes after `apply`, whose errors reach
+        the caller."""
         with self._applying:
             before = self.applied
             if desired.engine_id == before.engine_id:

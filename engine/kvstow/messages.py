@@ -26,8 +26,8 @@ RANK_STATES: tuple[RankState, ...] = get_args(RankState)
 class Op:
     """One store or load: pair `i` moves block `blocks[i]` to or from slot `slots[i]` on every rank.
 
-    `op_id` is never reused by an engine. `boots[rank]`: the boot whose memory has the slots; empty if the memory is not
-    that of the ranks.
+    An engine never reuses an `op_id`. `boots[rank]`: the boot whose memory has the slots; empty if the ranks do not own
+    the memory.
     """
 
     op_id: int
@@ -39,7 +39,7 @@ class Op:
 
 @dataclass(frozen=True, slots=True)
 class StagedLoad:
-    """A rank has the first `num_pieces` pieces of a load in staging memory. For devices with a `Launcher`."""
+    """A rank has the first `num_pieces` pieces of a load in staging memory. Only devices with a `Launcher` send it."""
 
     op_id: int
     num_pieces: int
@@ -47,8 +47,8 @@ class StagedLoad:
 
 @dataclass(frozen=True, slots=True)
 class LoadLaunch:
-    """The pieces `first` to `stop` - 1 of a load of `num_blocks` blocks are launched in a step, on every rank: also on
-    one where the load has failed, which then writes nothing."""
+    """Every rank launches the pieces `first` to `stop` - 1 of a load of `num_blocks` blocks in a step. A rank on which
+    the load has failed launches them, too, and then writes nothing."""
 
     op_id: int
     num_blocks: int
@@ -58,8 +58,8 @@ class LoadLaunch:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """The ops that start with one step of the host, in order. `launches` come before them; they are for devices with a
-    `Launcher`, where an op that loads only stages its bytes until then (see `LaunchOrder`)."""
+    """The ops that start with one step of the host, in order. `launches` come before them. They are for devices with a
+    `Launcher`, on which a load only stages its bytes until it is launched (see `LaunchOrder`)."""
 
     ops: tuple[Op, ...] = ()
     launches: tuple[LoadLaunch, ...] = ()
@@ -69,9 +69,9 @@ class StepPlan:
 class Completion:
     """Progress of one op on one rank.
 
-    `source_free`: the blocks of a store may be overwritten on this rank. `done` (implies it): the host bytes are
-    valid, or the blocks of a load are written. `failed`: no byte of the op can be trusted, and this rank no longer
-    reads or writes its blocks and slots.
+    `source_free`: the blocks of a store may be overwritten on this rank. `done`, which implies it: the host bytes of a
+    store are valid, or the blocks of a load are written. `failed`: no byte of the op can be trusted, and this rank no
+    longer reads or writes its blocks and slots.
     """
 
     op_id: int
@@ -86,8 +86,8 @@ class Completion:
 class RankProcess:
     """Which process a rank is, and its state.
 
-    `boot_id` changes when the rank's process or pool restarts: its memory is empty then. `host` and `pid` name the
-    process, and `device` the device of its KV cache ("cpu", "cuda:1"); null if unknown.
+    `boot_id` changes when the rank's process or pool restarts, and then its memory is empty. `host` and `pid` name the
+    process, and `device` names the device of its KV cache ("cpu", "cuda:1"). They are null if unknown.
     """
 
     rank: int
@@ -105,11 +105,11 @@ class RankProcess:
 class PoolFigures:
     """What a rank measures of its pool. Times are in seconds.
 
-    `pinned_slots` counts from slot 0: the slots below it are usable. `pin_mode` is what pinning means on this device
-    ("mlock", "populate", "cuda", ...), `locked_bytes` how many of the pinned bytes are locked in memory; `notice` is a
-    message for operators if that is less than all. `pin_rate_bytes_per_second`: bytes pinned by the current or last
-    growth of the pool, divided by the time that it took; null until a chunk of it is pinned. `pin_failures` counts them
-    by reason since the pool was made.
+    The slots from 0 to `pinned_slots` - 1 are usable. `pin_mode` is what pinning means on this device ("mlock",
+    "populate", "cuda", ...). `locked_bytes` is how many of the pinned bytes are locked in memory, and `notice` is a
+    message for operators if some are not. `pin_rate_bytes_per_second`: bytes pinned by the current or last growth of
+    the pool, divided by the time that it took; null until a chunk of it is pinned. `pin_failures` counts the failures
+    to pin by reason, since the pool was made.
     """
 
     pinned_slots: int
@@ -130,9 +130,9 @@ class PoolFigures:
 
 @dataclass(frozen=True, kw_only=True)
 class CopyFigures:
-    """What a rank counts of its ops. Current values: `pending_ops`, which it has not finished, `queued_*` (included in
-    them), and `uncollected_completions`, which wait for the host. The others only grow, and count ops that were done.
-    """
+    """What a rank counts of its ops. Three are current values: `pending_ops` are those that it has not finished,
+    `queued_*` are those among them that wait, and `uncollected_completions` wait for the host. The others only grow,
+    and count ops that were done."""
 
     pending_ops: int = 0
     queued_stores: int = 0
@@ -145,15 +145,15 @@ class CopyFigures:
 
 
 SLOW_KERNEL = 0.8
-"""Of the copy engine's rate: a kernel that reads host memory at less than this is slow."""
+"""A kernel that reads host memory is slow if it reaches less than this share of the copy engine's rate."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerFigures:
     """The two ways by which a device can bring loads by layer, and how fast each is: a kernel that reads host memory,
-    and the copy engine. `layer_way`: the one that such loads take now; null if there are none, or the device has one
-    way. Rates are in bytes per second, null until they were measured; the engine's stays null where layers do not lie
-    together in a slot.
+    and the copy engine. `layer_way`: the way that such loads take now; null if there are no such loads, or the device
+    has only one way. Rates are in bytes per second, and null until they are measured. The copy engine's rate stays null
+    if layers do not lie together in a slot.
     """
 
     layer_way: LayerWay | None = None
@@ -163,10 +163,10 @@ class LayerFigures:
 
 @dataclass(frozen=True, kw_only=True)
 class RankFigures(LayerFigures, CopyFigures, PoolFigures, RankProcess):
-    """What a rank knows of itself; its process first, as fields of the last base come first.
+    """What a rank knows of itself. The fields of its process come first, because those of the last base do.
 
     `stale_desired_states` counts desired states that it ignored because a newer one had arrived first. `numa_bytes`:
-    the pool's memory by NUMA node, empty if the kernel does not report it.
+    the pool's memory by NUMA node; empty if the kernel does not report it.
     """
 
     stale_desired_states: int = 0
@@ -177,9 +177,9 @@ class RankFigures(LayerFigures, CopyFigures, PoolFigures, RankProcess):
 class RankReport(RankFigures):
     """The figures of one rank, sent every second and on change.
 
-    `sender` identifies the rank's process, and `number` grows with each of its reports, whatever path they take: a
-    report is newer than all with smaller numbers. `engine_id` and `applied`: engine and number of the desired state
-    that the rank had last applied when it counted its slots; "" and 0 if it had applied none.
+    `sender` identifies the rank's process, and `number` grows with each of its reports, whatever path they take. So a
+    report is newer than all reports with smaller numbers. `engine_id` and `applied`: the engine and the number of the
+    desired state that the rank had last applied when it counted its slots; "" and 0 if it had applied none.
     """
 
     boot_id: str
@@ -216,8 +216,8 @@ class RankReport(RankFigures):
         )
 
     def to_json(self) -> dict[str, Any]:
-        """The sentences are made printable, because a receiver refuses what is not: messages of exceptions may have
-        several lines."""
+        """The report as plain values. Its sentences are made printable, because messages of exceptions may have several
+        lines, and a receiver refuses text that is not printable."""
         value = asdict(self)
         for name in ("error", "notice"):
             value[name] = None if value[name] is None else plain(value[name])
@@ -233,9 +233,9 @@ class RankReport(RankFigures):
 class DesiredState:
     """What the control plane wants from a rank.
 
-    `engine_id` identifies one life of the engine, and `number` grows with each change in it: a rank ignores smaller
-    numbers (`NewestDesiredState`). `capacity_slots`: pin up to it; free the memory above. `paused`: start no
-    further chunk. `pin_attempt`: when it grows, try a failed chunk again.
+    `engine_id` identifies one life of the engine, and `number` grows with each change in it, so a rank ignores smaller
+    numbers (`NewestDesiredState`). `capacity_slots`: the rank pins up to it, and frees the memory above.
+    `paused`: the rank starts no further chunk. `pin_attempt`: when it grows, the rank tries a failed chunk again.
     """
 
     engine_id: str
@@ -253,7 +253,8 @@ class DesiredState:
         return _from_json(cls, value)
 
 
-_MAX_ENTRIES = 64  # of a mapping in a message: failure reasons and NUMA nodes are few
+_MAX_ENTRIES = 64
+"""Entries that a mapping in a message may have. There are few reasons of failures, and few NUMA nodes."""
 
 _Message = TypeVar("_Message", RankReport, DesiredState)
 
@@ -264,7 +265,7 @@ def figures_of(kind: type[RankFigures | PoolFigures | CopyFigures | LayerFigures
 
 
 def _from_json(cls: type[_Message], value: Any) -> _Message:
-    from msgspec import ValidationError, convert  # who gets messages has it; the devices work without
+    from msgspec import ValidationError, convert  # only receivers of messages need msgspec; devices work without it
 
     known = cls.__dataclass_fields__
     if isinstance(value, dict) and (unknown := sorted(set(value) - set(known))):
@@ -281,7 +282,7 @@ def _from_json(cls: type[_Message], value: Any) -> _Message:
 
 
 def _is_sound(value: Any) -> bool:
-    """Negative numbers never make sense in a message; NaN is not 0 or more either."""
+    """Whether a value may be in a message. Negative numbers make no sense in any field, and NaN is refused, too."""
     if isinstance(value, str):
         return is_plain(value)
     if isinstance(value, Mapping):

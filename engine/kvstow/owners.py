@@ -1,4 +1,4 @@
-"""What one owner (uid) may hold of what cannot be taken back from it."""
+"""How much one owner (uid) may hold of a resource that cannot be taken back from it."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from threading import Lock
 
 
 def most_of(total: int, held_by_others: int) -> int:
-    """How much one owner may hold: half of what the others leave. So there is always some left for one more owner."""
+    """How much one owner may hold: half of what the others leave. So some is always left for one more owner."""
     return max(0, total - held_by_others) // 2
 
 
 class SharedLimit:
-    """How much each owner holds of something of which there is `total`. Thread-safe: its lock is held for a moment, and
-    no other one is taken meanwhile. O(1)."""
+    """How much each owner holds of a resource that has `total` units. Thread-safe: it holds its lock for a moment, and
+    takes no other lock meanwhile. O(1)."""
 
     def __init__(self, total: int) -> None:
         self.total = total
@@ -22,7 +22,7 @@ class SharedLimit:
         self._lock = Lock()
 
     def add(self, owner: int, count: int) -> None:
-        """The owner holds so much more, or less if `count` is negative."""
+        """Note that the owner holds `count` units more, or fewer if it is negative."""
         with self._lock:
             self._held[owner] += count
             self._sum += count
@@ -45,13 +45,14 @@ class SharedLimit:
             return held < most_of(self.total, self._sum - held)
 
     def owners(self) -> dict[int, int]:
-        """What each owner holds."""
+        """How much each owner holds."""
         with self._lock:
             return dict(self._held)
 
 
 class Holding:
-    """What one holder has of a `SharedLimit`. The holder notes it now and then; not thread-safe."""
+    """How much one holder, such as a session, has of a `SharedLimit`. The holder notes it now and then. Not
+    thread-safe."""
 
     __slots__ = ("_limit", "_noted", "_owner")
 
@@ -59,11 +60,11 @@ class Holding:
         self._limit, self._owner, self._noted = limit, owner, 0
 
     def another(self) -> Holding:
-        """That of another holder of the same owner."""
+        """The holding of another holder with the same owner."""
         return Holding(self._limit, self._owner)
 
     def note(self, count: int) -> None:
-        """The holder has so much now."""
+        """Note that the holder has `count` units now."""
         if count != self._noted:
             self._limit.add(self._owner, count - self._noted)
             self._noted = count

@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 
 def weighted_median(values: Iterable[tuple[float, float]]) -> float:
-    """Half of all weight is at this value or a smaller one. `values`: each with its weight; one at least."""
+    """The smallest value such that it and smaller ones have half of all weight. `values`: pairs of a value and its
+    weight, at least one."""
     ascending = sorted(values)
     up_to = accumulate(weight for _, weight in ascending)
     half = sum(weight for _, weight in ascending) / 2
@@ -17,7 +18,7 @@ def weighted_median(values: Iterable[tuple[float, float]]) -> float:
 
 
 class PromptPart(NamedTuple):
-    """Tokens of prompts. `context`: for each of them, how many tokens its prompt has before it, added up."""
+    """Tokens of prompts. `context`: the sum, over these tokens, of how many tokens the prompt has before each."""
 
     tokens: int = 0
     context: int = 0
@@ -32,8 +33,9 @@ class PromptPart(NamedTuple):
 
 
 class PrefillCost(NamedTuple):
-    """Seconds for each token, and for each token of context of each token. `longest`: the longest context, as the mean
-    over a step, in which this was measured; nothing is known of longer ones, so they cost no more."""
+    """The cost of computing prompts. `per_token`: seconds for each token. `per_context`: seconds for each token of its
+    context. `longest`: the longest mean context of a step in which this was measured. Longer contexts count as this
+    one, because nothing is known of them."""
 
     per_token: float
     per_context: float = 0.0
@@ -41,21 +43,21 @@ class PrefillCost(NamedTuple):
 
     @property
     def tokens_per_second(self) -> float | None:
-        """In the middle of the contexts that were measured."""
+        """The rate at half of the longest context; None if the cost is 0."""
         seconds = self.per_token + self.per_context * self.longest / 2
         return 1 / seconds if seconds else None
 
     def seconds(self, part: PromptPart) -> float:
-        """To compute these tokens."""
+        """The time to compute these tokens."""
         if not part.tokens:
             return 0.0
         return part.tokens * (self.per_token + self.per_context * min(part.context / part.tokens, self.longest))
 
 
 class PrefillNews(NamedTuple):
-    """What an engine tells of its prefills: their cost, how many tokens loads have brought since it told the last time,
-    how long computing those would have taken, how long the engine has waited for loads, and how many loads it has not
-    made because computing takes less time."""
+    """What an engine reports of its prefills. `cost` is the cost of computing them. The other figures are since its
+    last report: the tokens that loads have brought, how many seconds computing them would have taken, how many seconds
+    the engine has waited for loads, and how many loads it has not made because computing takes less time."""
 
     cost: PrefillCost
     hit_tokens: int = 0
@@ -65,33 +67,34 @@ class PrefillNews(NamedTuple):
 
 
 _RECENT = 9
+"""How many steps of each class of contexts are kept."""
 _LEAST_STEPS = 8
-"""Fewer steps say nothing."""
+"""How many steps are needed before there is a cost."""
 _LEAST_OF_CLASS = 3
-"""With fewer, the median may be the one step in which kernels were compiled."""
+"""How many steps a class needs to count. With fewer, its median may be the step in which kernels were compiled."""
 _SHORT = 512
-"""Contexts below it are one class."""
+"""Contexts of fewer tokens are one class."""
 
 
 class PrefillFit:
     """Fits the cost to the steps of an engine. Not locked. O(1) in memory and for each step.
 
-    Divided by its tokens, the time of a step is a line over its mean context. The last steps are kept for each class of
-    contexts, twice as long as those of the class before: traffic with short prompts alone does not displace what long
-    ones have cost. A class counts with its median, so single steps that took longer, as for kernels that were compiled
-    or a machine that was busy, change nothing.
+    The time of a step, divided by its tokens, is a linear function of its mean context. Contexts form classes, each
+    twice as long as the one before, and the last steps of each class are kept, so that traffic of short prompts does
+    not displace what long ones have cost. A class counts with its median, so single steps that took longer, because
+    kernels were compiled or the machine was busy, change nothing.
     """
 
     def __init__(self) -> None:
         self.cost: PrefillCost | None = None
-        """None before there were enough steps."""
+        """The fitted cost; None until there are enough steps."""
         self._steps = 0
         self._classes: dict[int, deque[tuple[PromptPart, float]]] = {}
         self._medians: dict[int, tuple[float, float, float]] = {}
-        """Of each class that counts: context, seconds for each token, and tokens."""
+        """The median context, the median seconds per token, and the tokens of each class that counts."""
 
     def observe(self, part: PromptPart, seconds: float) -> None:
-        """A step has computed these tokens in so many seconds."""
+        """Note that a step has computed these tokens in this time."""
         if part.tokens <= 0 or seconds <= 0:
             return
         self._steps += 1
@@ -108,7 +111,7 @@ class PrefillFit:
             self.cost = self._line()
 
     def _line(self) -> PrefillCost:
-        """The line with the least squares, as far as neither of its figures is negative."""
+        """The least-squares line through the classes, limited so that neither of its figures is negative."""
         points = self._medians.values()
         weight = sum(tokens for _, _, tokens in points)
         mean_x = sum(x * tokens for x, _, tokens in points) / weight

@@ -13,18 +13,18 @@ _T_co = TypeVar("_T_co", covariant=True)
 
 
 class Awaited(Protocol[_T_co]):
-    """An answer of the control plane that may not be there yet."""
+    """An answer of the control plane that may not have arrived yet."""
 
     @property
     def done(self) -> bool: ...
 
     @property
     def value(self) -> _T_co:
-        """Of an answer that is `done`."""
+        """The value, once the answer is `done`."""
 
     @property
     def error(self) -> str | None:
-        """Why the value is the one that promises nothing."""
+        """Why the answer is only the value that promises nothing; None if it is a real one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Given(Generic[_T]):
 
 
 class KeyRun(NamedTuple):
-    """Neighbours among the keys of a lookup, all of which are present: the number of the first one, and how many."""
+    """Consecutive keys of a lookup that are all present: the number of the first one, and how many there are."""
 
     first: int
     length: int
@@ -45,8 +45,8 @@ class KeyRun(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """How many keys were present, and their slots (empty where only the node service knows them). Ends when it is
-    released, or when a load uses it."""
+    """Keeps the blocks that a lookup has found from eviction, until it is released or a load uses it. `num_keys`: how
+    many keys were present. `slots`: their slots; empty if only the node service knows them."""
 
     lease_id: int
     num_keys: int = 0
@@ -54,14 +54,14 @@ class Lease:
 
 
 NO_LEASE = Lease(0)
-"""That of a miss; it holds nothing."""
+"""The lease of a miss. It holds nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoreGrant:
-    """The result of planning a store. `accepted[i]` is the index, in the keys given, of pair `i` of `op`; `op` is None
-    if there is nothing to store. `outcomes` counts all other keys by reason. `unplaced`: indices of keys that were
-    refused or found no slot. The host may offer them again once there is `store_room`."""
+    """The result of planning a store. `op` is None if there is nothing to store. `accepted[i]` is the index, among the
+    keys given, of the key that pair `i` of `op` stores. `outcomes` counts all other keys by reason. `unplaced` has the
+    indices of keys that were refused or found no slot. The host may offer them again once there is `store_room`."""
 
     op: Op | None
     accepted: tuple[int, ...]
@@ -83,20 +83,20 @@ class Settled:
 
 
 class Needed(NamedTuple):
-    """The keys of a hit, in the order of the tokens at which their blocks end, and how many blocks of tokens
-    (`BreakEven`) it saves computing."""
+    """The keys of a hit, in the order of the tokens at which their blocks end, and how many blocks of tokens the hit
+    saves computing (`BreakEven`)."""
 
     keys: Sequence[bytes]
     blocks: int
 
 
 class Needs(Protocol):
-    """Where some group needs only a part of a prefix, a leading run of keys is not a hit. The host knows the groups and
-    decides what one is. O(keys)."""
+    """Decides what a hit is. If a group needs only a part of a prefix, a leading run of keys is not a hit, and only the
+    host knows the groups. O(keys)."""
 
     @property
     def most(self) -> int:
-        """`Needed.blocks`, if all keys were there."""
+        """`Needed.blocks` of a hit for which all keys are present."""
 
     def __call__(self, has: Callable[[Sequence[bytes]], Sequence[bool]], most: int | None = None) -> Needed:
-        """The longest hit of one request, of at most so many blocks; `has` says for each key whether it is present."""
+        """The longest hit of one request, of at most `most` blocks. `has` says for each key whether it is present."""

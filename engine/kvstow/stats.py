@@ -1,5 +1,5 @@
-"""The engine's counters, each listed once: the engine counts in an instance of these classes, and `EngineStats` is a
-copy of it, which the admin API serves. A counter says here how Prometheus sees it, too. Times are in seconds."""
+"""The engine's counters, each listed once. The engine counts in an instance of these classes, and `EngineStats` is a
+copy of it, which the admin API serves. Each counter also says here how Prometheus sees it. Times are in seconds."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ ERRORS = (
 )
 
 _SECONDS = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0)
-_SIZES = tuple(float(1 << exponent) for exponent in range(16, 33, 2))  # 64 KiB to 4 GiB
+_SIZES = tuple(float(1 << exponent) for exponent in range(16, 33, 2))  # bytes: 64 KiB to 4 GiB
 _LOOKUP_SECONDS = (1e-6, 3e-6, 1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 0.1, 1.0)
 _AGE_SECONDS = (0.1, 1.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0, 14400.0, 86400.0)
 
@@ -93,8 +93,8 @@ class Histogram:
 
 
 class Exposed(NamedTuple):
-    """How Prometheus sees the counter that is annotated with it: as `kvstow_NAME`, with this help; `label` has the keys
-    of one that counts by them."""
+    """How Prometheus sees the counter that is annotated with it: as `kvstow_NAME`, with `text` as its help. `label` is
+    the label for the keys of a counter that is a dict."""
 
     name: str
     text: str
@@ -103,7 +103,7 @@ class Exposed(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SlotCounts:
-    """Slots by state. They add up to `usable`. `leased`: held by a lease or a load."""
+    """How many slots are in each state. They add up to `usable`. A lease or a load holds the `leased` ones."""
 
     free: int
     filling: int
@@ -118,7 +118,7 @@ class SlotCounts:
 
 @dataclass(frozen=True, slots=True)
 class PoolStats:
-    """Slots are of one rank; every rank has the same. Where slots differ in size among the ranks, `slot_bytes` is the
+    """The slots of one rank; every rank has the same number. If their sizes differ among the ranks, `slot_bytes` is the
     largest size."""
 
     name: str
@@ -132,7 +132,7 @@ class PoolStats:
 
 @dataclass(frozen=True, slots=True)
 class PendingTransfers:
-    """Ops that some rank has not finished. Bytes are of one rank, the one with the largest slots."""
+    """Ops that some rank has not finished. Bytes are those of one rank, the one with the largest slots."""
 
     loads: int
     stores: int
@@ -146,8 +146,8 @@ class PendingTransfers:
 
 @dataclass(slots=True)
 class DirectionStats:
-    """Ops of one direction that ended. Blocks and bytes are of one rank, the one with the largest slots, and of ops
-    that succeeded; so are the times, each of the slowest rank."""
+    """Ops of one direction that ended. All figures but `error` count only ops that succeeded. Blocks and bytes are
+    those of one rank, the one with the largest slots, and times are those of the slowest rank."""
 
     ok: int = 0
     error: int = 0
@@ -164,7 +164,7 @@ class DirectionStats:
     ] = field(default_factory=partial(Histogram, _SECONDS))
 
     def count_success(self, blocks: int, num_bytes: int, seconds: float, queue_seconds: float) -> None:
-        """An op succeeded on every rank; the times are those of the slowest."""
+        """Count an op that succeeded on every rank. The times are those of the slowest rank."""
         self.ok += 1
         self.blocks += blocks
         self.bytes += num_bytes
@@ -187,8 +187,8 @@ class TransferStats:
 
 @dataclass(slots=True)
 class LookupStats:
-    """`results` counts lookups (full, partial, miss), the other figures count blocks. `hit_ratio` is null before the
-    first lookup."""
+    """What lookups have found. `results` counts lookups (full, partial, miss), and the other figures count blocks.
+    `hit_ratio` is null before the first lookup."""
 
     results: Annotated[dict[str, int], Exposed("lookups", "Lookups by result", "result")] = field(
         default_factory=lambda: dict.fromkeys(LOOKUP_RESULTS, 0)
@@ -204,13 +204,14 @@ class LookupStats:
 
 @dataclass(slots=True)
 class PrefillStats:
-    """What hits have saved the engines of a pool. Seconds are those of an engine's steps: on each of its ranks. Nothing
-    is counted before an engine has computed enough prompts to know what they cost; then what its hits have brought
-    until then is counted, too.
+    """What hits have saved the engines of a pool. Seconds are those of an engine's steps, which all of its ranks spend.
+    Counting begins when an engine has computed enough prompts to know what they cost. Then what its hits have brought
+    before is counted, too.
 
-    `hit_seconds`: estimated, of computing `hit_tokens`, which loads have brought. `load_wait_seconds`: in which engines
-    computed nothing, or less, because they waited for loads. `seconds_saved`: the first less the second, as a counter
-    that never falls. `loads_not_made`: hits that were computed, as loading them would have taken longer.
+    `hit_tokens`: tokens that loads have brought. `hit_seconds`: how long computing them would have taken, by an
+    estimate. `load_wait_seconds`: the time in which engines computed nothing, or less, because they waited for loads.
+    `seconds_saved`: `hit_seconds` less `load_wait_seconds`, as a counter that never falls. `loads_not_made`: hits that
+    were computed, because loading them would have taken longer.
     """
 
     seconds_saved: Annotated[
@@ -243,7 +244,7 @@ class PrefillStats:
 
 @dataclass(slots=True)
 class FaultStats:
-    """What went wrong: errors by code, messages of ranks that were ignored, ranks that restarted without their
+    """What went wrong: errors by code, messages of ranks that were ignored, and ranks that restarted without their
     memory."""
 
     errors: dict[str, int] = field(default_factory=lambda: dict.fromkeys(ERRORS, 0))
@@ -255,8 +256,8 @@ class FaultStats:
 
 @dataclass(slots=True)
 class AgeStats:
-    """Of one block in 61, in seconds. `lifetime`: from the store of a block to its eviction for capacity; `idle`: from
-    its last use to that eviction; `reuse_gap`: from one use to the next lookup that finds the block."""
+    """Ages of one block in 61, in seconds. `lifetime`: from the store of a block to its eviction for capacity. `idle`:
+    from its last use to that eviction. `reuse_gap`: from one use to the next lookup that finds the block."""
 
     lifetime: Annotated[
         Histogram,
@@ -279,11 +280,11 @@ class AgeStats:
 
 @dataclass(slots=True)
 class Counters:
-    """Counters since the engine was made. They only grow, and all labels exist from the start. Plain numbers under the
-    engine's lock: counting takes 50 ns, a Counter.inc of prometheus_client 1.4 us.
+    """Counters since the engine was made. They only grow, and all labels exist from the start. They are plain numbers
+    under the engine's lock, because counting then takes 50 ns, and a Counter.inc of prometheus_client takes 1.4 us.
 
-    `stores`: outcomes are stored, skipped_*, dropped_* and failed. They count each time that a block was offered: a
-    host may offer a dropped one again, and it counts as stored then, too.
+    `stores`: the outcomes of blocks that were offered. Each offer counts, so a block that was dropped, offered again
+    and stored counts twice.
     """
 
     transfers: TransferStats = field(default_factory=TransferStats)
@@ -331,8 +332,8 @@ class Counters:
 
 @dataclass(slots=True, kw_only=True)
 class EngineStats(Counters):
-    """One consistent copy of the counters, with the state of the pool at that moment. `block_tokens`: None while the
-    number of tokens in a block is unknown."""
+    """A consistent copy of the counters, with the state of the pool at that moment. `block_tokens`: how many tokens a
+    block has; None if that is unknown."""
 
     state: EngineState
     pool: PoolStats
@@ -340,12 +341,12 @@ class EngineStats(Counters):
 
     @property
     def evicted_for_capacity(self) -> int:
-        """Blocks that gave their slots to others: what "evicted" means wherever no reason is named."""
+        """Blocks that gave their slots to others. This is what "evicted" means wherever no reason is named."""
         return self.evictions["capacity"]
 
     @property
     def dropped_blocks(self) -> int:
-        """Blocks that were offered and not stored, for any reason but a failure: what "dropped" means."""
+        """Blocks that were offered and dropped, for any reason. This is what "dropped" means wherever none is named."""
         return sum(count for outcome, count in self.stores.items() if outcome.startswith("dropped_"))
 
 

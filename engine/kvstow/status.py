@@ -1,6 +1,6 @@
 """The state of the engine and of its ranks, transfers and blocks, as frozen snapshots that the admin API serves.
 
-Times are in seconds, ages are relative to the moment of the snapshot.
+Times are in seconds. Ages are relative to the moment of the snapshot.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ KeeperState = Literal["connected", "silent", "gone"]
 
 SESSION_STATES: tuple[SessionState, ...] = get_args(SessionState)
 HOST_NAME = "host"
-"""The pool of an embedded engine, and its namespace."""
+"""The name of the pool of an embedded engine, and of its namespace."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankStatus(RankFigures):
-    """A rank as it last reported, of the engine `session`, which uses `pool`. `boot_id` and `last_report_age_seconds`
-    are null before it has."""
+    """A rank as it last reported. It belongs to the engine `session`, which uses `pool`. `boot_id` and
+    `last_report_age_seconds` are null before its first report."""
 
     last_report_age_seconds: float | None = None
     pool: str = HOST_NAME
@@ -48,7 +48,8 @@ class Readiness:
 
 @dataclass(frozen=True, slots=True)
 class CurvePoint:
-    """A size, and the shares of blocks that a pool of it would hit: in the order of last use, and in the pool's own."""
+    """A size, and the shares of blocks that a pool of that size would hit: if it evicted in the order of last use
+    (`lru`), and with the pool's own order (`own`)."""
 
     num_slots: int
     lru: float
@@ -57,8 +58,8 @@ class CurvePoint:
 
 @dataclass(frozen=True, slots=True)
 class SizeCurve:
-    """What the requests of the window would have hit in pools of other sizes, by size.
-    `everything`: the share that a pool would hit that never evicts."""
+    """What the requests of the window would have hit in pools of other sizes, by size. `everything`: the share that a
+    pool which never evicts would hit."""
 
     points: tuple[CurvePoint, ...]
     everything: float
@@ -68,10 +69,10 @@ class SizeCurve:
 
 @dataclass(frozen=True, slots=True)
 class TransferStatus:
-    """One op in flight, of the engine `session`, which uses `pool`. `queued` (no rank has reported on it), `running`
-    (some have), `stuck` (too old), or `quarantined` (an abandoned store whose slots wait for the last ranks).
-    `idle_ranks`: those of `pending_ranks` that have nothing under way, by their last report: the host has not submitted
-    the op, or has not collected or passed on its completion."""
+    """One op in flight, of the engine `session`, which uses `pool`. Its `state` is `queued` (no rank has reported on
+    it), `running` (some ranks have), `stuck` (it is too old), or `quarantined` (an abandoned store, whose slots wait
+    for the last ranks). `idle_ranks`: the ranks of `pending_ranks` that have nothing under way, by their last report.
+    The host has not submitted the op to them, or has not collected or passed on its completion."""
 
     op_id: int
     pool: str
@@ -90,14 +91,15 @@ class TransferStatus:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionFigures:
     """One engine that uses a pool. `state`: `attaching` (not all ranks have reported and registered slots), `attached`,
-    `stuck` (a transfer is too old), or `lost` (its connection has ended, and `processes` of it may still reach the
-    memory). `in_flight`: ops that some rank has not finished, the oldest for `oldest_seconds`. `leases`: those that no
-    load has used. `quarantined_slots`: slots that are kept from others only because those processes may still write
-    them.
+    `stuck` (a transfer is too old), or `lost` (its connection has ended, and `processes` of its processes may still
+    reach the memory). `in_flight`: ops that some rank has not finished; the oldest has been in flight for
+    `oldest_seconds`. `leases`: leases that no load has used. `quarantined_slots`: slots that are kept from others only
+    because those processes may still write them.
 
-    The host adds what the pool does not know: `model`, its age, and `pid`, the process of its scheduler on `host`.
-    `process`: whether that is stopped (SIGSTOP, a debugger); unknown where the host does not see the process;
-    null or empty if unknown. Bytes per second are of the last 10 s and of one rank, null until they were measured.
+    The host adds what the pool does not know: `model`, `age_seconds`, and `pid`, the process of the engine's scheduler
+    on `host`; they are null or empty if unknown. `process`: whether that process is stopped (SIGSTOP, a debugger);
+    `unknown` if the host does not see the process. Bytes per second are those of the last 10 s and of one rank; null
+    until they are measured.
     """
 
     id: str
@@ -145,13 +147,13 @@ class SessionSummary(SessionFigures):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamespaceStatus:
-    """One meaning of keys in a pool: the sessions that use it, and its visible blocks. A dropped one only waits for its
-    blocks to be evicted.
+    """One meaning of keys in a pool: the number of `sessions` that use it, and of its visible `blocks`. A `dropped`
+    namespace only waits for its blocks to be evicted.
 
-    The host adds the model, and its weights: `weights_id` names them, and `weights_source` says where that came from;
-    null if unknown. `sharing_off`: sentences that say why its sessions share no blocks with others, empty if they may.
-    `looked_up_blocks` and `hit_blocks` count what its sessions have looked up and found, also before they have reset
-    their cache.
+    The host adds the model and its weights: `weights_id` names the weights, and `weights_source` says where that name
+    came from; they are null if unknown. `sharing_off`: sentences that say why its sessions share no blocks with others;
+    empty if they may. `looked_up_blocks` and `hit_blocks` count what its sessions have looked up and found; a reset of
+    their cache does not set them back.
     """
 
     name: str
@@ -169,7 +171,8 @@ class NamespaceStatus:
 
 @dataclass(frozen=True, slots=True)
 class MemoryWait:
-    """A pool that has waited so long for memory which the processes of a session can still reach."""
+    """A pool that waits for `num_bytes` of memory which the processes of a session can still reach. It has waited for
+    `seconds`."""
 
     pool: str
     session: str
@@ -179,8 +182,8 @@ class MemoryWait:
 
 @dataclass(frozen=True, slots=True)
 class KeptMemory:
-    """Memory that was given back so long ago, and that some process has still. The sessions are those that had it and
-    of which a process lives, as far as that is known, also those that have detached; there may be none."""
+    """Memory that engines gave back `seconds` ago, and that some process still has. `sessions`: the sessions that had
+    it and of which a process lives, as far as that is known; they may have detached. There may be none."""
 
     sessions: tuple[str, ...]
     num_bytes: int
@@ -189,8 +192,8 @@ class KeptMemory:
 
 @dataclass(frozen=True, slots=True)
 class UserLimit:
-    """A user (uid) holds as much of something as one user may, and gets no more of it. `what`: its name, for sentences.
-    `sessions`: those that hold it, the largest first."""
+    """A user (uid) who holds as much of a resource as one user may, and gets no more of it. `what`: the name of the
+    resource, for sentences. `sessions`: the sessions that hold it, the largest first."""
 
     uid: int
     what: str
@@ -201,19 +204,20 @@ class UserLimit:
 
 @dataclass(frozen=True, slots=True)
 class MemoryStatus:
-    """A host's memory, over all pools and ranks: what it is to have, and what is populated. `failure`: why it cannot
-    grow further, or null. `failure_kind`: whether the machine has refused it, an engine stands in the way, or a defect.
+    """A host's memory, over all pools and ranks: how much it should have (`target_bytes`), and how much is populated.
+    `failure`: why it cannot grow further, or null. `failure_kind`: whether the machine has refused memory (`refused`),
+    an engine stands in the way (`engine`), or KVStow has a defect (`defect`).
 
-    `populate_bytes_per_second`: how fast memory was populated within the last seconds; null while it is not.
+    `populate_bytes_per_second`: how fast memory was populated within the last seconds; null if none was.
 
     `granted_bytes` are in pools, and `used_bytes` of them hold blocks. `recalled_bytes` are on their way from a pool
-    to others; `waits` say which sessions hold them, and `notices`, in sentences, what else stands in the way. `kept`:
-    memory that engines have given back, and that processes have all the same; it still counts. `orphaned_bytes` are
-    taken by processes that no service uses any more; null where that is not measured.
+    to others. `waits` say which sessions hold them, and `notices` say, in sentences, what else stands in the way.
+    `kept`: memory that engines have given back, but that processes still have; it still counts. `orphaned_bytes`:
+    memory of processes that no service uses any more; null if it is not measured.
 
-    `keeper`: the process that holds the memory while no service runs; null if there is to be none. A `silent` one is
-    there, and does not answer. `unsaved`: what would not survive the service, and why, in sentences.
-    `keeper_restarts`: how often a keeper has taken the place of one that was gone, or has come back.
+    `keeper`: the state of the process that holds the memory while no service runs; null if none is configured. A
+    `silent` keeper lives, but does not answer. `unsaved`: what would not survive the end of the service, and why, in
+    sentences. `keeper_restarts`: how often a keeper has replaced one that was gone, or has come back.
     """
 
     target_bytes: int
@@ -235,7 +239,7 @@ class MemoryStatus:
 
 @dataclass(frozen=True, slots=True)
 class BlockStatus:
-    """One block that can be loaded. `key` is in hex, and means something in `namespace` alone."""
+    """One block that can be loaded. `key` is in hex, and has a meaning only within `namespace`."""
 
     key: str
     namespace: str
@@ -247,7 +251,7 @@ class BlockStatus:
 
 
 class BlockPage(NamedTuple):
-    """Some blocks in order of their slots; `next_slot` continues the listing, None at its end."""
+    """Some blocks in order of their slots. `next_slot` continues the listing; it is None at the end."""
 
     blocks: tuple[BlockStatus, ...]
     next_slot: int | None
@@ -255,8 +259,8 @@ class BlockPage(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LookupResult:
-    """Which of the keys are in the pool. `leading` counts those from the first on. `refusal`: why loads
-    miss nevertheless, or null."""
+    """Which of the keys are in the pool. `leading` counts the keys from the first one on that are present without a
+    gap. `refusal`: why loads miss nevertheless, or null."""
 
     leading: int
     present: list[bool]
@@ -265,14 +269,15 @@ class LookupResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextStatus:
-    """What the pool knows of a context that clients have named in hints. `context`: its id in hex, see
-    `kvstow.hints.context_id`; it means something in `namespace` alone. `name`: what clients call it. Both are null for
-    readers who are no admins: the id is a hash of the name and the cache salt, which could be guessed by it. `blocks`:
-    those of its last request, whether the pool has them or not; null tokens if the host does not know how many a block
-    has.
+    """What the pool knows of a context that clients have named in hints. `context`: its id in hex (see
+    `kvstow.hints.context_id`), which has a meaning only within `namespace`. `name`: what clients call it. Readers who
+    are not admins get null for both, because the id is a hash of the name and the cache salt, which could be guessed
+    from it. `blocks`: the blocks of its last request, whether the pool has them or not. `tokens` is null if the host
+    does not know how many tokens a block has.
 
-    `requests`: how many have named it. `idle_seconds`: since the last request's end. `resume_in_seconds`: when the next
-    one comes, from now, as its client or an operator has said; negative while it is overdue, null if nobody has said.
+    `requests`: how many requests have named it. `idle_seconds`: the time since the end of the last one.
+    `resume_in_seconds`: in how many seconds the next request comes, as its client or an operator has said; negative if
+    the request is overdue, null if neither has said it.
     """
 
     context: str | None
@@ -287,8 +292,8 @@ class ContextStatus:
 
 
 class ContextPage(NamedTuple):
-    """Some contexts, those with the most blocks first; `next_rank` continues the listing, None at its end. `total`:
-    contexts that are known."""
+    """Some contexts, those with the most blocks first. `next_rank` continues the listing; it is None at the end.
+    `total`: how many contexts are known."""
 
     contexts: tuple[ContextStatus, ...]
     next_rank: int | None
@@ -297,7 +302,7 @@ class ContextPage(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BypassStatus:
-    """Which direction is switched off; `ttl_seconds_left` is null if it has no end."""
+    """Which directions are switched off. `ttl_seconds_left` is null if that has no end."""
 
     load: bool
     store: bool
@@ -306,7 +311,7 @@ class BypassStatus:
 
 @dataclass(frozen=True, slots=True)
 class DrainStatus:
-    """`drained`: a drain is on, and nothing is in flight or leased any more."""
+    """The state of a drain. `drained`: a drain is on, and nothing is in flight or leased any more."""
 
     active: bool
     mode: DrainMode | None
