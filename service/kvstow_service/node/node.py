@@ -1,6 +1,6 @@
 """The node service without its admin server: memory, control plane and the socket at which engines attach.
 
-How a service takes over what the previous one has left with the keeper is here, too.
+This module also takes over what a previous service has left with the keeper.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ from kvstow_service.stores.stores import measure_store
 logger = logging.getLogger("kvstow.node")
 
 _RETRY_SECONDS = 10.0
-_REVOKE_SECONDS = 5.0  # at the end, for threads that answer in milliseconds
+_REVOKE_SECONDS = 5.0  # how long `close` waits for each of two threads, which usually answer in milliseconds
 _CHECK_SECONDS = 60.0
 _PACE_TICKS = 6
-_PURGE_SECONDS = 60.0  # longer than a disk may hang before it counts as stuck
-_MAX_CHECKED_SLOTS = 65_536  # the check holds a pool's lock for 1 us a slot
+_PURGE_SECONDS = 60.0  # how long a deletion waits for the store: longer than a disk may hang before it counts as stuck
+_MAX_CHECKED_SLOTS = 65_536  # larger pools are not checked, because the check holds a pool's lock for 1 us a slot
 
 
 class Node:
     """Owns the memory, the control plane, the attach socket and their threads. It is the `Directory` of the admin API.
 
-    `start` returns at once: from then on it answers engines, while memory is populated in the background. `close` ends
-    the threads, and leaves to a keeper what a killed service would. `give_back` before it leaves nothing. Memory that
-    engines have mapped is freed when they release it. Everything else may be called from any thread and does not
-    wait.
+    `start` lets engines attach, and memory is populated in the background after that. `close` ends the threads, and
+    leaves to the keeper what a killed service would leave. After `give_back`, it leaves nothing. Memory that engines
+    have mapped is freed when they release it. All other methods may be called from any thread and do not wait, except
+    `delete_pool`.
     """
 
     is_node = True
@@ -73,9 +73,9 @@ class Node:
         on_failure: Callable[[str], object] = lambda reason: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`attach_group`: the group that may write to the attach socket, in addition to the service's user. `store`:
-        the one that `settings.tier` names. `on_failure` is called with a sentence when the service must end, as
-        when a defect has ended a thread. Raises `PinError` if there is no address space."""
+        """`attach_group` is a group that may write to the attach socket, in addition to the service's user. `store` is
+        the store that `settings.tier` names. `on_failure` is called with a sentence when the service must end, for
+        example because a defect has ended a thread. Raises `PinError` if there is no address space."""
         self.settings = settings
         self._attach_group, self._store = attach_group, store
         self._on_failure, self._clock = on_failure, clock
@@ -95,21 +95,21 @@ class Node:
         pools = PoolSettings(settings.policy, settings.curve, settings.transfer_timeout, slot_alignment=alignment)
         self.host = NodeHost(self.memory_thread, settings=pools, clock=clock)
         self.server: AttachServer
-        """Set from `start` on."""
+        """Set by `start`."""
         self.tier: NodeStore | None = None
-        """Set from `start` on, if there is one."""
+        """Set by `start` if there is a store."""
         self.errors: Counter[str] = Counter()
         self._has_started = self._recovers = self._gives_back = False
         self._populated = deque[tuple[float, int]](maxlen=_PACE_TICKS)
-        """Moments, and how much was populated then."""
+        """How many bytes were populated, at the times of the last ticks."""
         self.integrity_problem: str | None = None
-        """What a check of the records has found. Only a restart repairs it."""
+        """What a check of the records has found, as a sentence. Only a restart repairs it."""
         self._next_retry, self._next_check = clock() + _RETRY_SECONDS, clock() + _CHECK_SECONDS
 
     def start(self) -> None:
-        """Recovers what an earlier service has left: 2 s for a million blocks. Raises `ConflictError` if the socket
-        cannot be used, or `KeeperError` if the state folder cannot, or the process of the service before does not end;
-        call `close` then, too."""
+        """Start the threads. First recover what an earlier service has left, which takes 2 s for a million blocks.
+        Raises `ConflictError` if the socket cannot be used, and `KeeperError` if the state folder cannot be used or the
+        process of the previous service does not end. Call `close` even then."""
         raise_descriptor_limit()
         settings, memory, started = self.settings, self.memory_thread, self._running
         if settings.state is not None:
@@ -143,20 +143,20 @@ class Node:
         self._has_started = True
         started.callback(self._take_back)
         if self.tier is not None:
-            started.callback(self.tier.close)  # first, because the workers of its store have memory, too
+            started.callback(self.tier.close)  # runs first, because the store's processes have memory, too
 
     def close(self) -> None:
-        """Idempotent."""
+        """End the threads, and close everything. Idempotent."""
         self._running.close()
         self.populator.close()
         self.host.close()
 
     def give_back(self) -> None:
-        """Have `close` give everything back, and leave nothing for the next service."""
+        """Have `close` give all memory back, so that the next service starts with nothing."""
         self._gives_back = True
 
     def _take_back(self) -> None:
-        """Ask the engines to release all memory. Otherwise they would hold it for the next service."""
+        """Ask the engines to release all memory, unless the next service is to take it over."""
         if self._gives_back or self.memory_thread.records is None:
             self.memory_thread.do(self.memory_thread.revoke_all)
             for call_on_thread in (self.memory_thread.do, self.server.post):
@@ -164,14 +164,14 @@ class Node:
                 call_on_thread(done.set)
                 done.wait(_REVOKE_SECONDS)
 
-    # -- an earlier life ------------------------------------------------------------------------------------
+    # -- what an earlier service has left ---------------------------------------------------------------------
 
     def _recover(self, records: NodeRecords) -> None:
-        """Take over what an earlier service has left, before any thread has started."""
+        """Take over what an earlier service has left. No thread runs yet."""
         begun, memory = time.monotonic(), self.memory_thread
         survivors = read_survivors(records.open(), self.settings.huge_pages)
         self._recovers = bool(survivors.extents or survivors.pools)
-        gc.disable()  # a million keys are made, and no cycle: looking for some took a quarter of the time
+        gc.disable()  # recovery makes a million keys and no cycles, and collections took a quarter of its time
         try:
             memory.restore_memory(survivors)
             num_blocks = 0
@@ -188,7 +188,7 @@ class Node:
         records.join(memory.memory)
 
     def _recover_pool(self, pool: NodePool, found: SurvivingPool) -> int:
-        """Returns the number of blocks."""
+        """Recover the blocks and the sessions of a pool. Returns the number of blocks."""
         sessions: dict[str, list[SurvivingWorker]] = {}
         for worker in found.workers:
             sessions.setdefault(worker.record.session_id, []).append(worker)
@@ -209,7 +209,7 @@ class Node:
     # -- for the admin process ------------------------------------------------------------------------------
 
     def tick(self) -> None:
-        """Call it about once a second. Marks transfers as stuck, retries refused memory, and checks records."""
+        """Mark stuck transfers, retry refused memory, and check records. Call it about once a second."""
         self.host.tick()
         self.server.post(self.host.send_settled)
         now = self._clock()
@@ -223,7 +223,7 @@ class Node:
             self._check_integrity()
 
     def start_failure(self) -> str | None:
-        """Why no engine can attach yet, or None."""
+        """Return a sentence that says why no engine can attach yet, or None."""
         if self._has_started:
             return None
         return f"the service {self._what_start_does()}; no engine can attach yet"
@@ -232,13 +232,13 @@ class Node:
         return "takes up what an earlier one has left" if self._recovers else "is starting"
 
     def live_failure(self) -> str | None:
-        """Why only a restart helps, or None."""
+        """Return a sentence that says why the service must be restarted, or None."""
         if not self._has_started:
             return None
         return self.server.failure or self.memory_thread.failure or self.integrity_problem
 
     def memory_failure(self) -> str | None:
-        """Why the node, or a worker, has less memory than it should, or None."""
+        """Return a sentence that says why the node, or a worker, has less memory than it should, or None."""
         failure = self._memory_failure()
         return None if failure is None else failure[1]
 
@@ -255,7 +255,7 @@ class Node:
         return next((("engine", words) for words in memory.figures.failures), None)
 
     def _check_integrity(self) -> None:
-        """Check pools without sessions, because no engine waits for their locks."""
+        """Check the records of pools without sessions, because no engine waits for their locks."""
         self.memory_thread.do(self.memory_thread.budget.check_integrity)
         for pool in self.host.pools():
             if self.host.has_sessions(pool) or pool.slots.in_service > _MAX_CHECKED_SLOTS:
@@ -287,8 +287,8 @@ class Node:
         return self.host.namespaces()
 
     def delete_pool(self, name: str) -> Purged:
-        """See `Directory.delete_pool`. A disk that does not work keeps nobody waiting; the notice and the log name
-        it."""
+        """See `Directory.delete_pool`. If the store does not answer in time, the pool is deleted all the same, and the
+        notice and the log name the store."""
         answers = SimpleQueue[Purged]()
         self.host.delete_pool(name, answers.put)
         try:
@@ -376,8 +376,9 @@ class Node:
 
 
 def tenants_of(settings: Settings) -> Callable[[int], str | None]:
-    """The tenant of a user (uid), with whom he shares blocks in the store below the pools; None for nobody. On the
-    node's own disks, every user is a tenant of his own unless tenants are named."""
+    """Return a function from users (uids) to tenants. The users of a tenant share blocks in the store below the pools.
+    The function returns None for a user whose blocks do not go there. On the node's own disks, each user is a separate
+    tenant unless tenants are named."""
     if settings.tenants:
         return settings.tenants.get
     own = os.geteuid()
@@ -387,7 +388,7 @@ def tenants_of(settings: Settings) -> Callable[[int], str | None]:
 
 
 def raise_descriptor_limit() -> None:
-    """Raise this process's descriptor limit to its maximum: each extent takes one, each engine several."""
+    """Raise this process's limit of descriptors to its maximum: each extent needs one, and each engine several."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

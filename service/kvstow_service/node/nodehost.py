@@ -32,11 +32,13 @@ from kvstow_service.node.survival.roster import PoolRecord, WorkerRecord
 from kvstow_service.node.tier.nodestore import NodeStore
 
 RANKS_OF_USER = 1024
-"""Of all sessions of one user (uid). The status of each takes 20 us, several times a second."""
+"""How many ranks all sessions of one user (uid) may have. The status of each rank takes 20 us, several times a
+second."""
 POOLS_OF_USER = 64
 NAMESPACES_OF_USER = 256
-"""Without those of engines that have reset their cache, which share an identity. Where an engine has another hash seed
-at each start, each start has a namespace of its own."""
+"""How many identities of namespaces one user may have. The namespaces of engines that have reset their cache do not
+count, because they share an identity. If an engine has a new hash seed at each start, each start has a new
+identity."""
 
 logger = logging.getLogger("kvstow.node")
 
@@ -44,14 +46,14 @@ logger = logging.getLogger("kvstow.node")
 class NodeHost:
     """The pools and sessions of a node.
 
-    The attach server's thread opens and ends sessions and makes the engines' calls, and none of them waits. What a pool
-    does is O(blocks given) under the pool's lock, and everything about memory is left to the `MemoryThread`. All other
+    The attach server's thread opens and ends sessions, and makes the engines' calls. None of them waits: the work in a
+    pool is O(blocks given) under the pool's lock, and all work on memory is left to the `MemoryThread`. All other
     methods may be called from any thread.
 
     The calls for a session come in this order: `open_session`; the engine's calls; `NodeSession.lose` once;
     `session_over` once. No call mentions the session after that. Its id is never reused.
 
-    A pool begins with its first session, and ends in `_close_pool` alone. It is in use while it has sessions.
+    A pool is made for its first session, and only `_close_pool` ends it. It is in use while it has sessions.
 
     There are two kinds of locks, taken in this order: the host's own, which guards which pools and sessions exist, then
     a pool's. Both are held for microseconds, and neither is held during a system call.
@@ -71,15 +73,16 @@ class NodeHost:
         self._clock = clock
         self._lock = RLock()
         self.tier: NodeStore | None = None
-        """The store below the pools, if there is one; set once, before an engine attaches."""
+        """The store below the pools, if there is one. It is set once, before an engine attaches."""
         self._pools: dict[str, NodePool] = {}
         self._closing: dict[str, NodePool] = {}
-        """Pools that cannot be found any more, and whose names are still in use."""
+        """Pools that lookups by name no longer find, but whose names are still taken."""
         self._sessions: dict[str, NodeSession] = {}
         self.held = SharedLimit(2 * (MOST_HELD_SLOTS + SLOTS_OF_LEASE * MOST_HELD))
-        """What the leases of all pools hold: 350 MiB. One user may hold as much as one session."""
+        """The limit for the slots that the leases of all pools hold, which take 350 MiB at most. One user may hold as
+        many as one session."""
         self._waiting: set[NodeSession] = set()
-        """Sessions with a lookup that waits, or has waited. Used only on the attach server's thread."""
+        """Sessions with a lookup that waits, or waited. Used only by the attach server's thread."""
 
     # -- for any thread -------------------------------------------------------------------------------------
 
@@ -93,9 +96,9 @@ class NodeHost:
             return self._pools.get(name)
 
     def delete_pool(self, name: str, on_purged: Callable[[Purged], object] = lambda purged: None) -> None:
-        """Forget a pool and all its blocks. `on_purged` is called when nothing can bring back what the store below the
-        pool had of it, from any thread. Raises `NotFoundError`, or `ConflictError` while it has sessions, including
-        lost ones."""
+        """Delete a pool and all its blocks. `on_purged` is called, from any thread, when the store below the pool has
+        deleted its blocks for good. Raises `NotFoundError`. Raises `ConflictError` while the pool has sessions,
+        including lost ones."""
         with self._lock:
             pool = self._pools.get(name)
             if pool is None:
@@ -105,14 +108,15 @@ class NodeHost:
             self._close_pool(pool, on_purged)
 
     def close_if_unused(self, pool: NodePool) -> None:
-        """The pool has no memory and no worker of an engine. It ends, unless it has sessions."""
+        """End a pool that has no memory and no worker of an engine, unless it has sessions."""
         with self._lock:
             if self._pools.get(pool.name) is pool and not self._sessions_of(pool):
                 self._close_pool(pool)
 
     def _close_pool(self, pool: NodePool, on_purged: Callable[[Purged], object] | None = None) -> None:
-        """The only way in which a pool ends: it is not found any more, then the store below it releases it, then its
-        memory goes back. `on_purged`: its blocks leave that store, too. The caller holds the lock."""
+        """End a pool. Only this method does. The pool cannot be found any more, then the store below it releases its
+        memory, then the memory is given back. With `on_purged`, the store also deletes its blocks. The caller holds the
+        lock."""
         self._closing[pool.name] = self._pools.pop(pool.name)
         with pool.lock:
             pool.closed = True
@@ -124,7 +128,8 @@ class NodeHost:
             on_purged(Purged(0))
 
     def _end_pool(self, pool: NodePool) -> None:
-        """Nothing but its memory is left. Another pool may have its name: the memory thread forgets this one first."""
+        """Give back the memory of a pool of which nothing else is left. Its name is free after that: the memory thread
+        removes this pool before it adds another of the same name."""
         with self._lock:
             self._memory.do(self._memory.remove_pool, pool)
             del self._closing[pool.name]
@@ -132,7 +137,7 @@ class NodeHost:
             pool.close_holding()
 
     def has_sessions(self, pool: NodePool) -> bool:
-        """Including lost ones."""
+        """Whether the pool has sessions, including lost ones."""
         with self._lock:
             return bool(self._sessions_of(pool))
 
@@ -146,7 +151,7 @@ class NodeHost:
         return [session.status() for session in sessions]
 
     def user_limits(self) -> list[UserLimit]:
-        """The users whose leases hold as much as they may."""
+        """Return the users whose leases hold as many slots as they may."""
         found = list[UserLimit]()
         for uid, held in self.held.owners().items():
             if not self.held.has_room(uid):
@@ -161,7 +166,7 @@ class NodeHost:
         return [namespace for pool in self.pools() for namespace in pool.hosted_namespaces()]
 
     def tick(self) -> None:
-        """Advance time in all pools, see `Pool.tick`, and look at the processes of their engines."""
+        """Advance time in all pools (see `Pool.tick`), and look whether the engines' processes are stopped."""
         for pool in self.pools():
             pool.tick()
         with self._lock:
@@ -175,7 +180,7 @@ class NodeHost:
             with pool.lock:
                 pool.closed = True
 
-    # -- an earlier life: before an engine knows of it ------------------------------------------------------
+    # -- what an earlier service has left: before an engine can name it ----------------------------------------
 
     def restore_pool(self, record: PoolRecord, namespaces: Mapping[str, NamespaceIdentity]) -> NodePool:
         pool = NodePool(record.name, record.identity, record.model, self._settings, clock=self._clock)
@@ -202,11 +207,11 @@ class NodeHost:
     # -- the attach server's thread -------------------------------------------------------------------------
 
     def open_session(self, session_id: str, hello: Hello, peer: Peer, link: SessionLink) -> tuple[NodeSession, Welcome]:
-        """A scheduler half attaches. `hello` is what it claims; `peer.uid` comes from the kernel, and is part of the
-        pool's identity. Raises `AttachRefusedError`."""
+        """Open a session for the scheduler half of an engine. `hello` is what the engine says of itself. `peer.uid`
+        comes from the kernel, and becomes part of the pool's identity. Raises `AttachRefusedError`."""
         assert hello.pool is not None, "the hello of a scheduler half has both identities"
         assert hello.namespace is not None
-        identity = replace(hello.pool, uid=peer.uid)  # the user that the kernel reports
+        identity = replace(hello.pool, uid=peer.uid)  # the kernel's uid, and not one that the engine may claim
         with self._lock:
             there = sum(len(one.ranks) for one in self._sessions.values() if one.pool.identity.uid == peer.uid)
             if there + identity.num_ranks > RANKS_OF_USER:
@@ -223,7 +228,7 @@ class NodeHost:
             if namespace.name not in pool.known:
                 dropped = self._namespaces_to_drop(peer.uid, pools)
                 namespace.sharing_off = reasons
-            # An engine that is refused changes nothing, so nothing has changed until here.
+            # Nothing has changed so far, because an engine that is refused must change nothing.
             if ending is not None:
                 logger.info("pool %s ends, to make room for another one of uid %d", ending.name, peer.uid)
                 self._close_pool(ending)
@@ -252,8 +257,8 @@ class NodeHost:
         )
 
     def _pool_to_end(self, uid: int) -> NodePool | None:
-        """The pool that makes room for one more of the user: the oldest that has no sessions. None if there is room.
-        The caller holds the lock. Raises `AttachRefusedError`."""
+        """Return the pool that ends if the user gets one more: the oldest without sessions. None if the user may have
+        one more anyway. The caller holds the lock. Raises `AttachRefusedError`."""
         mine = [pool for pool in self._pools.values() if pool.identity.uid == uid]
         if len(mine) < POOLS_OF_USER:
             return None
@@ -264,8 +269,8 @@ class NodeHost:
         return idle
 
     def _namespaces_to_drop(self, uid: int, pools: Sequence[NodePool]) -> list[tuple[NodePool, str]]:
-        """The namespaces that make room for one more of the user: those without sessions, of the oldest pool first. The
-        caller holds the lock. Raises `AttachRefusedError`."""
+        """Return the namespaces that end if the user gets one more. They have no sessions, and those of the oldest pool
+        come first. The caller holds the lock. Raises `AttachRefusedError`."""
         mine = [pool for pool in pools if pool.identity.uid == uid]
         excess = sum(len(pool.identities()) for pool in mine) + 1 - NAMESPACES_OF_USER
         if excess <= 0:
@@ -276,7 +281,7 @@ class NodeHost:
         return idle[:excess]
 
     def _new_pool(self, identity: PoolIdentity, owner: int, model: str) -> NodePool:
-        """A pool that nobody knows yet. The caller holds the lock. Raises `AttachRefusedError`."""
+        """Make a pool, without adding it to the host. The caller holds the lock. Raises `AttachRefusedError`."""
         name = unique_name(identity, model, {*self._pools, *self._closing})
         pool = NodePool(name, identity, model, self._settings, clock=self._clock)
         pool.holding = Holding(self.held, owner)
@@ -291,10 +296,11 @@ class NodeHost:
         return pool
 
     def reset(self, session_id: str, later: Later | None = None) -> ResetDone | None:
-        """None: the answer comes `later`, when nothing can bring back what the store had of the former namespace."""
+        """Reset a session's cache. Returns None if the answer comes `later`, when the store below the pool has deleted
+        the blocks of the former namespace for good."""
         session = self._sessions[session_id]
         before, namespace = session.tier, session.control.namespace
-        session.control.on_stored = session.tier = None  # the keys no longer mean the same blocks
+        session.control.on_stored = session.tier = None  # the same keys mean other blocks from now on
         name = session.control.reset()
         with self._lock:
             session.namespace = session.pool.enter_fresh(session.namespace, name)
@@ -314,8 +320,8 @@ class NodeHost:
         return None
 
     def next_deadline(self) -> float | None:
-        """When to call `expire`; None if no lookup waits. O(sessions whose lookups wait, and requests that wait for the
-        store below the pools)."""
+        """Return when to call `expire`, or None if no lookup waits. O(sessions whose lookups wait, and requests that
+        wait for the store below the pools)."""
         deadlines = [session.waits.next_deadline for session in self._waiting]
         if self.tier is not None:
             deadlines.append(self.tier.next_deadline())
@@ -331,7 +337,7 @@ class NodeHost:
             self.tier.expire()
 
     def follow_pool(self, pool: NodePool) -> None:
-        """The pool has become smaller: see `NodeSession.follow_pool`."""
+        """Let the sessions know that the pool has become smaller: see `NodeSession.follow_pool`."""
         for session in list(self._sessions.values()):
             if session.pool is pool:
                 session.follow_pool()
@@ -340,16 +346,16 @@ class NodeHost:
         self._memory.look_again()
 
     def send_settled(self) -> None:
-        """Send results that became final without a call of the engine, such as results of stuck transfers."""
+        """Send results that became final without a call of the engine, such as those of stuck transfers."""
         for session in list(self._sessions.values()):
             session.send_settled()
 
     def session_over(self, session_id: str) -> None:
-        """All workers that received memory have released it, so nothing of the session can reach memory."""
+        """Remove a session. Its workers have released their memory, so none of its processes can reach memory."""
         session = self._sessions[session_id]
-        for rank in range(len(session.ranks)):  # also those that were never sent descriptors
+        for rank in range(len(session.ranks)):  # also ranks that were never sent descriptors
             session.end_worker(rank)
-        with self._lock:  # at once: a pool without sessions may be deleted, which comes after the end of its claims
+        with self._lock:  # held throughout: a pool without sessions may be deleted, which must come after `end_claims`
             del self._sessions[session_id]
             if not self._sessions_of(session.pool):
                 self._memory.do(self._memory.end_claims, session.pool.name)

@@ -1,4 +1,4 @@
-"""The process of `kvstow serve`: a node, its ticker and its admin server."""
+"""The process of `kvstow serve`: a node, the thread that ticks it, and its admin server."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _DRAIN_POLL_SECONDS = 0.02
 def run_service(settings: Settings) -> int:
     """Serve until a signal or a failure. Returns the exit status.
 
-    Owns the process's signals and its loggers; call it on the main thread. Raises `ConfigError` or another
+    It owns the process's signals and its loggers, so call it on the main thread. Raises `ConfigError` or another
     `KvstowError` if it cannot start. It has then given back everything that it had taken.
     """
     log = configure_logs(settings.log_format, settings.log_level)
@@ -54,7 +54,7 @@ def run_service(settings: Settings) -> int:
 def _serve(settings: Settings, log: QueuedLog) -> int:
     with ExitStack() as running:
         stops = running.enter_context(StopRequests())
-        address = TcpAddress.resolve(settings.host, settings.port)  # what can be refused, before anything is taken
+        address = TcpAddress.resolve(settings.host, settings.port)  # checks come before anything is taken
         admin = settings.admin_options(address.host)
         tls = None if admin.tls is None else ServerTls(admin.tls)
         attach_group, admin_group = (
@@ -95,12 +95,12 @@ def _serve(settings: Settings, log: QueuedLog) -> int:
             attach=f"unix:{settings.attach_path}",
         )
         server = AdminServer(create_app(host), sockets.sockets, lambda reason: stops.request(reason, 1), tls=tls)
-        server.start()  # first, so that it answers while the node recovers what an earlier service has left
+        server.start()  # before the node, so that it answers while the node recovers what an earlier service has left
         running.callback(server.stop)
-        with short_switch_interval():  # the admin server answers while the node recovers a million blocks
+        with short_switch_interval():  # so that the admin server answers while the node recovers a million blocks
             node.start()
         clock.watch()
-        for each in (ticker, Ticker(clock.watch)):  # `Node.tick` may take longer than the clock waits
+        for each in (ticker, Ticker(clock.watch)):  # two, as `Node.tick` may take longer than the clock may wait
             each.start()
             running.callback(each.stop)
         _announce(settings, sockets)
@@ -108,18 +108,18 @@ def _serve(settings: Settings, log: QueuedLog) -> int:
         stop = stops.wait()
         logger.info("stopping: %s", stop.reason)
         _drain(node, settings, stops.hurried)
-        if not stop.status and not settings.keep_on_stop:  # otherwise the next service finds everything
+        if not stop.status and not settings.keep_on_stop:  # otherwise the next service takes everything over
             node.give_back()
     logger.info("stopped")
     return stop.status
 
 
 def require_memory(num_bytes: int, limits: MemoryLimits) -> None:
-    """Raises `InsufficientMemoryError` for memory that this machine or its cgroup can never have.
+    """Raise `InsufficientMemoryError` if this machine or its cgroup can never have that much memory.
 
-    Shared memory in use counts as available here: it may be that of an earlier service, which its keeper hands over, or
-    which its engines release when they attach. The populator checks each step against the memory that is available
-    then.
+    Shared memory in use counts as available here. It may belong to an earlier service: its keeper hands it over, or
+    its engines release it when they attach. The populator checks each of its steps against the memory that is available
+    at that time.
     """
     if shortage := limits.shortage(num_bytes, beside_shared=True):
         raise InsufficientMemoryError(f"--memory {format_size(num_bytes)} cannot fit: {shortage.message}")
@@ -140,13 +140,14 @@ _PATHS = {
 
 
 def public_settings(settings: Settings) -> dict[str, Any]:
-    """For every reader of /v1/info, so it leaves out paths of this machine, and who the user of the store is."""
+    """Return the settings that every reader of /v1/info may see. Paths of this machine and the user of the store are
+    left out."""
     shown: dict[str, Any] = settings.model_dump(mode="json", exclude=_PATHS)
     return shown if settings.tier is None else {**shown, "tier": shown_url(settings.tier)}
 
 
 def _listen_for_changes(sockets: AdminSockets, path: Path, group: int | None, directory: Directory) -> None:
-    """Open the admin socket. Without it the service still serves its engines, and everything can be read."""
+    """Open the admin socket. If that fails, the service still serves engines and answers all reading requests."""
     if os.geteuid() == overflow_uid():
         logger.warning(
             "this service runs as uid %d, which also stands for every user that the kernel cannot name here: the admin "
@@ -165,7 +166,7 @@ def _announce(settings: Settings, sockets: AdminSockets) -> None:
     logger.info("admin server on %s", " and ".join(sockets.addresses))
     guarded = settings.token_file or settings.tls_client_ca
     over_tcp = "and over TCP with a token" if guarded else "and not over TCP"
-    if any(address.startswith("unix:") for address in sockets.addresses):  # otherwise a warning has said why not
+    if any(address.startswith("unix:") for address in sockets.addresses):  # otherwise a warning has named the reason
         logger.info("changes are taken through the Unix socket, %s", over_tcp)
     logger.info("engines attach at unix:%s", settings.attach_path)
     pages = "in reserved huge pages" if settings.huge_pages == "reserved" else "populated in the background"
@@ -173,7 +174,8 @@ def _announce(settings: Settings, sockets: AdminSockets) -> None:
 
 
 def _drain(node: Directory, settings: Settings, hurried: threading.Event) -> None:
-    """Fail readiness, then let transfers finish while both servers still answer. Ends early once `hurried` is set."""
+    """Let readiness fail, then let transfers finish while both servers still answer. Ends early once `hurried` is
+    set."""
     node.switches.drain("all", settings.drain_deadline)
     hurried.wait(settings.shutdown_delay)
     deadline = time.monotonic() + settings.drain_deadline

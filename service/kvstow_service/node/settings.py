@@ -3,8 +3,8 @@
 The field `extent_size` is the flag `--extent-size`, the variable `KVSTOW_EXTENT_SIZE` and the key `extent_size` of the
 file. Flags win over variables, variables over the file, and the file over the defaults.
 
-Not pydantic-settings, which would replace the merging of three dicts: its errors do not say where a value came from, it
-ignores unknown variables and a file that is missing, wants lists as JSON, and takes `KVSTOW_PORT=tcp://...` for a port.
+It merges three dicts. pydantic-settings could do that, but its errors do not say where a value came from, it ignores
+unknown variables and a missing file, wants lists as JSON, and takes `KVSTOW_PORT=tcp://...` for a port.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from kvstow_service.environment import CLIENT_VARIABLES, ENV_PREFIX, is_service_
 from kvstow_service.process.logwriter import LogFormat, LogLevel
 
 LEAST_TRUST_EOF = LONGEST_GRACE_SECONDS + 60.0
-"""A worker may start loads so long after the end of its session, and they take time. With less, the memory that they
-read might be given to others."""
+"""The least value of `trust_eof`, in seconds. A worker may start loads for the grace period after its session has
+ended, and these loads take time. With a shorter value, the memory that they read might be given to other sessions."""
 
 # -- types of settings: each parses the raw value of a flag, a variable or a file ----------------------------------
 
@@ -94,7 +94,7 @@ _NO_UID = (1 << 32) - 1
 
 
 def _tenants(value: object) -> tuple[Tenant, ...]:
-    """One text may have several tenants, separated by spaces, because a variable has only one text."""
+    """Parse tenants. A text may hold several, separated by spaces, because a variable has only one text."""
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list | tuple):
         raise ConfigError("", value, "NAME=UID[,UID], such as ml=1001,1002, or a list of these")
@@ -109,7 +109,7 @@ def _tenants(value: object) -> tuple[Tenant, ...]:
 
 
 def _disks(value: object) -> tuple[Path, ...]:
-    """One text may have several paths, separated by colons, because a variable has only one text."""
+    """Parse paths. A text may hold several, separated by colons, because a variable has only one text."""
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list | tuple) or not all(isinstance(text, str | Path) for text in texts):
         raise ConfigError("", value, "the path of a folder on a disk, or a list of these")
@@ -135,7 +135,7 @@ def _tenant(value: object) -> Tenant:
 
 
 def _reads(parse: Any) -> BeforeValidator:
-    """`parse` as a validator for pydantic. Its `ConfigError` says what is allowed."""
+    """Turn `parse` into a validator for pydantic. Its `ConfigError` says which values are allowed."""
 
     def validate(value: object) -> object:
         try:
@@ -294,7 +294,7 @@ class Settings(BaseModel):
             raise _conflict(key, problem)
         return self
 
-    # Each of these yields the setting at fault, and the end of a sentence that begins with the setting and its value.
+    # Each check yields the setting at fault, and the end of a sentence that begins with the setting and its value.
 
     def _memory_conflicts(self) -> Iterator[tuple[str, str]]:
         if self.memory < UNIT_BYTES:
@@ -349,12 +349,12 @@ class Settings(BaseModel):
 
     @property
     def attach_path(self) -> Path:
-        """Where engines attach."""
+        """The socket at which engines attach."""
         return self.attach_socket or runtime_folder("kvstow", "kvstow-node") / "attach.sock"
 
     @property
     def admin_path(self) -> Path:
-        """Where the service's user makes changes."""
+        """The socket at which the service's user makes changes."""
         return self.admin_socket or runtime_folder("kvstow-admin", "kvstow-admin") / "admin.sock"
 
     @property
@@ -421,7 +421,7 @@ def _from_environ(environ: Mapping[str, str]) -> dict[str, _Given]:
 
 
 def _refuse_unknown(keys: Mapping[str, str], allowed: list[str]) -> None:
-    """`keys`: the keys that are given, by the name under which the user gave them."""
+    """Raise errors for unknown keys. `keys` maps the name under which the user gave a key to the key."""
     problems = [
         SettingError(label, None, "is not a setting; the settings are " + ", ".join(allowed))
         for label, key in keys.items()

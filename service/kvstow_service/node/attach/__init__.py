@@ -1,1 +1,1 @@
-"""The socket at which engines attach, and the calls that they may make."""
+"""The socket at which engines attach, and the thread that answers their calls."""

@@ -51,21 +51,23 @@ logger = logging.getLogger("kvstow.attach")
 _A = TypeVar("_A")
 
 SWITCH_SECONDS = 0.0001
-"""Next to a thread that is always busy, a lookup took 0.5 ms at the median and 1 ms at p99, instead of 10 ms."""
+"""The interpreter's switch interval in this process, in seconds. With it, a lookup beside a thread that is always busy
+took 0.5 ms at the median and 1 ms at p99, instead of 10 ms."""
 
 _LONGEST_WAIT_SECONDS = 60.0
 _ACCEPTS_PER_TURN = 64
 _PAUSE_SECONDS = 1.0
 _FRAMES_PER_TURN = 64
 _TURN_SECONDS = 0.001
-"""The frames of one client are handled for this long before the others have their turn. The last frame may take
-longer."""
+"""How long the server handles the frames of one client before the others have their turn, in seconds. The last frame
+may take longer."""
 _PAUSED_ABOVE_BYTES = 1 << 20
-"""While a client leaves more than this unread, the server does not read from it either."""
+"""If a client has left more bytes than this unread, the server stops reading from it."""
 _UNPACKED_AT_ONCE_BYTES = 32 << 10
-"""Longer messages are unpacked in pieces, between which other clients have their turns."""
+"""Longer messages are unpacked in pieces. Other clients have their turns between them."""
 _LAST_READS = 64
-"""Reads from a client that has disconnected, at most. Its socket's buffer holds less than they return."""
+"""How many times the server reads from a client that has disconnected, at most. That is more than enough to empty its
+socket's buffer."""
 _FAILED = "the service has failed in this call; its log says how"
 
 FOLDER_MODE = 0o750
@@ -75,12 +77,12 @@ SOCKET_MODE = 0o660
 class AttachSocket:
     """A listening Unix socket of mode 0660. If it had to create the folder, the folder has mode 0750.
 
-    Processes of the service's user and of the group may write to the socket, and so may attach. The owner calls
+    Processes of the service's user and of the group may write to the socket, which lets them attach. The owner calls
     `close`, which is idempotent. It removes the file unless another service has replaced it.
     """
 
     def __init__(self, path: Path, group: int | None = None) -> None:
-        """Raises `ConflictError` if another process listens there or the folder cannot be used."""
+        """Raises `ConflictError` if another process listens at this path, or if the folder cannot be used."""
         self.path = path
         require_folder(path.parent, FOLDER_MODE, group)
         self.listener: socket.socket = bind_unix(path, mode=SOCKET_MODE, group=group)
@@ -105,10 +107,10 @@ _CALLS: Final[dict[int, type[Message]]] = {
 def answer_to(
     host: NodeHost, member: Member, frame: Frame, later: Later | None = None
 ) -> Message | Steps[Message | None] | None:
-    """Make the call and return its answer, if its kind has one. A call with many items comes back in steps instead, for
-    other clients to have their turns between them. `later`: see `NodeSession.lookup`.
+    """Make the call and return its answer, if its kind has one. For a call with many items it returns steps instead, so
+    that other clients have their turns between them. For `later`, see `NodeSession.lookup`.
 
-    Raises what the call raises. Raises `ProtocolError` for a payload that is not a message of its kind.
+    Raises whatever the call raises, and `ProtocolError` for a payload that is not a message of its kind.
     """
     if len(frame.payload) > _UNPACKED_AT_ONCE_BYTES:
         return _answer_in_steps(host, member, frame, later)
@@ -132,7 +134,7 @@ def _answer(
 
 
 def _steps_of_long(session: NodeSession, call: Message, later: Later | None) -> Steps[Message | None] | None:
-    """The steps of a call with more items than are handled at once; None for any other call."""
+    """Return the steps of a call with more items than are handled at once, or None for any other call."""
     match call:
         case Lookup(keys) | LookupPrompt(keys) if len(keys) > CALL_SLICE:
             return session.lookup_in_steps(call, later)
@@ -148,7 +150,8 @@ def _steps_of_long(session: NodeSession, call: Message, later: Later | None) -> 
 def _answer_to_rank(
     member: Member, call: Report | Completions | RegisteredExtents | ReleasedExtents
 ) -> Steps[Message | None] | None:
-    """For calls about one rank: what it reports, what it has copied, and which memory it has registered."""
+    """Make a call of one rank's worker: its report, its completions, or the extents that it has registered or
+    released."""
     session = member.session.hosted
     match call:
         case Report(report):
@@ -169,7 +172,7 @@ def _answer_to_rank(
 def _answer_to_engine(
     host: NodeHost, member: Member, call: Message, later: Later | None
 ) -> Message | Steps[Message | None] | None:
-    """For calls of an engine's scheduler."""
+    """Make a call of an engine's scheduler half."""
     session = member.session.hosted
     match call:
         case Lookup() | LookupPrompt():
@@ -200,7 +203,7 @@ def _desired(steps: Steps[DesiredState]) -> Steps[Message]:
 
 
 def _step_of(steps: Steps[Message | None]) -> Message | Steps[Message | None] | None:
-    """Make one step; returns the steps again while there are more, then the answer."""
+    """Make one step. Returns the steps again while there are more, and then the answer."""
     try:
         next(steps)
     except StopIteration as ended:
@@ -217,14 +220,14 @@ def _rank_of(member: Member) -> int:
 class AttachServer:
     """Accepts engines on a listening Unix socket and answers their calls with their sessions of a `NodeHost`.
 
-    `start` starts the thread, which makes every call to the host. `close` ends it and closes all connections, and calls
-    nothing: the host settles what the sessions hold. Any thread may use `tally`, `detach` and `WireSession.push`; they
-    do not wait.
+    `start` starts the thread, which makes every call to the host. `close` ends it and closes all connections, but makes
+    no call to the host, whose own `close` settles what the sessions hold. Any thread may use `tally`, `detach` and
+    `WireSession.push`, which do not wait.
 
-    No client can stop the thread or fill its memory: see `Clients` for the limits of connections, `Channel` for what
-    waits to be sent, `NodeHost` for what one user may have, and `Session` of the control plane for leases and loads. An
-    error of one client ends only its connection, and so its session. If the thread itself fails, `failure` is set and
-    `on_failure` is called.
+    No client can stop the thread or fill its memory: `Clients` limits connections, `Channel` limits what is queued for
+    sending, `NodeHost` limits what one user may have, and `Session` of the control plane limits leases and loads. An
+    error of one client ends only its connection, and therefore its session. If the thread itself fails, `failure` is
+    set and `on_failure` is called.
     """
 
     def __init__(
@@ -238,7 +241,7 @@ class AttachServer:
         find_peer: Callable[..., Peer] = peer_of,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """The caller keeps the listener and closes it after `close`."""
+        """The caller still owns the listener, and closes it after `close`."""
         self.failure: str | None = None
         self._host, self._listener = host, listener
         self._clock, self._on_failure, self._find_peer = clock, on_failure, find_peer
@@ -246,7 +249,7 @@ class AttachServer:
         self._clients = Clients(limit or client_limit(), clock)
         self._connected: dict[Member, ClientConnection] = {}
         self._busy: dict[ClientConnection, None] = {}
-        """Clients with a backlog, in the order of their turns."""
+        """Clients with frames that wait for their turn, in the order of their turns."""
         self._epoll = select.epoll()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._posted: deque[tuple[Callable[[], object], Sequence[int]]] = deque()
@@ -261,7 +264,7 @@ class AttachServer:
             clock=clock,
         )
         self._paused_until: float | None = None
-        """Set while nothing is accepted, because the process has no descriptor left."""
+        """Until when no connection is accepted, because the process had no descriptor left. Otherwise None."""
         self._scratch = bytearray(SCRATCH_BYTES)
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="kvstow-attach", daemon=True)
@@ -275,11 +278,11 @@ class AttachServer:
         self._thread.start()
 
     def restore_session(self, session_id: str, token_digest: str, workers: Sequence[tuple[Hello, Peer]]) -> WireSession:
-        """See `SessionLife.restore`. Call it before `start`."""
+        """Restore a session of an earlier service: see `SessionLife.restore`. Call it before `start`."""
         return self._life.restore(session_id, token_digest, workers)
 
     def close(self) -> None:
-        """Idempotent. Must not be called on the server's own thread."""
+        """End the thread. Idempotent. Must not be called on that thread."""
         if self._stopping:
             return
         self._stopping = True
@@ -293,8 +296,8 @@ class AttachServer:
         os.close(self._wake)
 
     def detach(self, session_id: str, *, kill: bool = False) -> bool:
-        """End a session's connections, and kill its processes if `kill` is set. Returns False if there is no such
-        session. What it holds is freed when its processes have ended, and not before."""
+        """End a session's connections and, with `kill`, its processes. Returns False if there is no such session. What
+        it holds is freed when its processes have ended, and not before."""
         session = self._life.sessions.get(session_id)
         if session is None:
             return False
@@ -302,15 +305,15 @@ class AttachServer:
         return True
 
     def user_limits(self) -> list[UserLimit]:
-        """The users who have as many processes of lost sessions, or connections, as they may."""
+        """The users who have reached their limit of connections, or of processes of lost sessions."""
         return [*self._life.user_limits(), *self._clients.user_limits()]
 
     def post(self, action: Callable[[], object], fds: Sequence[int] = ()) -> None:
-        """Have the server's thread call `action` soon, and close `fds` afterwards. Actions run in the order of the
-        calls of `post`."""
+        """Have the server's thread call `action` soon, and close `fds` afterwards. Actions run in the order in which
+        they were posted."""
         self._posted.append((action, fds))
         if threading.current_thread() is not self._thread:
-            with suppress(BlockingIOError):  # the counter is full, so the thread will wake up anyway
+            with suppress(BlockingIOError):  # the counter is full, so the thread will wake up
                 os.eventfd_write(self._wake, 1)
 
     def _send_later(self, session: WireSession, message: Message, rank: int | None, fds: Sequence[int]) -> None:
@@ -335,7 +338,7 @@ class AttachServer:
             self._life.close()
 
     def _turn(self) -> None:
-        """Handle what has happened. Waits for events if there is nothing else to do."""
+        """Handle what has happened since the last turn. Waits for events if there is nothing else to do."""
         accepting = self._resume()
         ended: list[int] = []
         for fd, mask in self._epoll.poll(self._timeout()):
@@ -350,18 +353,18 @@ class AttachServer:
                 ended.append(fd)
         for client in list(self._busy):
             self._guarded(client, partial(self._work, client))
-        for fd in ended:  # after the messages that their processes have sent
+        for fd in ended:  # after the frames of these clients, because a process may have sent some before it ended
             self._life.on_pidfd(fd)
         self._run_posted()
         for client in self._clients.expired():
             self._drop(client, "hello_timeout", "no hello came in time")
         self._life.expire()
         self._host.expire()
-        if accepting:  # last, because a new descriptor may have the number of one that was closed above
+        if accepting:  # last, because an accepted descriptor may get the number of one that this turn has closed
             self._accept()
 
     def _timeout(self) -> float:
-        """Seconds to wait for events."""
+        """How many seconds to wait for events."""
         if self._busy or self._posted:
             return 0.0
         deadlines = (
@@ -387,7 +390,7 @@ class AttachServer:
     # -- accepting ------------------------------------------------------------------------------------------
 
     def _resume(self) -> bool:
-        """Listen again if the pause is over. Returns whether it was."""
+        """Listen again if the pause is over. Returns whether this call has ended a pause."""
         if self._paused_until is None or self._clock() < self._paused_until:
             return False
         self._paused_until = None
@@ -395,14 +398,14 @@ class AttachServer:
         return True
 
     def _accept(self) -> None:
-        """Accept some of the waiting connections. At the limit, the oldest connection that has sent no hello makes room
-        for a new one. If all have sent theirs, the new connection is refused."""
+        """Accept some of the waiting connections. At the limit, a new connection replaces the oldest one that has sent
+        no hello. If all have sent theirs, the new connection is refused."""
         for _ in range(min(_ACCEPTS_PER_TURN, self._clients.limit)):
             try:
                 accepted, _ = self._listener.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
-            except OSError as error:  # no descriptor or no memory is left: trying again at once would fail too
+            except OSError as error:  # this process has no descriptor or memory left, so the next try would fail too
                 self._pause(error)
                 return
             self.tally.accepted += 1
@@ -429,13 +432,13 @@ class AttachServer:
         self._epoll.register(client.channel.fileno(), client.interest)
         if len(self._clients) > self._clients.limit:
             self._drop(client, "too_many_clients", f"the service serves {self._clients.limit} connections already")
-        else:  # a hello that has arrived protects it from a flood
+        else:  # read now, because a client whose hello has arrived cannot be dropped as a stranger
             self._guarded(client, partial(self._serve, client, select.EPOLLIN))
 
     # -- the frames of one client ---------------------------------------------------------------------------
 
     def _guarded(self, client: ClientConnection, step: Callable[[], object]) -> None:
-        """Take a step for one client. Any error in it ends only that client."""
+        """Make a step for one client. Any error in it ends only that client's connection."""
         try:
             step()
         except DisconnectedError as error:
@@ -447,14 +450,14 @@ class AttachServer:
             self._drop(client, "internal", _FAILED)
 
     def _serve(self, client: ClientConnection, mask: int) -> None:
-        """Handle what epoll has reported of the client's socket."""
+        """Handle the events that epoll has reported for the client's socket."""
         if mask & select.EPOLLOUT:
             client.channel.flush()
             self._rewatch(client)
         if mask & (select.EPOLLIN | select.EPOLLHUP | select.EPOLLERR):
-            if client in self._busy:  # it disconnected, but what it sent before counts: it may have detached
+            if client in self._busy:  # it has disconnected, but its frames are handled first: one may be a detach
                 return
-            if not client.interest & select.EPOLLIN:  # it disconnected while it was not read from
+            if not client.interest & select.EPOLLIN:  # it has disconnected while the server did not read from it
                 raise DisconnectedError("the other end has closed the connection")
             self._read(client)
 
@@ -477,12 +480,13 @@ class AttachServer:
                 break
             else:
                 self._handle(client, client.backlog.popleft())
-            if client.steps is not None or self._clock() >= until:  # it has had its turn
+            if client.steps is not None or self._clock() >= until:  # its turn is over
                 break
         self._rewatch(client)
 
     def _rewatch(self, client: ClientConnection) -> None:
-        """Watch for what the client can do next. Nothing is read from a client that has a backlog or does not read."""
+        """Watch for the events that matter next. Do not read from a client that has a backlog or leaves answers
+        unread."""
         if client.channel.fileno() < 0:
             return
         unsent = client.channel.unsent_bytes
@@ -518,7 +522,7 @@ class AttachServer:
             self._give_answer(client, answer, frame.request_id)
 
     def _go_on(self, client: ClientConnection, request_id: int, steps: Steps[Message | None]) -> None:
-        """Make one more step of a call. The client's next frames wait until the call is over."""
+        """Make the next step of a call. The client's next frames wait until the call is over."""
         client.steps = None
         answer = self._answer_or_error(partial(_step_of, steps), request_id)
         if isinstance(answer, Generator):
@@ -531,7 +535,8 @@ class AttachServer:
             client.channel.send(answer.KIND, answer.pack(), request_id)
 
     def _answer_or_error(self, call: Callable[[], _A], request_id: int) -> _A | CallError:
-        """Make a call to the host. What it raises becomes its answer, unless the client must be dropped for it."""
+        """Make a call to the host. An error that it raises is returned as its answer, unless the client must be dropped
+        for it."""
         try:
             return call()
         except (ProtocolError, DisconnectedError):
@@ -551,7 +556,7 @@ class AttachServer:
 
     def _send_answer(self, client: ClientConnection, request_id: int, call: Callable[[], Message]) -> None:
         answer = self._answer_or_error(call, request_id)
-        if answer is not None and answer.KIND != Kind.PENDING:  # the client knows that already
+        if answer is not None and answer.KIND != Kind.PENDING:  # the client already has a `Pending` for this call
             self._send(client, answer, request_id)
 
     # -- the first and the last frame -----------------------------------------------------------------------
@@ -581,7 +586,8 @@ class AttachServer:
         client.channel.send(welcome.KIND, welcome.pack())
 
     def _take_farewell(self, client: ClientConnection, hello: Hello) -> None:
-        """Its session may already be over, and the process may have ended. Neither is the client's fault."""
+        """Take the farewell of a process. Its session may already be over, and the process may have ended. Neither is
+        an error."""
         with (
             suppress(AttachRefusedError),
             closing(self._find_peer(client.socket, needs_pidfd=self._life.needs_pidfd)) as peer,
@@ -591,15 +597,15 @@ class AttachServer:
         self._forget(client)
 
     def _take_leave(self, member: Member) -> None:
-        """Handle a detach: the process has nothing of the pool mapped, and no copy under way."""
+        """Handle a detach. The process reports that it has nothing of the pool mapped, and no copy under way."""
         if member.rank is not None:
             self._life.process_ended(member, is_claim=True, expected=True)
         else:
             self._life.lose(member.session, "the engine has detached", expected=True)
 
     def _part(self, client: ClientConnection, sentence: str) -> None:
-        """The connection has ended. What the client sent last counts, also if it left answers unread: it may have
-        detached."""
+        """Handle the end of a connection. The frames that the client sent last are read even if it left answers unread,
+        because one of them may be a detach."""
         with suppress(KvstowError):
             for _ in range(_LAST_READS if client.member is not None else 0):
                 client.backlog.extend(client.channel.receive())
@@ -652,13 +658,13 @@ class AttachServer:
             self._life.lose(member.session, f"{described(member)}: {sentence}")
 
     def _disconnect(self, member: Member) -> None:
-        """Close the connection of a member of a lost session."""
+        """Close the connection of a process whose session is lost."""
         client = self._connected.get(member)
         if client is not None:
             self._forget(client)
 
     def _forget(self, client: ClientConnection) -> None:
-        """Close the connection. Idempotent."""
+        """Close the connection, and drop the client. Idempotent."""
         if not self._clients.remove(client):
             return
         self._busy.pop(client, None)

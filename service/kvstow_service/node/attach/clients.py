@@ -1,4 +1,4 @@
-"""The attach server's connections: their number and memory are limited, and what they do is counted."""
+"""The attach server's connections: limits for their number and memory, and counters of what they do."""
 
 from __future__ import annotations
 
@@ -26,14 +26,16 @@ REASONS = (
     *("fds_missing", "fds_unwanted", "internal", "malformed", "no_hello", "slow_reader", "too_long", "too_many_fds"),
     "unexpected",
 )
-"""Why connections are refused. From `fds_missing` on, why they are ended."""
+"""The reasons for which connections are refused, up to `version`, and those for which they are ended, from
+`fds_missing` on."""
 
 _LINES_A_MINUTE = 10
 
 
 class AttachTally:
-    """What the attach server has counted: connections that it accepted, frames that it received and allowed, by kind,
-    connections that were refused or ended, by reason, and calls that failed, by code. Written by its thread alone."""
+    """Counters of the attach server: connections that it accepted; frames that it received and allowed, by kind;
+    connections that it refused or ended, by reason; and calls that failed, by error code. Only its thread writes
+    them."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.accepted = 0
@@ -44,7 +46,7 @@ class AttachTally:
         self._faults = LimitedLog(logger, clock, burst=_LINES_A_MINUTE)
 
     def refuse(self, reason: str, sentence: str) -> None:
-        """Count a connection that was refused or ended because of what its client did."""
+        """Count a connection that was refused, or ended because of what its client did, and log the sentence."""
         self.refused[reason] += 1
         self._refusals.warning("a connection to the attach socket was ended (%s): %s", reason, sentence)
 
@@ -54,17 +56,18 @@ class AttachTally:
 
 
 HELLO_SECONDS = 5.0
+"""How long a connection may take to send its hello."""
 MAX_PARTIAL_BYTES = 128 << 20
-"""The limit over all connections for bytes of incomplete frames."""
+"""How many bytes of incomplete frames all connections together may have."""
 
 _MAX_CLIENTS = 1024
 _MIN_CLIENTS = 16
 _MAX_STRANGERS = 64
-_SHARE_OF_DESCRIPTORS = 8  # each client has a socket and a pidfd; extents and the admin server need the rest
+_SHARE_OF_DESCRIPTORS = 8  # each client takes a socket and a pidfd; extents and the admin server need the rest
 
 
 class ClientConnection:
-    """One accepted connection. It is a stranger until its hello is accepted. Then it is a member of a session."""
+    """An accepted connection. It is a stranger until its hello is accepted, and a member of a session after that."""
 
     __slots__ = ("backlog", "channel", "interest", "member", "opened", "partial_bytes", "socket", "steps")
 
@@ -74,28 +77,28 @@ class ClientConnection:
         self.opened = opened
         self.member: Member | None = None
         self.backlog: deque[Frame] = deque()
-        """Frames that were received and not yet answered."""
+        """Frames that were received and are not handled yet."""
         self.steps: tuple[int, Steps[Message | None]] | None = None
-        """The request id of a call that is worked off in steps, and those that are left."""
+        """The request id and the remaining steps of a call that is made in steps."""
         self.partial_bytes = 0
         self.interest = 0
-        """The events that epoll watches."""
+        """The epoll events that are watched."""
 
     @property
     def has_detached(self) -> bool:
-        """Whether the backlog ends with its detach. It no longer reads answers."""
+        """Whether the last frame of the backlog is a detach. After it, the client reads no answers."""
         return bool(self.backlog) and self.backlog[-1].kind == Kind.DETACH
 
 
 class Clients:
-    """The open connections. Used only by the attach server's thread. O(1), except `expired`."""
+    """The open connections. Used only by the attach server's thread. Every method is O(1), unless it says otherwise."""
 
     def __init__(self, limit: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.limit = limit
         self.max_strangers = min(_MAX_STRANGERS, max(1, limit // 2))
         self._clock = clock
         self._strangers: dict[int, ClientConnection] = {}
-        """By descriptor, the oldest first."""
+        """Connections without a hello, by descriptor, the oldest first."""
         self._members: dict[int, ClientConnection] = {}
         self.partial_bytes = 0
 
@@ -114,7 +117,7 @@ class Clients:
 
     @property
     def is_crowded(self) -> bool:
-        """Whether a stranger must be dropped before another client is accepted."""
+        """Whether a stranger must be dropped before another connection is accepted."""
         return len(self._strangers) >= self.max_strangers or len(self) >= self.limit
 
     def add(self, accepted: socket.socket, scratch: bytearray) -> ClientConnection:
@@ -123,12 +126,12 @@ class Clients:
         return client
 
     def has_place_for(self, uid: int) -> bool:
-        """Whether one more process of this user may be in a session: see `most_of`. O(n)."""
+        """Whether one more process of this user may join a session: see `most_of`. O(n)."""
         counts = self._by_uid()
         return counts[uid] < self._most(uid, counts)
 
     def user_limits(self) -> list[UserLimit]:
-        """The users who have as many connections as they may. From any thread."""
+        """The users who have reached their limit of connections. From any thread. O(n)."""
         counts = self._by_uid()
         return [
             UserLimit(uid, "connections", count, most, tuple(self._sessions_of(uid)))
@@ -153,7 +156,7 @@ class Clients:
         self._members[fd] = self._strangers.pop(fd)
 
     def remove(self, client: ClientConnection) -> bool:
-        """Call before the client's channel is closed. Returns False if the client was already removed."""
+        """Remove a client, before its channel is closed. Returns False if it was already removed."""
         fd = client.channel.fileno()
         found = self._members if self._members.get(fd) is client else self._strangers
         if found.get(fd) is not client:
@@ -163,14 +166,14 @@ class Clients:
         return True
 
     def count_partial(self, client: ClientConnection) -> bool:
-        """Count what is buffered of the client's next frame. Returns False if that is too much over all clients."""
+        """Update the count of bytes of incomplete frames. Returns False if all clients together have too many."""
         now = client.channel.buffered_bytes
         self.partial_bytes += now - client.partial_bytes
         client.partial_bytes = now
         return self.partial_bytes <= MAX_PARTIAL_BYTES
 
     def expired(self) -> list[ClientConnection]:
-        """Strangers that have sent no hello in time. O(those strangers)."""
+        """Return the strangers that have sent no hello in time. O(their number)."""
         latest = self._clock() - HELLO_SECONDS
         found = []
         for client in self._strangers.values():

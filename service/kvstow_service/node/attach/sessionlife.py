@@ -1,6 +1,7 @@
-"""Sessions as the wire sees them: which processes belong to one, and whether any of them can still reach memory.
+"""Sessions as the attach server knows them: the processes of each, and whether any of them can still reach memory.
 
-A hello opens a session. The end of a connection makes it lost. It is over when none of its processes can reach memory.
+A hello opens a session. When one of its connections ends, the session is lost. It is over once none of its processes
+can reach memory.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ logger = logging.getLogger("kvstow.attach")
 
 SessionState = Literal["attached", "lost", "over"]
 Send = Callable[["WireSession", Message, int | None, Sequence[int]], object]
-"""Sends a message to the worker of a rank, or to the scheduler half: see `SessionLink.push`."""
+"""Sends a message to the worker of a rank or to the scheduler half: see `SessionLink.push`."""
 
 _ID_BYTES, _TOKEN_BYTES = 8, 16
 
@@ -38,8 +39,9 @@ _ID_BYTES, _TOKEN_BYTES = 8, 16
 class Member:
     """A process of a session: its scheduler half (`rank` is None) or the worker of a rank.
 
-    `has_memory`: it was sent descriptors, so the service must wait until it ends or reports that it has released them.
-    `has_ended`: that has happened. `left_alive`: its process, if that has only reported it, as it may not be true.
+    With `has_memory`, it was sent descriptors, so the service must wait until the process has ended or has reported
+    that it has released them. `has_ended` says that one of these has happened. `left_alive` is set after a mere report:
+    the process, which is watched further because the report may be false.
     """
 
     __slots__ = ("has_ended", "has_memory", "hello", "is_connected", "left_alive", "peer", "rank", "session")
@@ -60,13 +62,13 @@ class Member:
 
 
 class WireSession:
-    """One engine incarnation: the connection of its scheduler half and one for the worker of each rank."""
+    """One life of an engine: the connection of its scheduler half, and one for the worker of each rank."""
 
     hosted: NodeSession
-    """The session in the control plane. Set once, before the session can be found."""
+    """The session in the control plane. Set once, before other code can find this object."""
 
     def __init__(self, session_id: str, token: str, hello: Hello, uid: int, send: Send) -> None:
-        """`token` is empty for a session of the previous service: this service knows only its digest."""
+        """`token` is empty for a session of the previous service, because this one knows only the token's digest."""
         self.session_id, self.token = session_id, token
         self.token_digest = digest_of(token)
         self.hello = hello.in_session()
@@ -74,11 +76,11 @@ class WireSession:
         self.uid = uid
         self.state: SessionState = "attached"
         self.members: list[Member] = []
-        """Includes members that have ended."""
+        """Includes processes that have ended."""
         self._send = send
 
     def push(self, message: Message, *, rank: int | None = None, fds: Sequence[int] = ()) -> None:
-        """See `SessionLink`."""
+        """Send a message: see `SessionLink.push`."""
         self._send(self, message, rank, fds)
 
     def member_of(self, rank: int | None) -> Member | None:
@@ -86,10 +88,10 @@ class WireSession:
 
 
 class SessionLife:
-    """Used only by the attach server's thread.
+    """Opens and ends sessions. Used only by the attach server's thread, unless a method says otherwise.
 
-    Nothing here is freed by a timeout, except with `trust_eof`, which an operator must set. In that case, processes
-    whose end cannot be seen count as ended so many seconds after their session was lost.
+    A timeout never frees anything, except with `trust_eof`, which an operator must set. It is a number of seconds:
+    processes whose end the service cannot see count as ended when their session has been lost for that long.
     """
 
     def __init__(
@@ -104,30 +106,30 @@ class SessionLife:
         trust_eof: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`epoll` watches the pidfds of members: call `on_pidfd` with those that it reports. `disconnect` closes the
-        connection of a member."""
+        """`epoll` watches the pidfds of members. Call `on_pidfd` for each that it reports. `disconnect` closes a
+        member's connection."""
         self.sessions: dict[str, WireSession] = {}
         """The sessions that are not over, by id. Any thread may look one up."""
         self._by_token: dict[str, WireSession] = {}
-        """By the digest of the token."""
+        """The same sessions by the digests of their tokens."""
         self._host = host
         self._epoll, self._disconnect, self._send = epoll, disconnect, send
         self._watched: dict[int, Member] = {}
-        """By pidfd."""
+        """Members by their pidfds."""
         self._service = secrets.token_hex(_ID_BYTES)
-        """Names this life of the service."""
+        """Identifies this run of the service."""
         self._max_awaited = max_awaited
         self._errors = errors
         self._trust_eof, self.needs_pidfd = trust_eof, trust_eof is None
         self._clock = clock
         self._trusted: list[tuple[float, int, Member]] = []
-        """A heap of the times at which members without a pidfd count as ended."""
+        """A heap of members without a pidfd, with the times at which they count as ended."""
         self._num_trusted = 0
 
     # -- attaching ------------------------------------------------------------------------------------------
 
     def greet(self, hello: Hello, peer: Peer) -> tuple[Member, Welcome]:
-        """Take a process into a session, which then owns `peer`. Raises `AttachRefusedError`."""
+        """Add a process to a session, which then owns `peer`. Raises `AttachRefusedError`."""
         self.settle(hello, peer)
         awaited = self.awaited()
         if awaited[peer.uid] >= self._most_awaited(peer.uid, awaited):
@@ -147,15 +149,15 @@ class SessionLife:
         return member, replace(welcome, service=self._service, token=session.token)
 
     def awaited(self) -> Counter[int]:
-        """How many processes of lost sessions each user has, which may still reach memory. O(members of sessions)."""
+        """Count, by user, the processes of lost sessions that may still reach memory. O(members of sessions)."""
         return Counter(one.uid for one in self.lost() for member in one.members if member.is_awaited)
 
     def lost(self) -> list[WireSession]:
-        """The sessions that are lost, and not over. From any thread."""
+        """Return the sessions that are lost and not over. From any thread."""
         return [one for one in list(self.sessions.values()) if one.state == "lost"]
 
     def user_limits(self) -> list[UserLimit]:
-        """The users who have as many processes of lost sessions as they may. From any thread."""
+        """Return the users who have reached their limit of processes of lost sessions. From any thread."""
         awaited = self.awaited()
         return [
             UserLimit(uid, "processes of lost sessions", count, most, tuple(self._lost_sessions_of(uid)))
@@ -172,7 +174,7 @@ class SessionLife:
         return max(1, most_of(self._max_awaited, awaited.total() - awaited[uid]))
 
     def _join(self, hello: Hello, peer: Peer) -> tuple[Member, Welcome]:
-        """Raises `AttachRefusedError` if the worker may not join the session."""
+        """Add a worker to the session of its token. Raises `AttachRefusedError` if it may not join that session."""
         session = self._by_token.get(digest_of(hello.token))
         if session is None or session.state != "attached":
             raise AttachRefusedError(
@@ -193,15 +195,15 @@ class SessionLife:
         try:
             if peer.pidfd is not None:
                 self._watch(member, peer.pidfd)
-        except OSError:  # its end would not be noticed; the host has already accepted it
+        except OSError:  # its end would go unnoticed; the host has accepted the worker before
             self.lose(session, f"{described(member)} cannot be watched")
             raise
         session.members.append(member)
         return member
 
     def settle(self, hello: Hello, peer: Peer) -> None:
-        """Handle what the process reports of lost sessions: the same process may have been in them, and it lists those
-        whose copies in it have all ended."""
+        """End workers of lost sessions, as a hello asks for. It lists the tokens of sessions in which the same process
+        took part, and whose copies in this process have all ended."""
         for token in hello.settled_tokens:
             session = self._by_token.get(digest_of(token))
             for member in session.members if session is not None and session.state == "lost" else ():
@@ -209,15 +211,15 @@ class SessionLife:
                     self.process_ended(member, is_claim=True)
 
     def _is_same(self, member: Member, peer: Peer) -> bool:
-        """Whether the peer is the member's process. Without the pidfd of a worker of the previous service, the token
-        of the session identifies it, because only its own process has that token."""
+        """Whether the peer is the member's process. Some workers of the previous service have no pidfd. Then the
+        session's token identifies the process, because no other process of the user has it."""
         if member.peer.pidfd is None and self._trust_eof is None:
             return member.peer.uid == peer.uid
         return member.peer.is_same_process(peer)
 
     def restore(self, session_id: str, token_digest: str, workers: Sequence[tuple[Hello, Peer]]) -> WireSession:
-        """Restore a session of the previous service as lost, with the workers that may still reach memory. Owns the
-        peers. Call it before any client can name the session; the caller sets `hosted`."""
+        """Restore a session of the previous service as lost, with the workers that may still reach memory. It owns the
+        peers. Call this before any client can name the session. The caller sets `hosted`."""
         hello, peer = workers[0]
         session = WireSession(session_id, "", hello, peer.uid, self._send)
         session.state, session.token_digest = "lost", token_digest
@@ -241,7 +243,8 @@ class SessionLife:
     # -- ending ---------------------------------------------------------------------------------------------
 
     def lose(self, session: WireSession, reason: str, *, expected: bool = False) -> None:
-        """A connection of the session has ended. Idempotent. `expected`: the client or an operator asked for it."""
+        """Mark the session as lost, because one of its connections has ended. With `expected`, the client or an
+        operator asked for the end. Idempotent."""
         if session.state != "attached":
             return
         session.state = "lost"
@@ -262,12 +265,12 @@ class SessionLife:
 
     def on_pidfd(self, fd: int) -> None:
         member = self._watched.get(fd)
-        if member is not None and member.peer.has_ended():  # the number may have been given to another pidfd
+        if member is not None and member.peer.has_ended():  # another pidfd may have got the number meanwhile
             self.process_ended(member)
 
     def process_ended(self, member: Member, *, is_claim: bool = False, expected: bool = False) -> None:
-        """The member's process can no longer reach memory: it has ended or, if that `is_claim`, it says so. `expected`:
-        it has detached. Idempotent."""
+        """Note that the member's process can no longer reach memory. The kernel says so or, with `is_claim`, only the
+        process itself. With `expected`, it has detached. Idempotent."""
         if member.has_ended:
             return
         member.has_ended = True
@@ -282,13 +285,13 @@ class SessionLife:
             self._end_if_over(session)
 
     def expire(self) -> None:
-        """Count processes as ended whose end cannot be seen and whose time has come."""
+        """End the members whose time of `trust_eof` is over."""
         now = self._clock()
         while self._trusted and self._trusted[0][0] <= now:
             self.process_ended(heapq.heappop(self._trusted)[2])
 
     def next_deadline(self) -> float | None:
-        """When `expire` next has something to do."""
+        """Return when `expire` next has something to do, or None."""
         return self._trusted[0][0] if self._trusted else None
 
     def close(self) -> None:
@@ -317,7 +320,8 @@ class SessionLife:
 
     @staticmethod
     def _copy_of(peer: Peer) -> Peer | None:
-        """None if nobody could see its end, or if there are too few descriptors: then it is believed."""
+        """Duplicate a peer so that the process is watched further. Returns None if its end cannot be seen, or if there
+        are too few descriptors. Its report is believed then."""
         try:
             return None if peer.pidfd is None else peer.copy()
         except OSError as error:
@@ -336,7 +340,8 @@ class SessionLife:
             member.peer.close()
 
     def _guarded(self, call: Callable[[], object]) -> None:
-        """Make a call to the host. If it fails, what the session holds stays held, and other sessions continue."""
+        """Make a call to the host. If it fails, the session's memory and slots stay in use, and other sessions
+        continue."""
         try:
             call()
         except Exception:
@@ -345,5 +350,5 @@ class SessionLife:
 
 
 def described(member: Member) -> str:
-    """A member, as it is named in sentences."""
+    """Name a member in a sentence."""
     return "the scheduler half" if member.rank is None else f"the worker of rank {member.rank}"

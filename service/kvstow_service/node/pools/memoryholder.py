@@ -1,4 +1,4 @@
-"""The memory that the workers of a session have, as the attach server's thread knows it."""
+"""The memory that the workers of a session have, as the attach server's thread records it."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from kvstow_service.node.survival.roster import WorkerRecord
 
 
 class SessionLink(Protocol):
-    """Sends messages to a session's connections. Thread-safe. Never waits."""
+    """Sends messages to the connections of a session. Thread-safe. It never waits."""
 
     def push(self, message: Message, *, rank: int | None = None, fds: Sequence[int] = ()) -> None:
-        """Send a message to the worker of `rank`, or to the scheduler half. Messages to one receiver arrive in the
-        order of the calls. A message is dropped if the receiver is not connected. The caller keeps its descriptors. A
-        worker to which descriptors are sent holds memory from then on: see `NodeSession.end_worker`. Raises `OSError`,
-        and sends nothing, if this process can have no more descriptors."""
+        """Send a message to the worker of `rank`, or to the scheduler half if `rank` is None. A receiver gets messages
+        in the order of the calls. If it is not connected, the message is dropped. The caller still owns the
+        descriptors. A worker that was sent descriptors counts as having memory from then on: see
+        `NodeSession.end_worker`. Raises `OSError`, and sends nothing, if this process can have no more descriptors."""
 
 
 @dataclass(slots=True)
@@ -40,18 +40,19 @@ class _GrantedExtent:
 
 
 class RankMemory:
-    """The extents that a worker was sent and has not released. Used only by the attach server's thread. O(extents
-    given), except `released`, which is O(all extents)."""
+    """The extents that a worker was sent and has not released. Used only by the attach server's thread. Each method is
+    O(extents given), except `released`, which is O(all extents of the worker)."""
 
     def __init__(self) -> None:
         self._by_id: dict[int, _GrantedExtent] = {}
         self._by_number: dict[int, _GrantedExtent] = {}
         self._num_full = 0
-        """How many leading extents have all their slots registered."""
+        """How many extents, counted from number 0 on, have all their slots registered."""
         self.top_slot = 0
-        """A slot number that is above all slots of all its extents."""
+        """All slots of the worker's extents have smaller numbers than this."""
         self.applied = 0
-        """The newest desired state above whose capacity the worker is known to have no memory."""
+        """The number of the newest desired state whose capacity is known to hold for the worker: it has no memory above
+        that capacity."""
 
     def granted(self, grants: Iterable[ExtentGrant]) -> None:
         for grant in grants:
@@ -64,8 +65,9 @@ class RankMemory:
                 self._by_id[extent_id].revoked = True
 
     def registered(self, extents: Sequence[ExtentSlots]) -> None:
-        """The worker can copy to and from so many slots of each extent. Raises `InvalidRequestError`, and changes
-        nothing, for extents that it does not have, or that have fewer slots."""
+        """Record how many slots of each extent, counted from its first slot, the worker can copy to and from. Raises
+        `InvalidRequestError`, and changes nothing, if it names an extent that it does not have, or more slots than the
+        extent has."""
         for extent_id, num_slots in extents:
             if num_slots > self._find(extent_id).grant.num_slots:
                 raise InvalidRequestError(
@@ -81,8 +83,8 @@ class RankMemory:
             self._num_full += 1
 
     def released(self, extent_ids: Sequence[int]) -> None:
-        """The worker has released these extents. Raises `InvalidRequestError`, and changes nothing, for extents that
-        it was not asked to release."""
+        """Record that the worker has released these extents. Raises `InvalidRequestError`, and changes nothing, if it
+        was not asked to release one of them."""
         for extent_id in extent_ids:
             if not self._find(extent_id).revoked:
                 raise InvalidRequestError(
@@ -98,7 +100,7 @@ class RankMemory:
 
     @property
     def registered_slots(self) -> int:
-        """The number below which all slots are registered. O(1)."""
+        """All slots below this number are registered. O(1)."""
         extent = self._by_number.get(self._num_full)
         if extent is not None:
             return extent.grant.first_slot + extent.registered
@@ -112,10 +114,11 @@ class RankMemory:
 
 
 class MemoryHolder:
-    """A client of a pool's memory, with a worker for each rank: an engine's session, or the tier's transfers.
+    """A client of a pool's memory, with a worker for each rank: an engine's session, or the transfers of the store
+    below the pool.
 
-    What a worker has registered and released follows from its messages about each extent, not from its reports. Used
-    only by the attach server's thread, except what never changes.
+    Workers say in messages about each extent what they have registered and released. Their reports do not count for
+    that. Used only by the attach server's thread, except for attributes that never change.
     """
 
     def __init__(
@@ -127,14 +130,14 @@ class MemoryHolder:
         control: AttachedSession,
         wanted_slots: int | None,
     ) -> None:
-        """`wanted_slots`: how many slots it asks for; None for all of them."""
+        """`wanted_slots` is how many slots it asks for, or None if it asks for all."""
         self.session_id, self.link = session_id, link
         self.pool, self.namespace, self.control = pool, namespace, control
         self.wanted_slots = wanted_slots
         self.ranks = [RankMemory() for _ in range(pool.config.num_ranks)]
 
     def client(self, rank: int) -> str:
-        """The name of a rank's worker among all processes of the node."""
+        """Return the name of a rank's worker, which is unique among all processes of the node."""
         return f"{self.session_id}/{rank}"
 
     def worker_record(self, hello: Hello, peer: Peer) -> WorkerRecord:
@@ -168,7 +171,8 @@ class MemoryHolder:
         self.control.set_memory(rank, memory.registered_slots, memory.applied)
 
     def _memory_of(self, rank: int) -> RankMemory:
-        """Treats the newest desired state as applied by the rank once the rank has no memory above it."""
+        """Return the memory of a rank. If none of it lies above the newest desired state's capacity, the rank counts as
+        having applied that state."""
         memory, desired = self.ranks[rank], self.pool.desired
         if memory.top_slot <= desired.capacity_slots:
             memory.applied = desired.number

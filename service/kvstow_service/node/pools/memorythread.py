@@ -26,17 +26,18 @@ from kvstow_service.node.survival.roster import PoolRecord, SurvivingPool, Survi
 
 _ROUNDS = 1000
 _LOOK_SECONDS = 1.0
-"""The time between two checks whether processes still have memory that was given up."""
+"""The time between two checks whether processes still have memory that was given up, in seconds."""
 _SLICE_PAUSE = 0.0005
-"""Seconds between two slices of owed slots. Without a pause, this thread would take a pool's lock again before any
-thread that waits for it."""
+"""Seconds between two slices of owed slots. Without a pause, this thread would take a pool's lock again before other
+threads that wait for it."""
 _RETRY_SECONDS = 0.02
-"""How soon a pool tries again what has to wait for something whose arrival nobody reports."""
+"""The time after which a pool retries an action that had to wait, in seconds. No event says when it can succeed."""
 _CHECK_SECONDS = 1.0
-"""The time between two checks of the keeper, and of memory that was given up."""
+"""The time between two checks of the keeper, and of memory that was given up, in seconds."""
 
 MOST_DEPARTED = 512
-"""Processes that are watched although they have reported that they have no memory. Each takes a descriptor."""
+"""How many processes are watched at most after they have reported that they have no memory. Each takes a
+descriptor."""
 
 P = ParamSpec("P")
 
@@ -44,11 +45,11 @@ logger = logging.getLogger("kvstow.node")
 
 
 class MemoryFigures(NamedTuple):
-    """What the memory thread shows of its work.
+    """The figures that the memory thread publishes.
 
-    `waits` names the sessions that hold memory which pools should get, and `kept` those that may still have memory
-    which they have given back; each comes with the moment on the monotonic clock at which that began. `notices` are
-    sentences that say why else memory which pools should get must wait. `failures` are sentences that say why workers
+    `waits` names the sessions that hold memory which pools should get. `kept` names the sessions that may still have
+    memory which they have given back. Each entry comes with the time at which it began, on the monotonic clock.
+    `notices` are sentences that say why else pools must wait for memory. `failures` are sentences that say why workers
     lack memory of their pools.
     """
 
@@ -62,17 +63,17 @@ class MemoryFigures(NamedTuple):
 
 
 def session_of(client: str) -> str:
-    """The session of a worker: see `MemoryHolder.client`."""
+    """Return the session of a worker, given its name: see `MemoryHolder.client`."""
     return client.rpartition("/")[0]
 
 
 class MemoryThread:
-    """Owns the node's memory: while the thread runs, nothing else uses the budget or the `NodeMemory`.
+    """Owns the node's memory. While the thread runs, no other code uses the budget or the `NodeMemory`.
 
-    It may wait for the populator, for the keeper, and for the kernel to free memory. No other thread waits for it: any
-    thread may call `do`, which queues a call, such as one of the methods below. They run in the order of the calls.
-    Recovery, before `start`, calls the methods directly, and `run_pending`, as do tests without the thread. `figures`
-    are replaced as a whole, so any thread may read them.
+    The thread may wait for the populator, for the keeper, and for the kernel to free memory. Other threads do not wait
+    for it: they queue calls with `do`, such as calls of the methods below, which run in that order. Recovery calls the
+    methods and `run_pending` directly before `start`, as do tests that have no thread. `figures` is replaced as a
+    whole, so any thread may read it.
     """
 
     def __init__(
@@ -84,30 +85,30 @@ class MemoryThread:
         on_empty: Callable[[NodePool], object] = lambda pool: None,
         on_failure: Callable[[str], object] = lambda reason: None,
     ) -> None:
-        """`post` has the attach server's thread call something. That is how `on_smaller` is called with a pool that has
-        lost slots. `on_empty` is called on this thread while a pool has neither memory nor workers."""
+        """`post` makes the attach server's thread call something. It is used for `on_smaller`, whose argument is a pool
+        that has lost slots. This thread calls `on_empty` for pools that have neither memory nor workers."""
         self.memory = memory
         self.figures = MemoryFigures()
         self.faults = 0
-        """Calls that failed because of a defect. They are in the log."""
+        """How many calls have failed because of a defect. The log has their tracebacks."""
         self.failure: str | None = None
-        """Why the thread has ended; None if it has not."""
+        """A sentence that says why the thread has ended. None while it works."""
         self.records: NodeRecords | None = None
-        """What the next service has to know. Set before the first pool; None if memory ends with the service."""
+        """Records for the next service. Set before the first pool. None if memory ends with the service."""
         self._post, self._on_smaller, self._on_empty, self._on_failure = post, on_smaller, on_empty, on_failure
         self._pools: dict[str, PoolMemory] = {}
         self._departed: dict[str, Peer] = {}
-        """Processes that have reported that they have no memory any more, by client, as long as they might have some.
-        The first to report comes first."""
+        """Processes that have reported that they have no memory any more, by client, in the order of their reports.
+        They are watched as long as the report may be false."""
         self._must_decide = True
-        """What pools want or have may have changed since the budget last decided."""
+        """Pools may want or have other amounts than when the budget last decided."""
         self._has_revoked_all = False
         self._look_at = 0.0
         self._since: dict[tuple[object, ...], float] = {}
-        """When what the figures show as waiting or kept began to be so."""
+        """When each entry of the figures began to wait or to be kept."""
         self._actions: deque[Callable[[], object]] = deque()
         self._owing: set[NodePool] = set()
-        """Pools with slots that ended sessions and leases have held."""
+        """Pools with slots to free that ended sessions and leases have held."""
         self._wake = threading.Event()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="kvstow-memory", daemon=True)
@@ -118,7 +119,7 @@ class MemoryThread:
         return self.memory.budget
 
     def start(self) -> None:
-        self._wake.set()  # to create the extents
+        self._wake.set()  # so that the thread creates the extents
         self._thread.start()
 
     def close(self) -> None:
@@ -132,7 +133,8 @@ class MemoryThread:
         self._departed.clear()
 
     def close_records(self) -> None:
-        """Call after the threads that use pools have ended. Idempotent. The keeper still has the records."""
+        """Close the records; the keeper still has them. Call this after the threads that use pools have ended.
+        Idempotent."""
         for action in self._actions:
             last = action.args[-1] if isinstance(action, partial) and action.args else None
             if isinstance(last, Peer):
@@ -146,12 +148,12 @@ class MemoryThread:
     # -- for any thread -------------------------------------------------------------------------------------
 
     def do(self, action: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
-        """Have the thread call this."""
+        """Have the thread make this call."""
         self._actions.append(partial(action, *args, **kwargs))
         self._wake.set()
 
     def add_worker(self, session: MemoryHolder, hello: Hello, peer: Peer) -> None:
-        """Give the worker the pool's memory from now on. Raises `OSError` if this process can have no more
+        """From now on, give the worker the pool's memory. Raises `OSError` if this process can have no more
         descriptors."""
         record, pidfd = None, None
         if self.records is not None:
@@ -160,8 +162,8 @@ class MemoryThread:
         self.do(self._add_worker, session, hello.rank, record, pidfd)
 
     def free_owed(self, pool: NodePool) -> None:
-        """Have the thread free the slots that ended sessions and leases have held. That may take seconds, so it frees
-        one slice at a time, and handles what else has been queued in between."""
+        """Have the thread free slots that ended sessions and leases have held. That may take seconds, so the thread
+        frees one slice at a time, and makes queued calls between the slices."""
         self._owing.add(pool)
         self._wake.set()
 
@@ -187,36 +189,37 @@ class MemoryThread:
     def _patience(self) -> float | None:
         if self._owing:
             return _SLICE_PAUSE
-        if any(pool.waits for pool in self._pools.values()):  # for something whose arrival nobody reports
+        if any(pool.waits for pool in self._pools.values()):  # no event says when a retry can succeed
             return _RETRY_SECONDS
         return _CHECK_SECONDS if self.records is not None or self.memory.waits else None
 
     def run_pending(self) -> None:
-        """Run the queued actions, free a slice of each pool's owed slots, then let pools and workers follow."""
+        """Make the queued calls, free a slice of each pool's owed slots, then let pools and workers follow the
+        budget."""
         for _ in range(len(self._actions)):
             self._guarded(self._actions.popleft())
             self._must_decide = True
-        for pool in self._owing.copy():  # other threads add to it
+        for pool in self._owing.copy():  # other threads add pools meanwhile
             self._guarded(partial(self._free_slice, pool))
         self._follow_all()
 
     def _free_slice(self, pool: NodePool) -> None:
-        self._owing.discard(pool)  # first: another thread may add it again meanwhile
+        self._owing.discard(pool)  # before the slice, because another thread may add the pool meanwhile
         if pool.free_owed():
             self._owing.add(pool)
 
     def _guarded(self, action: Callable[[], object]) -> None:
-        """Run `action`. A defect is counted and logged, and the thread continues."""
+        """Make a call. If a defect makes it fail, that is counted and logged, and the thread continues."""
         try:
             action()
         except Exception:
             self.faults += 1
             logger.exception("a change of the node's memory failed")
 
-    # -- an earlier life -----------------------------------------------------------------------------------
+    # -- what an earlier service has left --------------------------------------------------------------------
 
     def restore_memory(self, survivors: Survivors) -> None:
-        """Take over the memory, whose pools are restored next, before anything is decided."""
+        """Take over the memory of an earlier service. Its pools are restored next, before the budget decides."""
         for fd in survivors.given_up:
             self.memory.give_up(fd)
         self.memory.close_given_up()
@@ -227,8 +230,8 @@ class MemoryThread:
                 self.memory.restore(number, extent)
 
     def restore_pool(self, pool: NodePool, found: SurvivingPool, survivors: Survivors) -> None:
-        """Take over the pool's rows and its journal. Each worker may have mapped all memory of its rank. Until engines
-        have attached again, it asks for memory in the name of its session."""
+        """Take over a pool's rows and journal. Each worker of an earlier session may have mapped all memory of its
+        rank. Until engines have attached again, the pool asks for memory in the name of these sessions."""
         assert self.records is not None
         memory = self._enter_pool(pool, found.record)
         for row in found.rows:
@@ -258,7 +261,7 @@ class MemoryThread:
 
     def _enter_pool(self, pool: NodePool, record: PoolRecord) -> PoolMemory:
         self.budget.add_pool(pool.name, record.layout)
-        self.budget.pool(pool.name).wanted = 0  # until all workers of an engine have attached
+        self.budget.pool(pool.name).wanted = 0  # until all workers of a session have attached
         on_smaller = partial(self._on_smaller, pool)
         found = self._pools[pool.name] = PoolMemory(pool, self.memory, self._post, on_smaller)
         return found
@@ -273,7 +276,7 @@ class MemoryThread:
             self.records.remove_pool(pool)
 
     def add_session(self, session: MemoryHolder) -> None:
-        """The session asks for its slots. From now on its pool counts as one with sessions."""
+        """Ask for the slots of the session. From now on, its pool has a session."""
         self.budget.attach(session.pool.name, session.session_id, session.wanted_slots)
 
     def _add_worker(self, session: MemoryHolder, rank: int, record: WorkerRecord | None, pidfd: int | None) -> None:
@@ -283,19 +286,20 @@ class MemoryThread:
         self._pools[session.pool.name].workers[worker.client] = worker
 
     def end_client(self, client: str, left_alive: Peer | None = None) -> None:
-        """The worker has no memory any more. `left_alive`: its process, if that has only reported so."""
+        """Record that a worker has no memory any more. `left_alive` is its process if only the worker says so."""
         if left_alive is not None:
             self.budget.record_departure(client)
             self._departed[client] = left_alive
             self._forget_departed()
-        elif client not in self._departed:  # the end of its session says nothing of its process
+        elif client not in self._departed:  # `session_over` comes here too, although the process may live
             self.budget.record_death(client)
         if self.records is not None:
             self.records.remove_worker(client)
 
     def _forget_departed(self) -> None:
-        """Forget the processes that have ended, and those whose former memory is gone. If a user has too many, the
-        first ones are believed and forgotten, too, but those last that are known to keep memory."""
+        """Forget processes that have ended, and those that have no former memory left. If a user has too many
+        processes, some are forgotten as if they had ended: first those that are not known to keep memory, in the order
+        of their reports."""
         relevant, by_uid = self.budget.clients(), Counter(peer.uid for peer in self._departed.values())
         keeping = {client for extent in self.budget.closed.values() for client in extent.had}
         for client, peer in sorted(self._departed.items(), key=lambda item: item[0] in keeping):
@@ -306,7 +310,7 @@ class MemoryThread:
                 by_uid[peer.uid] -= 1
 
     def kill_departed(self, session_id: str) -> None:
-        """End processes of a session that is over, and that keep memory."""
+        """Kill the processes of a session that is over if they keep memory."""
         for client, peer in self._departed.items():
             if session_of(client) == session_id and not peer.kill() and not peer.has_ended():
                 logger.warning(
@@ -315,37 +319,38 @@ class MemoryThread:
                 )
 
     def end_claims(self, pool: str) -> None:
-        """No session of an earlier service comes back for the pool's memory any more."""
+        """Drop the claims of an earlier service's sessions to the pool's memory, because none of them comes back."""
         if (found := self._pools.get(pool)) is not None:
             while found.claims:
                 self.budget.detach(pool, found.claims.pop())
 
     def start_session(self, pool: NodePool, nodes: list[int | None]) -> None:
-        """All workers of a session have attached: its pool gets a row if it has none. `nodes`: those of its devices."""
+        """All workers of a session have attached: ask for a row if the pool has none. `nodes` are the NUMA nodes of
+        their devices."""
         self.budget.set_nodes(pool.name, nodes[: len(pool.stored_slot_bytes)])
         self.end_claims(pool.name)
         self._pools[pool.name].want()
 
     def revoke_all(self) -> None:
-        """The service ends: ask all workers to release everything, and give them nothing from now on."""
+        """Ask all workers to release everything because the service ends, and grant nothing from now on."""
         self._has_revoked_all = True
         for found in self._pools.values():
             found.revoke_all()
 
     def lose_session(self, session: MemoryHolder) -> None:
-        """Give the session's workers nothing more. They may still use what they have."""
+        """Grant nothing more to the session's workers. They may still use what they have."""
         found = self._pools[session.pool.name]
         for rank in range(len(session.ranks)):
             found.workers.pop(session.client(rank), None)
         self.budget.detach(session.pool.name, session.session_id)
 
     def release(self, client: str, extents: Sequence[int]) -> None:
-        """The worker has released these extents. It may name one twice."""
+        """Record that a worker has released these extents. It may name one twice."""
         for extent in set(extents):
             self.budget.record_unmapping(client, extent)
 
     def grow(self, pool: NodePool) -> None:
-        """The pool uses more than `grow_above`."""
+        """Ask for more memory for a pool that uses more slots than its `grow_above`."""
         if pool.name in self._pools:
             self._pools[pool.name].want()
 
@@ -359,7 +364,7 @@ class MemoryThread:
             self._guarded(self._look_at_given_up)
 
     def _follow_all(self) -> None:
-        """Let the budget decide if it must, record that, and let pools and workers follow."""
+        """Let the budget decide if it must, record the result, and let pools and workers follow."""
         for _ in range(_ROUNDS):
             if self._must_decide:
                 self._must_decide = False
@@ -377,7 +382,7 @@ class MemoryThread:
         self._forget_departed()
         before = len(self.memory.given_up)
         self.memory.close_given_up()
-        self._must_decide |= len(self.memory.given_up) < before  # what was closed leaves the roster and the keeper
+        self._must_decide |= len(self.memory.given_up) < before  # `save` must remove what was closed
         self._settle()
 
     def _settle(self) -> None:
@@ -391,8 +396,8 @@ class MemoryThread:
             self._on_empty(found.pool)
 
     def _waits(self, due: Mapping[str, int]) -> Iterator[MemoryWait]:
-        """Sessions that use slots of recalled rows, or whose workers have yet to release them. O(extents recalled, and
-        their clients)."""
+        """Yield the sessions that use slots of recalled rows, or whose workers have not released these rows yet, for
+        each pool that has less than its share. O(extents recalled, and their clients)."""
         if not self.budget.recalled_bytes:
             return
         held: Counter[str] = Counter()
@@ -401,7 +406,7 @@ class MemoryThread:
             recalled = [row for row in rows if row.recalled]
             for extent in (extent for row in recalled for extent in filter(None, row.extents)):
                 clients = self.budget.mappers(extent)
-                if found.holder in clients:  # the pool itself has not released it, because its slots are in use
+                if found.holder in clients:  # the pool has not released the extent, because its slots are in use
                     sessions = found.users_from(min(row.first_slot for row in recalled))
                 else:
                     sessions = {session_of(client) for client in clients}
@@ -411,7 +416,8 @@ class MemoryThread:
                 yield from (MemoryWait(pool, session, num_bytes) for session, num_bytes in held.items())
 
     def _kept(self) -> Mapping[tuple[str, ...], int]:
-        """Memory that was given back, by the sessions that had it. O(extents that were given back)."""
+        """Return how many bytes were given back and may still be in use, by the sessions that had them. O(extents that
+        were given back)."""
         by_sessions: Counter[tuple[str, ...]] = Counter()
         for extent in self.budget.closed.values():
             sessions = sorted({session_of(client) for client in extent.had})

@@ -24,20 +24,21 @@ _DIGITS = 6
 
 
 def unique_name(identity: Identity, model: str, taken: Container[str]) -> str:
-    """The model as a slug, and six hex digits of the identity. Uses more digits if another identity has that name."""
+    """Return a name: the model as a slug, and six hex digits of the identity, or more if that name is taken."""
     digest = identity.digest.hex()
     names = (f"{slug(model)}-{digest[:length]}" for length in range(_DIGITS, len(digest) + 1))
     return next(name for name in names if name not in taken)
 
 
 MAX_RANKS = 64
-"""Of one engine: all its ranks are on this node, and each takes 2 KiB of the service's memory in each session."""
+"""How many ranks an engine may have. All of them are on this node, and each takes 2 KiB of the service's memory in each
+session."""
 
 
 @dataclass(frozen=True, slots=True)
 class PoolSettings:
-    """Settings that all pools of a node share. Times are in seconds. `slot_alignment`: slots of a new pool begin at
-    multiples of so many bytes."""
+    """Settings that all pools of a node share. Times are in seconds. The slots of a new pool begin at multiples of
+    `slot_alignment` bytes."""
 
     policy: str = "auto"
     curve: bool = True
@@ -49,7 +50,7 @@ class PoolSettings:
 
 @dataclass(slots=True)
 class KnownNamespace:
-    """A namespace and its name in the pool. `sharing_off`: see `NamespaceStatus`."""
+    """A namespace and its name in the pool. For `sharing_off`, see `NamespaceStatus`."""
 
     name: str
     identity: NamespaceIdentity
@@ -57,13 +58,13 @@ class KnownNamespace:
 
     @property
     def is_reset(self) -> bool:
-        """Whether it belongs to a session that has reset its cache. The journal has its name before the node knows of
-        it, so the name must say it: `SharedPool` adds an @, which `unique_name` never uses."""
+        """Whether it belongs to a session that has reset its cache. The name must say it, because the journal gets the
+        name before the node learns of the reset. `SharedPool` adds an @, which `unique_name` never uses."""
         return "@" in self.name
 
 
 class NodePool(SharedPool):
-    """One memory layout of one owner. `facade` is what the admin API sees of it.
+    """A pool: one memory layout of one owner. The admin API uses its `facade`.
 
     `known` is used under the lock of the `NodeHost`.
     """
@@ -85,21 +86,21 @@ class NodePool(SharedPool):
         self.facade = PoolFacade(self)
         self.known: dict[str, KnownNamespace] = {}
         self.grow_above = -1
-        """The pool can use more memory once it uses more slots than this. Set by the memory thread."""
+        """The pool can use more memory if it uses more slots than this. The memory thread sets it."""
         self.granted_bytes = self.due_bytes = 0
-        """How much of the node's memory it has, and how much it should have: its fair share, or what it can use. Set by
-        the memory thread."""
+        """How many bytes of the node's memory the pool has, and how many it should have: its fair share, or less if it
+        can use less. The memory thread sets both."""
 
     def begin_journal(self, journal: IndexJournal) -> None:
-        """From now on, the pool records what its slots hold. Call it before the pool has slots. The caller keeps the
-        journal. A journal of an earlier service does not change until it was recovered."""
+        """Record from now on what the slots hold. Call this before the pool has slots. The caller still owns the
+        journal. The journal of an earlier service stays unchanged until it was recovered."""
         with self.lock:
             self.journal = journal
             if any(self.index.namespaces):
                 self.journal_namespaces()
 
     def end_journal(self) -> None:
-        """Call before the journal is closed."""
+        """Stop recording. Call this before the journal is closed."""
         while self.journal_uses():
             pass
         with self.lock:
@@ -111,18 +112,18 @@ class NodePool(SharedPool):
 
     @property
     def stored_slot_bytes(self) -> tuple[int, ...]:
-        """See `PoolIdentity`."""
+        """How many bytes each rank's slot takes: see `PoolIdentity`."""
         return self.identity.stored_slot_bytes
 
     def place_of(self, rank: int) -> int:
-        """Which extent of a row belongs to the rank."""
+        """Return the index of the rank's extent in a row."""
         return 0 if self.identity.replicated else rank
 
     def record(self, owner: int, extent_bytes: int) -> PoolRecord:
         return PoolRecord(self.name, self.model, owner, self.identity, extent_bytes, self._slot_alignment)
 
     def namespace_of(self, identity: NamespaceIdentity) -> KnownNamespace:
-        """The namespace of this identity, which may be new."""
+        """Return the namespace of this identity. If there is none, make one, without adding it to `known`."""
         alive = self._forget_ended()
         for known in self.known.values():
             if known.identity == identity and not known.is_reset:
@@ -134,19 +135,19 @@ class NodePool(SharedPool):
         return self.attach(engine, namespace.name)
 
     def enter_fresh(self, former: KnownNamespace, name: str) -> KnownNamespace:
-        """A session of the namespace `former` was reset, and is now in the namespace `name`."""
+        """Add the namespace `name`, to which a session of the namespace `former` has moved by a reset."""
         self._forget_ended()
         reason = "the engine has reset its cache, so its blocks are in a namespace of their own until it attaches again"
         fresh = self.known[name] = KnownNamespace(name, former.identity, (reason,))
         return fresh
 
     def identities(self) -> list[str]:
-        """The namespaces that have an identity of their own."""
+        """Return the names of the namespaces that were not made by a reset."""
         self._forget_ended()
         return [name for name, known in self.known.items() if not known.is_reset]
 
     def idle_namespaces(self) -> list[str]:
-        """Those of the `identities` that no session uses, the one that was left first being the first."""
+        """Return those of the `identities` that no session uses, the longest unused first."""
         with self.lock:
             unused = [one.name for one in self.index.namespaces.unused() if not one.is_dropped]
         identities = set(self.identities())
@@ -154,7 +155,7 @@ class NodePool(SharedPool):
 
     def drop(self, name: str) -> None:
         """Forget a namespace that no session uses. Its blocks are the first to be evicted."""
-        with suppress(NotFoundError):  # its last block was just evicted
+        with suppress(NotFoundError):  # the pool forgets a namespace when its last block is evicted
             self.drop_namespace(name)
         self.known.pop(name, None)
 
@@ -187,8 +188,8 @@ class NodePool(SharedPool):
 
 
 def config_of(identity: PoolIdentity, settings: PoolSettings) -> EngineConfig:
-    """The configuration of such a pool's control plane. Raises `AttachRefusedError` for an identity that no pool can
-    have."""
+    """Make the configuration of the control plane for a pool. Raises `AttachRefusedError` for an identity that no pool
+    can have."""
     sizes = identity.slot_bytes
     if not 1 <= len(sizes) <= MAX_RANKS:
         raise AttachRefusedError(

@@ -1,4 +1,4 @@
-"""What the next service has to know: the memory, the index of each pool, and the workers that have memory."""
+"""Records for the next service: the memory, the index of each pool, and the workers that have memory."""
 
 from __future__ import annotations
 
@@ -29,62 +29,62 @@ from kvstow_service.node.survival.roster import (
 )
 
 _WAIT_SECONDS = 5.0
-"""How long a start waits for a keeper, and for the process of the service before to end."""
+"""How long a start waits for a keeper, and for the end of the previous service's process."""
 _LEAST_SECONDS, _PAUSE_SECONDS = 1.0, 0.01
-"""For each answer to a hello of a start; and between two of them."""
+"""The least time that a start gives a keeper to answer a hello, and the pause between two attempts."""
 _RETRY_SECONDS = 1.0
-"""Between two attempts of a service that runs."""
+"""The time between two attempts to reach a keeper after the start."""
 _ASK_SECONDS = 3.0
-"""Between two questions to a keeper whether it still answers."""
+"""The time between two requests to a keeper to show that it still answers."""
 _SILENT_SECONDS = 3.0
-"""An answer takes microseconds, so a keeper that owes one for so long is stopped, or hangs."""
+"""A keeper answers within microseconds. If it has owed an answer for this long, it is stopped or hangs."""
 _JOIN_SECONDS = 0.1
-"""For the answer to a hello, once for each connection. A later check takes one that takes longer."""
+"""How long the first `check` after a hello waits for the answer. If it takes longer, a later `check` takes it."""
 
 logger = logging.getLogger("kvstow.keeper")
 
 
 class NodeRecords:
-    """Journals, pidfds and the roster: here, and at the keeper. Used by the memory thread.
+    """Journals, pidfds and the roster, which this process and the keeper both have. Used by the memory thread.
 
-    `save` is the only place where anything is recorded, and the caller uses nothing new before it. What is new goes to
-    the keeper, then into the roster. What is gone leaves the roster, then the keeper.
+    Only `save` records changes, and callers use nothing new before it. New descriptors go to the keeper first, and then
+    into the roster. Those that are no longer needed leave the roster first, and then the keeper.
 
-    A service that has no keeper goes on without one, and nothing waits for it: the roster is void from that moment, so
-    the next service starts with an empty cache. `check` finds a keeper again, and gives it everything at once, in place
-    of all that it has. `notice` is set meanwhile.
+    A service that loses its keeper continues without one, and does not wait for another. The roster is void from then
+    on, so that the next service would start with an empty cache. `notice` says so meanwhile. When `check` finds a
+    keeper again, it gives it all descriptors in one step, in place of those that the keeper holds.
     """
 
     def __init__(self, folder: Path, keep_timeout: float | None, most_bytes: int) -> None:
-        """`most_bytes`: the most memory that a pool may ever have. If `keep_timeout` is None, others start the keeper.
-        Raises `KeeperError` if the state folder cannot be used."""
+        """`most_bytes` is the most memory that a pool can ever have. If `keep_timeout` is None, this service does not
+        start a keeper itself. Raises `KeeperError` if the state folder cannot be used."""
         keeper.require_state_folder(folder)
         self.problems: dict[str, str] = {}
-        """Why a pool's index would not survive, as a sentence, by pool."""
+        """By pool, a sentence that says why its index would not survive the service."""
         self.notice: str | None = None
-        """A sentence for users while there is no keeper, or none that answers; otherwise None."""
+        """A sentence for users while no keeper is connected, or while the keeper does not answer. Otherwise None."""
         self.joins = 0
-        """How often a keeper has been given everything."""
+        """How often a keeper has been given all descriptors."""
         self._folder, self._keep_timeout, self._most_bytes = folder, keep_timeout, most_bytes
         self._life = secrets.token_hex(8)
         self._pools: dict[str, tuple[PoolRecord, IndexJournal]] = {}
         self._workers: dict[str, tuple[WorkerRecord, int]] = {}
-        """Each worker and its pidfd, or -1, by the worker's name in the books of memory."""
+        """Each worker and its pidfd, or -1, by the worker's name in the records of memory."""
         self._client: KeeperClient | None = None
-        """Has sent its hello."""
+        """A connection over which the hello was sent."""
         self._is_welcome = False
         self._retry_at = self._ask_at = 0.0
         self._roster: Roster | None = None
-        """Set while the keeper has everything."""
+        """Set while the keeper holds all descriptors."""
         self._held: set[str] = set()
-        """The labels of what the keeper has."""
+        """The labels of the descriptors that the keeper holds."""
 
     # -- the keeper -----------------------------------------------------------------------------------------
 
     def open(self) -> dict[str, int]:
-        """What an earlier service has left, as descriptors that the caller owns. Nothing without a keeper that can be
-        used; one that comes later gets everything from `check`. Raises `KeeperBusyError` if the process of the service
-        before does not end."""
+        """Return what an earlier service has left, as descriptors that the caller owns. Without a usable keeper, there
+        is nothing; if one comes later, `check` gives it all descriptors. Raises `KeeperBusyError` if the process of the
+        previous service does not end."""
         deadline = time.monotonic() + _WAIT_SECONDS
         while True:
             left = deadline - time.monotonic()
@@ -109,8 +109,8 @@ class NodeRecords:
             time.sleep(_PAUSE_SECONDS)
 
     def check(self, memory: NodeMemory) -> None:
-        """Replace a keeper that is gone, and notice one that does not answer any more. Call it regularly: other calls
-        notice either only when they need the keeper. Does not wait for a keeper that does not answer."""
+        """Replace a keeper that has ended, and notice one that no longer answers, without waiting for it. Call this
+        regularly, because other calls notice such a keeper only when they need it."""
         if self._roster is not None:
             try:
                 self._ask()
@@ -132,12 +132,12 @@ class NodeRecords:
 
     @property
     def unsaved(self) -> tuple[str, ...]:
-        """What would not survive the service, and why, in sentences."""
+        """Sentences that say what would not survive the service, and why."""
         return (*([self.notice] if self.notice is not None else ()), *self.problems.values())
 
     def _ask(self) -> None:
-        """A keeper that is silent keeps what it has: once it goes on, nothing was lost. Raises `KeeperError` if it is
-        gone."""
+        """Check whether the keeper answers. A silent keeper still holds all descriptors, so nothing is lost if it
+        continues. Raises `KeeperError` if it has ended."""
         assert self._client is not None
         owed, now = self._client.owed_seconds(), time.monotonic()
         if owed is None:
@@ -151,7 +151,7 @@ class NodeRecords:
             self._tell(f"the keeper (pid {self._client.pid}) does not answer: the memory may not survive the service")
 
     def join(self, memory: NodeMemory) -> None:
-        """Give the keeper everything, in place of all that it has. Nothing happens before its welcome."""
+        """Give the keeper all descriptors, in place of those that it holds. Does nothing before its welcome."""
         if self._client is None or not self._is_welcome:
             return
         fds = self._descriptors(memory)
@@ -168,7 +168,7 @@ class NodeRecords:
             logger.info("a keeper holds everything again")
 
     def save(self, memory: NodeMemory) -> None:
-        """Record what there is now. Call it after each change, before anything new is used. O(extents)."""
+        """Record the present state. Call this after each change, before anything new is used. O(extents)."""
         if self._roster is None:
             return
         assert self._client is not None
@@ -188,8 +188,8 @@ class NodeRecords:
         self._held = set(fds)
 
     def finish(self, *, gives_back: bool) -> None:
-        """Nothing of this service uses memory any more, although its process still runs: the next one may come. If
-        `gives_back`, the keeper gives up everything and ends."""
+        """Let the next service take over, although this process still runs: nothing in it uses the memory any more.
+        With `gives_back`, the keeper closes all descriptors and ends instead."""
         if self._client is not None and self._is_welcome:
             try:
                 self._client.leave(gives_back=gives_back)
@@ -198,7 +198,8 @@ class NodeRecords:
         self._hang_up()
 
     def _is_welcomed(self, seconds: float) -> bool:
-        """Whether the keeper has sent its welcome, which may take so long. Sends the hello first, if need be."""
+        """Whether the keeper has sent its welcome, for which it waits up to `seconds`. Sends the hello first if that
+        has not been done."""
         if self._client is None:
             self._client = self._connect()
             self._client.send_hello(self._life)
@@ -217,7 +218,7 @@ class NodeRecords:
         return KeeperClient(self._folder)
 
     def _part(self, why: str) -> None:
-        """There is no keeper from now on, and whatever it has is void."""
+        """Continue without a keeper, and make void what it holds."""
         if self._roster is not None:
             self._roster.void()
         self._hang_up()
@@ -235,12 +236,12 @@ class NodeRecords:
         self._tell(f"the memory would not survive the service, as there is no keeper: {why}")
 
     def _tell(self, notice: str) -> None:
-        if notice != self.notice:  # it is retried every second
+        if notice != self.notice:  # `check` comes here at each attempt, once a second
             self.notice = notice
             logger.warning("%s", notice)
 
     def _descriptors(self, memory: NodeMemory) -> dict[str, int]:
-        """All that must survive, by label. A label never stands for two things."""
+        """Return all descriptors that must survive, by label. A label is never used for two things."""
         return {
             **{f"{EXTENT_PREFIX}{number}": extent.fd for number, extent in memory.extents.items()},
             **{f"{LOST_PREFIX}{extent.identity.inode}": extent.fd for extent in memory.given_up.values()},
@@ -255,7 +256,7 @@ class NodeRecords:
     # -- pools and workers ----------------------------------------------------------------------------------
 
     def add_pool(self, pool: NodePool, record: PoolRecord) -> None:
-        """Begin the pool's journal. If there is no memory for it, the pool has none."""
+        """Begin the pool's journal. If there is no memory for it, the pool continues without a journal."""
         most_slots = max(1, self._most_bytes // sum(pool.stored_slot_bytes))
         try:
             journal = IndexJournal.create(most_slots, {})
@@ -266,7 +267,7 @@ class NodeRecords:
         self.restore_pool(pool, record, journal)
 
     def restore_pool(self, pool: NodePool, record: PoolRecord, journal: IndexJournal) -> None:
-        """Takes ownership of the journal."""
+        """Continue the journal of an earlier service, and take ownership of it."""
         self._pools[pool.name] = record, journal
         pool.begin_journal(journal)
 
@@ -278,7 +279,7 @@ class NodeRecords:
             found[1].close()
 
     def add_worker(self, record: WorkerRecord, pidfd: int | None) -> None:
-        """Takes ownership of the pidfd."""
+        """Record a worker, and take ownership of its pidfd."""
         self._workers[record.client] = record, -1 if pidfd is None else pidfd
 
     def remove_worker(self, client: str) -> None:
@@ -287,7 +288,7 @@ class NodeRecords:
             os.close(found[1])
 
     def close(self, pools: list[NodePool]) -> None:
-        """Close the records. The keeper still has everything. Idempotent."""
+        """Close this process's records. The keeper still holds everything. Idempotent."""
         for pool in pools:
             pool.end_journal()
         for _, journal in self._pools.values():

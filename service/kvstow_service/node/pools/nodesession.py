@@ -1,4 +1,4 @@
-"""An engine's session: the calls of its connections, on top of a session of the control plane."""
+"""An engine's session: the calls of its connections, made to a session of the control plane."""
 
 from __future__ import annotations
 
@@ -47,16 +47,16 @@ from kvstow_service.node.pools.nodepool import KnownNamespace, NodePool
 
 MOST_SECONDS = 1.0
 TOKENS_PER_SECOND = 16_000
-"""A lookup is worth waiting for as long as it would take to compute the tokens at this speed, which is that of an 8B
-model on an H200."""
+"""A lookup waits at most as long as computing its tokens would take at this speed, which is that of an 8B model on an
+H200."""
 STALLED_SECONDS = 1.0
-"""Registering counts as stalled if no slot was added for this long."""
+"""Registering counts as stalled if it has added no slot for this long."""
 MOST_WAITING = 256
 
 
 class SessionTier(NamedTuple):
-    """What an engine's session has of the store below the pools. `needs_of` says what a hit needs where that is more
-    than a leading run of blocks; see `PoolTier`."""
+    """A session's access to the store. For `needs_of`, see `PoolTier`. It is also set for models whose hits are leading
+    runs."""
 
     pool: PoolTier
     of: TieredNamespace
@@ -70,8 +70,8 @@ class _Wait(NamedTuple):
 
 
 class MemoryWaits:
-    """The lookups of one session that wait for memory. An engine that restarts takes seconds to register 40 GiB.
-    Without waiting, its first request would find nothing and be computed, which slows registering down.
+    """The lookups of one session that wait for memory. A restarted engine needs seconds to register 40 GiB. Without
+    waiting, its first request would find nothing and be computed, which also slows down registering.
 
     Used only by the attach server's thread. The owner calls `expire` at `next_deadline`.
     """
@@ -85,13 +85,13 @@ class MemoryWaits:
 
     @property
     def next_deadline(self) -> float | None:
-        """When the first wait is over. None if there is none."""
+        """When the first wait ends. None if no lookup waits."""
         return min((wait.until for wait in self._waiting), default=None)
 
     def put(self, end: int, tokens: int, answer: Callable[[], object]) -> bool:
-        """Call `answer`, which must not raise, once all slots below `end` are registered, or the time is over that
-        computing `tokens` takes. Returns False, and never calls it, if registering has stalled or would take more than
-        twice as long."""
+        """Call `answer`, which must not raise, once all slots below `end` are registered, and at the latest after the
+        time that computing `tokens` takes. Returns False, and never calls it, if registering has stalled or is expected
+        to take more than twice that time."""
         now = self._clock()
         seconds = min(MOST_SECONDS, tokens / TOKENS_PER_SECOND)
         if len(self._waiting) >= MOST_WAITING or now - self._grown_at > STALLED_SECONDS:
@@ -102,18 +102,18 @@ class MemoryWaits:
         return True
 
     def advance(self, slots: int) -> None:
-        """All ranks have registered this many slots."""
+        """Note that all ranks have registered this many slots."""
         now = self._clock()
         if slots > self._slots:
             seconds = now - self._grown_at
-            if self._slots and seconds > 0:  # the first slots come after the mapping
+            if self._slots and seconds > 0:  # the time before the first slots went to mapping
                 self._rate = (slots - self._slots) / seconds
             self._grown_at = now
         self._slots = slots
         self.expire()
 
     def expire(self) -> None:
-        """Answer the lookups that have waited long enough, and those whose memory is registered. O(1) without any."""
+        """Answer the lookups that have waited long enough, and those whose memory is registered. O(1) if none waits."""
         if not self._waiting:
             return
         now, waiting = self._clock(), self._waiting
@@ -124,15 +124,15 @@ class MemoryWaits:
 
 
 CALL_SLICE = 256
-"""Items of a call that are worked off before other clients have their turn."""
+"""How many items of a call are handled before other clients have their turn."""
 _R = TypeVar("_R")
 _Item = TypeVar("_Item")
 Steps = Generator[None, None, _R]
-"""A call in steps that are over soon, and what it returns."""
+"""A call in short steps, and its result."""
 
 
 def result_of(steps: Steps[_R]) -> _R:
-    """Make all steps at once."""
+    """Make all steps, and return the result."""
     while True:
         try:
             next(steps)
@@ -148,20 +148,20 @@ def _parts(items: Sequence[_Item]) -> list[Sequence[_Item]]:
 _OPS_PER_FRAME = 10_000
 _EVENTS_PER_PAGE = 64
 _KEYS_PER_PAGE = 2048
-"""A page ends with the event that reaches this number: 3,071 keys at most, 0.1 MB."""
+"""A page ends with the event that reaches this number of keys. It has at most 3,071 keys, which take 0.1 MB."""
 HINTS_PER_SECOND = 1000
-"""Of one session, as many at once, too. No engine ends so many requests."""
+"""How many requests of a session may bring hints per second, and in one burst. No engine has that many requests."""
 
 Later = Callable[[Callable[[], Message]], object]
-"""Answers a call that was not answered at once, such as a lookup that was `Pending`, with what the given call returns.
-`Pending` means that it takes more time.
+"""Sends the answer of a call that was not answered at once, such as a lookup that was answered with `Pending`. The
+argument is a call that returns the answer, or `Pending` if it takes more time.
 
-Makes the call at once, or never if the client has gone. An error in the call is answered like one in the lookup itself.
-Raises nothing."""
+It makes that call at once, or never if the client has disconnected. An error in the call is sent as the answer. It
+raises nothing itself."""
 
 
 class Rate:
-    """Admits so many a second, and as many at once after a second without."""
+    """Admits this many events per second. After a second without any, it admits as many at once."""
 
     def __init__(self, per_second: float) -> None:
         self._per_second = self._left = per_second
@@ -177,15 +177,15 @@ class Rate:
 
 
 class NodeSession(MemoryHolder):
-    """One attached engine. The attach server calls all methods on its one thread, except `status`. All engines wait for
+    """One attached engine. Only the attach server's thread calls its methods, except `status`. All engines depend on
     that thread, so no method may wait.
 
-    A call may raise a `KvstowError`: the engine gets its code and message, and the session continues. The client may
-    have made up the ops, leases and extents in a call, so the session refuses those that are not its own.
+    If a call raises a `KvstowError`, the engine gets its code and message, and the session continues. A client may name
+    ops, leases and extents that it does not have, so the session refuses all but its own.
     """
 
     tier: SessionTier | None = None
-    """What its namespace has of the store below the pool."""
+    """The session's access to the store below the pool. None if there is no store."""
 
     def __init__(
         self,
@@ -199,13 +199,13 @@ class NodeSession(MemoryHolder):
         memory: MemoryThread,
         waiting: set[NodeSession],
     ) -> None:
-        """`waiting`: gets this session when one of its lookups waits."""
+        """`waiting` is a set to which the session adds itself when one of its lookups waits."""
         wanted = max(1, hello.wanted_bytes // sum(pool.stored_slot_bytes)) if hello.wanted_bytes else None
         super().__init__(session_id, link, pool, namespace, control, wanted)
         self.hello = hello
         self.pid = peer.pid or hello.pid
         self.process: ProcessState = "unknown"
-        """See `SessionStatus`. Of the last `look`."""
+        """The state of the scheduler's process at the last `look`: see `SessionStatus`."""
         self._scheduler = Peer(peer.pid, peer.uid, peer.gid, None)
         control.name = session_id
         control.label = f"session {session_id} ({hello.engine}): "
@@ -217,22 +217,22 @@ class NodeSession(MemoryHolder):
         self._began = pool.clock()
 
     def join_worker(self, hello: Hello, peer: Peer) -> None:
-        """The worker of `hello.rank` attaches. It has the session's token and uid, and no other worker has the rank.
-        Raises `AttachRefusedError`."""
+        """Add the worker of `hello.rank`. The caller has checked that it has the session's token and uid, and that the
+        rank has no other worker. Raises `AttachRefusedError`."""
         try:
             self._memory.add_worker(self, hello, peer)
         except OSError as error:
             raise AttachRefusedError("no_descriptors", f"the node service has too few: {error.strerror}") from error
         self.workers[hello.rank] = hello
-        if len(self.workers) == len(self.ranks):  # only now are the NUMA nodes of all its devices known
+        if len(self.workers) == len(self.ranks):  # now the NUMA nodes of all devices are known
             nodes = [self.workers[rank].numa_node for rank in range(len(self.ranks))]
             self._memory.do(self._memory.start_session, self.pool, nodes)
 
     # -- calls of the scheduler half ------------------------------------------------------------------------
 
     def lookup(self, call: Lookup | LookupPrompt, later: Later | None = None) -> Found | Pending:
-        """If this call returns `Pending`, the session calls `later` with the answer. It is None for a client that needs
-        the answer at once."""
+        """Look up blocks. If this returns `Pending`, the session calls `later` with the answer. Without `later`, the
+        answer is returned at once."""
         return result_of(self.lookup_in_steps(call, later))
 
     def lookup_in_steps(self, call: Lookup | LookupPrompt, later: Later | None = None) -> Steps[Found | Pending]:
@@ -246,8 +246,8 @@ class NodeSession(MemoryHolder):
     def _look_up(
         self, call: Lookup, later: Later | None, *, is_prompt: bool, has_waited: bool = False
     ) -> Steps[Found | Pending]:
-        """Waits for blocks in memory that the ranks are about to register. Then holds what the pool has while the store
-        below it may have more."""
+        """Look up blocks. First wait for those in memory that the ranks are about to register. Then, while the store
+        below the pool may have more, hold the blocks that the pool has."""
         if later is None or call.hold == Hold.ALL:
             return (yield from self._find(call))
         slots: list[int] = []
@@ -279,12 +279,13 @@ class NodeSession(MemoryHolder):
         return held
 
     def _answer(self, later: Later, call: Callable[[], Found | Pending]) -> None:
-        """What a lookup has waited for is there. On the attach server's thread."""
+        """Answer a lookup whose wait is over. Called by the attach server's thread."""
         if not self.control.is_lost:
             later(call)
 
     def _find_anew(self, call: Lookup, before: Found, waits: Sequence[TierWait]) -> Found:
-        """`before`: what was found, and held, when the store was asked. What has arrived since is held by the wait."""
+        """Look up again after waiting for the store. `before` is what was found, and held, when the wait began. The
+        waits hold the blocks that have arrived since."""
         found = result_of(self._find(call))
         held = [lease.lease_id for wait in waits for lease in wait.leases]
         self.control.release_leases([before.lease_id, *held] if before.lease_id else held)
@@ -301,7 +302,7 @@ class NodeSession(MemoryHolder):
         for start, part in zip(range(0, len(keys), CALL_SLICE), _parts(keys), strict=True):
             if start:
                 yield
-            most = min(len(keys), control.leases.max_slots)  # a session that has ended meanwhile has no limit
+            most = min(len(keys), control.leases.max_slots)  # a session that has ended between two steps has no limit
             part = part[: max(0, int(most) - num_found)] if call.hold else part
             lease, found = self._find_part(part, call.hold)
             runs += [KeyRun(start + first, length) for first, length in found]
@@ -313,7 +314,7 @@ class NodeSession(MemoryHolder):
             control.release_leases([lease.lease_id for lease in leases])
             leases, runs, num_found = [], [], 0
         lease = leases[0] if len(leases) == 1 else control.join_leases(leases) if leases else NO_LEASE
-        if leases and not lease.slots:  # the session has lost its leases meanwhile
+        if leases and not lease.slots:  # the session has lost its leases between two steps
             runs, num_found = [], 0
         if call.counted:
             control.count_lookup(len(keys), num_found)
@@ -342,7 +343,8 @@ class NodeSession(MemoryHolder):
             self._memory.free_owed(self.pool)
 
     def begin_load(self, call: BeginLoad) -> LoadBegun:
-        """Uses up the lease, also if it is broken: the engine that learns of that has nothing to do."""
+        """Begin a load, which ends the lease. If the lease is broken, it ends too, so that the engine need not release
+        it."""
         control, lease = self.control, self.control.find_lease(call.lease_id)
         blocks = range(min(call.count, len(lease.slots) + 1))
         try:
@@ -364,7 +366,7 @@ class NodeSession(MemoryHolder):
         return StoreBegun(op_id, accepted, slots, tuple(grant.unplaced), grant.outcomes, room, incomplete)
 
     def _incomplete(self) -> tuple[int, ...]:
-        """Requests that have begun to lack blocks since the engine was told last."""
+        """Take the requests that lack blocks, as far as the engine has not been told yet."""
         with self.pool.lock:
             found, self.control.incomplete = self.control.incomplete, []
         return tuple(found)
@@ -389,7 +391,7 @@ class NodeSession(MemoryHolder):
         ending = Ending(call.status, call.tokens)
         more, others = call.more, call.others
         ended = yield from self.control.end_in_steps(call.number, ending, CALL_SLICE, more=more, others=others)
-        if ended.is_incomplete:  # the engine may not know that yet
+        if ended.is_incomplete:  # the engine may not have been told yet
             self.send_settled()
         hints = ended.hints
         if self.tier is not None and hints is not None and hints.context is not None:
@@ -405,7 +407,7 @@ class NodeSession(MemoryHolder):
             self.tier.pool.note_prefill(self.tier.of, news.cost)
 
     def read_events(self, call: ReadEvents) -> EventPage:
-        """O(events returned), whatever the other namespaces of the pool do."""
+        """Return the next page of events. O(events read), of which the pool's other namespaces may have a part."""
         log, tag = self.pool.events, self.control.namespace.tag
         page = log.read(call.after, _EVENTS_PER_PAGE)
         changes: list[BlockChange] = []
@@ -427,7 +429,7 @@ class NodeSession(MemoryHolder):
         self._free_owed()
 
     def send_settled(self) -> None:
-        """Send what has become final, and which requests lack blocks, if there is anything to say."""
+        """Send results that have become final, and the requests that lack blocks. Sends nothing if there are none."""
         if not self.control.ops.settled and not self.control.incomplete:
             return
         settled = [SettledOp(one.op_id, one.direction, one.mark, one.error) for one in self.control.take_settled()]
@@ -466,28 +468,29 @@ class NodeSession(MemoryHolder):
     # -- the end --------------------------------------------------------------------------------------------
 
     def lose(self, reason: str) -> None:
-        """A connection of the session has ended. Its leases and the slots that it is filling go into quarantine, and it
-        makes no more calls. Its processes may still read and write their slots."""
+        """End the session's calls, because one of its connections has ended. Its leases and the slots that it fills go
+        into quarantine, because its processes may still read and write these slots."""
         self.control.lose(reason)
         self._free_owed()
         self._memory.do(self._memory.lose_session, self)
 
     def end_worker(self, rank: int, left_alive: Peer | None = None) -> None:
-        """The worker's process has ended, or has reported that it has nothing mapped and no copy under way. The attach
-        server calls it after `lose`, for workers that received descriptors. `left_alive`: a process that has reported
-        it. If it keeps memory all the same, that is its own memory to lose: see `MemoryBudget`. Takes it over."""
+        """End a worker. Its process has ended, or has reported that it has nothing mapped and no copy under way. The
+        attach server calls this after `lose`, for workers that were sent descriptors. `left_alive` is a process that
+        has only reported it, and now belongs to the memory thread. If it keeps memory, that is deducted from its own
+        user: see `MemoryBudget`."""
         client = self.client(rank)
         self.pool.process_died(client)
         self._memory.do(self._memory.end_client, client, left_alive)
         self._free_owed()
 
     def look(self) -> None:
-        """Look whether the scheduler's process is stopped: it waits in the same way when it has nothing to do, and no
-        rank of it is silent. Reads a file of the kernel."""
+        """Find out whether the scheduler's process is stopped, by reading a file of the kernel. Nothing else shows it:
+        a scheduler half without work is silent, too, and its ranks still report."""
         self.process = self._scheduler.state()
 
     def status(self) -> SessionStatus:
-        """From any thread."""
+        """Return the session's status. From any thread."""
         hello = self.hello
         return replace(
             self.control.status(),

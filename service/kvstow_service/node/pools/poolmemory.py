@@ -20,20 +20,21 @@ from kvstow_service.node.pools.memoryholder import MemoryHolder
 from kvstow_service.node.pools.nodepool import NodePool
 
 MAX_FDS = 250
-"""How many extents one frame carries."""
+"""How many extents one frame can carry."""
 _SLICES_PER_TURN = 16
 USERS_SECONDS = 1.0
-"""The age up to which `PoolMemory.users_from` returns what it found before. It takes the pool's lock to look."""
+"""How long `PoolMemory.users_from` returns an earlier result, in seconds, because it must take the pool's lock to
+look."""
 
 Post = Callable[[Callable[[], object]], object]
-"""Has the attach server's thread call something."""
+"""Makes the attach server's thread call something."""
 
 logger = logging.getLogger("kvstow.node")
 
 
 class PoolWorker:
-    """A worker's share of memory. `place` is the index of its extent in a row. `rows` has the extents that it was sent,
-    by the number of the row."""
+    """A worker and its extents. `place` is the index of its extent in each row. `rows` maps the numbers of rows to the
+    extents that it was sent."""
 
     __slots__ = ("client", "has_all", "place", "rank", "rows", "session")
 
@@ -42,56 +43,56 @@ class PoolWorker:
         self.client = session.client(rank)
         self.rows: dict[int, int] = {}
         self.has_all = not session.control.is_engine
-        """Whether the worker has reported that it has all of the pool's memory: see `GrantedExtents`. The node's own
-        transfers have nothing of an earlier service, so they need no such message."""
+        """Whether the worker was sent everything, with `is_all` of `GrantedExtents`. The transfers of the store below
+        the pool have no extents of an earlier service to release, so they do not need it."""
 
 
 class PoolMemory:
-    """Brings a pool and its workers in line with the rows that the budget has given it. Used by the memory thread.
+    """Makes a pool and its workers follow the rows that the budget has given the pool. Used by the memory thread.
 
-    The pool itself counts as a client of its extents, under `holder`, from the moment it gets a row until it has
-    evicted the row's blocks. No extent changes hands before that.
+    The pool itself counts as a client of its extents, under the name `holder`, from the moment at which it gets a row
+    until it has evicted the row's blocks. No extent goes to another pool before that.
 
-    Three orders matter. The pool has a row before a worker gets it. A mapping is recorded in the budget before its
-    descriptor is sent. Workers are asked to release a row only when none of its slots is in use any more.
+    Three orders matter. A pool has a row before a worker gets it. The budget records a mapping before the descriptor is
+    sent. Workers are asked to release a row only when none of its slots is in use.
     """
 
     def __init__(self, pool: NodePool, memory: NodeMemory, post: Post, on_smaller: Callable[[], object]) -> None:
-        """`on_smaller` is called with `post` when the pool has lost slots."""
+        """`post` is used to call `on_smaller` when the pool has lost slots."""
         self.pool, self.holder = pool, f"pool {pool.name}"
         self.workers: dict[str, PoolWorker] = {}
         self.notice: str | None = None
-        """A sentence that says why memory that the pool should get or give back must wait, else None."""
+        """A sentence that says why the pool must wait for memory, or cannot give memory back yet. Otherwise None."""
         self.failure: str | None = None
-        """A sentence that says why a worker lacks the pool's memory, else None."""
+        """A sentence that says why a worker lacks memory of the pool. Otherwise None."""
         self.waits = False
-        """Whether there is something to try again soon."""
+        """Whether there is an action to retry soon."""
         self.claims: set[str] = set()
-        """The sessions of an earlier service that may come back for the pool's memory."""
+        """The sessions of an earlier service that may attach again and need the pool's memory."""
         self._users: set[str] = set()
-        """The sessions of engines that used slots of recalled rows when `users_from` last looked."""
+        """The engines' sessions that used slots of recalled rows at the last check of `users_from`."""
         self._users_at = -USERS_SECONDS
         self._memory, self._budget, self._post = memory, memory.budget, post
         self._on_smaller = on_smaller
         self._held: dict[int, tuple[int, ...]] = {}
-        """The extents of the rows that the pool holds, by the row's number."""
+        """The extents of the rows that the pool holds, by row number."""
         self._sweep: Sweep | None = None
         self._num_full = 0
-        """How many leading rows are populated."""
+        """How many rows, counted from row 0 on, are populated."""
         self._announced: dict[int, int] = {}
-        """How many populated bytes of each extent were announced to the workers."""
+        """How many populated bytes of each extent the workers know of."""
         self._num_announced = 0
-        """How many leading rows were announced as populated."""
+        """How many rows, counted from row 0 on, the workers know to be populated."""
         self._wanted_rows = 0
 
     @property
     def is_empty(self) -> bool:
-        """Whether it has no memory, and no worker of an engine."""
+        """Whether the pool has no memory, and no engine's worker."""
         has_engines = any(worker.session.control.is_engine for worker in self.workers.values())
         return not self._held and not has_engines and not self._budget.pool(self.pool.name).rows
 
     def users_from(self, low: int) -> set[str]:
-        """The sessions of engines that use slots from `low` on, or did so within the last second."""
+        """Return the engines' sessions that use slots from `low` on. The result may be a second old."""
         now = time.monotonic()
         if now - self._users_at >= USERS_SECONDS:
             with self.pool.lock:
@@ -101,7 +102,7 @@ class PoolMemory:
         return self._users
 
     def want(self) -> bool:
-        """Ask for as many whole rows as are used, plus one. Returns True if that is more than before."""
+        """Ask for one whole row more than the used slots need. Returns True if that is more than before."""
         row_slots = self._budget.pool(self.pool.name).layout.row_slots
         rows = 1 - (-self.pool.used_slots // row_slots)
         if rows <= self._wanted_rows:
@@ -112,7 +113,7 @@ class PoolMemory:
         return True
 
     def follow(self) -> bool:
-        """Call after each change of the budget. Returns True if the budget has to decide again."""
+        """Follow the budget. Call this after each change of it. Returns True if the budget must decide again."""
         rows = self._budget.pool(self.pool.name).rows
         active = sum(not row.recalled for row in rows.values())
         notice, failure = self.notice, self.failure
@@ -130,13 +131,13 @@ class PoolMemory:
         return changed
 
     def restore(self) -> None:
-        """Take the rows that have survived a restart. Call before the budget decides."""
+        """Take the rows that have survived a restart. Call this before the budget decides."""
         rows = self._budget.pool(self.pool.name).rows
         self._take(rows, len(rows))
         self._show(rows)
 
     def dissolve(self) -> None:
-        """Remove the memory of a pool that is gone and has no sessions."""
+        """Drop the memory of a pool that has ended and has no sessions."""
         for number in sorted(self._held, reverse=True):
             self._drop_claim(number)
 
@@ -159,7 +160,7 @@ class PoolMemory:
             self.failure, self.waits = f"pool {self.pool.name} gets no memory yet: {error}", True
 
     def _show(self, rows: Mapping[int, Row]) -> None:
-        """Let the pool use what is populated on all ranks, and announce to the workers how far they may map."""
+        """Let the pool use the slots that are populated on all ranks, and tell the workers how far they may map."""
         shown = len(self.pool.extents)
         self._num_full = min(self._num_full, shown)
         while self._num_full < shown and self._populated_slots(rows[self._num_full]) == rows[self._num_full].num_slots:
@@ -196,8 +197,8 @@ class PoolMemory:
         self._num_announced = self._num_full
 
     def _give_up_sealed(self, rows: Mapping[int, Row]) -> bool:
-        """Give up sealed extents of rows that are not populated yet, because the populator skips them. Returns True if
-        there are any."""
+        """Give up sealed extents of rows that are not fully populated. The populator skips them, so such a row would
+        never be complete. Returns True if there was one."""
         for number in range(self._num_full, len(self.pool.extents)):
             for extent_id in () if rows[number].recalled else rows[number].extents:
                 extent = self._memory.extents.get(extent_id)
@@ -213,8 +214,8 @@ class PoolMemory:
     # -- handing out ----------------------------------------------------------------------------------------
 
     def _grant(self, worker: PoolWorker, rows: Mapping[int, Row]) -> bool:
-        """Send the worker the extents that it lacks. The first message is sent even without extents, so that the worker
-        releases those of an earlier service. Returns True if an extent was given up instead."""
+        """Send the worker the extents that it lacks. The first message is sent even if it has no extents, so that the
+        worker releases those of an earlier service. Returns True if an unsound extent was given up."""
         if worker.has_all and len(worker.rows) == len(self.pool.extents):
             return False
         given_up = False
@@ -247,7 +248,7 @@ class PoolMemory:
             try:
                 session.control.map_memory(worker.client)
             except ConflictError:
-                return False  # the worker was just lost
+                return False  # the worker's session has just been lost
         for grant in grants:
             self._budget.record_mapping(worker.client, grant.extent_id)
         stride = self._budget.pool(self.pool.name).layout.ranks[worker.place].slot_stride
@@ -255,7 +256,7 @@ class PoolMemory:
         try:
             for extent in extents:
                 fds.append(open_for_client(extent.fd))
-            # Two actions of one thread, in this order: the worker cannot mention an extent that is not in `RankMemory`.
+            # One thread makes both calls in this order, so `RankMemory` has the extents before the worker names them.
             self._post(partial(session.ranks[worker.rank].granted, grants))
             session.link.push(GrantedExtents(stride, tuple(grants), is_all), rank=worker.rank, fds=fds)
         except OSError as error:
@@ -309,7 +310,7 @@ class PoolMemory:
                 worker.session.link.push(RevokedExtents(tuple(worker.rows.values()), at_end=True), rank=worker.rank)
 
     def _drop_claim(self, number: int) -> None:
-        """Drop the pool's own claim to a row, whose slots no longer hold anything of the pool."""
+        """Drop the pool's own mapping of a row, whose slots hold none of its blocks any more."""
         for extent in self._held.pop(number):
             self._announced.pop(extent, None)
             self._budget.record_unmapping(self.holder, extent)

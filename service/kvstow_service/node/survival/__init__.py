@@ -1,1 +1,1 @@
-"""What outlives the service: the keeper, and what it holds."""
+"""The parts that outlive a service: the keeper, and what it holds for the next service."""

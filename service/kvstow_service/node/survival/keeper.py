@@ -1,14 +1,15 @@
 """The keeper holds the service's memory while the service restarts.
 
-It holds file descriptors under labels, and decides nothing: what they mean stands in one of them, which it does not
-read. It serves one service at a time, over a Unix socket in the state folder that only its own uid can reach. It ends
-some time after the last service has gone. A keeper outlives the services that use it, and so their versions: the
-messages, JSON and descriptors in one packet each, do not change. Its process needs neither numpy nor the engine:
+It holds file descriptors under labels, and decides nothing. One of the descriptors says what the others mean, and the
+keeper does not read it. It serves one service at a time, over a Unix socket in the state folder that only its own uid
+can reach. It ends some time after the last service has left. A keeper outlives the services that use it, and so their
+versions: its messages, which are JSON and descriptors in one packet each, never change. Its process imports neither
+numpy nor the engine:
 
     python -m kvstow_service.node.survival.keeper STATE_FOLDER KEEP_TIMEOUT_SECONDS [--daemon | --stay]
 
 With --daemon it continues in the background. With --stay it closes what it holds instead of ending, and waits for the
-next service: in a container of its own, ending would cause a restart.
+next service: where the keeper has a container of its own, its end would restart the container.
 """
 
 from __future__ import annotations
@@ -36,16 +37,16 @@ from kvstow.errors import KeeperError
 
 VERSION = 1
 MESSAGE_BYTES = 64 << 10
-MESSAGE_FDS = 200  # the kernel takes 253
+MESSAGE_FDS = 200  # descriptors of one message; the kernel allows 253
 MAX_HELD = 8192
 BUSY = "busy"
-"""Why a hello is refused while the process of the service before lives."""
+"""The reason with which a hello is refused while the process of the previous service lives."""
 
 _MAGIC = b"KVK1"
 
 
 def receive(peer: socket.socket) -> tuple[bytes, list[int], bool]:
-    """A message, its descriptors, which the caller owns, and whether a part of either was cut off."""
+    """Receive a message. Returns it, its descriptors, which the caller owns, and whether a part of it was cut off."""
     room = socket.CMSG_SPACE(253 * array.array("i").itemsize)
     data, ancillary, flags, _ = peer.recvmsg(MESSAGE_BYTES, room, socket.MSG_CMSG_CLOEXEC)
     fds = array.array("i")
@@ -56,7 +57,8 @@ def receive(peer: socket.socket) -> tuple[bytes, list[int], bool]:
 
 
 def is_readable(fd: int, seconds: float = 0.0) -> bool:
-    """Whether a socket or a pidfd has news within so many seconds. For any number: there are more than 1,024."""
+    """Whether a socket or a pidfd becomes readable within this time. It polls, because `select` takes no descriptor
+    above 1,023."""
     poll = select.poll()
     poll.register(fd, select.POLLIN)
     return bool(poll.poll(1000 * seconds))
@@ -68,7 +70,7 @@ def send(peer: socket.socket, message: dict[str, Any], fds: Sequence[int]) -> No
 
 
 def take_apart(data: bytes, is_cut: bool) -> dict[str, Any]:
-    """The content of a message. Raises `ValueError` for what no program of KVStow sends."""
+    """Return the content of a message. Raises `ValueError` for bytes that are no message of KVStow."""
     try:
         message = json.loads(data[len(_MAGIC) :])
     except RecursionError as error:
@@ -80,11 +82,11 @@ def take_apart(data: bytes, is_cut: bool) -> dict[str, Any]:
 
 LOCK, SOCKET = "keeper.lock", "keeper.sock"
 _MODE = 0o700
-_LONGEST_PATH = 100  # of a socket; the kernel allows 107 bytes
+_LONGEST_PATH = 100  # bytes of a socket's path; the kernel allows 107
 
 
 def require_state_folder(folder: Path) -> Path:
-    """Creates the folder if it does not exist. Raises `KeeperError` if others may enter it or it cannot be created."""
+    """Create the folder if it does not exist. Raises `KeeperError` if that fails or if others may enter the folder."""
     try:
         folder.mkdir(mode=_MODE, parents=True, exist_ok=True)
         found = folder.stat()
@@ -97,8 +99,8 @@ def require_state_folder(folder: Path) -> Path:
 
 
 def try_lock(folder: Path) -> int | None:
-    """A descriptor that holds the keeper's lock until it is closed, which the end of the process does, too. None if
-    there is a keeper already."""
+    """Take the keeper's lock. Returns a descriptor that holds it until it is closed or this process ends, or None if
+    another keeper holds the lock."""
     fd = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -112,7 +114,8 @@ def try_lock(folder: Path) -> int | None:
 
 
 def listen(folder: Path) -> socket.socket:
-    """The keeper's socket, for this uid only. The caller holds the lock, so an existing socket has no owner."""
+    """Open the keeper's socket, for this uid only. The caller holds the lock, so no other keeper uses an existing
+    socket."""
     (folder / SOCKET).unlink(missing_ok=True)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
@@ -128,7 +131,7 @@ def listen(folder: Path) -> socket.socket:
 
 
 def connect(folder: Path, timeout: float) -> socket.socket:
-    """A connection to the keeper. Raises `OSError` if there is none."""
+    """Connect to the keeper. Raises `OSError` if none is running."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         connection.settimeout(timeout)
@@ -142,7 +145,7 @@ def connect(folder: Path, timeout: float) -> socket.socket:
 
 @contextmanager
 def _socket_path(folder: Path) -> Iterator[str]:
-    """A path of the socket that is short enough for the kernel."""
+    """Yield a path of the socket that is short enough for the kernel."""
     path = str(folder / SOCKET)
     if len(os.fsencode(path)) <= _LONGEST_PATH:
         yield path
@@ -154,12 +157,12 @@ def _socket_path(folder: Path) -> Iterator[str]:
         os.close(fd)
 
 
-_SO_PEERPIDFD = 77  # Linux 6.5
+_SO_PEERPIDFD = 77  # a socket option of Linux 6.5 and newer
 
 
 class KeeperPeer:
-    """A connection. `pidfd`: of the process that made it; None if the kernel does not show which one that is. `staged`:
-    what it has put and not yet committed."""
+    """A connection. `pidfd` is that of the process that made it, or None if the kernel does not reveal the process.
+    `staged` holds descriptors that were put and are not committed yet."""
 
     def __init__(self, connected: socket.socket) -> None:
         self.socket = connected
@@ -193,7 +196,7 @@ _MAX_FORMER = 256
 
 
 class _Refusal(Exception):
-    """A request that is answered with an error. The connection stays open."""
+    """Raised for a request that is answered with an error. The connection stays open."""
 
     def __init__(self, sentence: str, reason: str = "refused") -> None:
         super().__init__(sentence)
@@ -201,12 +204,12 @@ class _Refusal(Exception):
 
 
 class Keeper:
-    """Answers requests in `step`. Not locked: one thread uses it.
+    """Answers requests in `step`. Not thread-safe.
 
-    Guarantees: what was committed is held until it is dropped or replaced, or the keeper ends; what was only put goes
-    with its connection. A service names its life in its hello. Another life is accepted only when the process of the
-    newest one has ended or has left, so two services never write to the same memory. A life that another one has
-    followed never comes back.
+    Committed descriptors are held until they are dropped or replaced, or the keeper ends. Descriptors that were only
+    put are closed with their connection. A hello names the life of its service, that is, one run of it. The keeper
+    accepts another life only when the process of the newest one has ended or has left, so two services never write to
+    the same memory. A life that was followed by another one is never accepted again.
     """
 
     def __init__(
@@ -217,22 +220,22 @@ class Keeper:
         stays: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Takes ownership of the listening socket. `stays`: close what is held instead of ending."""
+        """Takes ownership of the listening socket. With `stays`, the keeper closes what it holds instead of ending."""
         self._listener, self._keep_timeout, self._stays, self._clock = listener, keep_timeout, stays, clock
         self._held: dict[str, int] = {}
         self._connections: dict[int, KeeperPeer] = {}
         self._service: KeeperPeer | None = None
         self._life = ""
-        """Of the newest service."""
+        """The life of the newest service."""
         self._process: int | None = None
-        """Its pidfd, until it has left."""
+        """The pidfd of its process, until the service has left."""
         self._former: deque[str] = deque(maxlen=_MAX_FORMER)
         self._alone_since = clock()
         self._refused = 0
         self._poll = select.poll()
         self._poll.register(listener, select.POLLIN)
         self.ended: str | None = None
-        """Why the keeper has ended: "timeout" or "end". Always None with `stays`."""
+        """Why the keeper has ended: "timeout" or "end". It is always None with `stays`."""
 
     def step(self, timeout: float | None = None) -> bool:
         """Wait for requests and answer them, for at most `timeout` seconds. Returns False once the keeper has ended."""
@@ -249,7 +252,7 @@ class Keeper:
         return self.ended is None
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close everything. Idempotent."""
         for connection in list(self._connections.values()):
             self._disconnect(connection)
         self._forget_process()
@@ -268,7 +271,8 @@ class Keeper:
         self._held.clear()
 
     def _seconds_left(self) -> float | None:
-        """Seconds until it ends, or closes what it holds. None if there is a service, or nothing to wait for."""
+        """Seconds until the keeper ends, or closes what it holds. None while a service is connected, and with `stays`
+        if it holds nothing."""
         if self._service is not None or (self._stays and not self._held):
             return None
         return max(0, self._alone_since + self._keep_timeout - self._clock())
@@ -278,7 +282,7 @@ class Keeper:
             peer, _ = self._listener.accept()
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE):
-                time.sleep(_FULL_SECONDS)  # the connection waits, and would be reported again at once
+                time.sleep(_FULL_SECONDS)  # `poll` would report the waiting connection again at once
             return
         if credentials_of(peer)[1] != os.geteuid() or len(self._connections) >= _MAX_CONNECTIONS:
             self._refused += 1
@@ -320,7 +324,7 @@ class Keeper:
     def _answer(
         self, connection: KeeperPeer, request: dict[str, Any], fds: list[int]
     ) -> tuple[dict[str, Any], list[int]]:
-        """Removes from `fds` the descriptors that the keeper holds from now on."""
+        """Answer a request. It removes from `fds` the descriptors that the keeper now owns."""
         verb = request.get("do")
         if verb == "list":
             return self._page(request)[0], []
@@ -367,7 +371,7 @@ class Keeper:
             self._former.append(self._life)
             self._life = life
         if self._service is not None and self._service is not connection:
-            self._disconnect(self._service)  # nothing that it has still sent counts
+            self._disconnect(self._service)  # requests that it has still sent are ignored
         self._service = connection
         self._forget_process()
         self._process = process
@@ -387,7 +391,7 @@ class Keeper:
             connection.staged[label] = fds.pop(0)
 
     def _commit(self, connection: KeeperPeer, *, replaces: bool) -> None:
-        """Hold what the connection has put, all at once. `replaces`: and nothing else."""
+        """Hold all descriptors that the connection has put, in one step. With `replaces`, close all others."""
         if not replaces and len(self._held.keys() | connection.staged.keys()) > MAX_HELD:
             raise _Refusal(f"a keeper holds at most {MAX_HELD} descriptors")
         staged, connection.staged = connection.staged, {}
@@ -397,7 +401,8 @@ class Keeper:
                 os.close(fd)
 
     def _page(self, request: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
-        """A page of what is held, starting at a given number, and the number at which the next page begins."""
+        """Return the held descriptors from number `start` on, as far as one message can carry them, and the number at
+        which the next page begins."""
         start = request.get("start")
         if type(start) is not int or start < 0:
             raise ValueError("a page begins with a number")
@@ -419,7 +424,7 @@ ALREADY_RUNNING = 3  # exit status
 
 
 def main(arguments: list[str]) -> int:
-    """Become the keeper of a state folder, or print why not."""
+    """Become the keeper of a state folder, or print the reason why that is not possible."""
     try:
         folder, keep_timeout = Path(arguments[0]).absolute(), float(arguments[1])
         option = "".join(arguments[2:])
@@ -448,12 +453,12 @@ def _run(keeper: Keeper, folder: Path) -> None:
         Path("/proc/self/comm").write_text(PROCESS_NAME)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, hard), hard))
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # as process 1 of a container, it would be ignored
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # process 1 of a container ignores it by default
     try:
         while keeper.step():
             pass
     finally:
-        # The lock is held still, so the socket is this keeper's.
+        # This process still holds the lock, so no other keeper uses the socket.
         (folder / SOCKET).unlink(missing_ok=True)
         keeper.close()
 

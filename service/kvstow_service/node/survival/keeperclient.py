@@ -27,19 +27,19 @@ from kvstow_service.node.survival.keeper import (
 
 _START_SECONDS = 30.0
 _ANSWER_SECONDS = 2.0
-"""How long a keeper that has sent its welcome may take to answer. The memory thread waits for it."""
+"""How long a keeper that has sent its welcome may take for an answer. The memory thread waits for it meanwhile."""
 
 
 def keeper_command(folder: Path, keep_timeout: float, option: str) -> tuple[list[str], dict[str, str]]:
-    """The command that becomes the keeper of a state folder, and its environment. For `option`, see `keeper`."""
+    """Return the command that starts the keeper of a state folder, and its environment. For `option`, see `keeper`."""
     module = "kvstow_service.node.survival.keeper"
     command = [sys.executable, "-m", module, str(folder), str(keep_timeout), option]
     return command, {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 
 def start_keeper(folder: Path, keep_timeout: float) -> None:
-    """Start a keeper, unless there is one. It outlives this process and its process group. Raises `KeeperError`, also
-    if the machine has no process or descriptor left."""
+    """Start a keeper, unless one is running. It outlives this process and its process group. Raises `KeeperError`, also
+    if the machine has no free process number or descriptor."""
     command, environ = keeper_command(folder, keep_timeout, "--daemon")
     try:
         result = subprocess.run(
@@ -52,12 +52,12 @@ def start_keeper(folder: Path, keep_timeout: float) -> None:
 
 
 class KeeperClient:
-    """A connection over which a service has descriptors held, and gets them back after a restart.
+    """A connection to the keeper. It hands descriptors to the keeper, and gets them back after a restart.
 
-    `send_hello` first, which does not wait: the keeper has answered when the connection is readable, and `take_welcome`
-    takes that answer. Nor do `ask` and `owed_seconds`. All other calls wait for the answer, but not long. Each call
-    raises `KeeperError` if the keeper refuses, is gone or does not answer; the connection is of no use then. The keeper
-    has duplicates: the caller keeps, uses and closes its own descriptors. Not locked.
+    Call `send_hello` first. It does not wait: the connection becomes readable when the keeper has answered, and
+    `take_welcome` takes that answer. `ask` and `owed_seconds` do not wait either. All other calls wait a short time for
+    the answer. Every call raises `KeeperError` if the keeper refuses, has ended or does not answer, and the connection
+    cannot be used after that. The keeper gets duplicates: the caller still owns its own descriptors. Not thread-safe.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -66,54 +66,56 @@ class KeeperClient:
         except OSError as error:
             raise KeeperError(f"no keeper answers in {folder}: {error.strerror or error}") from error
         self.pid: int | None = None
-        """The number of the keeper's process as the keeper sees it. Known since its welcome."""
+        """The process number of the keeper in the keeper's own pid namespace. Known after the welcome."""
         self._asked_at: float | None = None
-        """When `ask` has asked, until the answer is taken."""
+        """When `ask` sent its request. None unless an answer to it is outstanding."""
 
     def send_hello(self, life: str) -> None:
-        """`life` names the service, from its start to its end."""
+        """Greet the keeper. `life` identifies this run of the service."""
         self._send({"do": "hello", "version": VERSION, "life": life})
 
     def has_news(self, seconds: float = 0.0) -> bool:
-        """Whether the keeper has answered the hello. Afterwards: whether it is gone."""
+        """Whether the keeper has answered the hello. After the welcome: whether it has ended or answered `ask`."""
         return is_readable(self._socket.fileno(), seconds)
 
     def take_welcome(self) -> None:
-        """Raises `KeeperBusyError` while the process of the service before lives."""
+        """Take the answer to the hello. Raises `KeeperBusyError` while the process of the previous service lives."""
         self.pid = self._receive()[0].get("pid")
 
     def ask(self) -> None:
-        """Ask whether the keeper still answers, without waiting. Not again before that answer has been taken."""
+        """Ask the keeper whether it still answers, without waiting. Do not ask again before `owed_seconds` has taken
+        the answer."""
         self._send({"do": "list", "start": MAX_HELD})  # a page with nothing on it
         self._asked_at = time.monotonic()
 
     def owed_seconds(self) -> float | None:
-        """For how long the keeper has owed the answer to `ask`; None if it owes none. Takes the answer if it is there,
-        and raises `KeeperError` if the keeper is gone."""
+        """Return for how long the keeper has owed the answer to `ask`, or None if it owes none. This takes an answer
+        that has arrived. Raises `KeeperError` if the keeper has ended."""
         if self.has_news():
             self._take_answer()
         return None if self._asked_at is None else time.monotonic() - self._asked_at
 
     def _take_answer(self) -> None:
-        """Of `ask`. Raises `KeeperError` if there is none because the keeper is gone."""
+        """Take the answer to `ask`. Raises `KeeperError` if the keeper has ended instead."""
         self._receive()
         self._asked_at = None
 
     def put(self, fds: Mapping[str, int], *, replaces: bool = False) -> None:
-        """Have the keeper hold these descriptors, all of them from the same moment on. `replaces`: and nothing else."""
+        """Have the keeper hold these descriptors. It takes all of them in one step. With `replaces`, it closes all
+        others that it holds."""
         left = iter(fds.items())
         while batch := dict(islice(left, MESSAGE_FDS)):
             self._request({"do": "put", "labels": list(batch)}, list(batch.values()))
         self._request({"do": "commit", "replaces": replaces})
 
     def drop(self, labels: Collection[str]) -> None:
-        """Have the keeper close these. Labels that are not held are ignored."""
+        """Have the keeper close the descriptors with these labels. It ignores labels that it does not hold."""
         left = iter(labels)
         while batch := list(islice(left, MESSAGE_FDS)):
             self._request({"do": "drop", "labels": batch})
 
     def take_all(self) -> dict[str, int]:
-        """Everything that is held, as descriptors that the caller owns. The keeper still holds its own."""
+        """Return duplicates of all held descriptors, which the caller owns. The keeper still holds its own."""
         taken: dict[str, int] = {}
         start: int | None = 0
         try:
@@ -132,13 +134,14 @@ class KeeperClient:
         return taken
 
     def leave(self, *, gives_back: bool = False) -> None:
-        """Let the next service come at once, although this process still runs. Closes the connection. `gives_back`: the
-        keeper closes everything, and ends."""
+        """Tell the keeper that it may accept the next service at once, although this process still runs. With
+        `gives_back`, the keeper also closes everything, and ends."""
         self._request({"do": "end" if gives_back else "leave"})
         self.close()
 
     def close(self) -> None:
-        """Idempotent. The keeper goes on, and accepts the next service once this process has ended."""
+        """Close the connection. The keeper continues, and accepts the next service once this process has ended.
+        Idempotent."""
         self._socket.close()
 
     def _request(self, request: dict[str, Any], fds: Collection[int] = ()) -> tuple[dict[str, Any], list[int]]:

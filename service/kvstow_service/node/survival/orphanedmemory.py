@@ -1,4 +1,4 @@
-"""Memory of node services that processes have and no running service has, for `kvstow doctor`."""
+"""Finds memory of node services that processes still have although no running service has it, for `kvstow doctor`."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _LINK = f"/memfd:{EXTENT_NAME} (deleted)"
 _MAPPED = re.compile(rf"^\S+ \S+ \S+ (\S+) (\d+) +{re.escape(_LINK)}$", re.MULTILINE)
 _PROGRAM = re.compile(rb"(^|/)(kvstow|kvstow_service|kvstow_service/__main__\.py)$")
 _Extents = dict[tuple[int, int], int]
-"""How many bytes each extent takes, as far as a descriptor shows it, by device and inode."""
+"""Sizes in bytes, by device and inode of the extents. A size is 0 if no descriptor shows it."""
 
 
 def find_orphaned_memory(in_use: Collection[int], *, proc: Path = Path("/proc")) -> list[OrphanedMemory]:
-    """Processes with extents that none of the processes `in_use` has. These are the running services, which hold all of
-    theirs, and keepers, which hold what is their services' while these are away. It finds only processes that this one
-    can see and inspect: in a container, usually those of the container. If it finds any, it looks again, because the
-    keeper may show an extent before the service that is creating it does."""
+    """Find processes that have extents which no process of `in_use` has. `in_use` are the running services and keepers:
+    a service holds all of its extents, and a keeper holds them while its service is away. Processes are found only if
+    this one can see and inspect them, which in a container are usually those of the container. If any is found, all are
+    inspected once more, because a keeper may show a new extent before the service that creates it does."""
     suspects = {extent for extents in _unused(in_use, proc).values() for extent in extents}
     if not suspects:
         return []
@@ -39,15 +39,15 @@ def find_orphaned_memory(in_use: Collection[int], *, proc: Path = Path("/proc"))
 
 
 def _unused(in_use: Collection[int], proc: Path) -> dict[int, _Extents]:
-    """By process: its extents that none of the processes `in_use` has."""
+    """Return, by process, its extents that no process of `in_use` has."""
     by_pid = {int(path.name): extents_of(path) for path in proc.iterdir() if path.name.isdigit()}
     used = {extent for pid in in_use for extent in by_pid.get(pid, ())}
     return {pid: {one: size for one, size in extents.items() if one not in used} for pid, extents in by_pid.items()}
 
 
 def running_services(*, proc: Path = Path("/proc")) -> list[int]:
-    """The processes of `kvstow serve` on this machine, found by their command lines, their keepers, and this one. A
-    keeper waits for a service of its own, which may be any on this machine, and ends by itself if none comes."""
+    """Return this process, and the `kvstow serve` processes and keepers of this machine, which it recognizes by their
+    command lines. A keeper counts even without a service. It may wait for one, and it ends by itself if none comes."""
     found = {os.getpid()}
     for path in proc.iterdir():
         if path.name.isdigit() and (_is_service(path) or _command(path) == PROCESS_NAME):
@@ -64,11 +64,11 @@ def _is_service(process: Path) -> bool:
 
 
 def extents_of(process: Path) -> _Extents:
-    """What the process with this folder in /proc keeps alive."""
+    """Return the extents that this process keeps alive. `process` is its folder in /proc."""
     extents: _Extents = dict.fromkeys(_mapped(process), 0)
     try:
         descriptors = list((process / "fd").iterdir())
-    except OSError:  # it has ended, or belongs to another user
+    except OSError:  # the process has ended, or belongs to another user
         return extents
     for descriptor in descriptors:
         try:

@@ -1,6 +1,7 @@
-"""The roster: all that the next service has to know of the node, except what the slots hold.
+"""The roster: everything that the next service must know about the node, except the contents of the slots.
 
-It is written for the keeper, and read as what an earlier service has left, as plain data.
+A service writes it for the keeper. The next service reads it to find out what the previous one has left. It is plain
+data.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from kvstow_service.node.survival.keeper import is_readable
 
 
 class PoolRecord(Struct, frozen=True):
-    """`extent_bytes` and `slot_alignment` are those of the service that made the pool, and determine its rows."""
+    """A pool. `extent_bytes` and `slot_alignment` are settings of the service that made it. They determine its rows."""
 
     name: str
     model: str
@@ -42,16 +43,16 @@ class PoolRecord(Struct, frozen=True):
 
     @property
     def layout(self) -> PoolLayout:
-        """How the pool's slots lie in extents. A store below the pools may need slots that begin at a multiple of some
-        size."""
+        """How the pool's slots lie in its extents. Slots begin at multiples of `slot_alignment`, because a store below
+        the pools may need that."""
         strides = [round_up(num_bytes, self.slot_alignment) for num_bytes in self.identity.stored_slot_bytes]
         return PoolLayout(self.owner, tuple(map(RankLayout, strides)), self.extent_bytes)
 
 
 class WorkerRecord(Struct, frozen=True, kw_only=True):
-    """A worker that may use the memory. `number` is the session's number in its pool, whose journal names it.
-    `token_digest` is that of the session's token, which only the engine knows: `hello` is without it. `has_pidfd`:
-    whether the end of the process can be seen, by a descriptor that the keeper has."""
+    """A worker that may use the memory. `number` is the number of its session in the pool's journal. `hello` lacks the
+    session's token, which only the engine knows, and `token_digest` is the digest of that token. `has_pidfd` says
+    whether the keeper has a pidfd of the process, which shows when it ends."""
 
     session_id: str
     token_digest: str
@@ -66,39 +67,41 @@ class WorkerRecord(Struct, frozen=True, kw_only=True):
 
     @property
     def client(self) -> str:
-        """The worker's name in the books of memory."""
+        """The worker's name in the records of memory."""
         return f"{self.session_id}/{self.hello.rank}"
 
 
 ROSTER_NAME = "kvstow-roster"
 _COPY_BYTES = 32 << 20
-"""Takes memory only as far as it is written. A roster that does not fit costs the keeper, so no single user may come
-near this size: 64 pools, with identities from hellos of 64 KiB, and 1,024 workers take 5 MiB."""
+"""The size of each of the two copies of the content, in bytes. The memfd takes memory only where it is written. If a
+roster does not fit, the service loses its keeper, so no single user may come near this size: 64 pools, with identities
+from hellos of 64 KiB, and 1,024 workers take 5 MiB."""
 _STATE_BYTES = 4096
 _FILE_BYTES = _STATE_BYTES + 2 * _COPY_BYTES
 _VOID, _VALID, _IN_RECOVERY = b"\0", b"\1", b"\2"
 
 
 class Roster:
-    """A JSON document in a memfd that the keeper has too. So what is written counts at once, whatever the keeper does.
+    """A JSON document in a memfd, which the keeper has too. What the service writes is valid at once, and the keeper
+    takes no part in it.
 
-    It is void when the service that writes it has lost its keeper, which may then lack descriptors, or hold some for
-    too long. The start that reads the roster marks it first. The next start does not read a marked one, so no content
-    can make two starts fail.
+    A service that loses its keeper marks the roster as void, because that keeper may lack descriptors, or hold some for
+    too long. A service that starts marks the roster before it reads it, and does not read one that is already marked.
+    So the content of a roster can make one start fail, but not two.
     """
 
     def __init__(self, fd: int) -> None:
-        """Takes over `fd`. Use `create`."""
+        """Takes ownership of `fd`. Use `create`."""
         self.fd = fd
         self._sequence = 0
 
     @classmethod
     def create(cls) -> Self:
-        """A void one, until it is written. Raises `PinError`."""
+        """Create a roster, which is void until it is written. Raises `PinError`."""
         return cls(create_memfd(ROSTER_NAME, _FILE_BYTES))
 
     def write(self, content: Mapping[str, Any]) -> None:
-        """Replace the content, all at once. Raises `JournalError` or `OSError`, and then the former content stands."""
+        """Replace the whole content in one step. If it raises `JournalError` or `OSError`, the content is unchanged."""
         data = packed_copy(self._sequence + 1, content, _COPY_BYTES)
         at = _STATE_BYTES + (self._sequence + 1) % 2 * _COPY_BYTES
         if os.pwrite(self.fd, data, at) != len(data):
@@ -108,7 +111,7 @@ class Roster:
             os.pwrite(self.fd, _VALID, 0)
 
     def void(self) -> None:
-        """From now on the roster names nothing, for any reader."""
+        """Make the roster void. No reader takes anything from it after that."""
         os.pwrite(self.fd, _VOID, 0)
 
     @staticmethod
@@ -125,7 +128,7 @@ class Roster:
         return read_header(os.pread(fd, 2 * _COPY_BYTES, _STATE_BYTES), _COPY_BYTES).found
 
     def close(self) -> None:
-        """The keeper still has it. Idempotent."""
+        """Close this process's descriptor. The keeper still has its own. Idempotent."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)
@@ -173,7 +176,8 @@ def roster_content(
     pools: Mapping[str, tuple[PoolRecord, IndexJournal]],
     workers: Iterable[WorkerRecord],
 ) -> dict[str, Any]:
-    """What `read_survivors` reads. An extent is spare, or in a row, or of a pool that is gone. O(extents)."""
+    """Make the content that `read_survivors` reads. Each extent is spare, or in a row, or belongs to a pool that has
+    ended. O(extents)."""
     booked = budget.extents
     of_pool: dict[str, list[WorkerRecord]] = {}
     for worker in workers:
@@ -201,20 +205,22 @@ def roster_content(
 
 
 class SurvivingWorker(NamedTuple):
-    """A worker that may still use the memory. `pidfd` is owned by the `Survivors`."""
+    """A worker that may still use the memory. `pidfd` belongs to the `Survivors`."""
 
     record: WorkerRecord
     pidfd: int | None
 
     def peer(self) -> Peer:
-        """With a pidfd of its own. In another pid namespace, the process may have another number than before."""
+        """Return the worker's process, with a pidfd that the caller owns. In another pid namespace, its number may have
+        changed."""
         pidfd = None if self.pidfd is None else os.dup(self.pidfd)
         return Peer(0 if pidfd is None else pid_of(pidfd), self.record.uid, self.record.gid, pidfd)
 
 
 @dataclass(slots=True)
 class SurvivingPool:
-    """`rows` are whole, and lie end to end from slot 0 on. `namespaces`: those that have an identity, by name."""
+    """A pool of an earlier service. Its `rows` are complete, and follow each other without gaps from slot 0 on.
+    `namespaces` are those that have an identity, by name."""
 
     record: PoolRecord
     journal: IndexJournal
@@ -225,8 +231,9 @@ class SurvivingPool:
 
 @dataclass(slots=True)
 class Survivors:
-    """`extents`: each with its owner, those of the rows and spare ones. `given_up`: memory that is not used again,
-    because its users are not known. Owns all descriptors."""
+    """What an earlier service has left. `extents` holds the extents of rows and the spare ones, each with its owner.
+    `given_up` holds descriptors of memory that must not be used again, because its users are unknown. It owns all
+    descriptors."""
 
     extents: dict[int, tuple[Extent, int | None]] = field(default_factory=dict)
     pools: list[SurvivingPool] = field(default_factory=list)
@@ -234,7 +241,8 @@ class Survivors:
 
 
 def read_survivors(kept: Mapping[str, int], huge_pages: HugePages) -> Survivors:
-    """Takes over the descriptors. What the roster does not name, or what the keeper lacks, is given up."""
+    """Read the roster, and take ownership of the descriptors. Memory is given up if the roster does not name it, or if
+    the keeper lacks a part of it."""
     found, spare = Survivors(), set[int]()
     try:
         content = Roster.read(kept[ROSTER_LABEL]) if kept else {"extents": (), "pools": ()}
@@ -246,7 +254,7 @@ def read_survivors(kept: Mapping[str, int], huge_pages: HugePages) -> Survivors:
         for described in content["pools"]:
             try:
                 found.pools.append(_read_pool(kept, described, found.extents))
-            except Exception as error:  # noqa: BLE001 - what one user's engines have sent costs no other user's cache
+            except Exception as error:  # noqa: BLE001 - a bad record of one user must not cost others their caches
                 name = described["record"]["name"]
                 why = error if isinstance(error, KvstowError) else repr(error)
                 logger.warning("pool %s of an earlier service is not used: %s", name, why)
@@ -305,7 +313,7 @@ def _read_pool(
 
 
 def _sound_rows(pool: _PoolContent, extents: Mapping[int, tuple[Extent, int | None]]) -> list[SurvivingRow]:
-    """The rows from the first one on that are whole. Those above one that is not are lost."""
+    """Return the rows below the first incomplete one. That row and those above it are lost."""
     sound: list[SurvivingRow] = []
     end = 0
     for row in pool.rows:

@@ -1,4 +1,4 @@
-"""What a hit of a prompt needs of a pool, where a model has several KV groups."""
+"""The blocks that a prompt's hit needs, for models with several KV groups."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvstow_service.connectors.engine_core.kvgroups import GroupNeeds, KVGroup, 
 
 
 def groups_of(identity: PoolIdentity) -> KVGroups | None:
-    """None if the model has kinds of groups that this version does not know."""
+    """Return the KV groups of a pool, or None if the model has kinds of groups that this version does not know."""
     known = tuple(one for index, group in enumerate(identity.groups) if (one := _group(index, group)) is not None)
     if not known or len(known) < len(identity.groups):
         return None
@@ -19,18 +19,18 @@ def groups_of(identity: PoolIdentity) -> KVGroups | None:
 
 
 def needs_of(groups: KVGroups, keys: Sequence[bytes]) -> GroupNeeds | None:
-    """What a hit needs, given the keys of a prompt's tokens, one group after the other, as engines send them. None if a
-    group has no key.
+    """Return the blocks that a hit needs. `keys` are those of a prompt's blocks, one group after the other, as engines
+    send them. Returns None if a group has no key.
 
-    The keys may leave out the first tokens, as they do for tokens on the GPU. Then nobody knows where a chunk begins,
-    and too little for a hit may be fetched. But engines ask for all tokens when a request arrives.
+    Engines may leave out the first tokens if the GPU has them. Then it is unknown where a chunk begins, and too few
+    blocks for a hit may be fetched. But engines ask for all tokens when a request arrives.
     """
     of_group: dict[int, list[bytes]] = {}
     for key in keys:
         of_group.setdefault(group_of(key), []).append(key)
     if len(of_group) < len(groups.groups):
         return None
-    asked = [of_group[index] for index in sorted(of_group)]  # numbers may be left out: see `KVGroups`
+    asked = [of_group[index] for index in sorted(of_group)]  # group numbers may have gaps: see `KVGroups`
     end = min(len(asked[group.index]) * group.block_tokens for group in groups.groups)
     return GroupNeeds(groups, lambda group, first, last: asked[group.index][first:last], end)
 

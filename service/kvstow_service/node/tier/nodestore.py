@@ -1,4 +1,4 @@
-"""The store below the pools of a node, for those that use it and those that operate it."""
+"""The store below the pools of a node: the parts that engines use and those that operators use."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from kvstow_service.node.tier.tiermemory import TierMemory
 logger = logging.getLogger("kvstow.tier")
 
 _END_SECONDS = 60.0
-"""For what is under way in a store when the service ends."""
+"""How long `close` waits for the transfers of a pool with the store."""
 _ENDS: Final = "the service ends, so what the store has of the pool stays there: purge the pool after the next start"
 _GROUPS: Final = "groups_unknown: the model has kinds of KV groups that this version of KVStow does not know"
 
 
 class FormerPool:
-    """What administration needs of the store below a pool that no engine has used in this life of the service: see
-    `PoolStore`. What is purged before the first engine comes back leaves the store, too."""
+    """The store below a pool that no engine has used since the service started: see `PoolStore`. It offers what
+    administration needs. Blocks that are purged before the first engine comes back leave the store, too."""
 
     def __init__(self, store: BlockStore, layout: StoredLayout) -> None:
         self._store, self._layout = store, layout
@@ -67,7 +67,7 @@ class FormerPool:
                 self._tier.end_purge()
 
     def follow(self, tier: PoolTier) -> None:
-        """An engine has come back, and this is the pool's store from now on, also for purges under way."""
+        """Forward to `tier` from now on, because an engine has come back. Purges under way are made known to it."""
         with self._lock:
             self._tier = tier
             for _ in range(self._num_purges):
@@ -75,12 +75,12 @@ class FormerPool:
 
 
 class NodeStore:
-    """Has a `PoolTier` made for each pool whose engines may use the store. What operators see is that of
+    """Makes a `PoolTier` for each pool whose engines may use the store. For the methods that operators use, see
     `kvstow_api.directory.HostTier`.
 
-    `enter`, `follow_pool`, `next_deadline` and `expire` are for the attach server's thread. Nothing waits but `close`
-    and `measure`. Until `close`, this process and each process of the store hold the other end of `_end`. It becomes
-    readable, also for the next service, when none of the latter has memory any more.
+    Only the attach server's thread calls `enter`, `follow_pool`, `next_deadline` and `expire`. Only `close` and
+    `measure` wait. Until `close`, this process and each process of the store hold the write end of the pipe `_end`,
+    which becomes readable, also for the next service, when no process of the store has memory any more.
     """
 
     def __init__(
@@ -91,13 +91,13 @@ class NodeStore:
         tenant_of: Callable[[int], str | None],
         measure: Callable[[], TierMeasurements] = lambda: TierMeasurements(()),
     ) -> None:
-        """`post` has the attach server's thread call something. `tenant_of`: the tenant of a user (uid); without one,
-        his blocks do not leave the memory. `measure`: what the doctor wants to know of the store."""
+        """`post` makes the attach server's thread call something. `tenant_of` returns the tenant of a user (uid), or
+        None if the user's blocks must not leave the memory. `measure` measures the store for `kvstow doctor`."""
         self.store, self.url = store.name, store.shown
         self._store, self._memory, self._post, self._tenant_of = store, memory, post, tenant_of
         self.measure = measure
         self._lock = Lock()
-        """Guards what follows. Held for moments."""
+        """Guards the attributes below. Held for microseconds."""
         self._is_closed = False
         self._pools: dict[str, TierMemory] = {}
         self._ending: list[TierMemory] = []
@@ -112,8 +112,8 @@ class NodeStore:
     # -- engines --------------------------------------------------------------------------------------------
 
     def enter(self, session: MemoryHolder, weights: FleetWeights) -> SessionTier | None:
-        """The engine of this session is in its namespace from now on; None after `close`. Raises `ConflictError` if the
-        pool was closed."""
+        """Let the engine of this session use the store, for the session's present namespace. Returns None after
+        `close`. Raises `ConflictError` if the pool was closed."""
         pool, namespace = session.pool, session.namespace
         with self._lock:
             if self._is_closed:
@@ -152,16 +152,17 @@ class NodeStore:
         return StoredLayout(pool.name, sizes, _identity_of(pool, owner), owner)
 
     def restore_pool(self, pool: NodePool) -> None:
-        """The pool is of an earlier service, and no engine has come back to it."""
+        """Prepare the store of a pool of an earlier service, to which no engine has come back yet."""
         pool.tier = FormerPool(self._store, self._layout_of(pool))
 
     def _grow(self, pool: NodePool) -> None:
-        """Reads take slots as stores do: a pool that was emptied by a restart grows by them, too."""
+        """Ask for more memory if the pool needs it. Reads from the store take slots as stores of engines do, so they
+        also make a pool grow that a restart has emptied."""
         if pool.used_slots > pool.grow_above >= 0:
             self._memory.do(self._memory.grow, pool)
 
     def _fingerprint_of(self, pool: NodePool, namespace: KnownNamespace, weights: FleetWeights) -> Fingerprint:
-        """The name under which engines in this namespace have their blocks in the store."""
+        """Return the name under which the store keeps the blocks of this namespace, or the reason why it has none."""
         if namespace.is_reset:
             return Fingerprint(None, WEIGHTS_CHANGED)
         if groups_of(pool.identity) is None:
@@ -169,32 +170,33 @@ class NodeStore:
         return fingerprint(pool.identity, namespace.identity, weights, self._tenant_of(_uid_of(pool)))
 
     def follow_pool(self, pool: NodePool) -> None:
-        """The pool has become smaller."""
+        """Let the store know that the pool has become smaller."""
         with self._lock:
             found = self._pools.get(pool.name)
         if found is not None:
             found.follow_pool()
 
     def next_deadline(self) -> float | None:
-        """When to call `expire`. O(requests that wait)."""
+        """Return when to call `expire`, or None. O(requests that wait)."""
         deadlines = [one.tier.next_deadline for one in self._members()]
         return min([deadline for deadline in deadlines if deadline is not None], default=None)
 
     def expire(self) -> None:
-        """See `PoolTier.expire`."""
+        """End waits whose time is over: see `PoolTier.expire`."""
         for one in self._members():
             one.tier.expire()
 
     def forget_reset(self, tier: SessionTier, then: Callable[[Purged], object]) -> None:
-        """An engine has reset its cache, and no other is in its former namespace, which the store has a name for: what
-        the store has of it goes. `then` is called by the attach server's thread when nothing can bring it back."""
+        """Purge the former namespace of an engine that has reset its cache. No other engine uses this namespace, and it
+        has a name in the store. The attach server's thread calls `then` when its blocks are deleted for good."""
         tier.pool.purge(PurgeWish(namespace=tier.of.stored), lambda purged: self._post(partial(then, purged)))
 
     def drop_pool(
         self, pool: NodePool, then: Callable[[], object], on_purged: Callable[[Purged], object] | None = None
     ) -> None:
-        """The pool ends: release its memory, then call `then`, from any thread. `on_purged`: what the store has of it
-        goes, because an operator has deleted it; called when nothing can bring it back, from any thread."""
+        """Release the memory of a pool that ends, then call `then`, from any thread. With `on_purged`, an operator has
+        deleted the pool, so its blocks leave the store. `on_purged` is called, from any thread, when they are deleted
+        for good."""
         with self._lock:
             is_closed, former = self._is_closed, pool.tier
             found = None if is_closed else self._pools.pop(pool.name, None)
@@ -248,7 +250,7 @@ class NodeStore:
     # -- ends -----------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Wait until no process of the store touches a slot, for a bounded time. Idempotent."""
+        """Wait until no process of the store uses a slot, but not forever. Idempotent."""
         with self._lock:
             if self._is_closed:
                 return
@@ -271,6 +273,6 @@ def _uid_of(pool: NodePool) -> int:
 
 
 def _identity_of(pool: NodePool, owner: str) -> str:
-    """See `StoredLayout`."""
+    """Return the identity of the pool for the store, which contains its owner: see `StoredLayout`."""
     parts = {"owner": owner, "pool": replace(pool.identity, uid=None).canonical_value()}
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode("ascii")).hexdigest()[:32]

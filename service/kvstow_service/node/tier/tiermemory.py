@@ -1,4 +1,4 @@
-"""The memory of a pool, as the store below it has it."""
+"""The memory of a pool, as the store below it gets it."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from kvstow_service.node.pools.nodepool import KnownNamespace, NodePool
 logger = logging.getLogger("kvstow.tier")
 
 ENGINE = "tier"
-"""By which records name what is no engine."""
+"""The name in records that stands for the store in place of an engine."""
 
 
 class TierMemory(MemoryHolder):
-    """The processes of the store as a client of a pool's memory, like the workers of an engine. They get the pool's
-    extents, release them when they are recalled, and are recorded for the next service. They are no engine: the host
-    does not list them, and they ask for one slot, the least that a session can ask for.
+    """The processes of the store as a client of a pool's memory. Like the workers of an engine, they get the pool's
+    extents, release them when they are recalled, and are recorded for the next service. But the host does not list them
+    as a session, and they ask for one slot only, which is the least.
 
-    It is its own `SessionLink`, through which the memory thread grants and revokes extents. The store gets an extent
-    once all of it is populated. An extent is reported as released once no process of the store maps it. Until then no
-    other session gets it.
+    This object is its own `SessionLink`, over which the memory thread grants and revokes extents. The store gets an
+    extent once all of it is populated. An extent is reported as released once no process of the store maps it. Only
+    then can another pool get it.
     """
 
     def __init__(
@@ -47,24 +47,25 @@ class TierMemory(MemoryHolder):
         memory: MemoryThread,
         post: Callable[[Callable[[], object]], object],
     ) -> None:
-        """`post` has the attach server's thread call something."""
+        """`post` makes the attach server's thread call something."""
         super().__init__(secrets.token_hex(8), self, pool, namespace, tier.session, 1)
         self.tier = tier
         self._memory, self._post = memory, post
         self.stored_ranks = sorted(pool.storing_ranks)
-        """The ranks with bytes of their own in the store, in the order of `StoredLayout.slot_bytes`."""
+        """The ranks whose bytes are in the store, in the order of `StoredLayout.slot_bytes`."""
         self._waiting: dict[int, tuple[ExtentGrant, int, int]] = {}
-        """Extents that were granted and are not populated yet, with their descriptors, which this object owns, and the
-        stride of their slots. Used by the memory thread alone."""
+        """Extents that were granted and are not populated yet, by id: the grant, its descriptor, which this object
+        owns, and the stride of its slots. Used only by the memory thread."""
         self._is_closed = False
         self.problem = ""
-        """Why some of the pool's memory is not used by the store. Its blocks are neither written nor read."""
+        """A sentence that says why the store does not use some of the pool's memory. Blocks in it are neither written
+        nor read. Empty if there is no such memory."""
         self.has_ended = threading.Event()
-        """Set when no process of the store has memory of the pool, and nothing is under way."""
+        """Set when no process of the store has memory of the pool, and no transfer is under way."""
 
     def join(self, end: int) -> None:
-        """Ask for the pool's extents. `end` becomes readable, also for the next service, when no process of the store
-        has them any more."""
+        """Ask for the pool's extents. `end` is a descriptor that becomes readable, also for the next service, when no
+        process of the store has memory any more."""
         host, token = socket.gethostname(), secrets.token_hex(16)
         for rank in self.stored_ranks:
             hello = Hello(role="worker", engine=ENGINE, host=host, pid=os.getpid(), rank=rank, token=token)
@@ -79,7 +80,7 @@ class TierMemory(MemoryHolder):
     # -- the memory thread ------------------------------------------------------------------------------------
 
     def push(self, message: Message, *, rank: int | None = None, fds: Sequence[int] = ()) -> None:
-        """See `SessionLink`."""
+        """Take a message of the memory thread: see `SessionLink`."""
         if rank is None:
             return
         match message:
@@ -123,26 +124,26 @@ class TierMemory(MemoryHolder):
             self.tier.stored_pool.remove_extent(self.stored_ranks.index(rank), extent_id, then)
 
     def _note_released(self, rank: int, extent_id: int) -> None:
-        """On the attach server's thread."""
+        """Record a released extent. Called by the attach server's thread."""
         self.released(rank, (extent_id,))
         self._memory.do(self._memory.release, self.client(rank), (extent_id,))
 
     def _close_fds(self) -> None:
         self._is_closed = True
-        waiting, self._waiting = self._waiting, {}  # what the memory thread still pushes finds nothing
+        waiting, self._waiting = self._waiting, {}  # later messages about these extents find no entry
         close_fds([fd for _, fd, _ in waiting.values()])
 
     # -- the end ----------------------------------------------------------------------------------------------
 
     def begin_end(self, then: Callable[[], object] = lambda: None) -> None:
-        """Begin nothing any more, and release everything; then call `then`, on any thread."""
+        """Begin no more transfers, release all memory, and then call `then`, on any thread."""
         self._memory.do(self._memory.lose_session, self)
         self._memory.do(self._close_fds)
         self.tier.close(partial(self._end, then))
 
     def _end(self, then: Callable[[], object]) -> None:
         try:
-            with ExitStack() as stack:  # all of it is done, the last one first
+            with ExitStack() as stack:  # calls `then` and sets the event even if something below fails
                 stack.callback(self.has_ended.set)
                 stack.callback(then)
                 self.tier.session.lose("the node service has closed the store")
