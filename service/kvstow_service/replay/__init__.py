@@ -1,1 +1,1 @@
-"""Replay of request traces through the calls that an inference connector makes. It needs no torch."""
+"""Replays request traces with the calls that an inference connector makes. It needs no torch."""

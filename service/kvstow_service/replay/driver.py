@@ -1,13 +1,13 @@
-"""Feeds a trace through the control plane by the calls that an inference connector makes, in steps like a scheduler's.
+"""Replays a trace with the calls that an inference connector makes to the control plane, in steps like a scheduler's.
 
-Each request leases the leading run of its keys, loads it into KV blocks, computes the rest, and stores that. Then it
-generates until it has ended in the trace: by its time in a replay at the trace's pace, before the requests that came
-later in one without a pace. While it waits for an answer of the control plane, the others continue. Every loaded byte
-is verified, and freed blocks are overwritten, so that the replay notices a store that reads its blocks after
-`source_free`, and a load that writes nothing.
+A request leases the leading run of its keys, loads it into KV blocks, computes the rest, and stores that. Then it
+generates until its end: in a replay at the trace's pace until its time in the trace, and otherwise until a request is
+due that came after that end in the trace. While one request waits for an answer of the control plane, the others
+continue. Every loaded byte is verified, and freed blocks are overwritten. So the replay notices a store that still
+reads its blocks after `source_free`, and a load that writes nothing.
 
-Threads. `run` drives everything on the caller's thread and is the only consumer of the settled ops and of the workers'
-completions meanwhile. `result` and the stop event may be used from any thread.
+Threads: `run` does all work on the caller's thread. Meanwhile no other code may take settled ops or the workers'
+completions. Any thread may call `result` and set the stop event.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _log = logging.getLogger("kvstow.replay")
 
 
 class RankWorker(Protocol):
-    """What the replay needs of a rank's worker."""
+    """The interface that the replay needs of a rank's worker."""
 
     @property
     def boot_id(self) -> str: ...
@@ -49,14 +49,14 @@ class RankWorker(Protocol):
     def wait_completions(self, timeout: float) -> bool: ...
 
 
-_WAIT = 0.05  # the longest that the loop is blind to a stop or to another rank
+_WAIT = 0.05  # seconds after which the loop looks again for a stop and for news of the other ranks
 
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
 class _Computed:
-    """The model has computed a request's blocks at `moment`."""
+    """An answer that is there at `moment`, when the model has computed a request's blocks."""
 
     moment: float
     value: None = None
@@ -69,13 +69,14 @@ class _Computed:
 
 @dataclass(slots=True)
 class _Job:
-    """A request in flight. Its first `loaded` blocks come from the pool, for which the ranks have copied `loaded_bytes`
-    in `load_seconds`. `offered` of the others were offered to the pool. `blocks` is empty once they are freed.
+    """A running request. Its first `loaded` blocks come from the pool, and the ranks have copied `loaded_bytes` for
+    them in `load_seconds`. Of the blocks after these, the first `offered` were offered to the pool. `blocks` is empty
+    once they are freed.
 
-    `hold` keeps the hit prefix leased until the rest is stored: the prefix goes back to the order of eviction
-    last, and so outlives its continuation. `go_on` continues the request if the answer that it waits for is there, and
-    returns whether it was; None while it waits for a copy. `is_ending`: its answer is complete, and what the pool
-    lacks of it is being stored.
+    `hold` keeps the hit prefix leased until the rest is stored, so that the prefix goes back to the order of eviction
+    last and outlives its continuation. `go_on` continues the request if the answer that it waits for is there, and
+    returns whether it was. It is None while the request waits for a copy. `is_ending` says that the answer to the user
+    is complete, and that blocks which the pool lacks are being stored.
     """
 
     number: int
@@ -95,10 +96,10 @@ class _Job:
 class ReplayDriver:
     """One replay of `requests` over the ranks of one engine.
 
-    `workers[r]` and `kv` are of all ranks; `kv_blocks` is the size of each rank's KV cache, which belongs to the
-    replay while it runs. Reporting ranks and ticking an embedded engine stay with the host. `on_request` is called on
-    the thread of `run` with the number of requests finished. `wait` waits for news of the ranks or the control plane,
-    for so many seconds at most. Raises `InvalidRequestError` for a request that does not fit the KV cache.
+    `workers` are those of all ranks, in order. Each rank's KV cache has `kv_blocks` blocks, and only the replay uses it
+    while it runs. The host still reports ranks and ticks an embedded engine. `on_request` is called on the thread of
+    `run` with the number of finished requests. `wait` waits for news of the ranks or the control plane, for at most the
+    given number of seconds. Raises `InvalidRequestError` for a request that does not fit the KV cache.
     """
 
     def __init__(
@@ -117,29 +118,29 @@ class ReplayDriver:
         self._offload = offload
         self._workers = workers
         self._outstanding: list[set[int]] = [set() for _ in workers]
-        """The ops that each rank has not finished."""
+        """The ops that each rank has not completed."""
         self._kv = kv
         self._requests = requests
         self._options = options
         self._on_request = on_request
         self._wait_for_news = wait
         self._free = deque(range(kv_blocks))
-        """KV blocks that no request holds. First in, first out: a block is reused as late as possible, as in an
-        inference engine."""
+        """KV blocks that no request holds. They are reused in the order in which they were freed, as in an inference
+        engine, so that a block is reused as late as possible."""
         self._next = 0
         self._jobs: dict[int, _Job] = {}
         self._asking: dict[int, _Job] = {}
-        """Those that wait for an answer, in the order of their questions."""
+        """Requests that wait for an answer, in the order in which they asked."""
         self._plan: list[Op] = []
         self._ops: dict[int, tuple[Op, _Job]] = {}
         self._generating: list[tuple[float, int]] = []
-        """A heap of when requests have ended in the trace, and their numbers: those that have stored everything."""
+        """A heap of the requests that have stored everything: their ends in the trace, and their numbers."""
         self._unverified: deque[_Job] = deque()
-        """Those whose loads are being verified, in order."""
+        """Requests whose loads are being verified, in order."""
         self._tally = ReplayResult(ranks=len(workers))
-        """The figures that are counted here, while `run` goes on."""
+        """Figures that are counted here while `run` is active."""
         self._model_is_free = 0.0
-        """When the model has computed what it has been given."""
+        """The time at which the model will have computed all blocks that it was given."""
         self._started = self._ended = 0.0
 
     @property
@@ -151,8 +152,8 @@ class ReplayDriver:
         return Position(tuple(self._jobs), self._next)
 
     def run(self, stop: threading.Event) -> ReplayResult:
-        """Replay to the end, or until `stop` is set: then no request starts, and what is in flight has
-        `drain_seconds` to finish. All leases and KV blocks are given back in any case."""
+        """Replay to the end, or until `stop` is set. After that no request starts, and running ones have
+        `drain_seconds` to finish. In any case, all leases and KV blocks are given back."""
         self._started = time.monotonic()
         deadline = float("inf")
         try:
@@ -176,7 +177,7 @@ class ReplayDriver:
         return self.result()
 
     def result(self) -> ReplayResult:
-        """The figures now; while `run` goes on they may be of slightly different moments."""
+        """Return the present figures. While `run` is active, they may be of slightly different times."""
         seconds = (self._ended or time.monotonic()) - self._started if self._started else 0.0
         tally = self._tally
         return replace(
@@ -191,12 +192,12 @@ class ReplayDriver:
     def _finished(self, stop: threading.Event) -> bool:
         return not self._jobs and not self._kv.is_verifying and (stop.is_set() or self._next == len(self._requests))
 
-    # One step: requests start, their ops go to every rank, what became final moves requests on.
+    # One step: requests start, their ops go to every rank, and final ops let their requests continue.
 
     def _end_requests(self, stop: threading.Event) -> bool:
-        """End those that generate and are over, in the order of their ends. Without a pace they are over when another
-        request may start, not earlier: the one before that has to be stored first, as in the trace. Returns whether
-        there were any."""
+        """End the generating requests whose time is over, in the order of their ends. Without a pace, they end when the
+        next request may start, and not before: as in the trace, the request before that must have been stored. Returns
+        whether there were any."""
         if not stop.is_set() and self._options.time_scale is None and self._in_flight >= self._options.concurrency:
             return False
         has_moved = False
@@ -207,7 +208,7 @@ class ReplayDriver:
 
     @property
     def _in_flight(self) -> int:
-        """Requests that load, compute or store."""
+        """How many requests load, compute or store."""
         return len(self._jobs) - len(self._generating)
 
     def _end_first(self) -> None:
@@ -215,16 +216,17 @@ class ReplayDriver:
         self._end(self._jobs[number])
 
     def _is_over(self, ended: float) -> bool:
-        """Whether a request is over that has ended at this time of the trace. Without a pace the time of the trace is
-        that of the next request, so that the order of starts and ends is the trace's."""
+        """Whether a request with this end in the trace is over. Without a pace, the time in the trace is that of the
+        next request, so that requests start and end in the trace's order."""
         if self._options.rate is not None or self._next == len(self._requests):
             return True
         due = self._options.due_end(ended, self._requests[0])
         return ended <= self._requests[self._next].timestamp if due is None else self._seconds_to(due) <= 0
 
     def _admit(self, stop: threading.Event) -> None:
-        """Start requests until as many are in flight as may be. A request that loads and stores nothing ends as soon
-        as it starts, so the number of starts is bounded too: the ops of the others must reach their ranks."""
+        """Start requests until the limit for requests in flight is reached. A request that loads and stores nothing
+        ends as soon as it starts, so the number of starts is limited too. Otherwise the ops of others would not reach
+        their ranks."""
         for _ in range(self._options.concurrency):
             self._make_room()
             if stop.is_set() or not self._may_admit() or self._seconds_to_due() > 0:
@@ -233,14 +235,14 @@ class ReplayDriver:
             self._next += 1
 
     def _make_room(self) -> None:
-        """Without a pace, requests that generate end early if their KV blocks are needed for the next to start."""
+        """Without a pace, end generating requests early if the next request needs their KV blocks to start."""
         if self._options.time_scale is not None or self._next == len(self._requests):
             return
         while self._generating and not self._in_flight and not self._may_admit():
             self._end_first()
 
     def _take_answers(self) -> bool:
-        """Whether any answer has come that a request waited for."""
+        """Continue the requests whose answers have come. Returns whether there were any."""
         has_moved = False
         for job in list(self._asking.values()):
             while job.go_on is not None and job.go_on():
@@ -248,7 +250,7 @@ class ReplayDriver:
         return has_moved
 
     def _submit_step(self) -> None:
-        """After what the ranks' devices were given so far."""
+        """Submit the planned ops to the workers, which order them after the work that their devices have already."""
         if not self._plan:
             return
         plan = StepPlan(tuple(self._plan))
@@ -258,7 +260,7 @@ class ReplayDriver:
         self._plan.clear()
 
     def _collect(self) -> bool:
-        """Whether any op became final or freed its blocks, on all ranks."""
+        """Take completions and results. Returns whether an op became final, or freed its blocks, on all ranks."""
         for rank, worker in enumerate(self._workers):
             if completions := worker.take_completions():
                 self._outstanding[rank].difference_update(one.op_id for one in completions if one.mark != "source_free")
@@ -287,12 +289,12 @@ class ReplayDriver:
                 worker.wait_completions(timeout)
                 return
         if stop.is_set():
-            time.sleep(_WAIT)  # nothing runs on a rank: the engine itself has to give an op up
+            time.sleep(_WAIT)  # no op runs on a rank, so only the engine itself can end one, by its timeout
         else:
             stop.wait(timeout)
 
     def _may_admit(self) -> bool:
-        """Whether there is a next request, and room for it. It may not be due yet."""
+        """Whether there is a next request, and room for it. It need not be due."""
         if self._next == len(self._requests) or self._in_flight >= self._options.concurrency:
             return False
         return len(self._requests[self._next].hash_ids) <= len(self._free)
@@ -302,7 +304,7 @@ class ReplayDriver:
         return self._seconds_to(due) if due > 0 else 0.0
 
     def _seconds_to(self, due: float) -> float:
-        """To a moment in seconds after the start of the replay."""
+        """Return the seconds until a time that is given in seconds after the start of the replay."""
         return self._started + due - time.monotonic()
 
     # The life of a request.
@@ -341,7 +343,7 @@ class ReplayDriver:
         self._ask(job, answer, self._load_begun)
 
     def _load_begun(self, job: _Job, op: Op | None) -> None:
-        """Without an op, the lease was broken in between, and its blocks count as misses."""
+        """Load the hits. There is no op if the lease was broken meanwhile; its blocks then count as misses."""
         if op is None:
             self._release(job)
             self._store(job)
@@ -353,7 +355,8 @@ class ReplayDriver:
         self._plan_op(op, job)
 
     def _store(self, job: _Job) -> None:
-        """Compute what was not loaded, then store it; the engine skips what another request has stored meanwhile."""
+        """Compute the blocks that were not loaded, then store them. The engine skips those that another request has
+        stored meanwhile."""
         now = time.monotonic()
         missing = len(job.keys) - job.loaded
         seconds = self._options.prefill_seconds(missing)
@@ -371,7 +374,7 @@ class ReplayDriver:
         self._store_more(job)
 
     def _store_more(self, job: _Job) -> None:
-        """Store the next part of what was computed."""
+        """Store the next part of the computed blocks."""
         part = slice(job.loaded + job.offered, job.loaded + job.offered + MOST_STORED)
         keys, blocks = job.keys[part], job.blocks[part]
         job.offered += len(keys)
@@ -395,7 +398,7 @@ class ReplayDriver:
 
     def _advance(self, settled: Settled) -> None:
         if settled.op_id not in self._ops:
-            return  # of an earlier replay over this engine, which was stopped
+            return  # the op is of an earlier replay on this engine, which was stopped
         op, job = self._ops[settled.op_id]
         if settled.mark == "source_free":
             is_offered = job.loaded + job.offered == len(job.keys)
@@ -428,14 +431,16 @@ class ReplayDriver:
         self._tally.stored.failed += len(settled.blocks)
 
     def _generate(self, job: _Job) -> None:
-        """All is stored. The request keeps its KV blocks until its answer is complete, as in an inference engine."""
+        """Go on after everything is stored. The request keeps its KV blocks until its answer is complete, as in an
+        inference engine."""
         self._release(job)
         heappush(self._generating, (job.request.ended, job.number))
 
     def _end(self, job: _Job) -> None:
-        """The answer is complete. What the pool has refused or lent to others meanwhile is stored now."""
+        """End a request, whose answer is complete. Blocks that the pool has refused, or lent to others, are stored
+        now."""
         if self._offload.end(job.number, job.request.stop) and job.blocks:
-            job.is_ending, job.offered = True, -job.loaded  # all of it
+            job.is_ending, job.offered = True, -job.loaded  # offer all blocks, the loaded ones included
             self._store_more(job)
         else:
             self._forget(job)
@@ -457,7 +462,8 @@ class ReplayDriver:
         job.blocks = []
 
     def _abandon(self) -> None:
-        """Give back what unfinished requests hold. Their blocks are not scrubbed: copies may still use them."""
+        """Give back the leases and KV blocks of unfinished requests. The blocks are not overwritten, because copies may
+        still use them."""
         for job in self._jobs.values():
             self._release(job)
             self._free.extend(job.blocks)
@@ -482,7 +488,7 @@ class ReplayDriver:
                 self._tally.stored.seconds += completion.seconds
 
     def _count_verified(self, job: _Job, verified: Verification) -> None:
-        """What was loaded counts from now on, so that the figures match at any time."""
+        """Count a load after its verification, so that the figures of loads agree with each other at any time."""
         found = self._tally
         found.loaded.blocks += job.loaded
         found.loaded.num_bytes += job.loaded_bytes
@@ -494,8 +500,8 @@ class ReplayDriver:
 
 
 def blocks_needed(requests: Sequence[TraceRequest], concurrency: int) -> int:
-    """KV blocks with which `concurrency` requests of any size are in flight beside all that run at once in the trace,
-    one of the former included."""
+    """Return the number of KV blocks that lets all requests run that overlap in the trace, and `concurrency - 1` more
+    of the largest size."""
     most = running = 0
     for event in events(requests):
         running += -len(requests[event.number].hash_ids) if event.is_end else len(requests[event.number].hash_ids)
@@ -508,7 +514,7 @@ def _largest(requests: Sequence[TraceRequest]) -> int:
 
 
 def check_fits(requests: Sequence[TraceRequest], kv_blocks: int) -> None:
-    """Raises `InvalidRequestError` for a request that does not fit a KV cache of so many blocks."""
+    """Raise `InvalidRequestError` for a request that does not fit a KV cache of this many blocks."""
     needed = _largest(requests)
     if needed > kv_blocks:
         raise InvalidRequestError(

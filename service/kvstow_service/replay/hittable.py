@@ -1,4 +1,5 @@
-"""What a trace hits by size and policy: real control planes without ranks, in the time of the trace."""
+"""Computes how much of a trace hits, by size and policy. It runs real control planes without ranks, in the trace's
+time."""
 
 from __future__ import annotations
 
@@ -18,19 +19,20 @@ from kvstow.messages import Completion, RankReport
 from kvstow_service.replay.trace import TraceRequest, ending_of_trace, events, key_of
 
 FORESIGHT = "min"
-"""In place of a policy: the block is evicted that is used again last, or never."""
+"""A name that may be given in place of a policy. It evicts the block whose next use comes last or never."""
 _SLOT_BYTES = 64
 _BOOT = "simulated"
 _TICK = 1e-6
-"""Seconds between two requests that a trace has at the same time: otherwise chance decides which is the older."""
+"""The time between two requests that have the same time in the trace, in seconds. Without it, chance would decide which
+of them is older."""
 _HOST_TICK = 1.0
-_TOLD = 64  # requests from one call of `on_requests` to the next
+_TOLD = 64  # `on_requests` is called after this many requests
 _STALE = 1 << 16
 
 
 class Admitted(NamedTuple):
-    """A request that a pool has admitted. `asked`: from where to where it has looked its `keys` up; `found`: the
-    leading ones of those that were there. `number`: the control plane's for it."""
+    """A request that a pool has admitted. `asked` is the range of its `keys` that it has looked up. `found` is how many
+    of them were present before the first absent one. `number` is the control plane's number of the request."""
 
     keys: Sequence[BlockKey]
     asked: tuple[int, int]
@@ -39,10 +41,10 @@ class Admitted(NamedTuple):
 
 
 class TimedPool:
-    """A control plane whose clock is that of a trace, and whose copies are done at once.
+    """A control plane whose clock shows the trace's time, and whose copies end at once.
 
-    `admit` and `end` are all that it learns of a request, in this order and with other requests in between: what a
-    connector tells its control plane at these two moments belongs there.
+    It learns of a request only by `admit` and `end`, which come in this order, with calls for other requests in
+    between. Everything that a connector tells its control plane at these two moments belongs there.
     """
 
     def __init__(self, slots: int, policy: str) -> None:
@@ -59,9 +61,10 @@ class TimedPool:
         asked: tuple[int, int] | None = None,
         hints: Hints | None = None,
     ) -> Admitted:
-        """A request begins, in seconds. It looks up its blocks `asked`, None for all of them: the GPU has those before.
-        Like a connector it offers to store all but those that it has found, what the GPU had included: the pool may
-        have lost that. `hints`: what its client says about the next request."""
+        """Begin a request, at a time in seconds. It looks up the range `asked` of its blocks, or all if that is None:
+        the GPU has the blocks before the range. Like a connector, it offers all blocks for storing except those that it
+        has found. That includes those on the GPU, because the pool may have lost them. `hints` is what its client says
+        about the next request."""
         self._go_on(now)
         engine = self.engine
         first, stop = asked or (0, len(keys))
@@ -78,12 +81,13 @@ class TimedPool:
         engine = self.engine
         op = engine.begin_store(keys, range(len(keys))).op
         if op is not None:
-            self._go_on(now)  # a store is done later than the look-up
+            self._go_on(now)  # so that the store ends later than the lookup
             engine.complete(0, _BOOT, [Completion(op.op_id, "done", None, _SLOT_BYTES, 0.001)])
         engine.take_settled()
 
     def end(self, request: Admitted, now: float, stop: str | None = None) -> None:
-        """A request ends. `stop`: how, as in its trace. What the pool has refused or lent before the end is stored."""
+        """End a request. `stop` says how it ended, as in its trace. Blocks that the pool has refused, or lent to
+        others, are stored now."""
         self._go_on(now)
         if self.engine.end_request(request.number, ending_of_trace(stop)).is_incomplete:
             self._store(request.keys, now)
@@ -95,7 +99,7 @@ class TimedPool:
         asked: tuple[int, int] | None = None,
         hints: Hints | None = None,
     ) -> int:
-        """A request that ends as soon as it begins. Returns the leading blocks that were found."""
+        """Begin and end a request at once. Returns how many leading blocks were found."""
         request = self.admit(keys, now, asked, hints)
         self.end(request, now)
         return request.found
@@ -104,7 +108,7 @@ class TimedPool:
         self.now = max(now, self.now + _TICK)
 
     def tick(self, now: float) -> None:
-        """What a host does once a second; at most so often, however often it is called."""
+        """Tick the control plane as a host does once a second. More frequent calls have no effect."""
         if now >= self._next_tick:
             self._go_on(now)
             self._next_tick = now + _HOST_TICK
@@ -112,7 +116,7 @@ class TimedPool:
 
 
 class KeysById(dict[int, BlockKey]):
-    """The key of each block id, made once."""
+    """The key of each block id. Each is made once."""
 
     def __missing__(self, hash_id: int) -> BlockKey:
         return self.setdefault(hash_id, key_of(hash_id))
@@ -122,17 +126,17 @@ class KeysById(dict[int, BlockKey]):
 
 
 class GPUCache:
-    """The prefix cache of a GPU before the pool: so many blocks, those of running requests included, which cannot be
-    evicted; the others in the order of their last use."""
+    """The prefix cache of a GPU. It has a fixed number of blocks, which includes those of running requests. These
+    cannot be evicted. The others are evicted in the order of their last use."""
 
     def __init__(self, blocks: int) -> None:
         self._blocks = blocks
         self._users: dict[int, int] = {}
         self._idle: dict[int, None] = {}
-        """From the one that is evicted first to the one that was used last."""
+        """Blocks that no request uses. The one that is evicted next comes first."""
 
     def admit(self, hash_ids: Sequence[int]) -> int:
-        """A request begins. Returns how many of its leading blocks were there."""
+        """Begin a request. Returns how many of its leading blocks were present."""
         ids = tuple(hash_ids)
         found = next((at for at, one in enumerate(ids) if one not in self._users and one not in self._idle), len(ids))
         for one in ids:
@@ -163,8 +167,9 @@ def overlapping_hits(
     hints: Callable[[int], Hints | None] = lambda number: None,
     gpu: GPUCache | None = None,
 ) -> int:
-    """Blocks that hit in the pool, or before it in the cache of the GPU, while the requests overlap as in their trace.
-    `on_requests` is called with how many were admitted. `hints`: of the request with a number."""
+    """Return how many blocks hit in the pool, or before it in the GPU's cache, if requests overlap as in their trace.
+    `on_requests` is called with the number of admitted requests. `hints` returns the hints of the request with this
+    number."""
     running: dict[int, Admitted] = {}
     hits = 0
     for event in events(requests):
@@ -190,7 +195,8 @@ def overlapping_hits(
 def foresight_hits(
     requests: Sequence[Sequence[int]], slots: float, asked: Sequence[tuple[int, int]] | None = None
 ) -> int:
-    """Blocks that hit with perfect foresight; `slots` may be infinite. `asked`: see `TimedPool.admit`."""
+    """Return how many blocks hit with perfect foresight. `slots` may be infinite. For `asked`, see
+    `TimedPool.admit`."""
     upcoming: dict[int, list[int]] = {}
     for number in range(len(requests) - 1, -1, -1):
         for block in requests[number]:
@@ -212,15 +218,15 @@ def foresight_hits(
             use, _, block = heappop(heap)
             if next_use.get(block) == -use:
                 del next_use[block]
-        if len(heap) > 4 * len(next_use) + _STALE:  # most entries are of uses that have come
+        if len(heap) > 4 * len(next_use) + _STALE:  # most entries are of uses that lie in the past
             heap = [entry for entry in heap if next_use.get(entry[2]) == -entry[0]]
             heapify(heap)
     return hits
 
 
 class HitTable(NamedTuple):
-    """How many of the `blocks` that were looked up hit, by policy, for each of the `sizes` in slots. `everything`: the
-    share of them that a pool hits which never evicts."""
+    """How many of the `blocks` that were looked up hit, by policy, for each of the `sizes` in slots. `everything` is
+    the share that hits in a pool that never evicts."""
 
     sizes: tuple[int, ...]
     slot_bytes: int
@@ -257,7 +263,7 @@ def hit_table(
     slot_bytes: int,
     on_requests: Callable[[int], None] = lambda count: None,
 ) -> HitTable:
-    """`on_requests` is called with how many requests of all pools together are done."""
+    """Compute the table. `on_requests` is called with the number of finished requests of all pools together."""
     keys, asked = KeysById(), [request.asked for request in requests]
     ids = [request.hash_ids for request in requests]
     blocks = sum(stop - first for first, stop in asked)

@@ -1,14 +1,14 @@
-"""Traces of others, in the form that a replay reads.
+"""Imports traces of other projects into the form that a replay reads.
 
-*kv-cache-tester* has a file for each session of a coding agent: one JSON object with `requests`, whose `hash_ids` name
-prefixes within that session, in blocks of 64 tokens. The times count from the session's start, so the sessions are
-spread over a time that the caller chooses, and merged. A request of a subagent is in a context of its own. One trace is
-of one model: requests to another model than the session's first are left out.
+*kv-cache-tester* has a file for each session of a coding agent. It is one JSON object with `requests`, whose `hash_ids`
+name prefixes within that session, in blocks of 64 tokens. Times count from the session's start. So the sessions start
+at random times within a span that the caller chooses, and are merged. The requests of a subagent get a context of their
+own. A trace is of one model, so requests to another model than the session's first one are left out.
 
-*Mooncake* has one file of JSON objects, one a line, with absolute times. Such a trace is read alone.
+*Mooncake* has one file of JSON objects, one on each line, with absolute times. Such a trace is imported alone.
 
-Sessions are read in the order in which they start, and a request is passed on as soon as no later session can come
-before it. So the memory that this takes depends on how many sessions are open at a time, not on how many there are.
+Sessions are read in the order of their starts, and a request is passed on as soon as no later session can have an
+earlier one. So the memory that is needed depends on how many sessions overlap, and not on how many there are.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from kvstow_service.replay.trace import (
 )
 
 LARGEST_FILE = 512 << 20
-"""Bytes of one session, uncompressed: it is read as a whole."""
-_LOOKED_AT = 16  # lines that tell the forms apart: the first ones may be damaged
-_LONGEST = 1e9  # seconds
+"""The limit for a session's file, uncompressed, in bytes. A session is read as a whole."""
+_LOOKED_AT = 16  # how many lines are read to recognize the form of a file, because the first ones may be damaged
+_LONGEST = 1e9  # the limit for a time, in seconds
 
 
 @dataclass(frozen=True, slots=True)
 class ImportOptions:
-    """`share_system`: sessions whose model and lengths of tools and system prompt are equal begin with the same blocks;
-    otherwise sessions share nothing. `spread`: seconds in which the sessions start, at random times that `seed`
-    decides."""
+    """With `share_system`, sessions begin with the same blocks if they have the same model and the same lengths of
+    tools and system prompt. Otherwise sessions share nothing. `spread` is the span in which the sessions start, in
+    seconds. `seed` decides their random times."""
 
     share_system: bool = False
     spread: float = 12 * 3600.0
@@ -56,8 +56,8 @@ class ImportOptions:
 
 @dataclass(slots=True)
 class ImportCounts:
-    """What became of an import. `other_model`: requests that were left out because they are to another model than their
-    session."""
+    """What an import has counted. `other_model` is the number of requests that were left out because they are to
+    another model than their session."""
 
     requests: int = 0
     sessions: int = 0
@@ -67,7 +67,7 @@ class ImportCounts:
 
 
 class Importer:
-    """Reads files of either form. `on_problem` is called with a sentence for each file or request that is skipped,
+    """Reads files of either form. It calls `on_problem` with a sentence for each file or request that it skips, and
     `on_file` after each file."""
 
     def __init__(
@@ -79,14 +79,14 @@ class Importer:
     ) -> None:
         self._options, self._on_problem, self._on_file = options, on_problem, on_file
         self._numbers = count()
-        """The ids of blocks in the trace that is made. Each is given once."""
+        """Gives the ids of blocks in the new trace. Each is given once."""
         self._shared: dict[_System, list[int]] = {}
-        """The ids of the blocks that sessions share."""
+        """The ids of the blocks that sessions share, by the beginning of their prompts."""
         self.counts = ImportCounts()
 
     def read(self, paths: Sequence[str]) -> Iterator[TraceRequest]:
-        """The requests of all files, in order of time. A folder stands for the JSON files in it; `-` alone is a trace
-        on standard input. Raises `ConfigError` for a folder without files."""
+        """Yield the requests of all files, in order of time. A folder stands for the JSON files in it, and `-` alone
+        for a trace on standard input. Raises `ConfigError` for a folder without files."""
         files = session_files(paths)
         if files == ["-"] or (len(files) == 1 and is_trace(files[0])):
             yield from self._read_trace(files[0])
@@ -137,12 +137,12 @@ class Importer:
         return sorted(requests, key=lambda request: request.timestamp)
 
     def _entries(self, session: _Session) -> Iterator[_Entry]:
-        """The requests that the trace takes, in the order of the file."""
+        """Yield the requests that the trace takes, in the order of the file."""
         model = session.model
         for part in self._parts(session):
             for number, value in enumerate(part.requests):
                 if isinstance(value, dict) and value.get("type") == "subagent":
-                    continue  # a part of its own
+                    continue  # the requests of a subagent are a separate part
                 try:
                     entry = _Entry.parse(value, part, session.block_tokens)
                 except ValueError as error:
@@ -155,7 +155,7 @@ class Importer:
                 yield entry
 
     def _parts(self, session: _Session) -> Iterator[_Part]:
-        """The session's own requests, and those of each subagent."""
+        """Yield the session's own requests, and those of each subagent."""
         waiting = [session.main]
         while waiting:
             part = waiting.pop(0)
@@ -180,8 +180,8 @@ class Importer:
         )
 
     def _number(self, session: _Session, entry: _Entry) -> list[int]:
-        """The numbers of its blocks. One stands for an id and all before it, so it names a prefix even where the ids of
-        a file do not."""
+        """Return the numbers of an entry's blocks in the trace. A number stands for an id and all ids before it. So it
+        names a prefix even if the ids of the file do not."""
         found: list[int] = []
         system = entry.part.system
         if self._options.share_system and system.tokens >= BLOCK_TOKENS:
@@ -209,7 +209,7 @@ class Importer:
 
 
 class _System(NamedTuple):
-    """The beginning of the prompts of a context. `model` is None until sessions are told apart by it."""
+    """What the prompts of a context begin with. `model` is None until the sessions' models are known."""
 
     model: str | None
     tool_tokens: int
@@ -221,8 +221,8 @@ class _System(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """The requests of one context: the session's own, or those of a subagent. `prefix`: of their numbers in messages.
-    `start`: seconds after the session's."""
+    """The requests of one context: the session's own, or those of a subagent. `prefix` is put before their numbers in
+    messages. `start` is in seconds after the session's start."""
 
     context: str
     prefix: str
@@ -233,7 +233,8 @@ class _Part(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Session:
-    """A file of kv-cache-tester. `numbers`: the ids of the trace by those of the file and the number before."""
+    """A file of kv-cache-tester. `numbers` has the ids of blocks in the trace, by the number before and the id in the
+    file."""
 
     path: str
     name: str
@@ -244,7 +245,7 @@ class _Session:
 
     @classmethod
     def parse(cls, value: Any, path: str, name: str) -> _Session:
-        """Raises `ValueError` if nothing of it can be read."""
+        """Parse the content of a file. Raises `ValueError` if it is no session."""
         if not isinstance(value, dict) or not isinstance(value.get("requests"), list):
             raise ValueError("it is not one JSON object with `requests`, a session of kv-cache-tester")
         size, scope = value.get("block_size"), value.get("hash_id_scope", "local")
@@ -258,8 +259,8 @@ class _Session:
 
 
 class _Entry(NamedTuple):
-    """One request. `time`: seconds after the session's start. `seconds`: until its answer was complete; None if the
-    file does not say. `ids`: of its whole blocks of `BLOCK_TOKENS`."""
+    """One request. `time` is in seconds after the session's start. `seconds` is how long it took until its answer was
+    complete, or None if the file does not say. `ids` are those of its whole blocks of `BLOCK_TOKENS` tokens."""
 
     part: _Part
     time: float
@@ -272,7 +273,7 @@ class _Entry(NamedTuple):
 
     @classmethod
     def parse(cls, value: Any, part: _Part, block_tokens: int) -> _Entry:
-        """Raises `ValueError`."""
+        """Parse a request. Raises `ValueError`."""
         if not isinstance(value, dict):
             raise ValueError(f"{type(value).__name__} found; a request is a JSON object")
         if missing := [field for field in ("t", "in", "out", "hash_ids") if field not in value]:
@@ -285,7 +286,7 @@ class _Entry(NamedTuple):
         if len(set(ids)) < len(ids):
             raise ValueError("hash_ids has an id twice; an id names a whole prefix, so it occurs once in a request")
         each = BLOCK_TOKENS // block_tokens
-        whole = min(len(ids), length // block_tokens) // each * each  # a block that is not full is not kept
+        whole = min(len(ids), length // block_tokens) // each * each  # a block that is not full is left out
         seconds = value.get("api_time")
         return cls(
             part,
@@ -300,8 +301,8 @@ class _Entry(NamedTuple):
 
 
 def _subagent(value: dict[str, Any], part: _Part, number: int) -> _Part:
-    """`t` of a subagent is when it was done, and the times of its requests count from its start. Raises
-    `ValueError`."""
+    """Return the part of a subagent. `t` of the subagent is the time at which it ended, and the times of its requests
+    count from its start. Raises `ValueError`."""
     ended, duration = _seconds("t", value.get("t", 0.0)), _seconds("duration_ms", value.get("duration_ms", 0)) / 1000
     if not isinstance(value.get("requests"), list):
         raise ValueError("requests is not a list")
@@ -333,8 +334,8 @@ def _load(path: str) -> Any:
 
 
 def session_files(paths: Sequence[str]) -> list[str]:
-    """The files at `paths`; of a folder, those in it whose names end with .json or .json.gz, by name. Raises
-    `ConfigError` for a folder without any."""
+    """Return the files at `paths`. A folder stands for the files in it whose names end with .json or .json.gz, by name.
+    Raises `ConfigError` for a folder that has none."""
     files: list[str] = []
     for path in paths:
         if not Path(path).is_dir():
@@ -348,7 +349,7 @@ def session_files(paths: Sequence[str]) -> list[str]:
 
 
 def is_trace(path: str) -> bool:
-    """Whether a file has a request on each line, as Mooncake's traces have and KVStow's own."""
+    """Whether a file has a request on each line, as traces of Mooncake and of KVStow have."""
     try:
         for line in islice(read_lines(path, longest=LARGEST_FILE), _LOOKED_AT):
             try:
@@ -358,11 +359,11 @@ def is_trace(path: str) -> bool:
             if isinstance(value, dict) and "timestamp" in value:
                 return True
     except InvalidRequestError:
-        pass  # whoever reads it says so
+        pass  # the reader of the file reports it
     return False
 
 
 def _names(files: Sequence[str]) -> list[str]:
-    """What contexts are called by: the names of the files, or their numbers where two files have the same name."""
+    """Return names for contexts: the names of the files, or their numbers if two files have the same name."""
     names = [Path(path).name.removesuffix(".gz").removesuffix(".json")[:128] for path in files]
     return names if len(set(names)) == len(names) else [str(number) for number in range(len(files))]

@@ -1,8 +1,8 @@
-"""The KV caches of a replay, of one rank and of all in a process.
+"""The KV caches of a replay: that of one rank, and those of all ranks in a process.
 
-Every word of a block follows from key, rank, region and position. A page that lands at another offset, in another
-region, rank or block, or that mixes two blocks, differs. A key names a prefix of tokens, so every engine can check what
-any other has stored.
+Every word of a block is computed from key, rank, region and position. So a page is recognized as wrong if it lands at
+another offset, in another region, rank or block, or if it mixes two blocks. A key names a prefix of tokens, so every
+engine can check blocks that any other engine has stored.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from kvstow.layout import KVLayout
 
 
 class Verification(NamedTuple):
-    """`num_bytes` were looked at; `mismatches` has the place of each wrong block on each rank."""
+    """How many bytes were compared, and the place of each wrong block on each rank."""
 
     num_bytes: int
     mismatches: tuple[str, ...]
 
     @classmethod
     def of_ranks(cls, found: Sequence[Verification]) -> Verification:
-        """What all ranks have found together."""
+        """Combine the results of all ranks."""
         mismatches = tuple(wrong for one in found for wrong in one.mismatches)
         return cls(sum(one.num_bytes for one in found), mismatches)
 
@@ -37,36 +37,37 @@ Page = npt.NDArray[np.uint8]
 
 WORD_BYTES = 8
 WORD_STEP = 0x1E3779B97F4A7C15
-"""Between the words of a page. Odd, so that no two of the 2^64 positions share a word."""
+"""The difference between neighbouring words of a page. It is odd, so that no two of the 2^64 positions have the same
+word."""
 SCRUB = 0xA5
 
 
 def seed_of(key: BlockKey, rank: int, region: int) -> int:
-    """The first word of a page; 64 bits, unsigned."""
+    """Return the first word of a page, an unsigned number of 64 bits."""
     place = rank.to_bytes(4, "big") + region.to_bytes(4, "big")
     return int.from_bytes(hashlib.blake2b(key, key=place, digest_size=WORD_BYTES).digest(), "big")
 
 
 class PagePattern:
-    """Patterns of pages of one size."""
+    """The contents of pages of one size."""
 
     def __init__(self, page_bytes: int) -> None:
-        words = -(-page_bytes // WORD_BYTES)  # rounded up: the bytes after the last whole word are checked too
+        words = -(-page_bytes // WORD_BYTES)  # rounded up, because bytes after the last whole word are checked too
         self._positions = np.arange(words, dtype=np.uint64) * np.uint64(WORD_STEP)
         self._words = np.empty_like(self._positions)
         self._page = self._words.view(np.uint8)[:page_bytes]
 
     def page(self, seed: int) -> Page:
-        """In a buffer of its own, valid until the next call."""
+        """Return the page that begins with this word. It is in a buffer that the next call overwrites."""
         np.add(self._positions, np.uint64(seed), out=self._words)
         return self._page
 
 
 class HostKV:
-    """The KV cache of one rank, used by one thread, block by block: `regions[i]` is region `i`, uint8
+    """The KV cache of one rank, which one thread uses, block by block. `regions[i]` is region `i`: uint8
     `[num_blocks, page_bytes]` with any row stride.
 
-    Stands in for the model: what it writes for a key is what computing that key's block would have written.
+    It stands in for the model: `write` writes what computing the block of a key would have written.
     """
 
     def __init__(self, rank: int, regions: Sequence[Page]) -> None:
@@ -77,7 +78,8 @@ class HostKV:
 
     @classmethod
     def allocate(cls, rank: int, layout: KVLayout) -> Self:
-        """Of zeros, which are not resident before they are written. Raises `InsufficientMemoryError`."""
+        """Allocate a cache of zeros, which take memory only where they are written. Raises
+        `InsufficientMemoryError`."""
         try:
             return cls(rank, [np.zeros((layout.num_blocks, one.page_bytes), np.uint8) for one in layout.regions])
         except MemoryError as error:
@@ -92,7 +94,7 @@ class HostKV:
                 region[block] = pattern.page(seed_of(key, self._rank, index))
 
     def check(self, keys: Sequence[BlockKey], blocks: Sequence[int]) -> Verification:
-        """Compare every byte of block `blocks[i]` with those of `keys[i]`."""
+        """Compare every byte of block `blocks[i]` with the content that belongs to `keys[i]`."""
         mismatches = tuple(
             f"key {format_key(key)} in block {block}, region {wrong} of rank {self._rank}"
             for key, block in zip(keys, blocks, strict=True)
@@ -108,17 +110,19 @@ class HostKV:
         return None
 
     def scrub(self, blocks: Sequence[int]) -> None:
-        """Overwrite freed blocks: a store that still reads them, or a load that writes nothing, shows as a mismatch."""
+        """Overwrite freed blocks, so that a store that still reads them, or a load that writes nothing, is noticed as a
+        mismatch."""
         for region in self.regions:
             for block in blocks:
                 region[block] = SCRUB
 
 
 class LocalKV:
-    """The KV caches of ranks in this process, or of none; `RemoteRanks` has those of other processes."""
+    """The KV caches of the ranks in this process, of which there may be none. `RemoteRanks` has those of other
+    processes."""
 
     is_verifying = False
-    """Whether a rank has yet to report what it found."""
+    """Whether a result of `verify` is still missing. Here, none ever is."""
 
     def __init__(self, ranks: Sequence[HostKV]) -> None:
         self._ranks = ranks
@@ -136,6 +140,6 @@ class LocalKV:
             rank.scrub(blocks)
 
     def take_verifications(self) -> list[Verification]:
-        """What all ranks have found together, for each call of `verify` since the last call of this, in order."""
+        """Return the results of new calls of `verify`, in their order. Each is that of all ranks together."""
         found, self._found = self._found, []
         return found

@@ -1,5 +1,5 @@
-"""Engines of an attached replay: what runs in the process of each, and the launcher, which starts them, starts them
-again when they die, and sums them up. The ranks of an engine are processes of their own."""
+"""The engines of an attached replay: the part that runs in the process of each engine, and the launcher. The launcher
+starts engines, restarts those that die, and adds up their results. Each rank of an engine is a process, too."""
 
 from __future__ import annotations
 
@@ -21,19 +21,20 @@ from kvstow_service.replay.remoteranks import RemoteRanks
 from kvstow_service.replay.result import AttachedResult, EngineLife, EngineResult
 from kvstow_service.replay.trace import ReplayOptions, Shape, TraceRequest
 
-_POLL_SECONDS = 0.05  # the longest that the loop is blind to a stop
-_FUTILE_LIVES = 3  # in a row, without a request finished
-_FIRST_SLOT_SECONDS = 10.0  # after that the replay begins without a pool, as an inference engine would
+_POLL_SECONDS = 0.05  # the time after which the loop looks again for a stop
+_FUTILE_LIVES = 3  # an engine fails if this many lives in a row have finished no request
+_FIRST_SLOT_SECONDS = 10.0  # how long to wait for a slot before the replay starts without one, as an engine would
 _ABSENT_SECONDS = 2.0  # the same while no service answers
-_SETTLED_SECONDS = 0.15  # without more slots; a worker reports new ones to the service every 0.05 s
-_GROWTH_SECONDS = 2.0  # with more and more slots
+_SETTLED_SECONDS = 0.15  # slots have stopped growing after this time; workers report new ones every 0.05 s
+_GROWTH_SECONDS = 2.0  # how long to wait while the number of slots grows
 _PROGRESS_SECONDS = 0.1
 _WAIT_SECONDS = 0.02
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """What an engine's process needs. `is_held`: it attaches at once, and starts no request before it gets `begin`."""
+    """The parameters of an engine's process. With `is_held`, it attaches at once, but starts no request before
+    `begin`."""
 
     name: str
     socket: Path
@@ -47,7 +48,8 @@ class EngineSpec:
 
 
 class ReplayEngine:
-    """Replays on the main thread. Another one makes the calls of the parent, and ends the process if that goes."""
+    """An engine in its own process. The main thread replays. Another thread makes the parent's calls, and ends the
+    process if the parent ends."""
 
     def __init__(self, pipe: Pipe, spec: EngineSpec) -> None:
         self._pipe, self._spec = pipe, spec
@@ -81,8 +83,8 @@ class ReplayEngine:
             )
             driver.run(self._stop)
             last = replace(self._progress(driver, offload), end="finished")
-            logging.disable(logging.WARNING)  # the processes see each other leave
-        offload.close()  # after the ranks, which release their memory by themselves
+            logging.disable(logging.WARNING)  # the other processes disconnect too, which needs no warning
+        offload.close()  # after the ranks' processes, which release their memory
         self._pipe.send(last)
 
     def _wait_for_begin(self, offload: AttachedOffload, ranks: RemoteRanks) -> None:
@@ -92,8 +94,9 @@ class ReplayEngine:
             offload.wait(_WAIT_SECONDS)
 
     def _wait_for_slots(self, offload: AttachedOffload, ranks: RemoteRanks) -> None:
-        """Until the service lets this engine use slots, and for a moment their number has not grown: a replay is over
-        while an inference engine would still load its weights. Not forever: see the constants above."""
+        """Wait until the service lets this engine use slots, and until their number has stopped growing for a moment.
+        An inference engine has that time while it loads its weights, but a short replay would be over before. The wait
+        is limited by the constants above."""
         begun = changed = time.monotonic()
         slots = 0
         while not self._stop.is_set():
@@ -127,11 +130,11 @@ class ReplayEngine:
         )
 
     def begin(self) -> None:
-        """Start with the first request. For an engine that is held."""
+        """Start the first request. For an engine with `is_held`."""
         self._may_begin.set()
 
     def finish(self) -> None:
-        """Start no request any more, and end when those in flight have."""
+        """Start no more requests, and end when the running ones have ended."""
         self._stop.set()
 
     def _listen(self) -> None:
@@ -139,7 +142,7 @@ class ReplayEngine:
             while True:
                 self._pipe.recv()(self)
         except (EOFError, OSError):
-            os._exit(1)  # the parent has gone; the ranks end with this process
+            os._exit(1)  # the parent has ended; the ranks end with this process
 
 
 def run_engine(pipe: Pipe, spec: EngineSpec) -> None:
@@ -150,12 +153,12 @@ def run_engine(pipe: Pipe, spec: EngineSpec) -> None:
 
 
 class EngineLauncher:
-    """Runs engines until each has replayed its trace. One that dies is started again, and goes on with the requests
-    that it had not finished. `on_request` gets the number of finished requests. One thread uses it.
+    """Runs engines until each has replayed its trace. An engine that dies is restarted, and continues with the requests
+    that it has not finished. `on_request` gets the number of finished requests. One thread uses the launcher.
 
-    `may_begin`: whether the engine with this process id may start its first request; it is called again and again until
-    it may, for each process of an engine. Without it, an engine decides by itself. `children_log`: where the processes
-    write, if not to the standard error of this one."""
+    `may_begin` says whether the engine with this process id may start its first request. It is called again until it
+    returns True, for each process of an engine. Without it, engines decide themselves. `children_log` is a file to
+    which the processes write instead of the standard error of this one."""
 
     def __init__(
         self,
@@ -171,8 +174,8 @@ class EngineLauncher:
         self._may_begin = may_begin or (lambda pid: True)
 
     def run(self, stop: threading.Event) -> AttachedResult:
-        """After `stop` no request starts, and what is in flight may finish. Raises the error of an engine that cannot
-        work, and `ProcessEndedError` for one that dies again and again."""
+        """Run the engines. After `stop`, no request starts, and running ones may finish. Raises the error of an engine
+        that cannot work, and `ProcessEndedError` for one that dies again and again."""
         begun = time.monotonic()
         try:
             for engine in self._engines:
@@ -197,13 +200,13 @@ class EngineLauncher:
 
 
 class _Engine:
-    """One engine, over all its lives."""
+    """One engine, with all its lives."""
 
     def __init__(self, spec: EngineSpec, log: Callable[[str], None], children_log: Path | None) -> None:
         self._spec, self._log, self._children_log = spec, log, children_log
         self.name = spec.name
         self._waiting: Sequence[int] = range(len(spec.requests))
-        """Numbers of the requests that the current life was given."""
+        """The numbers of the requests that the current life was given."""
         self.ended: list[EngineLife] = []
         self._now = EngineLife()
         self._is_finishing = False
@@ -247,5 +250,5 @@ class _Engine:
 
     @property
     def finished(self) -> int:
-        """Requests, in all lives."""
+        """How many requests all lives have finished."""
         return sum(life.result.requests for life in (*self.ended, self._now))

@@ -1,7 +1,7 @@
-"""What a replay asks of the control plane: embedded in its process, or in the node service.
+"""The control plane as a replay uses it: embedded in its process, or in the node service.
 
-`admit` and `end` are the two moments in a request's life about which a connector tells the control plane something:
-what it says there is in these two methods alone.
+A connector tells the control plane about a request at two moments of its life, its beginning and its end. Everything
+that it tells there is in `admit` and `end`.
 """
 
 from __future__ import annotations
@@ -28,43 +28,44 @@ from kvstow_service.replay.trace import BLOCK_TOKENS, Shape, ending_of_trace
 
 
 class EmbeddedOffload:
-    """The engine in this process. Used by one thread. `AttachedOffload` has the same methods; its answers come in the
-    order of the questions, at once or after a later `step`."""
+    """The engine in this process. One thread uses it. `AttachedOffload` has the same methods. Its answers come in the
+    order of the calls, at once or after a later `step`."""
 
     def __init__(self, engine: OffloadEngine) -> None:
         self._engine = engine
         self._evicted_before = engine.stats().evicted_for_capacity
-        # What needs no answer is the engine's own.
+        # These calls need no answer, so they go directly to the engine.
         self.complete, self.take_settled = engine.complete, engine.take_settled
         self.note_prefill = engine.note_prefill
         self._numbers: dict[int, int] = {}
-        """The control plane's numbers of the requests that are running."""
+        """The control plane's numbers of the running requests."""
 
     def step(self) -> None:
-        """Called once a step of the replay. The engine's host ticks it."""
+        """Do nothing, because the engine's host ticks it. The replay calls this once in each of its steps."""
 
     def admit(self, number: int, keys: Sequence[BlockKey]) -> Awaited[Lease]:
-        """Request `number` of the replay begins, with this chain. Look up its leading keys that are present, and keep
-        them from eviction. The lease may be empty."""
+        """Begin request `number` of the replay, which has this chain. Look up its leading present keys, and keep them
+        from eviction. The lease may be empty."""
         lease = self._engine.acquire(keys)
         self._numbers[number] = self._engine.admit(keys)
         return Given(lease)
 
     def end(self, number: int, stop: str | None) -> bool:
-        """The request has ended. `stop`: how, as in its trace. Returns whether the pool lacks blocks of it, which
-        should be stored now."""
+        """End the request. `stop` says how it ended, as in its trace. Returns whether the pool lacks blocks of it,
+        which should then be stored."""
         return self._engine.end_request(self._numbers.pop(number), ending_of_trace(stop)).is_incomplete
 
     def hold(self, keys: Sequence[BlockKey]) -> Awaited[Lease]:
-        """Keep exactly these keys from eviction; the lease is empty if one of them is absent."""
+        """Keep all of these keys from eviction. The lease is empty if one of them is absent."""
         return Given(self._engine.lease(keys) or NO_LEASE)
 
     def release(self, held: Awaited[Lease]) -> None:
-        """End a lease, as soon as it is there. Idempotent, also after a load has used it."""
+        """End a lease as soon as the service has granted it. Idempotent, and allowed after a load has ended the
+        lease."""
         self._engine.release_lease(held.value)
 
     def begin_load(self, lease: Lease, blocks: Sequence[int], request_id: str) -> Awaited[Op | None]:
-        """Load the keys of the lease, which it uses up. None if the lease was broken in between."""
+        """Load the keys of the lease, which ends it. The answer is None if the lease was broken meanwhile."""
         try:
             return Given(self._engine.begin_load(lease, blocks, request_id=request_id))
         except LeaseError:
@@ -75,7 +76,7 @@ class EmbeddedOffload:
         return Given(self._engine.begin_store(keys, blocks, request_id=request_id))
 
     def figures(self) -> dict[str, Any]:
-        """Fields of `ReplayResult` that are the pool's."""
+        """Return the fields of `ReplayResult` that describe the pool."""
         stats = self._engine.stats()
         evicted = stats.evicted_for_capacity - self._evicted_before
         return {"slots": stats.pool.capacity_slots, "policy": stats.pool.policy, "evicted_blocks": evicted}
@@ -83,13 +84,13 @@ class EmbeddedOffload:
 
 _MODEL = "replay"
 _CONTENT = "blake2b-1"
-"""Changes with `kvstow_service.replay.kv`."""
+"""Names the contents of blocks. Change it with `kvstow_service.replay.kv`."""
 _SCHEMA = f"mooncake-{BLOCK_TOKENS}"
-"""Changes with `TraceRequest.keys`."""
+"""Names the form of keys. Change it with `TraceRequest.keys`."""
 
 
 def pool_identity(shape: Shape, num_ranks: int) -> PoolIdentity:
-    """Replays of the same shape, on as many ranks, share memory."""
+    """Return the identity of the pool for a replay. Replays of the same shape and number of ranks share memory."""
     regions = tuple(RegionIdentity(region.name, region.page_bytes) for region in shape.layout(1).regions)
     return PoolIdentity(
         slot_bytes=(shape.slot_bytes,) * num_ranks,
@@ -123,13 +124,13 @@ class _FoundLease:
 
 
 class AttachedOffload:
-    """The node service's engine. The ranks join each session of it; without one, lookups miss and stores are
-    refused."""
+    """The engine in the node service. The ranks join each of its sessions. While there is no session, lookups miss and
+    stores are refused."""
 
     def __init__(
         self, path: Path, engine: str, pool: PoolIdentity, ranks: RemoteRanks, *, wanted_bytes: int = 0
     ) -> None:
-        # All replays of one schema of traces share blocks: equal ids are equal prefixes, with the same content.
+        # Replays of the same form of traces share blocks, because equal ids mean equal prefixes with the same content.
         namespace = NamespaceIdentity(
             model=_MODEL, weights_id=_CONTENT, weights_source="configured", hash_probe=_SCHEMA
         )
@@ -141,7 +142,7 @@ class AttachedOffload:
             fleet_weights=named_weights(_CONTENT, _MODEL),
             wanted_bytes=wanted_bytes,
         )
-        # What needs no answer is the engine's own.
+        # These calls need no answer, so they go directly to the engine.
         self.complete, self.take_settled = self.engine.complete, self.engine.take_settled
         self.note_prefill, self.close = self.engine.note_prefill, self.engine.close
         self._ranks = ranks
@@ -151,10 +152,10 @@ class AttachedOffload:
         self._room = 0
         self._looked_at: float | None = None
         self.seconds_without = 0.0
-        """How long there was no session, from the first step on."""
+        """How long there was no session since the first step."""
         self.waits = 0
-        """Look-ups that the service has answered later, because the fleet tier might have more, or a rank was still
-        registering what was found."""
+        """How many lookups the service has answered later, because the store below the pool might have more, or because
+        a rank was still registering what was found."""
 
     def step(self) -> None:
         self.engine.step()
@@ -174,8 +175,8 @@ class AttachedOffload:
         self._ranks.wait(seconds, self.engine.fileno())
 
     def ask_room(self) -> int:
-        """Slots that a store would find, as the service has last reported; 0 without an answer. Call it in every step:
-        a store of nothing is how the service is asked."""
+        """Return how many slots a store would find, as the service last reported, or 0 without a report. Call it in
+        every step. It asks by a store of no blocks."""
         if self._asked is not None and self._asked.done:
             self._room = 0 if self._asked.error else self.engine.store_room()
             self._asked = None

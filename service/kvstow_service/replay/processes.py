@@ -1,7 +1,7 @@
-"""The child processes of an attached replay: each engine, and each of its ranks.
+"""The child processes of an attached replay: its engines and their ranks.
 
-A child runs a function of this package with what it is given and a pipe to its parent. It ends when its parent does,
-because the pipe ends then. A terminal's Ctrl-C ends the first process alone, which ends the others.
+A child runs a function of this package with its parameters and a pipe to its parent. When the parent ends, the pipe
+ends, and so does the child. A terminal's Ctrl-C ends only the first process, which ends the others.
 """
 
 from __future__ import annotations
@@ -30,17 +30,19 @@ logger = logging.getLogger("kvstow.replay")
 class Named(Protocol):
     @property
     def name(self) -> str:
-        """Before each line that the process logs."""
+        """The name that begins each line that the process logs."""
 
 
 _Spec = TypeVar("_Spec", bound=Named)
 
 
 class Child:
-    """A child process, which this object owns. One thread uses it; `pipe` carries pickled objects both ways."""
+    """A child process, which this object owns. One thread uses it. `pipe` carries pickled objects in both
+    directions."""
 
     def __init__(self, main: Callable[[Pipe, _Spec], None], spec: _Spec, log: Path | None = None) -> None:
-        """Run `main(pipe, spec)`. The process writes to the end of `log`, or to the standard error of this one."""
+        """Run `main(pipe, spec)` in a new process. It appends its output to `log`, or writes to this process's standard
+        error."""
         self.pipe, theirs = _SPAWN.Pipe()
         self._process = _SPAWN.Process(target=_run, args=(main, theirs, spec, log))
         with theirs:
@@ -52,13 +54,13 @@ class Child:
         return self._process.pid
 
     def send(self, message: object) -> None:
-        """A child that has ended gets nothing; `receive` raises for it."""
+        """Send a message. If the child has ended, it is dropped, and `receive` raises."""
         with suppress(OSError):
             self.pipe.send(message)
 
     def receive(self) -> list[Any]:
-        """What the child has sent. Raises its `KvstowError` if it cannot do its work, and `EOFError` once it has ended
-        and everything is taken."""
+        """Return what the child has sent. Raises the child's `KvstowError` if it cannot do its work, and `EOFError` if
+        it has ended and nothing is left to receive."""
         found = []
         try:
             while self.pipe.poll():
@@ -71,12 +73,13 @@ class Child:
         return found
 
     def describe_end(self) -> str:
-        """How the process has ended, after `receive` has raised: "exit status 1", "signal SIGKILL"."""
+        """Say how the process has ended, after `receive` has raised: "exit status 1", "signal SIGKILL"."""
         status = self.join()
         return f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
 
     def join(self, seconds: float = _LAST_WORDS_SECONDS) -> int:
-        """Close the pipe, which ends the child, and return its exit status; kills one that does not end in time."""
+        """Close the pipe, which ends the child, and return its exit status. A child that does not end in time is
+        killed."""
         self.pipe.close()
         self._process.join(seconds)
         if self._process.exitcode is None:
@@ -87,7 +90,7 @@ class Child:
 
 
 def _run(main: Callable[[Pipe, _Spec], None], pipe: Pipe, spec: _Spec, log: Path | None) -> None:
-    """In the child."""
+    """Run `main` in the child."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if log is not None:
         with log.open("ab") as file:
@@ -96,7 +99,7 @@ def _run(main: Callable[[Pipe, _Spec], None], pipe: Pipe, spec: _Spec, log: Path
     logging.basicConfig(level=logging.WARNING, format=f"{spec.name}: %(message)s", stream=sys.stderr)
     try:
         main(pipe, spec)
-    except ProcessEndedError as error:  # of a child: this process is started again, as if it had died
+    except ProcessEndedError as error:  # a child of this process has died; the parent restarts this process, too
         logger.warning("%s", error)
         sys.exit(1)
     except KvstowError as error:

@@ -1,4 +1,4 @@
-"""An engine with its ranks in this process: what `kvstow replay` runs on without a node service."""
+"""An engine with its ranks in this process, on which `kvstow replay` runs without a node service."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _POLL = 0.01
 
 @dataclass(frozen=True, slots=True)
 class LocalRank:
-    """One rank whose data plane lives in this process, and owns the pool. `worker.start` begins to pin, and
-    `worker.close` ends all of it."""
+    """A rank whose data plane is in this process. The data plane owns the pool. `worker.start` begins to pin, and
+    `worker.close` ends the whole rank."""
 
     worker: DataPlane
     pool: HostPool
@@ -32,8 +32,9 @@ class LocalRank:
 
 
 def build_ranks(num_ranks: int, config: PoolConfig, kv_blocks: int, shape: Shape | None = None) -> list[LocalRank]:
-    """`num_ranks` ranks, all or none, each with a KV cache of `kv_blocks` blocks; without a `shape`, of a few equal
-    layers. Pins nothing yet. Raises `InsufficientMemoryError` for a pool or a KV cache that cannot fit."""
+    """Make `num_ranks` ranks, each with a KV cache of `kv_blocks` blocks. Without a `shape`, the cache has a few equal
+    layers. Nothing is pinned yet. Raises `InsufficientMemoryError` for a pool or a KV cache that cannot fit. Then no
+    rank is left."""
     layout = (shape or even_shape(config.slot_bytes)).layout(kv_blocks)
     ranks: list[LocalRank] = []
     with ExitStack() as undo:
@@ -53,7 +54,7 @@ def build_ranks(num_ranks: int, config: PoolConfig, kv_blocks: int, shape: Shape
 
 @dataclass(frozen=True, slots=True)
 class ReplaySession:
-    """What a replay needs, with all slots usable. Owned by the context manager that gave it."""
+    """An engine and its ranks for a replay. The context manager that made it owns it."""
 
     engine: OffloadEngine
     ranks: Sequence[LocalRank]
@@ -76,8 +77,8 @@ def local_session(
     shape: Shape | None = None,
     on_pinned: Callable[[int], None] = lambda slots: None,
 ) -> Iterator[ReplaySession]:
-    """Begins when every slot is usable, so that figures repeat, or when `stop` is set. `on_pinned` gets the number of
-    usable slots while it waits. Raises `PinError` and what `build_ranks` raises."""
+    """Yield a session once every slot is usable, so that figures can be repeated, or once `stop` is set. Until then,
+    `on_pinned` gets the number of usable slots. Raises `PinError` and the errors of `build_ranks`."""
     pool = PoolConfig(slot_bytes=config.slot_bytes, pool_bytes=config.slot_bytes * config.capacity_slots)
     with ExitStack() as stack:
         engine = OffloadEngine(config)

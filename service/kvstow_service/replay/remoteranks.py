@@ -1,8 +1,8 @@
-"""The ranks of an attached replay: each is a process with a KV cache and an attached worker, and `RemoteRanks` is what
-the engine's process has of them.
+"""The ranks of an attached replay. Each is a process with a KV cache and an attached worker, and the engine's process
+uses them through `RemoteRanks`.
 
-A rank makes the engine's calls in their order: what a step computes is written before the step's stores read it, and
-what a load has brought is checked before its blocks are overwritten.
+A rank makes the engine's calls in their order. So the blocks that a step computes are written before its stores read
+them, and loaded blocks are checked before they are overwritten.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from kvstow_service.replay.kv import HostKV, Verification
 from kvstow_service.replay.processes import Child, Pipe
 
 _P = ParamSpec("_P")
-_WAIT_SECONDS = 0.05  # the longest that news other than completions take
+_WAIT_SECONDS = 0.05  # how late a report without completions may be sent
 
 
 @dataclass(frozen=True, slots=True)
 class RankSpec:
-    """What a rank's process needs. `socket`: of the node service."""
+    """The parameters of a rank's process. `socket` is that of the node service."""
 
     rank: int
     engine: str
@@ -49,7 +49,7 @@ class RankSpec:
 
 
 class RankNews(NamedTuple):
-    """A rank sends it once when it has its KV cache, and then whenever something is new."""
+    """A report of a rank. It sends one when it has its KV cache, and then whenever there is something new."""
 
     boot_id: str
     usable_slots: int
@@ -58,24 +58,24 @@ class RankNews(NamedTuple):
 
 
 class Rank:
-    """The engine calls it on the main thread. Another thread reports what is complete."""
+    """A rank in its own process. Its main thread makes the engine's calls, and another thread reports completions."""
 
     def __init__(self, pipe: Pipe, spec: RankSpec, running: ExitStack) -> None:
         self._pipe, self._kv = pipe, HostKV.allocate(spec.rank, spec.layout)
         self._sending = threading.Lock()
         self._stop = threading.Event()
-        # The service's memory is shared: mlock has no business there.
+        # This process must not lock the memory, which it shares with the service. So it only populates it.
         self._pool = MappedPool(spec.layout.slot_bytes, PopulateOnly())
         running.callback(self._pool.close)
         device = CpuDevice(self._pool, spec.layout, self._kv.regions)
         running.callback(device.close)
         self._plane = DataPlane(spec.rank, self._pool, device)
-        running.pop_all()  # they are the data plane's
+        running.pop_all()  # the data plane owns the pool and the device now
         self._worker = AttachedWorker(spec.socket, self._plane, self._pool, engine=spec.engine)
         running.callback(self._worker.close)
 
     def run(self) -> None:
-        """Until the engine closes the pipe: then this raises `EOFError` or `OSError`."""
+        """Make the engine's calls until it closes the pipe. That raises `EOFError` or `OSError`."""
         self._worker.start()
         self._send()
         reporter = threading.Thread(target=self._report, name="kvstow-report", daemon=True)
@@ -85,12 +85,12 @@ class Rank:
                 call, arguments = self._pipe.recv()
                 call(self, *arguments)
         finally:
-            logging.disable(logging.WARNING)  # the other ranks leave, too
+            logging.disable(logging.WARNING)  # the other ranks disconnect too, which needs no warning
             self._stop.set()
             reporter.join()
 
     def join(self, ticket: SessionTicket | None) -> None:
-        """Join this session of the engine; None: there is none at the moment."""
+        """Join this session of the engine. None means that the engine has no session at the moment."""
         self._worker.join(ticket)
 
     def write(self, keys: Sequence[BlockKey], blocks: Sequence[int]) -> None:
@@ -107,7 +107,7 @@ class Rank:
 
     def _report(self) -> None:
         usable = 0
-        with suppress(OSError):  # the engine has gone: the main thread sees it, too
+        with suppress(OSError):  # if the engine's process has ended, the main thread ends this one
             while not self._stop.is_set():
                 self._plane.wait_completions(_WAIT_SECONDS)
                 completions = self._worker.take_completions()
@@ -129,19 +129,19 @@ def run_rank(pipe: Pipe, spec: RankSpec) -> None:
 
 
 class RemoteRank:
-    """One rank: a `RankWorker`."""
+    """A rank, as the engine's process sees it. It is a `RankWorker`."""
 
     def __init__(self, spec: RankSpec) -> None:
         self.child, self.rank = Child(run_rank, spec), spec.rank
         self.boot_id = ""
-        """Of the completions that were taken last. Empty until the rank has its KV cache."""
+        """The boot id of the completions that were taken last. Empty until the rank has its KV cache."""
         self.usable_slots = 0
         self.found: deque[Verification] = deque()
-        """In the order of the checks."""
+        """The results of checks, in their order."""
         self._completions: list[Completion] = []
 
     def call(self, method: Callable[Concatenate[Rank, _P], None], *arguments: _P.args, **named: _P.kwargs) -> None:
-        """Have the process of the rank make this call, after all earlier ones."""
+        """Have the rank's process make this call, after all earlier ones."""
         assert not named
         self.child.send((method, arguments))
 
@@ -149,17 +149,18 @@ class RemoteRank:
         self.call(Rank.submit, plan)
 
     def take_completions(self) -> list[Completion]:
-        """Raises what `receive` raises."""
+        """Return new completions. Raises what `receive` raises."""
         self.receive()
         taken, self._completions = self._completions, []
         return taken
 
     def wait_completions(self, timeout: float) -> bool:
-        """The driver waits for all ranks at once: `RemoteRanks.wait`."""
+        """Not implemented, because the driver waits for all ranks at once: see `RemoteRanks.wait`."""
         raise NotImplementedError
 
     def receive(self) -> None:
-        """Take what the rank has sent. Raises its error if it has failed, and `ProcessEndedError` if it has ended."""
+        """Take the rank's reports. Raises the rank's error if it has failed, and `ProcessEndedError` if it has
+        ended."""
         try:
             news: list[RankNews] = self.child.receive()
         except EOFError:
@@ -171,12 +172,12 @@ class RemoteRank:
 
 
 class RemoteRanks:
-    """All ranks of an engine, and their KV caches as `LocalKV`. `close` ends them."""
+    """All ranks of an engine. It has the methods of `LocalKV` for their KV caches. `close` ends the processes."""
 
     def __init__(self, num_ranks: int, engine: str, socket: Path, layout: KVLayout) -> None:
         self.workers: list[RemoteRank] = []
         self._num_checks = 0
-        """That some rank has not answered."""
+        """How many checks some rank has not answered yet."""
         try:
             for rank in range(num_ranks):
                 self.workers.append(RemoteRank(RankSpec(rank, engine, socket, layout)))
@@ -185,9 +186,9 @@ class RemoteRanks:
             raise
 
     def close(self) -> None:
-        """End the processes. Those that do not end in time are killed."""
+        """End the processes, and kill those that do not end in time."""
         for worker in self.workers:
-            worker.child.pipe.close()  # of all, before the first is waited for
+            worker.child.pipe.close()  # for all of them, so that they end at the same time
         for worker in self.workers:
             worker.child.join()
 
@@ -198,21 +199,21 @@ class RemoteRanks:
 
     @property
     def usable_slots(self) -> int:
-        """Slots that all ranks can copy to and from."""
+        """How many slots all ranks can copy to and from."""
         return min(worker.usable_slots for worker in self.workers)
 
     def join(self, ticket: SessionTicket | None) -> None:
-        """All ranks join this session of the engine."""
+        """Have all ranks join this session of the engine, or leave it if `ticket` is None."""
         for worker in self.workers:
             worker.call(Rank.join, ticket)
 
     def wait(self, seconds: float, fd: int) -> None:
-        """Wait until a rank has sent something or `fd`, unless it is -1, can be read."""
+        """Wait until a rank has sent something, or until `fd` is readable, unless it is -1."""
         pipes = [worker.child.pipe for worker in self.workers]
         wait_for_pipes([*pipes, fd] if fd >= 0 else pipes, seconds)
 
     def receive(self) -> None:
-        """Raises what `RemoteRank.receive` raises."""
+        """Take the reports of all ranks. Raises what `RemoteRank.receive` raises."""
         for worker in self.workers:
             worker.receive()
 

@@ -1,4 +1,4 @@
-"""What a replay found: counted while it runs, and shown at its end, for programs and for people."""
+"""The results of a replay. They are counted while it runs, and shown at its end, to programs and to people."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _DERIVED = ("block_hit_rate", "dropped_stores", "mean_request_seconds")
 
 @dataclass(slots=True)
 class Copied:
-    """What was copied in one direction. `blocks` count once, whatever the number of ranks. `num_bytes` and `seconds`,
-    the time for which copies were busy, are summed over the ranks; both are those of copies that succeeded. `failed`
-    blocks were computed again if they were to be loaded, and stayed unpublished if they were to be stored."""
+    """The copies in one direction. `blocks` counts a block once for all ranks. `num_bytes`, and the `seconds` in which
+    copies were active, are sums over the ranks, of successful copies only. The `failed` blocks of loads were computed
+    again, and those of stores were not published."""
 
     blocks: int = 0
     num_bytes: int = 0
@@ -30,8 +30,8 @@ class Copied:
 
     @property
     def gbps(self) -> float:
-        """10^9 bytes per second that the ranks' copies were busy: the rate of one rank, without waiting and checking.
-        0 where nothing was moved."""
+        """The copy rate of one rank while it copied, in 10^9 bytes per second, without waiting and checking. 0 if
+        nothing was copied."""
         return self.num_bytes / self.seconds / 1e9 if self.seconds else 0.0
 
     def add(self, other: Copied) -> None:
@@ -43,13 +43,14 @@ class Copied:
 
 @dataclass(slots=True)
 class ReplayResult:
-    """Figures of a replay, which can be pickled.
+    """The figures of a replay. They can be pickled.
 
-    `hit_blocks`: the leading runs that lookups found; `verified_bytes`: loaded bytes that were compared with what was
-    stored; `mismatches`: (block, rank) pairs with any wrong byte; `drops`: blocks that found no slot, by reason;
-    `abandoned`: requests cut off by a stop; `first_blocks`, `first_hit_blocks`: of the first request;
-    `request_seconds`: from the start of each request until its last block was loaded or computed; `seconds`: wall
-    clock; `slots`, `policy`, `evicted_blocks`: of the pool, the last two None where only the node service knows them.
+    `hit_blocks` are the leading runs that lookups found. `verified_bytes` is how many loaded bytes were compared with
+    the expected ones, and `mismatches` the number of (block, rank) pairs with a wrong byte. `drops` counts blocks that
+    found no slot, by reason. `abandoned` counts requests that a stop cut off. `first_blocks` and `first_hit_blocks` are
+    those of the first request. `request_seconds` is the sum of the times from the start of each request until its last
+    block was loaded or computed. `seconds` is wall-clock time. `slots`, `policy` and `evicted_blocks` are the pool's;
+    the last two are None if only the node service knows them.
     """
 
     requests: int = 0
@@ -73,7 +74,7 @@ class ReplayResult:
 
     @property
     def ok(self) -> bool:
-        """Whether every loaded byte was right."""
+        """Whether every loaded byte was correct."""
         return self.mismatches == 0
 
     @property
@@ -90,7 +91,7 @@ class ReplayResult:
 
     @classmethod
     def together(cls, results: Sequence[ReplayResult], *, seconds: float) -> ReplayResult:
-        """Of replays that came one after the other, or ran beside each other, on as many ranks."""
+        """Add up replays on the same number of ranks that ran one after the other or at the same time."""
         total = cls()
         for one in results:
             for name in cls.__slots__:
@@ -124,7 +125,7 @@ class ReplayResult:
         return {name: getattr(self, name) for name in (*own, *_DERIVED)} | copied
 
     def rows(self) -> list[Row]:
-        """What is worth a line, in order of reading."""
+        """Return the lines to show, in reading order."""
         reasons = ", ".join(f"{reason.removeprefix('dropped_')} {count:,}" for reason, count in self.drops.items())
         policy = f", {self.policy}" if self.policy is not None else ""
         rows = [
@@ -145,7 +146,7 @@ class ReplayResult:
 
 
 class Position(NamedTuple):
-    """How far a replay is: the numbers of the requests in flight, and of the next one to start."""
+    """How far a replay is: the numbers of the running requests, and of the next one to start."""
 
     in_flight: tuple[int, ...] = ()
     next: int = 0
@@ -153,10 +154,10 @@ class Position(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class EngineLife:
-    """One process of an attached engine, as it last reported. `sessions`: how often it has attached; `problem`: why it
-    is not attached now; `waits`: look-ups that the service has answered later, because the store below its pools might
-    have more, or a rank was still registering what was found; `position` counts in the requests that it was given.
-    `end`: empty while it runs, "finished", or how it died."""
+    """The last report of one process of an attached engine. `sessions` is how often it has attached, and `problem` why
+    it is not attached now. `waits` counts lookups that the service answered later, because the store below its pools
+    might have more, or because a rank was still registering what was found. `position` counts in the requests that this
+    process was given. `end` is empty while it runs, then "finished" or how it died."""
 
     result: ReplayResult = field(default_factory=ReplayResult)
     position: Position = field(default_factory=Position)
@@ -173,7 +174,7 @@ class EngineLife:
 
 @dataclass(frozen=True, slots=True)
 class EngineResult:
-    """What one engine found in all its lives."""
+    """The results of one engine over all its lives."""
 
     name: str
     lives: Sequence[EngineLife]
@@ -185,7 +186,7 @@ class EngineResult:
 
     @property
     def problem(self) -> str | None:
-        """Why it was not attached at its end."""
+        """Why the engine was not attached at its end. None if it was."""
         return self.lives[-1].problem if self.lives else None
 
     @property
@@ -211,7 +212,7 @@ class EngineResult:
 
 @dataclass(frozen=True, slots=True)
 class AttachedResult:
-    """Of all engines. `seconds`: of the wall clock."""
+    """The results of all engines. `seconds` is wall-clock time."""
 
     engines: Sequence[EngineResult]
     seconds: float
@@ -230,9 +231,10 @@ class AttachedResult:
         return {**self.total.to_json(), **sums, "engines": engines}
 
     def rows(self) -> list[Row]:
-        """The engines together, and a line for each where there are several or one was started again."""
+        """Return the lines for all engines together, and one for each engine if there are several or one was
+        restarted."""
         rows = self.total.rows()
-        # The service alone knows what was fetched: several engines wait for the same blocks.
+        # Only the service knows how many blocks were fetched, because several engines may wait for the same ones.
         tier = "no look-up waited: the service has no store below its pools, or reads do not pay; see `kvstow get tier`"
         if waits := sum(engine.waits for engine in self.engines):
             tier = f"{waits:,} look-ups waited for the service; `kvstow get tier` shows what was read and written"
@@ -252,7 +254,7 @@ Row = tuple[str, str]
 
 
 def print_rows(rows: Sequence[Row], console: Console, *, title: str) -> None:
-    """A table on a terminal, aligned lines elsewhere."""
+    """Print a table on a terminal, and aligned lines elsewhere."""
     from rich.table import Table
 
     if not console.is_terminal:

@@ -1,18 +1,18 @@
-"""What a replay replays: request traces, read from a file or generated, when their requests are due, and the shape of
+"""Request traces, which are read from a file or generated, the times at which their requests are due, and the shape of
 the KV cache that they fill.
 
-A trace is a file of JSON objects, one a line and one for each request, in order of time. It may be compressed with
-gzip. The ids of a prompt's blocks, one for each `BLOCK_TOKENS` tokens, are in `hash_ids`, as in the Mooncake traces, or
-in `runs`: first id, count, first id, count and so on. Equal ids mean equal prompts up to and including that block, so
-an id alone is the prefix hash of its block. KVStow writes `runs`, which are far shorter where ids are numbered in the
-order of their first use.
+A trace is a file of JSON objects, one on each line and one for each request, in order of time. It may be compressed
+with gzip. A request has one id for each whole block of `BLOCK_TOKENS` tokens of its prompt, either in `hash_ids`, as in
+the Mooncake traces, or in `runs`: first id, count, first id, count and so on. Equal ids mean equal prompts up to and
+including that block, so an id stands for the prefix hash of its block. KVStow writes `runs`, which are far shorter if
+ids are numbered in the order of their first use.
 
-A request is running from `timestamp` to `end`, and `stop` says how it ended. Other requests come in between, so a
-replay admits and ends requests in the order of `events`.
+A request runs from `timestamp` to `end`, and `stop` says how it ended. Requests overlap, so a replay admits and ends
+them in the order of `events`.
 
-Generated traces are multi-turn: conversations that start from shared system prompts and grow by a question and an
-answer. Their figures follow the conversation trace of Mooncake in kind: long prompts, think times of tens of seconds, a
-few prompts that most conversations share.
+Generated traces consist of conversations that start from shared system prompts and grow by a question and an answer.
+They have the character of Mooncake's conversation trace: long prompts, think times of tens of seconds, and a few
+prompts that most conversations share.
 """
 
 from __future__ import annotations
@@ -37,9 +37,10 @@ from kvstow.layout import KVLayout, Region
 
 BLOCK_TOKENS = 512
 MOST_BLOCKS = 1 << 20
-"""Of one request. A run is short to write and long to read, so a damaged one must not take all memory."""
+"""The limit for the blocks of one request. A short run can stand for very many, so a damaged run must be refused before
+it takes all memory."""
 LONGEST_LINE = 64 << 20
-_HASH_BYTES = 32  # as long as the digests of a real prefix hash, so that keys cost what they will cost
+_HASH_BYTES = 32  # as long as real prefix hashes, so that keys cost as much as in a real engine
 _IDS_END = 1 << 8 * _HASH_BYTES
 _LATEST = 1e15
 _LONGEST_TEXT = 256
@@ -48,7 +49,7 @@ _GZIP_MAGIC = b"\x1f\x8b"
 
 
 class Runs(Sequence[int]):
-    """Block ids, kept as runs of consecutive numbers. Equal to any sequence of the same ids."""
+    """Block ids, stored as runs of consecutive numbers. It is equal to any sequence of the same ids."""
 
     __slots__ = ("_length", "ranges")
 
@@ -67,7 +68,7 @@ class Runs(Sequence[int]):
         return cls(ranges)
 
     def to_json(self) -> list[int]:
-        """First id, count, first id, count and so on."""
+        """Return first id, count, first id, count and so on."""
         return [number for one in self.ranges for number in (one.start, len(one))]
 
     def __len__(self) -> int:
@@ -94,8 +95,9 @@ class Runs(Sequence[int]):
 
 
 class Numbers:
-    """Numbers ids in the order of their first use, so that they pack into runs. It knows a bounded number of ids; those
-    after that are moved out of the way of the numbers, and stay equal where they were equal. For ids below 2^52."""
+    """Numbers ids in the order of their first use, so that they form long runs. It remembers a bounded number of ids.
+    Later ones are shifted above all numbers, so that equal ids stay equal and no id meets a number. Ids must be below
+    2^52."""
 
     MOST = 1 << 22
     _MOVED = 1 << 52
@@ -116,8 +118,8 @@ class Numbers:
 
 
 def ending_of_trace(stop: str | None) -> Ending:
-    """How a request has ended, for the control plane, which knows ends of text by their last tokens: each `stop` of a
-    trace stands for a pair of them, except those that are a status of the control plane's."""
+    """Return how a request has ended, as the control plane wants it. It knows the ends of texts by their last tokens,
+    so each `stop` of a trace is turned into a pair of tokens, unless it is a status of the control plane."""
     if stop in STATUSES:
         return Ending(stop)
     return NO_ENDING if stop is None else Ending("stop", (zlib.crc32(stop.encode()), 0))
@@ -126,11 +128,11 @@ def ending_of_trace(stop: str | None) -> Ending:
 class TraceRequest(NamedTuple):
     """One request.
 
-    `timestamp`: when it was sent, in milliseconds. `input_length`, `output_length`: tokens. `looked_up`: from where to
-    where in `hash_ids` it has looked up its blocks, in a trace that was recorded: the GPU had those before, and has
-    computed those behind; None if it looked up all of them. `end`: when its answer was complete, in milliseconds; None
-    if the trace does not say, and then the request ends when it starts. `context`: names the conversation or the agent
-    whose previous request this one continues. `stop`: how the answer ended, such as `tool_use` or `end_turn`.
+    `timestamp` is when it was sent, in milliseconds. `input_length` and `output_length` are tokens. `looked_up` is the
+    range of `hash_ids` that it has looked up, in a recorded trace: the GPU had the blocks before it, and computed those
+    after it. None means that it looked up all of them. `end` is when its answer was complete, in milliseconds. If the
+    trace does not say it, `end` is None, and the request ends when it starts. `context` names the conversation or the
+    agent whose previous request this one continues. `stop` says how the answer ended, such as `tool_use` or `end_turn`.
     """
 
     timestamp: float
@@ -143,33 +145,33 @@ class TraceRequest(NamedTuple):
     stop: str | None = None
 
     def keys(self) -> list[BlockKey]:
-        """The keys of its blocks, in order."""
+        """Return the keys of its blocks, in order."""
         return [key_of(hash_id) for hash_id in self.hash_ids]
 
     def to_line(self) -> str:
-        """The request as a line of a trace, without the newline. Its ids are packed into runs."""
+        """Return the request as a line of a trace, without the newline, and with its ids as runs."""
         ids = self.hash_ids if isinstance(self.hash_ids, Runs) else Runs.of(self.hash_ids)
         line = {name: value for name, value in self._asdict().items() if value is not None and name != "hash_ids"}
         return json.dumps({**line, "runs": ids.to_json()}, separators=(",", ":"))
 
     @property
     def asked(self) -> tuple[int, int]:
-        """From where to where it looks up its blocks."""
+        """The range of its blocks that it looks up: the first one, and the one after the last."""
         return self.looked_up or (0, len(self.hash_ids))
 
     @property
     def ended(self) -> float:
-        """When it has ended, in milliseconds."""
+        """When the request ended, in milliseconds."""
         return self.timestamp if self.end is None else self.end
 
 
 def key_of(hash_id: int) -> BlockKey:
-    """The key of the block with this id."""
+    """Return the key of the block with this id."""
     return make_key(0, hash_id.to_bytes(_HASH_BYTES, "big"))
 
 
 class Event(NamedTuple):
-    """The request with this number is admitted, or ends, at this time of the trace in milliseconds."""
+    """The admission or the end of request `number`, at a time of the trace in milliseconds."""
 
     at: float
     number: int
@@ -177,8 +179,8 @@ class Event(NamedTuple):
 
 
 def events(requests: Iterable[TraceRequest]) -> Iterator[Event]:
-    """The admission and the end of each request, in order of time. Requests are admitted in the order of the trace; at
-    the same moment requests end before others are admitted."""
+    """Yield the admission and the end of each request, in order of time. Requests are admitted in the order of the
+    trace. If both happen at the same time, ends come before admissions."""
     running: list[tuple[float, int]] = []
     for number, request in enumerate(requests):
         while running and running[0][0] <= request.timestamp:
@@ -190,11 +192,11 @@ def events(requests: Iterable[TraceRequest]) -> Iterator[Event]:
 
 
 def read_trace(path: str, *, limit: int | None = None) -> list[TraceRequest]:
-    """The first `limit` requests of the file at `path`, or of standard input for `-`, all without a limit, in the order
-    in which they began: a recording has them in the order of their ends.
+    """Read the trace at `path`, or from standard input for `-`. Returns all requests or the first `limit`, sorted by
+    their start, because a recording is sorted by their ends.
 
-    Empty lines are skipped. Raises `InvalidRequestError` naming the file, the line and what is wrong; also for a
-    trace without requests.
+    Empty lines are skipped. Raises `InvalidRequestError`, which names the file, the line and the problem. A trace
+    without requests is an error, too.
     """
     with closing(read_lines(path, longest=LONGEST_LINE)) as lines:
         requests = list(islice(parse_trace(lines, "<stdin>" if path == "-" else path), limit))
@@ -204,14 +206,14 @@ def read_trace(path: str, *, limit: int | None = None) -> list[TraceRequest]:
 
 
 def read_lines(path: str, *, longest: int = LONGEST_LINE) -> Generator[bytes]:
-    """The lines of the file at `path`, or of standard input for `-`. The first bytes tell whether it is compressed with
-    gzip, so its name does not matter. Raises `InvalidRequestError` for what cannot be read."""
+    """Yield the lines of the file at `path`, or of standard input for `-`. The first bytes show whether it is
+    compressed with gzip, so its name does not matter. Raises `InvalidRequestError` if it cannot be read."""
     try:
         with ExitStack() as stack:
             source: io.BufferedReader[Any]
             if path == "-":
                 source = io.BufferedReader(cast("io.RawIOBase", sys.stdin.buffer))
-                stack.callback(source.detach)  # otherwise standard input is closed with the reader
+                stack.callback(source.detach)  # otherwise closing the reader would close standard input
             else:
                 source = stack.enter_context(open(path, "rb"))
             is_compressed = source.peek(len(_GZIP_MAGIC)).startswith(_GZIP_MAGIC)
@@ -220,7 +222,7 @@ def read_lines(path: str, *, longest: int = LONGEST_LINE) -> Generator[bytes]:
                 if len(line) > longest:
                     raise InvalidRequestError(f"{path} has a line of more than {longest:,} bytes; is it a trace?")
                 yield line
-    except (OSError, EOFError, zlib.error) as error:  # also of gzip
+    except (OSError, EOFError, zlib.error) as error:  # gzip raises all of these
         raise InvalidRequestError(f"cannot read the trace {path}: {_words(error)}") from error
 
 
@@ -229,17 +231,17 @@ def _words(error: Exception) -> str:
 
 
 def parse_trace(lines: Iterable[bytes], name: str) -> Iterator[TraceRequest]:
-    """The requests in `lines`; errors call the source `name`."""
+    """Yield the requests in `lines`. Errors call the source `name`."""
     for number, line in enumerate(lines, start=1):
         if line.strip():
             yield parse_line(line, f"{name}:{number}")
 
 
 def parse_line(line: bytes, name: str) -> TraceRequest:
-    """The request in a line. Raises `InvalidRequestError`, which calls the line `name`."""
+    """Return the request in a line. Raises `InvalidRequestError`, which calls the line `name`."""
     try:
         return _parse_request(json.loads(line))
-    except (ValueError, RecursionError) as error:  # also of JSON and of UTF-8
+    except (ValueError, RecursionError) as error:  # errors of JSON and of UTF-8, too
         raise InvalidRequestError(f"{name}: {error}") from error
 
 
@@ -269,7 +271,7 @@ def _parse_request(value: Any) -> TraceRequest:
 
 
 def check_milliseconds(field: str, value: Any, *, least: float = 0) -> float:
-    """The value, if it is a time. Raises `ValueError`, as the functions below do."""
+    """Return the value if it is a time in milliseconds. Raises `ValueError`, as the functions below do."""
     if type(value) not in (int, float) or not least <= value <= _LATEST:
         raise ValueError(f"{field} is {value!r}; allowed: milliseconds, {least:g} or more")
     return value  # type: ignore[no-any-return]
@@ -286,7 +288,7 @@ def check_text(field: str, value: Any) -> str | None:
         return None
     if not isinstance(value, str) or len(value) > _LONGEST_TEXT:
         raise ValueError(f"{field} is {value!r:.80}; allowed: text of at most {_LONGEST_TEXT} characters")
-    value.encode()  # half a surrogate pair is no text
+    value.encode()  # raises for half a surrogate pair, which is no text
     return value
 
 
@@ -339,11 +341,11 @@ def _unpacked(runs: Any) -> Runs:
 class ReplayOptions:
     """How a trace is replayed.
 
-    `concurrency`: requests in flight at once, those not counted that are stored and only generate; with 1 each is
-    stored before the next looks up. `rate`: requests that
-    start per second. `time_scale`: start them by their timestamps, this many times as fast as recorded. With neither
-    they start as fast as possible. `drain_seconds`: how long a stop waits for what is in flight. `prefill_rate`: tokens
-    per second that the model computes, one request at a time; None: no limit.
+    `concurrency` is the limit for requests in flight. Requests that have been stored and only generate do not count.
+    With 1, each request is stored before the next one looks up. `rate` is the number of requests that start per second.
+    `time_scale` starts them by their timestamps, this many times as fast as recorded. With neither they start as fast
+    as possible. `drain_seconds` is how long a stop waits for requests in flight. `prefill_rate` is the number of tokens
+    per second that the model computes, one request at a time. None means that computing takes no time.
     """
 
     concurrency: int = 1
@@ -365,11 +367,12 @@ class ReplayOptions:
             raise ConfigError("drain_seconds", self.drain_seconds, "0 or more seconds")
 
     def prefill_seconds(self, blocks: int) -> float:
-        """How long the model computes so many blocks."""
+        """Return the seconds in which the model computes this many blocks."""
         return blocks * BLOCK_TOKENS / self.prefill_rate if self.prefill_rate is not None else 0.0
 
     def due(self, index: int, request: TraceRequest, first: TraceRequest) -> float:
-        """Seconds after the start of the replay at which `request`, the trace's `index`th, is due."""
+        """Return when `request`, which has the number `index` in the trace, is due, in seconds after the replay's
+        start."""
         if self.rate is not None:
             return index / self.rate
         if self.time_scale is not None:
@@ -377,22 +380,23 @@ class ReplayOptions:
         return 0.0
 
     def due_end(self, ended: float, first: TraceRequest) -> float | None:
-        """Seconds after the start of the replay at which a request is due to end that ended at this time of the trace.
-        None if the replay has another pace than the trace."""
+        """Return when a request is due to end, in seconds after the replay's start, given its end in the trace. None if
+        the replay does not follow the trace's pace."""
         return None if self.time_scale is None else (ended - first.timestamp) / 1000 / self.time_scale
 
 
 _ARRIVALS_PER_SECOND = 0.5
 _TOKENS_PER_SECOND = 40.0
 _THINK_SECONDS = 25.0  # median
-_QUESTION_TOKENS = 600.0  # median: people paste documents
+_QUESTION_TOKENS = 600.0  # median; it is long because people paste documents
 _ANSWER_TOKENS = 300.0  # median
 _PROMPT_BLOCKS = (2, 12)
 
 
 @dataclass(frozen=True, slots=True)
 class TraceShape:
-    """`sessions` conversations of `turns` turns on average over `shared_prompts` system prompts (0: none shared)."""
+    """`sessions` conversations of `turns` turns on average, which share `shared_prompts` system prompts. With 0 they
+    share none."""
 
     sessions: int = 100
     turns: int = 5
@@ -406,8 +410,8 @@ class TraceShape:
 
 
 def generate_trace(shape: TraceShape, *, limit: int | None = None) -> list[TraceRequest]:
-    """The requests of all conversations in order of time, the first `limit` of them. The same shape gives the
-    same trace."""
+    """Generate all conversations, and return their requests in order of time, or the first `limit` of them. The same
+    shape always gives the same trace."""
     if limit is not None and limit < 1:
         raise ConfigError("requests", limit, "a whole number, 1 or more")
     rng = random.Random(shape.seed)
@@ -423,7 +427,7 @@ def generate_trace(shape: TraceShape, *, limit: int | None = None) -> list[Trace
 
 
 def _pick(rng: random.Random, prompts: list[list[int]]) -> list[int]:
-    """The whole blocks of a system prompt, whose popularity falls with its rank, as 1/rank."""
+    """Pick a system prompt, and return its whole blocks. Prompt number n is picked with a frequency of 1/n."""
     if not prompts:
         return []
     return rng.choices(prompts, weights=[1 / rank for rank in range(1, len(prompts) + 1)])[0]
@@ -432,8 +436,9 @@ def _pick(rng: random.Random, prompts: list[list[int]]) -> list[int]:
 def _conversation(
     rng: random.Random, ids: Iterator[int], prompt: list[int], turns: int, started: float
 ) -> Iterator[TraceRequest]:
-    """Each turn's prompt is all that was said before and a question. Whole blocks keep their ids from turn to
-    turn; the last block, if it is not full, has an id of its own, because the next turn fills it differently."""
+    """Yield the turns of a conversation. A turn's prompt is the text of all earlier turns, and a question. Whole blocks
+    keep their ids from turn to turn. A last block that is not full gets a new id, because the next turn fills it with
+    other tokens."""
     seconds = started
     tokens, whole = len(prompt) * BLOCK_TOKENS, [*prompt]
     for _ in range(rng.randint(1, 2 * turns - 1)):
@@ -452,12 +457,12 @@ def _tokens(rng: random.Random, median: float) -> int:
     return 1 + int(median * rng.lognormvariate(0.0, 0.8))
 
 
-_EVEN_LAYERS = 4  # enough to exercise gathering from several regions
+_EVEN_LAYERS = 4  # enough to test that slots are gathered from several regions
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """One rank's KV cache: `layers` regions with a page of `page_bytes` per block, say of 16 tokens."""
+    """The KV cache of one rank: `layers` regions with a page of `page_bytes` bytes for each block."""
 
     name: str
     layers: int
@@ -465,7 +470,7 @@ class Shape:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of one block over all layers."""
+        """The size of one block over all layers, in bytes."""
         return self.layers * self.page_bytes
 
     def layout(self, num_blocks: int) -> KVLayout:
@@ -485,13 +490,13 @@ SHAPES = {
 
 
 def shape_named(name: str) -> Shape:
-    """Raises `ConfigError` for a name that is not in `SHAPES`."""
+    """Return the shape of this name. Raises `ConfigError` if `SHAPES` has none."""
     if name not in SHAPES:
         raise ConfigError("--shape", name, " or ".join(SHAPES))
     return SHAPES[name]
 
 
 def even_shape(slot_bytes: int) -> Shape:
-    """`slot_bytes` over four equal layers, or one where four do not divide it."""
+    """Return a shape with `slot_bytes` per block, in four equal layers, or in one if they cannot be divided by four."""
     layers = _EVEN_LAYERS if slot_bytes % _EVEN_LAYERS == 0 else 1
     return Shape("even", layers, slot_bytes // layers)
