@@ -1,6 +1,7 @@
-"""The `kvstow` command: `serve`, `keeper`, `replay` and most of `trace` run on this machine, others against a server.
+"""The `kvstow` command. `serve`, `keeper`, `replay` and most of `trace` run on this machine. The other subcommands send
+requests to a server.
 
---help lists the subcommands, and only the module of the one that runs is imported; these modules import their
+--help lists the subcommands, and only the module of the one that runs is imported. These modules import their
 dependencies when a command runs, so that the command line starts without torch, FastAPI or pydantic.
 """
 
@@ -50,7 +51,7 @@ COMMANDS = {
 
 
 class LazyGroup(click.Group):
-    """Knows the subcommands by name and first line of help, and imports the one that is called."""
+    """Knows the names and the first help lines of its subcommands, and imports only the one that is called."""
 
     def __init__(self, *args: Any, **given: Any) -> None:
         super().__init__(*args, **given)
@@ -74,7 +75,7 @@ class LazyGroup(click.Group):
 
 
 def load(name: str) -> click.Command:
-    """The subcommand `name` with all its flags."""
+    """Import the subcommand `name`, with all its flags."""
     found: click.Command = getattr(import_module(f"kvstow_service.cli.{COMMANDS[name].module}"), name)
     return found
 
@@ -86,5 +87,5 @@ def app() -> None:
 
 
 def main() -> None:
-    """Entry point of the console script."""
+    """Run the command. This is the entry point of the console script."""
     app()

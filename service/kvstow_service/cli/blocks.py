@@ -1,4 +1,4 @@
-"""Commands on blocks: evict, purge, release. Long operations are followed to their end, or cancelled."""
+"""Commands on blocks: evict, purge, release. They follow long operations to their end, or cancel them."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ no_wait_flag = click.option("--no-wait", is_flag=True, help="Print the operation
 
 
 def server_wait(no_wait: bool = False) -> float | None:
-    """Seconds for which the server may hold back its answer until the operation has ended; short on a terminal, which
-    shows the progress."""
+    """Return for how many seconds the server may hold back its answer until the operation has ended. On a terminal,
+    which shows the progress, they are few."""
     if no_wait:
         return None
     return 0.25 if sys.stderr.isatty() else 10.0
@@ -55,7 +55,7 @@ def follow(
     if_match: str | None = None,
     no_wait: bool = False,
 ) -> V | OperationView:
-    """Make a request whose answer may be an operation, and wait for that to end unless `no_wait`. `if_match`: an ETag
+    """Make a request. If its answer is an operation, wait for its end, unless `no_wait` is set. `if_match` is an ETag
     of the settings.
 
     Returns the answer or the operation. Raises `CommandError` if the operation failed or was cancelled.
@@ -99,7 +99,7 @@ def _until_ended(client: Client, operation: OperationView) -> OperationView:
 
 
 def started(operation: Any) -> str:
-    """What to print of an operation that is not waited for."""
+    """Say how to follow an operation for which the command does not wait."""
     return f"{operation.id} is running; `kvstow describe operation {operation.id}` shows its progress"
 
 
@@ -200,7 +200,7 @@ def purge(
 
 
 def context_id_of(text: str, salt: str = "") -> str:
-    """The id of a context that is given by its id or by the name that clients call it."""
+    """Return the id of a context, which is given by its id or by the name that its clients use."""
     if re.fullmatch(f"[0-9a-fA-F]{{{2 * CONTEXT_BYTES}}}", text):
         return text.lower()
     return context_id(text, salt).hex()
@@ -230,7 +230,7 @@ def release(call: Invocation, context: str, salt: str) -> None:
 
 
 def _remove(call: Invocation, route: Route[RemovedView | OperationView], chosen: dict[str, Any]) -> None:
-    """`chosen` selects the blocks."""
+    """Remove blocks. `chosen` are the parameters that select them."""
     with call.client() as client:
         pool = chosen_pool(client, call.pool)
         effect, is_destructive = "remove blocks", True
@@ -247,7 +247,7 @@ def _remove(call: Invocation, route: Route[RemovedView | OperationView], chosen:
 
 
 def _result(answer: Any) -> Any:
-    """The `RemovedView` of an answer, or of an operation that has ended."""
+    """Return the `RemovedView`, which is the answer itself or the result of an operation that has ended."""
     return getattr(answer, "result", answer)
 
 
@@ -259,5 +259,5 @@ def _removed(answer: Any) -> str:
 
 
 def _keys(arguments: Sequence[str]) -> list[str]:
-    """Keys given as arguments; - stands for those on standard input."""
+    """Return the keys. An argument - stands for keys on standard input."""
     return [key for argument in arguments for key in (sys.stdin.read().split() if argument == "-" else [argument])]

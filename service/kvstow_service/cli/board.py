@@ -21,7 +21,7 @@ from kvstow_service.cli.output import STATE_STYLES
 from kvstow_service.cli.tables import POOLS, SESSIONS, TIERS, Table, rank_state, waits_for
 
 _NOT_PINNED = "not pinned"
-# The characters distinguish the states on terminals without colours.
+# On terminals without colours, the characters tell the states apart.
 _SLOTS: dict[str, tuple[str, str]] = {
     "leased": ("▓", "blue"),
     "cached": ("▒", "green"),
@@ -33,23 +33,24 @@ _SLOTS: dict[str, tuple[str, str]] = {
 assert set(_SLOTS) == {*SLOT_STATES, _NOT_PINNED}
 
 _LABEL, _WORDS = 12, 58
-_GAPS = 4  # between the three columns
-_NARROWEST = 10  # a bar
-_FEW = 4  # lines of rows of one kind, on a small screen
-_FIXED_LINES, _POOL_LINES = 6, 7  # without rows, ranks and transfers; of what is below the rows
-_HEAD_LINES = 2  # of the fixed ones
+_GAPS = 4  # columns between the three columns
+_NARROWEST = 10  # the least width of a bar
+_FEW = 4  # each kind of rows gets this many lines at least, even on a small screen
+_FIXED_LINES, _POOL_LINES = 6, 7  # lines besides rows, ranks and transfers; lines of one pool's part below the rows
+_HEAD_LINES = 2  # how many of the fixed lines are the head
 _GROUPS = 7
 _GAP = 2  # between the columns of a table
 _SHORTEST_NAME = 20
 _LEVELS = "▁▂▃▄▅▆▇█"
 _GOOD_STATES = ("ready", "pinning", "starting")
-_SHORTEST_WAIT = 1.0  # seconds
+_SHORTEST_WAIT = 1.0  # seconds; if less time is left to pin, it is not shown
 
 
 def board(
     shown: OverviewView | None, lost: str | None, *, width: int, height: int, server: str, footer: str = ""
 ) -> RenderableType:
-    """The whole screen. `server`: its address. `lost`: why it does not answer; `shown` is then its last answer."""
+    """Make the whole screen. `server` is its address. `lost` says why it does not answer; `shown` is then its last
+    answer."""
     if shown is None:
         return Group(Text(f"kvstow: {server}", style="bold"), Text(), _lost(lost or "connecting"), Text(footer))
     head, conditions = _head(shown, server, width), _conditions(shown, width, max(_FEW, height // 4))
@@ -93,12 +94,12 @@ def board(
 
 
 def pool_choices(shown: OverviewView) -> list[str]:
-    """The pools that a viewer can choose from, none if there is no choice."""
+    """Return the pools that a user can choose from, or nothing if there is no choice."""
     return [pool.name for pool in shown.pools] if len(shown.pools) > 1 or shown.is_missing else []
 
 
 def _shares(room: int, wanted: Sequence[int]) -> list[int]:
-    """Lines for each kind of rows: `_FEW` at least, and what is left goes to the first ones first."""
+    """Divide `room` lines among kinds of rows. Each kind gets up to `_FEW` lines, and the first kinds get the rest."""
     shares = [min(_FEW, want) for want in wanted]
     for number, want in enumerate(wanted):
         shares[number] += max(0, min(want - shares[number], room - sum(shares)))
@@ -106,8 +107,8 @@ def _shares(room: int, wanted: Sequence[int]) -> list[int]:
 
 
 def _head(shown: OverviewView, server: str, width: int) -> list[Text]:
-    """With a line for the attach socket where it does not fit beside the rest. The reason of the state is left out if a
-    condition tells it."""
+    """Make the head. The attach socket has a line of its own if it does not fit into the first one. The reason of the
+    state is left out if a condition gives it."""
     info = shown.info
     about = ", ".join(filter(None, (info.settings.get("model"), info.mode, f"version {info.version}", server)))
     name, attach = f"kvstow {info.host_name}: {about}", f"engines attach at {info.attach}"
@@ -123,7 +124,7 @@ def _head(shown: OverviewView, server: str, width: int) -> list[Text]:
 
 
 def _conditions(shown: OverviewView, width: int, most: int) -> list[Text]:
-    """The first condition of each kind, the worst first, as many as take at most `most` lines, with what mends it."""
+    """Show the first condition of each kind, the worst first, with what mends it, in at most `most` lines."""
     lines: list[Text] = []
     for number, one in enumerate(shown.conditions):
         style, alike = STATE_STYLES.get(one.severity, "cyan"), shown.alike.get(one.name)
@@ -161,8 +162,8 @@ def rank_bars(
     pinning_paused: bool = False,
     troubled: Collection[str] = (),
 ) -> RenderableType:
-    """A bar for each rank. If there are more than `most`, those of `troubled` (SESSION/RANK) and those that have pinned
-    least come first. On a narrow terminal host, pid and device are cut off."""
+    """Make a bar for each rank. If there are more than `most`, the ranks in `troubled` (SESSION/RANK) and those that
+    have pinned least come first. A narrow terminal cuts off host, pid and device."""
     chosen = _first_ranks(ranks, most if len(ranks) <= most else most - 1, troubled)
     several = len({rank.session for rank in ranks}) > 1
     words = []
@@ -200,7 +201,7 @@ def _progress(rank: RankStatus, paused: bool) -> str:
         return size
     words, speed = f"{format_size(rank.pinned_bytes)} of {size}", rank.pin_rate_bytes_per_second
     if not speed or paused or rank.state != "pinning" or left / speed < _SHORTEST_WAIT:
-        return words  # a rank of a node waits for memory that is being populated, and then pins it in no time
+        return words  # a rank of a node waits until memory is populated, and pins it very fast after that
     return f"{words}, {rate(speed)}, {duration(left / speed)} left"
 
 
@@ -270,7 +271,7 @@ def _slots(pool: PoolStats, width: int) -> RenderableType:
 
 
 def _stack(counts: Mapping[str, int], width: int) -> Text:
-    """The share of each state, at least one character wide if it has a slot."""
+    """Make a bar with the share of each state. A state that has a slot is at least one character wide."""
     total, bar = sum(counts.values()), Text()
     shares = {state: max(1, round(counts[state] * width / total)) for state in counts if counts[state]}
     if shares:  # a pool may have no slot yet
@@ -307,8 +308,8 @@ def _curve(curves: CurvesView, name: str, room: int, top: float, style: str) -> 
 
 
 def _by_size(curve: PoolCurveView, advice: str, width: int) -> RenderableType:
-    """One line: a bar for the hits of each size, in another colour for the present and the next useful one. Without a
-    curve there is only the advice."""
+    """Make one line with a bar for the hits of each size. The present size and the next useful one have another colour.
+    Without a curve, the line has only the advice."""
     sizes, better = curve.items, curve.next_useful
     if not sizes:
         return Text.assemble(_label("by size".ljust(_LABEL + 2)), advice, no_wrap=True, overflow="ellipsis")
@@ -331,7 +332,7 @@ def _by_size(curve: PoolCurveView, advice: str, width: int) -> RenderableType:
 
 
 def _pending(shown: OverviewView) -> RenderableType:
-    """What is in flight; of one pool, also what was evicted."""
+    """Show what is in flight and, if one pool is selected, what was evicted."""
     flight = Text("   ".join(_in_flight(shown.transfers)))
     flight.highlight_words(["stuck"], "bold red")
     parts: list[RenderableType] = [_labelled("in flight", flight)]
@@ -393,8 +394,8 @@ def _bar_width(width: int) -> int:
 
 
 def row_table(table: Table, width: int, most: int, *, noun: str, selected: str | None = None) -> RenderableType:
-    """The first columns that fit, with their titles, and at most `most` lines of rows: those that a condition concerns
-    before others. Long names are cut, so that more columns fit. `selected`: the name of a row to mark."""
+    """Make a table with titles, the first columns that fit, and at most `most` lines of rows. Rows with a condition
+    come before others. Long names are cut, so that more columns fit. `selected` is the name of a row to mark."""
     shown = table if len(table.rows) <= most else table.limited(max(1, most - 1))
     mark = 2 if selected is not None else 0
     titles = [title.upper() for title in shown.titles]
@@ -426,7 +427,7 @@ def _line(texts: Sequence[str], widths: Sequence[int], prefix: str, style: str, 
 
 
 def _cut(text: str, width: int) -> str:
-    """A name ends in what distinguishes it from others, so the middle is cut.
+    """Cut the middle of a name, because its end distinguishes it from others.
 
     >>> _cut("llama-3-1-8b-instruct-0a1b2c", 20)
     'llama-3-1-8…t-0a1b2c'
@@ -438,7 +439,7 @@ def _cut(text: str, width: int) -> str:
 
 
 def sparkline(points: Sequence[float | None], width: int, top: float) -> str:
-    """At most the newest `width` points, from 0 to `top`. Gaps are blank.
+    """Draw at most the newest `width` points, from 0 to `top`. Gaps are blank.
 
     >>> sparkline([0, 1, None, 4, 8], 4, 8)
     '▂ ▅█'

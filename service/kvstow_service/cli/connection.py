@@ -1,5 +1,5 @@
-"""What commands on a server share: how they reach it, the pool that they mean, values with units, and the question
-before those that are destructive."""
+"""The parts that commands on a server share: how they reach it, which pool they mean, values with units, and the
+question before destructive changes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class _Parsed(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.4 only
-    """A value that `parse` reads; its `ConfigError` names the allowed ones."""
+    """A value that `parse` reads. Its `ConfigError` names the allowed values."""
 
     def __init__(self, name: str, parse: Callable[[str], float]) -> None:
         self.name = name
@@ -46,15 +46,15 @@ class _Parsed(click.ParamType):  # type: ignore[type-arg]  # generic since click
 
 
 TIME = _Parsed("time", parse_duration)
-"""Seconds, as a float; written as 30s, 500ms, 5m or 0.5."""
+"""Seconds, as a float. Users write 30s, 500ms, 5m or 0.5."""
 
 SIZE = _Parsed("size", parse_size)
-"""Bytes, as an int; written as 8GiB, 500MB or 4096."""
+"""Bytes, as an int. Users write 8GiB, 500MB or 4096."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Connection:
-    """Where requests go, and with which credentials. `timeout`: seconds for each answer."""
+    """The server to which requests go, and the credentials. `timeout` is in seconds for each answer."""
 
     server: str
     token_file: str | None = None
@@ -65,8 +65,8 @@ class Connection:
 
     @classmethod
     def take(cls, options: dict[str, Any], environ: Mapping[str, str]) -> Self:
-        """Removes the connection flags from the command's options; `environ` has what they do not give. Raises
-        `ConfigError`."""
+        """Make a connection from the connection flags, which are removed from the command's options. `environ` has the
+        values that the flags do not give. Raises `ConfigError`."""
         from kvstow_api.client.client import DEFAULT_SERVER
 
         timeout = options.pop("request_timeout")
@@ -82,8 +82,8 @@ class Connection:
         )
 
     def client(self) -> Client:
-        """Without a credential, changes go through the Unix socket of a server on this machine: over TCP it refuses
-        them. Raises `ConfigError` for a server or a file that cannot be used."""
+        """Make a client. Without a credential, changes go through the Unix socket of a server on this machine, because
+        it refuses them over TCP. Raises `ConfigError` for a server or a file that cannot be used."""
         from kvstow_api.client import Client, Endpoint
         from kvstow_service.cli.localserver import LocalServerClient
 
@@ -93,7 +93,7 @@ class Connection:
         return (LocalServerClient if needs_socket else Client)(endpoint, timeout=self.timeout)
 
     def _tls(self) -> ssl.SSLContext | None:
-        """None: the system's certificates."""
+        """Return the TLS context. None means that the system's certificates are used."""
         if not (self.ca_file or self.cert_file or self.key_file):
             return None
         import ssl
@@ -104,7 +104,7 @@ class Connection:
             tls = ssl.create_default_context(cafile=self.ca_file)
             if self.cert_file:
                 tls.load_cert_chain(self.cert_file, self.key_file)
-        except OSError as error:  # ssl.SSLError is one
+        except OSError as error:  # includes ssl.SSLError
             files = ", ".join(filter(None, (self.ca_file, self.cert_file, self.key_file)))
             raise ConfigError("TLS files", files, f"valid PEM files ({error})") from error
         return tls
@@ -117,7 +117,7 @@ pool_flag = click.option("--pool", metavar="NAME", help="The pool; needed only w
 
 
 def chosen_pool(client: Client, name: str | None) -> str:
-    """`name`, or that of the only pool. Raises `CommandError` if there is none, or if there are several."""
+    """Return `name`, or the name of the only pool. Raises `CommandError` if there is no pool, or more than one."""
     from kvstow_api.client import routes
 
     if name is not None:
@@ -135,7 +135,7 @@ def chosen_pool(client: Client, name: str | None) -> str:
 
 
 def find_session(client: Client, session_id: str) -> SessionStatus:
-    """Raises `CommandError` if there is none with this id."""
+    """Return the session. Raises `CommandError` if none has this id."""
     from kvstow_api.client import routes
 
     for session in client.call(routes.list_sessions).items:
@@ -152,19 +152,19 @@ dry_run_flag = click.option("--dry-run", is_flag=True, help="Show what would hap
 
 
 def evicted(plan: PlanView | RemovedView) -> str:
-    """What the server evicts, or has evicted, in words."""
+    """Say what the server evicts, or has evicted."""
     return f"{counted(plan.evicted_slots, 'block')}, {format_size(plan.evicted_bytes)} of each rank"
 
 
 def in_store(removed: RemovedView | DeletedPoolView) -> str:
-    """What went from the store below the pool, and what is left there, to be put behind a sentence."""
+    """Say what was removed from the store below the pool, and what is left there. The text continues a sentence."""
     gone = f", and {counted(removed.stored_blocks, 'block')} in the store" if removed.stored_blocks else ""
     return gone + (f"; {removed.notice}" if removed.notice else "")
 
 
 @dataclass(frozen=True, slots=True)
 class Invocation:
-    """A command: its server, and the flags that commands have in common, as far as it has them."""
+    """A call of a command: its server, and the values of the flags that commands share, as far as it has them."""
 
     connection: Connection
     style: Format = "table"
@@ -177,13 +177,14 @@ class Invocation:
         return self.connection.client()
 
     def emit(self, view: Any, show: Callable[[Any], str]) -> None:
-        """Print `view`; `show` makes the text for people."""
+        """Print `view`. `show` makes the text for people."""
         emit(view, self.style, show)
 
     def confirm(self, effect: str, *, destructive: bool) -> None:
-        """Return if the command may go on. `effect` follows "would". A command is destructive if it loses blocks, if it
-        makes /readyz fail, or if it takes the cache from an engine; it names its server first: in a question, or with
-        --yes in a line on standard error. Raises `CommandError` for a no, and where there is no terminal to ask on."""
+        """Return if the command may proceed. `effect` follows "would". A command is destructive if it loses blocks,
+        makes /readyz fail, or takes the cache from an engine. It first names its server in a question or, with --yes,
+        in a line on standard error. Raises `CommandError` if the answer is no, and if there is no terminal to ask
+        on."""
         if not destructive:
             return
         server = self.connection.server
@@ -217,8 +218,8 @@ _COMMON = ("style", "pool", "dry_run", "yes", "no_wait")
 
 
 def remote(command: Callable[..., None]) -> Callable[..., None]:
-    """Adds the connection flags to a command and passes it an `Invocation` as its first argument. KVStow's errors
-    become a message on standard error and an exit code."""
+    """Add the connection flags to a command, and pass it an `Invocation` as its first argument. KVStow's errors become
+    a message on standard error and an exit code."""
 
     @functools.wraps(command)
     def run(**options: Any) -> None:

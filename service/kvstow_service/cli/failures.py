@@ -1,4 +1,4 @@
-"""How commands fail: an error with a hint on standard error, and an exit code."""
+"""How commands fail: they print an error with a hint on standard error, and return an exit code."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class ExitCode(IntEnum):
-    """The outcomes that a script may want to tell apart."""
+    """The outcomes that a script may want to distinguish."""
 
     OK = 0
     ERROR = 1
@@ -27,7 +27,7 @@ class ExitCode(IntEnum):
 
 
 class CommandError(KvstowError):
-    """A command cannot do what it was asked to; `hint` says what its user can do."""
+    """A command cannot do what its user wants. `hint` says what the user can do."""
 
     code = "command_failed"
 
@@ -63,7 +63,7 @@ _LISTED_BY = {
     "operation": "operations",
     "cancel": "operations",
 }
-"""The lists of `kvstow get`, by the command that takes one of their items."""
+"""The lists of `kvstow get` whose items a command takes, by the name of the command."""
 
 
 def exit_code_of(error: KvstowError) -> ExitCode:
@@ -73,7 +73,7 @@ def exit_code_of(error: KvstowError) -> ExitCode:
         case CommandError():
             return error.exit_code
         case ApiError():
-            # Without a problem document another server may have answered: its 404 says nothing about ours.
+            # Without a problem document, another server may have answered. Its 404 says nothing about ours.
             return _CODES.get(error.problem.status, ExitCode.ERROR) if error.problem else ExitCode.ERROR
         case ConfigError():
             return ExitCode.USAGE
@@ -81,7 +81,7 @@ def exit_code_of(error: KvstowError) -> ExitCode:
 
 
 def hint_for(error: KvstowError, command: str = "") -> str | None:
-    """What the user can do, if that is known. `command`: the name of the command that failed."""
+    """Return what the user can do, if that is known. `command` is the name of the command that failed."""
     from kvstow_api.client import ApiError
 
     match error:
@@ -108,7 +108,7 @@ def _hint_for_problem(error: ApiError, command: str) -> str | None:
 
 @contextmanager
 def reporting_failures() -> Iterator[None]:
-    """Print KVStow's errors and their hints to standard error, and exit with their code."""
+    """Print KVStow's errors with their hints to standard error, and exit with their codes."""
     try:
         yield
     except KvstowError as error:

@@ -1,4 +1,5 @@
-"""`kvstow get`: lists, once or watched; `kvstow describe`: everything about one thing, a line for each field."""
+"""`kvstow get` shows lists, once or watched. `kvstow describe` shows everything about one thing, a line for each
+field."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ _PAGE = 1000
 
 
 class _Noun(NamedTuple):
-    """One list: its options are query parameters of the route `list_NAME`, or of `route`."""
+    """One list. Its options are query parameters of `route`, whose default is `list_NAME`."""
 
     name: str
     help: str
@@ -88,7 +89,7 @@ _ALIASES = {"op": "operations", "ops": "operations", **{noun.singular: noun.name
 
 
 class _AliasGroup(click.Group):
-    """Accepts its nouns in the singular as well."""
+    """Accepts the singular of each noun, too."""
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         return super().get_command(ctx, _ALIASES.get(cmd_name, cmd_name))
@@ -146,14 +147,14 @@ def _fetch(client: Client, noun: _Noun, style: Format, options: dict[str, Any], 
 
 
 def _shown(view: Any, kind: Columns[Any], *, wide: bool) -> str:
-    """The table; of a curve, also what follows from it, or why there is none."""
+    """Return the table. For a curve, add what follows from it, or why there is none."""
     if not isinstance(view, PoolCurveView):
         return table(view.items, kind, wide=wide)
     return f"{table(view.items, kind, wide=wide)}\n\n{view.advice}" if view.items else view.advice
 
 
 def _note(view: Any, options: dict[str, Any]) -> str:
-    """A note for a list that is cut off, or that is empty for a reason."""
+    """Return a note for a list that is incomplete, or that is empty for a known reason."""
     if getattr(view, "store", "") is None:
         return "there is no store below the pools: `kvstow serve --tier URL` has one"
     is_cut = getattr(view, "next_page_token", None) is not None
@@ -161,7 +162,7 @@ def _note(view: Any, options: dict[str, Any]) -> str:
 
 
 def _read(client: Client, noun: _Noun, *, limit: int | None = None, **chosen: Any) -> Any:
-    """The list; of one that has pages, as many as `limit` items take."""
+    """Read the list. If it comes in pages, read as many as `limit` items need."""
     from kvstow_api.client import routes
 
     route: Route[Any] = getattr(routes, noun.route or f"list_{noun.name}")
@@ -193,10 +194,10 @@ def _watch(
     sleep: Callable[[float], object] = time.sleep,
     now: Callable[[], datetime] = datetime.now,
 ) -> None:
-    """Print what `fetch` returns, until Ctrl-C: a terminal shows the newest text, a pipe gets every changed one.
+    """Print what `fetch` returns, until Ctrl-C. A terminal shows the newest text, and a pipe gets every changed one.
 
-    Once the server has answered, a lost connection is reported and tried again. Raises `ApiError` before that, and if
-    the server refuses.
+    Once the server has answered, a lost connection is reported, and the read is tried again. Raises `ApiError` if the
+    first read fails, or if the server refuses one.
     """
     from kvstow_api.client import ApiError
 
@@ -240,8 +241,8 @@ def describe() -> None:
 def _described(
     help: str, *params: Callable[[Any], Any], in_pool: bool = False
 ) -> Callable[[Callable[..., Mapping[str, Any]]], click.Command]:
-    """A command that shows what the function returns, by title; `in_pool`: it gets the pool, which is chosen if there
-    is only one. Prints nothing unless all of it could be read."""
+    """Make a command that shows what the function returns, by title. With `in_pool`, the function gets the pool, which
+    need not be named if there is only one. The command prints nothing unless everything could be read."""
 
     def register(function: Callable[..., Mapping[str, Any]]) -> click.Command:
         def command(call: Invocation, **options: Any) -> None:
@@ -362,11 +363,11 @@ def _section(title: str, view: Any) -> str:
 
 
 def details(view: Any) -> str:
-    """All fields of a view, and those within them."""
+    """Show all fields of a view, and the fields within them."""
     return pairs(_details(view))
 
 
-_UNIT = re.compile(r"_(bytes_per_second|seconds|bytes)(?=_left$|$)")  # the value shows it
+_UNIT = re.compile(r"_(bytes_per_second|seconds|bytes)(?=_left$|$)")  # left out of names, because values show the unit
 
 
 def _details(view: Any, depth: int = 0) -> Iterator[tuple[str, str]]:

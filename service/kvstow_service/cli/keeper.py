@@ -1,4 +1,4 @@
-"""`kvstow keeper`: the keeper in a process, or a container, of its own."""
+"""`kvstow keeper`: runs the keeper in a separate process or container."""
 
 from __future__ import annotations
 
@@ -32,4 +32,4 @@ def keeper(state: str, keep_timeout: str) -> None:
         if not seconds:
             raise ConfigError("--keep-timeout", keep_timeout, "more than 0 seconds")
     command, environ = keeper_command(Path(state).absolute(), seconds, "--stay")
-    os.execve(command[0], command, environ)  # the keeper is a quarter of this process
+    os.execve(command[0], command, environ)  # replaces this process, because a keeper has a quarter of its size

@@ -1,4 +1,4 @@
-"""The Unix socket of a server that a command knows by its address."""
+"""Finds the Unix socket of a server on this machine, given its TCP address."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _LISTENING = "0A"
 _TABLES = ("/proc/net/tcp", "/proc/net/tcp6")
 _UNIX = "unix:"
 _FOR_ADMINS = (routes.list_contexts, routes.get_context, routes.list_blocks, routes.get_block)
-"""Reads that show nothing, or less, to callers without a credential."""
+"""Reads that show less, or nothing, to callers without a credential."""
 
 
 class LocalServerClient(Client):
-    """Reads over TCP. Changes, and reads that need a credential, go through the Unix socket that the server names, if
-    it is a server of this machine."""
+    """Reads over TCP. If the server is on this machine, changes, and reads that need a credential, go through the Unix
+    socket that it names."""
 
     def __init__(self, endpoint: Endpoint, *, timeout: float) -> None:
         super().__init__(endpoint, timeout=timeout)
@@ -64,15 +64,16 @@ class LocalServerClient(Client):
             self._local.close()
 
     def _find(self) -> Client | None:
-        """None if there is no such socket, or if it may be another server's. A port may be forwarded from another
-        machine, and any user may listen on one and name the socket of somebody else."""
+        """Return a client for the server's Unix socket. Returns None if there is none, or if it may be another
+        server's: the port may be forwarded from another machine, and any user may listen on a port and name a socket of
+        somebody else."""
         address = urlsplit(self._url)
         if not is_loopback(address.hostname or ""):
             return None
         try:
             info = super().call(routes.get_info)
         except ApiError:
-            return None  # the change itself says why
+            return None  # the change itself will fail, and its error says why
         for path in (Path(one.removeprefix(_UNIX)) for one in info.addresses if one.startswith(_UNIX)):
             if not _may_open(path, address.port or (443 if address.scheme == "https" else 80)):
                 continue
@@ -87,7 +88,7 @@ class LocalServerClient(Client):
 
 
 def _may_open(path: Path, port: int) -> bool:
-    """Whether this user may write to the socket, and it belongs to the user who listens on the port."""
+    """Whether this user may write to the socket, and the socket belongs to the user who listens on the port."""
     try:
         return {path.stat().st_uid} == _listeners(port) and os.access(path, os.W_OK)
     except OSError:
@@ -95,7 +96,7 @@ def _may_open(path: Path, port: int) -> bool:
 
 
 def _listeners(port: int) -> set[int]:
-    """The users that listen on a TCP port of this machine."""
+    """Return the users who listen on a TCP port of this machine."""
     found = set()
     for table in _TABLES:
         try:

@@ -1,4 +1,4 @@
-"""What commands print: tables and field lists for people, JSON and YAML for programs."""
+"""The output of commands: tables and field lists for people, JSON and YAML for programs."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ STATE_STYLES = {
     "error": "red",
     "stopped": "red",
 }
-"""Colours of the names of states, on a terminal."""
+"""The colours of states on a terminal, by their names."""
 
 _GAP = "  "
 
 
 def format_option(choices: Sequence[Format], description: str) -> Decorator:
-    """The -o flag with these choices; the first is the default."""
+    """Return the -o option with these choices. The first one is the default."""
     return click.option(
         "-o",
         "--output",
@@ -62,12 +62,12 @@ wide_format_flag = format_option(("table", "wide", "json", "yaml"), "Output form
 
 
 def emit(view: Any, style: Format, show: Callable[[Any], str]) -> None:
-    """Print `view` in the format `style`; `show` makes the text for people."""
+    """Print `view` in the format `style`. `show` makes the text for people."""
     click.echo(text_of(view, style, show))
 
 
 def text_of(view: Any, style: Format, show: Callable[[Any], str], *, one_line: bool = False) -> str:
-    """`one_line`: JSON without line breaks, and YAML as a document of a stream."""
+    """Return `view` as text. With `one_line`, JSON has no line breaks, and YAML is a document of a stream."""
     if style == "json":
         return json.dumps(plain(view), indent=None if one_line else 2)
     if style == "yaml":
@@ -79,7 +79,7 @@ def text_of(view: Any, style: Format, show: Callable[[Any], str], *, one_line: b
 
 
 def plain(view: Any) -> Any:
-    """The view as JSON and YAML have it, equal to the API's answer."""
+    """Return the view as JSON and YAML show it, which is equal to the API's answer."""
     match view:
         case Mapping():
             return {key: plain(inner) for key, inner in view.items()}
@@ -93,8 +93,8 @@ def plain(view: Any) -> Any:
 
 
 def table(items: Iterable[Any], kind: Columns[Any], *, wide: bool = False) -> str:
-    """A line of titles, and one line for each item. Cells are never folded or cut: on a narrow terminal the line wraps,
-    and ids can still be copied."""
+    """Return a line of titles, and one line for each item. Cells are never folded or cut. A narrow terminal wraps the
+    lines, so ids can still be copied."""
     chosen = kind.of("everywhere", "lists", *(("wide",) if wide else ()))
     rows = [[_printable(column.text(item)) for column in chosen] for item in items]
     titles = [column.title.upper() for column in chosen]
@@ -105,7 +105,7 @@ def table(items: Iterable[Any], kind: Columns[Any], *, wide: bool = False) -> st
 
 
 def pairs(rows: Iterable[tuple[str, str]]) -> str:
-    """Names and values, one pair a line. A name's leading blanks show its depth."""
+    """Return names and values, one pair on each line. The leading blanks of a name show its depth."""
     named = [(name, _printable(value)) for name, value in rows]
     width = max((_width(name) for name, _ in named), default=0)
     return "\n".join(
@@ -114,7 +114,7 @@ def pairs(rows: Iterable[tuple[str, str]]) -> str:
 
 
 def styled(text: str, colour: str | None = None, *, bold: bool = False) -> str:
-    """`text` in a colour, where standard output is a terminal and NO_COLOR is not set."""
+    """Return `text` in a colour if standard output is a terminal and NO_COLOR is not set."""
     if not sys.stdout.isatty() or os.environ.get("NO_COLOR"):
         return text
     return click.style(text, fg=colour, bold=bold or None)
@@ -126,14 +126,14 @@ def _line(cells: Sequence[str], widths: Sequence[int], style: Callable[[str], st
 
 
 def _width(text: str) -> int:
-    """Columns that a terminal needs."""
+    """Return how many columns of a terminal the text needs."""
     from unicodedata import east_asian_width
 
     return len(text) if text.isascii() else sum(2 if east_asian_width(char) in "WF" else 1 for char in text)
 
 
 def _printable(text: str) -> str:
-    """Without line breaks, tabs and terminal escapes: request ids and error texts come from elsewhere."""
+    """Replace line breaks, tabs and terminal escapes, because request ids and error texts come from others."""
     return "".join(char if char.isprintable() else " " for char in text)
 
 

@@ -1,4 +1,4 @@
-"""`kvstow plot`: shares of blocks that hit, by the size of the pool, drawn with characters."""
+"""`kvstow plot`: draws the shares of blocks that hit, by the size of the pool, with characters."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ if TYPE_CHECKING:
 
 _COLOURS = ("green", "blue", "yellow", "magenta", "cyan", "red")
 _MARKS = "●○◆◇▲△"
-"""Distinguish the lines on terminals without colours."""
+"""Marks that tell the lines apart on terminals without colours."""
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
-"""Bits of a braille character by row and column: it has four rows of two dots."""
+"""The bit of each dot of a braille character, by row and column. It has four rows of two dots."""
 _BLANK = 0x2800
 """The braille character without dots."""
 _Cell = tuple[str, str | None]
 _WIDTH, _HEIGHT = 72, 15
-_AXIS = 8  # columns on the left
+_AXIS = 8  # the columns of the axis on the left
 
 
 class Line(NamedTuple):
-    """The share of each size, None where it is unknown."""
+    """The share of hits for each size, or None where it is unknown."""
 
     name: str
     ratios: Sequence[float | None]
 
 
 class Plot(NamedTuple):
-    """Lines over sizes in slots, which grow, with a label for each. `now`: the number of the pool's present size.
-    `limit`: a share that no size exceeds."""
+    """Lines over sizes in slots, the smallest first, with a label for each size. `now` is the number of the pool's
+    present size among them. `limit` is a share that no size exceeds."""
 
     title: str
     sizes: Sequence[int]
@@ -51,7 +51,7 @@ class Plot(NamedTuple):
 
 
 def drawn(plot: Plot, width: int = _WIDTH, height: int = _HEIGHT) -> str:
-    """The plot as text, with a legend below it."""
+    """Draw the plot as text, with a legend below it."""
     columns = max(10, width - _AXIS)
     top = _top(plot)
     places = [round(share * (columns - 1)) for share in _shares(plot.sizes)]
@@ -73,7 +73,7 @@ def drawn(plot: Plot, width: int = _WIDTH, height: int = _HEIGHT) -> str:
 
 
 def _canvas(plot: Plot, places: Sequence[int], top: float, columns: int, height: int) -> list[list[_Cell]]:
-    """Characters with their colours, row by row."""
+    """Return the characters with their colours, row by row."""
     cells: list[list[_Cell]] = [[(" ", None)] * columns for _ in range(height)]
     if plot.now is not None:
         for row in cells:
@@ -107,7 +107,7 @@ def _top(plot: Plot) -> float:
 
 
 def _shares(sizes: Sequence[int]) -> list[float]:
-    """Where each size is between the first and the last: a doubling takes the same room everywhere."""
+    """Return the place of each size between the first (0) and the last (1), on a logarithmic scale."""
     first, last = math.log2(sizes[0]), math.log2(sizes[-1])
     return [(math.log2(size) - first) / (last - first) if last > first else 0.5 for size in sizes]
 
@@ -117,7 +117,7 @@ def _row(ratio: float, top: float, height: int) -> int:
 
 
 def _dots(line: Line, places: Sequence[int], top: float, height: int) -> dict[tuple[int, int], int]:
-    """Braille bits by row and column of the straight lines between neighbours."""
+    """Return the braille bits of the straight lines between neighbouring points, by row and column."""
     found: dict[tuple[int, int], int] = {}
     known = [(place, ratio) for place, ratio in zip(places, line.ratios, strict=True) if ratio is not None]
     for (left, low), (right, high) in pairwise(known):
@@ -131,7 +131,7 @@ def _dots(line: Line, places: Sequence[int], top: float, height: int) -> dict[tu
 
 
 def _below(plot: Plot, places: Sequence[int], columns: int) -> str:
-    """The labels of the sizes, as many as there is room for; that of the present size in any case."""
+    """Return the line of size labels. It has as many as fit, and always that of the present size."""
     text = [" "] * (_AXIS + columns + 8)
     wanted = list(range(len(plot.labels)))
     if plot.now is not None:
@@ -169,7 +169,7 @@ def curve(call: Invocation) -> None:
 
 
 def of_curve(view: PoolCurveView) -> Plot:
-    """The pool's own order, LRU beside it where they differ, and what a pool would hit that never evicts."""
+    """Plot the hits of the pool's own policy, those of LRU if they differ, and those of a pool that never evicts."""
     lines = [Line(f"policy {view.policy}", [size.ratio for size in view.items])]
     if view.policy != "lru":
         lines.append(Line("lru", [size.lru for size in view.items]))

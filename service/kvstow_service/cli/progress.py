@@ -1,4 +1,4 @@
-"""The progress of commands that take long: bars on a terminal, and now and then a line elsewhere."""
+"""The progress of long commands: bars on a terminal, and lines from time to time elsewhere."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LINE_SECONDS = 10.0
 
 
 class Bar:
-    """One kind of work. Call it with how much is done, and words for that."""
+    """The progress of one kind of work. Call it with how much is done, and a text for that."""
 
     def __init__(self, words: str, total: float, bars: Progress | None, clock: Callable[[], float]) -> None:
         self._words, self._total, self._bars, self._clock = words, total, bars, clock
@@ -24,7 +24,7 @@ class Bar:
         self._next_line = clock() + LINE_SECONDS
 
     def __call__(self, done: float, count: str | None = None) -> None:
-        """`count`: without it, how much of how much."""
+        """Show that `done` is done. `count` is the text for it; the default says how much of the total."""
         if self._bars is not None and self._task is not None:
             self._bars.update(self._task, completed=done, count=self._counted(done, count))
         elif self._clock() >= self._next_line:
@@ -36,8 +36,8 @@ class Bar:
 
 
 class ProgressBars:
-    """A context in which bars are shown on standard error. Where that is no terminal, each bar writes a line every
-    `LINE_SECONDS`, so that a log shows how far a long command is."""
+    """A context in which bars are shown on standard error. If that is no terminal, each bar writes a line every
+    `LINE_SECONDS` instead, so that a log shows how far a long command is."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

@@ -1,5 +1,5 @@
-"""`kvstow replay`: a request trace through an engine in this process, through engines that attach to a node service, or
-through control planes of several sizes and policies that move no bytes."""
+"""`kvstow replay`: runs a request trace through an engine in this process, through engines that attach to a node
+service, or through control planes of several sizes and policies that move no bytes."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def replay(
 
 
 class _Conflict(NamedTuple):
-    """An option that needs another one, or that cannot be used beside it."""
+    """An option that needs another option, or that cannot be used with it."""
 
     option: str
     other: str
@@ -188,7 +188,7 @@ _CONFLICTS = (
 
 
 def _refuse_conflicts(given: Mapping[str, object]) -> None:
-    """Raise `SettingError` for the first of the options that were given which does not fit the others."""
+    """Raise `SettingError` for the first given option that does not fit the others."""
     for rule in _CONFLICTS:
         if rule.option in given and (rule.other in given) is not rule.is_needed:
             raise SettingError(rule.option, given[rule.option], rule.problem)
@@ -261,8 +261,9 @@ def _show_table(table: HitTable, *, as_json: bool) -> None:
 
 
 def _parse_sizes(text: str, slot_bytes: int) -> list[int]:
-    """Slots, from the smallest on. A plain number is one of slots, a size with a unit one of bytes on all ranks; then
-    `slot_bytes` are those of a slot. Raises `ConfigError`."""
+    """Parse sizes, and return them as numbers of slots, the smallest first. A number without a unit is one of slots. A
+    size with a unit is in bytes on all ranks, and `slot_bytes` are the bytes of a slot on all ranks. Raises
+    `ConfigError`."""
     found = set()
     for part in filter(None, (one.strip() for one in text.split(","))):
         slots = int(part) if part.isdecimal() else parse_size(part, "--sizes") // slot_bytes

@@ -1,4 +1,4 @@
-"""`kvstow serve`: its flags are the fields of `Settings`."""
+"""`kvstow serve`. Its flags are the fields of `Settings`."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ _CONFIG_HELP = "TOML file with settings, named like the flags but with underscor
 
 
 _REPEATED = frozenset({"tenant", "disk"})
-"""Settings whose flag may be given more than once."""
+"""Settings whose flags may be given more than once."""
 
 
 def _run(config: Path | None, flags: dict[str, object]) -> int:
-    """Returns the exit status: 2 for an invalid setting, 1 for any other failure."""
+    """Run the service. Returns the exit status: 2 for an invalid setting, 1 for any other failure."""
     try:
         settings = load_settings(flags, os.environ, config)
     except ExceptionGroup as group:
         return _complain(group.exceptions, 2)
 
-    gc.disable()  # what is imported stays; walking it took a tenth of the start
+    gc.disable()  # imported objects stay, and collections that walked them took a tenth of the start
     try:
-        from kvstow_service.node.nodeprocess import run_service  # FastAPI, uvicorn
+        from kvstow_service.node.nodeprocess import run_service  # imports FastAPI and uvicorn
     finally:
         gc.freeze()
         gc.enable()
@@ -47,7 +47,7 @@ def _run(config: Path | None, flags: dict[str, object]) -> int:
 
 
 def _named_as_flag(error: ConfigError) -> ConfigError:
-    """The error with flags instead of the names of settings."""
+    """Return the error with flags in place of the names of settings."""
     allowed = re.sub(r"\b[a-z]+(_[a-z]+)+\b", _flag_of, error.allowed)
     key = flag_name(error.key) if error.key in Settings.model_fields else error.key
     return type(error)(key, error.value, allowed)
@@ -64,7 +64,8 @@ def _complain(errors: Sequence[Exception], status: int) -> int:
 
 
 def _option(key: str, field: FieldInfo) -> click.Option:
-    """The flag of one setting. Its value stays text, so that flags, variables and files are read by the same rules."""
+    """Make the flag of one setting. Its value stays text, so that flags, variables and files are parsed by the same
+    rules."""
     flag, is_switch = flag_name(key), field.annotation is bool
     has_default = not field.is_required() and field.default not in (None, (), False)
     return click.Option(

@@ -1,4 +1,4 @@
-"""Commands that change how a running server works: its settings, what is switched off, its engines and its pools."""
+"""Commands that change a running server: its settings, what is switched off, its engines and its pools."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ def _change(
     would: Callable[[PlanView], str],
     changed: Callable[[PoolView, PlanView, Any], tuple[Any, Callable[[Any], str]]],
 ) -> None:
-    """Change settings of a pool. `words` begin the question, `would` is the text of a dry run; `changed` gets the pool
-    before, the plan and the answer, and gives what is printed."""
+    """Change settings of a pool. `words` begin the question, and `would` makes the text of a dry run. `changed` gets
+    the pool before the change, the plan and the answer, and returns what is printed."""
     from kvstow_api.answers import PlanView
     from kvstow_api.client import routes
 
@@ -91,7 +91,7 @@ def _resized(before: PoolView, plan: PlanView, answer: Any) -> tuple[Any, Callab
 
 
 _SETTINGS = ("capacity_slots", "policy", "pinning_paused")
-"""Of a pool: those that a `PATCH` changes."""
+"""The settings of a pool that a `PATCH` changes."""
 
 
 def _settings_of(pool: PoolView) -> dict[str, Any]:
@@ -154,7 +154,8 @@ def log_level(call: Invocation, level: str, logger: str) -> None:
 
 
 def _parse(setting: str) -> tuple[str, Any]:
-    """A value that is not JSON is a string, and so is a number that JSON cannot carry: the server refuses it."""
+    """Parse a setting. A value that is not JSON becomes a string, as does a number that JSON cannot carry. The server
+    refuses such a string."""
     key, equals, text = setting.partition("=")
     if not key or not equals:
         raise click.UsageError(f"{setting!r} is not KEY=VALUE")

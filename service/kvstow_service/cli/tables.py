@@ -1,4 +1,4 @@
-"""The tables of `kvstow get` and `kvstow top`: the columns of each kind of thing, and its rows as texts."""
+"""The tables of `kvstow get` and `kvstow top`: the columns of each kind of thing, and its rows as text."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from kvstow_api.answers import LogLevelView, OperationView, PoolView, SizeView
 from kvstow_api.texts import ABSENT, count, duration, moment, per_second, percent, rate
 
 Place = Literal["everywhere", "lists", "wide"]
-"""Where a column is shown: also in `kvstow top`, in `kvstow get`, or only in its -o wide."""
+"""Where a column is shown: in `kvstow top` and `kvstow get`, only in `kvstow get`, or only in its -o wide."""
 
-_REPORTS_ARE_FRESH = 5.0  # seconds; ranks report every second
+_REPORTS_ARE_FRESH = 5.0  # a younger report counts as current, in seconds; ranks report every second
 _NAMED_RANKS = 3
 
 _Item = TypeVar("_Item")
@@ -33,18 +33,18 @@ _Item = TypeVar("_Item")
 class Column(Generic[_Item]):
     title: str
     cell: Callable[[_Item], str | None]
-    """None and an empty text are shown as a dash."""
+    """Returns the text. None and an empty text are shown as a dash."""
     place: Place = "everywhere"
     is_name: bool = False
-    """Whether a narrow terminal may cut its middle."""
+    """Whether a narrow terminal may cut the middle of the text."""
 
     def text(self, item: _Item) -> str:
         return self.cell(item) or ABSENT
 
 
 class Columns(Generic[_Item]):
-    """The columns of one kind of thing, the most important first, because a narrow terminal omits the last ones. The
-    first one has the name by which other commands take the thing; `name` is that field."""
+    """The columns of one kind of thing, the most important first, because a narrow terminal leaves out the last ones.
+    The first column has the name by which other commands take the thing, and `name` is its field."""
 
     def __init__(self, name: str, *columns: Column[_Item]) -> None:
         self.name, self.columns = name, columns
@@ -54,7 +54,7 @@ class Columns(Generic[_Item]):
 
 
 class TableRow(NamedTuple):
-    """The texts of one thing. `troubled`: a condition concerns it."""
+    """The texts of one thing. With `troubled`, a condition concerns it."""
 
     cells: tuple[str, ...]
     troubled: bool
@@ -65,8 +65,8 @@ class TableRow(NamedTuple):
 
 
 class Table(NamedTuple):
-    """Rows with the columns that are shown everywhere. `names`: numbers of the columns that have names. `omitted`: how
-    many rows there are besides."""
+    """Rows with the columns that are shown everywhere. `names` are the numbers of the columns that have names.
+    `omitted` is how many rows are left out."""
 
     titles: tuple[str, ...]
     rows: tuple[TableRow, ...]
@@ -83,14 +83,14 @@ class Table(NamedTuple):
         without: str | None = None,
         omitted: int = 0,
     ) -> Table:
-        """`without`: the title of a column that would say the same in each row."""
+        """Make the table. `without` is the title of a column to leave out, because it would be the same in each row."""
         columns = [column for column in kind.of("everywhere") if column.title != without]
         rows = tuple(TableRow(tuple(column.text(one) for column in columns), troubled(one)) for one in items)
         names = tuple(number for number, column in enumerate(columns) if column.is_name)
         return cls(tuple(column.title for column in columns), rows, names, omitted)
 
     def limited(self, most: int) -> Table:
-        """At most `most` rows, in order: those that a condition concerns before others."""
+        """Return at most `most` rows in order. Rows that a condition concerns are kept before others."""
         if len(self.rows) <= most:
             return self
         first = sorted(range(len(self.rows)), key=lambda number: not self.rows[number].troubled)
@@ -232,7 +232,7 @@ CURVE = Columns[SizeView](
 
 
 def rank_state(rank: RankStatus) -> str:
-    """What the rank has last reported, unless that is old."""
+    """Return the state that the rank reported last, or say that the report is old."""
     age = rank.last_report_age_seconds
     return f"silent for {duration(round(age))}" if age is not None and age > _REPORTS_ARE_FRESH else rank.state
 
@@ -365,4 +365,4 @@ LISTS: Mapping[str, Columns[Any]] = {
     "curve": CURVE,
     "log-levels": LOG_LEVELS,
 }
-"""By the nouns of `kvstow get`."""
+"""The columns by the nouns of `kvstow get`."""

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvstow_api.answers import OverviewView
     from kvstow_api.client import Client
 
-_TIMEOUT = 2.0  # seconds; keys are not read while a request runs
+_TIMEOUT = 2.0  # seconds for a request; keys are not read meanwhile
 _SVG_WIDTH, _SVG_HEIGHT = 120, 44
 
 
@@ -55,14 +55,14 @@ def top(call: Invocation, interval: float, svg: Path | None) -> None:
 
 
 def ask(client: Client, pool: str | None = None) -> OverviewView:
-    """`pool`: the one that is chosen. Raises `ApiError` if the server does not answer."""
+    """Read the overview, of one pool if `pool` is given. Raises `ApiError` if the server does not answer."""
     from kvstow_api.client import routes
 
     return client.call(routes.get_overview, pool=pool)
 
 
 def _print(shown: OverviewView, server: str, svg: Path | None) -> None:
-    """On the terminal, or into a file."""
+    """Print the overview on the terminal, or write it to a file."""
     import io
 
     from rich.console import Console
@@ -108,15 +108,16 @@ def _watch(client: Client, interval: float, server: str, pool: str | None) -> No
 
 
 def _after(selected: str | None, choices: Sequence[str]) -> str | None:
-    """The pool after the selected one; after the last one, all."""
+    """Return the pool after the selected one, or None, which selects all pools, after the last one."""
     number = -1 if selected is None else choices.index(selected)
     return choices[number + 1] if number + 1 < len(choices) else None
 
 
 @contextmanager
 def _keyboard() -> Iterator[Callable[[float], str | None]]:
-    """Reads single keys, without echo and without waiting for a line end: gives a function that waits so many seconds
-    for the next one, and returns None on timeout, q if the terminal is gone. Ctrl-C still interrupts."""
+    """Read single keys without echo, and before the end of a line. Yields a function that waits for the next key, for
+    at most the given number of seconds. It returns None on timeout, and q if the terminal is gone. Ctrl-C still
+    interrupts."""
     stdin = sys.stdin.fileno()
     before = termios.tcgetattr(stdin)
     tty.setcbreak(stdin)

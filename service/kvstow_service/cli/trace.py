@@ -1,6 +1,6 @@
-"""`kvstow trace` generates request traces, imports those of others, and records those of a live pool.
+"""`kvstow trace` generates request traces, imports traces of other projects, and records those of a live pool.
 
-Recording runs where the command line alone is installed.
+Recording also runs where only the command line is installed.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def record(call: Invocation, seconds: float, size: float, output: str) -> None:
 
 
 class _Recorded(NamedTuple):
-    """`end`: why it has ended, None if the server did not say."""
+    """What was recorded. `end` says why the recording has ended, or is None if the server did not say."""
 
     requests: int
     num_bytes: int
@@ -162,7 +162,7 @@ class _Recorded(NamedTuple):
 
 
 def _copy(lines: Iterator[str], stream: TextIO, seconds: float, bar: Bar) -> _Recorded:
-    """Write the requests among the lines to `stream`, packed."""
+    """Write the requests among the lines to `stream`, with their ids as runs."""
     begun, requests, num_bytes = time.monotonic(), 0, 0
     numbers = Numbers()
     try:
@@ -183,7 +183,7 @@ def _copy(lines: Iterator[str], stream: TextIO, seconds: float, bar: Bar) -> _Re
 
 @contextmanager
 def opened(path: str) -> Iterator[TextIO]:
-    """The stream to write a trace to. Raises `ConfigError` if the file cannot be written."""
+    """Open the file for a trace, or standard output for `-`. Raises `ConfigError` if it cannot be written."""
     if path == "-":
         yield sys.stdout
         return

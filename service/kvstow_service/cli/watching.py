@@ -86,7 +86,8 @@ def events(call: Invocation, types: tuple[Any, ...], recent: int, limit: int | N
 
 
 def _stream(call: Invocation, types: tuple[Any, ...], recent: int) -> Iterator[EventView]:
-    """Events over as many connections as needed. Raises `ApiError` if the first one fails or the server refuses."""
+    """Yield events, over as many connections as needed. Raises `ApiError` if the first one fails or the server
+    refuses."""
     from kvstow_api.client import ApiError
 
     seen, after = False, None
@@ -123,17 +124,18 @@ Condition = Literal["ready", "pinned", "drained"]
 _POLL_SECONDS = 0.25
 _LINE_SECONDS = 5.0
 _PASSING = (429, 502, 503, 504)
-"""Statuses that may pass."""
+"""Statuses that a later request may not get: the server is only busy or starting."""
 
 
 class Status(NamedTuple):
-    """Whether the condition is met, and the state of the server in words. `error`: if it did not answer."""
+    """Whether the condition is met, and the state of the server in words. `error` says why the server did not
+    answer."""
 
     met: bool
     words: str
     error: ApiError | None = None
     memory: MemoryStatus | None = None
-    """That of a node which is waited for."""
+    """The memory of a node, if the command waits for a node."""
 
 
 @click.command()
@@ -168,8 +170,8 @@ def wait(call: Invocation, condition: Condition, timeout: float) -> None:
 
 
 class Waiting:
-    """Shows what is waited for: a terminal has the newest status, with a bar while memory is populated. Otherwise the
-    first status is printed at once, and then a line every five seconds at most, to spare logs."""
+    """Shows what the command waits for. A terminal shows the newest status, with a bar while memory is populated.
+    Otherwise the first status is printed at once, and then at most one line every five seconds, to keep logs short."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         from rich.console import Console
@@ -208,7 +210,8 @@ def _drawn(status: Status) -> RenderableType:
 
 
 def _check(client: Client, condition: Condition) -> Status:
-    """A server that is unreachable or busy is waited for. Raises `ApiError` for a refusal that will not pass."""
+    """Check the condition. A server that is unreachable or busy may pass later. Raises `ApiError` for a refusal that
+    will not pass."""
     from kvstow_api.client import ApiError
 
     try:
@@ -224,7 +227,7 @@ def _ready(client: Client) -> Status:
 
     probe, readiness = client.call(routes.readyz, verbose=True), client.call(routes.get_readiness)
     if probe.ok:
-        # a node is ready before the first engine attaches: there is no slot then
+        # A node is ready before the first engine attaches, and has no slot then.
         return Status(bool(readiness.usable_slots or not readiness.capacity_slots), _state(readiness))
     failed = [line for line in probe.text.splitlines() if line.startswith("[-]") and "(informational)" not in line]
     words = "; ".join(line.removeprefix("[-]") for line in failed) or "/readyz fails"
@@ -259,7 +262,7 @@ _CHECKS = {"ready": _ready, "pinned": _pinned, "drained": _drained}
 
 
 def _state(readiness: ReadinessView) -> str:
-    """How many slots are usable; also the reason, if the state is not on its way to ready."""
+    """Say how many slots are usable. The reason is added if the state does not lead to ready by itself."""
     if not readiness.capacity_slots:
         return f"{readiness.state}: {readiness.reason}"
     words = f"{readiness.state}: {readiness.usable_slots:,} of {readiness.capacity_slots:,} slots are usable"
