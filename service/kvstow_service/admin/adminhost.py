@@ -1,8 +1,8 @@
-"""What every host of the admin server has, embedded or in the node service: its options, its periodic work, and its
-description for the API.
+"""The parts that every host of the admin server needs, embedded or in the node service: its options, its periodic work,
+and its description for the API.
 
-Importing this module imports neither FastAPI nor uvicorn nor prometheus_client: an engine that embeds the server does
-that late, on a thread.
+Importing this module imports neither FastAPI nor uvicorn nor prometheus_client. An engine that embeds the server
+imports them late, on a thread.
 """
 
 from __future__ import annotations
@@ -40,13 +40,14 @@ _CHOSEN = re.compile(r"\[(\w+)\]")
 
 @dataclass(frozen=True, slots=True)
 class AdminOptions:
-    """Where the server listens and which credentials it accepts. Reads the files, but does not touch the network.
+    """Where the server listens, and which credentials it accepts. The constructor reads the files, but does not touch
+    the network.
 
-    `port`: 0 takes any free one. `token_file`: tokens for requests over TCP that change anything; without it or client
-    certificates such requests are refused, and `host` must be a loopback address. `viewer_token_file`:
-    tokens for reading; without it reading is open. `tls`: TCP connections use TLS. `readiness_require`: the
-    informational checks that fail `/readyz`. `allowed_hosts`: host names, besides those of loopback, that a server on
-    loopback accepts.
+    Port 0 stands for any free port. `token_file` has the tokens with which requests over TCP may make changes. Without
+    it and without client certificates, such requests are refused, and `host` must be a loopback address.
+    `viewer_token_file` has the tokens for reading. Without it, reading is open. With `tls`, TCP connections use TLS.
+    `readiness_require` names informational checks that are to fail `/readyz`. `allowed_hosts` are host names, besides
+    those of loopback, that a server on loopback accepts.
 
     Raises `ConfigError`.
     """
@@ -76,13 +77,13 @@ class AdminOptions:
 
     @property
     def has_certificates(self) -> bool:
-        """Whether a client's certificate counts as an admin's token."""
+        """Whether a client certificate counts as an admin's token."""
         return self.tls is not None and self.tls.client_ca is not None
 
 
 class Ticker:
-    """Calls `tick` every `interval` seconds until `stop`, which is idempotent, and `renew_tls` as often on a thread of
-    its own: it reads files, and a file system may block. No exception ends these threads."""
+    """Calls `tick` every `interval` seconds until `stop`. It calls `renew_tls` as often, on another thread, because
+    that reads files and a file system may block. No exception ends these threads."""
 
     def __init__(
         self,
@@ -101,7 +102,7 @@ class Ticker:
             if act is not None
         }
         self._returned = dict.fromkeys(self._threads, clock())
-        """When each call last returned."""
+        """When each kind of periodic call last returned."""
 
     def start(self) -> None:
         self._returned = dict.fromkeys(self._threads, self._clock())
@@ -109,17 +110,17 @@ class Ticker:
             thread.start()
 
     def stop(self) -> None:
-        """Waits for a second at most; the threads are daemons."""
+        """End the calls. Waits for a second at most, because the threads are daemons. Idempotent."""
         self._stopping.set()
         for thread in self._threads.values():
             if thread.ident is not None:
                 thread.join(_JOIN_SECONDS)
 
     def check(self) -> str | None:
-        """Health check: which periodic work has stopped."""
+        """Return which periodic work has stopped, or None. This is a health check."""
         for name, thread in self._threads.items():
             if thread.ident is None:
-                continue  # the server answers before its host has started
+                continue  # the thread was not started yet: the server answers before its host has started
             if not thread.is_alive():
                 return f"{name} has stopped"
             if (age := self._clock() - self._returned[name]) > _OVERDUE_SECONDS + self._interval:
@@ -146,10 +147,10 @@ def make_api_host(
     startup_checks: Mapping[str, HealthCheck] | None = None,
     **given: Any,
 ) -> ApiHost:
-    """What the API serves on `sockets`. Every reader sees `settings`: no secrets, no paths. `startup_checks` are also
-    checks of readiness. `given`: other fields of `ApiHost`.
+    """Describe the host for an API that is served on `sockets`. Every reader can see `settings`, so they must have no
+    secrets and no paths. `startup_checks` are checks of readiness, too. `given` are other fields of `ApiHost`.
 
-    Host names are restricted on loopback only: elsewhere any name may lead to the server.
+    Host names are restricted on loopback only, because elsewhere any name may lead to the server.
     """
     from kvstow_api.host import ApiHost
 
@@ -174,8 +175,8 @@ def make_api_host(
 
 
 def measure_memory(limits: MemoryLimits | None = None, huge_pages: Path = _HUGE_PAGES) -> HostMemory:
-    """Read the kernel's files on each call, in less than a millisecond. `limits` apply to the pools; the default is
-    memory in general. `huge_pages` is a parameter for tests."""
+    """Measure the memory of the host, by reading files of the kernel in less than a millisecond. `limits` are those of
+    the memory for the pools; the default is memory in general. Tests set `huge_pages`."""
     limits = limits or MemoryLimits()
     headroom = limits.headroom()
     return HostMemory(
@@ -187,7 +188,7 @@ def measure_memory(limits: MemoryLimits | None = None, huge_pages: Path = _HUGE_
 
 
 def _chosen(path: Path) -> str:
-    """The word in brackets, as in `always [madvise] never`; empty where the kernel has no such file."""
+    """Return the word in brackets, as in `always [madvise] never`. Empty if the kernel has no such file."""
     try:
         match = _CHOSEN.search(path.read_text())
     except OSError:
@@ -196,7 +197,7 @@ def _chosen(path: Path) -> str:
 
 
 def _registry() -> CollectorRegistry:
-    """Metrics of this process; the API adds the engine's."""
+    """Make a registry with the metrics of this process. The API adds those of the engine."""
     from prometheus_client import CollectorRegistry, GCCollector, ProcessCollector
 
     registry = CollectorRegistry()

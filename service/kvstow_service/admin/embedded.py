@@ -1,6 +1,6 @@
 """The admin server inside a host process, such as an inference engine.
 
-Importing this module imports neither FastAPI nor uvicorn, which take half a second: no host should wait for that.
+Importing this module imports neither FastAPI nor uvicorn. They take half a second, and no host should wait for that.
 """
 
 from __future__ import annotations
@@ -33,25 +33,26 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("kvstow.admin")
 
-_PORTS = 16  # tried, starting with the requested one: enough for two hosts with eight engines each on one machine
-_OPENING_SECONDS = 30.0  # importing FastAPI cannot be interrupted; it takes seconds on a cold disk
+_PORTS = 16  # how many ports are tried, from the requested one on: enough for two hosts with eight engines each
+_OPENING_SECONDS = 30.0  # how long `stop` waits for the import of FastAPI, which takes seconds on a cold disk
 _HEAD_START_SECONDS = (
-    0.01  # if the import began at once, it would hold the GIL, and `start` would take 5 ms instead of 0.5
+    0.01  # an import that began at once would hold the GIL, and `start` would take 5 ms instead of 0.5
 )
 _ANY_ADDRESS = ("0.0.0.0", "::")
 
 
 class EmbeddedAdmin:
-    """Serves the admin API of `engine`, and ticks the engine, on separate threads.
+    """Serves the admin API of `engine`, and ticks the engine, on threads of its own.
 
-    `identity` is any text that no other engine on this machine uses; the ranks' agents use it for their `Rendezvous`.
-    `node_host` is this machine's name or address for other nodes, needed if the server listens on all addresses.
-    `settings` (no secrets) and `build` are shown by the API. `options.port` is the first of 16 ports that are tried.
+    `identity` is any text that no other engine on this machine uses. The ranks' agents use it for their `Rendezvous`.
+    `node_host` is this machine's name or address for other nodes. It is needed if the server listens on all addresses.
+    The API shows `settings`, which must have no secrets, and `build`. `options.port` is the first of 16 ports that are
+    tried.
 
-    Guarantees: `start` returns at once and raises nothing. Later errors do not reach the host: they are logged, counted
-    (the engine's error `admin_server`) and kept in `failure`. The host keeps its signal handlers. If one of several
-    sockets cannot be opened, that is logged, and the others serve. `stop` is idempotent; a successor replaces whatever
-    a host leaves that dies without it. Properties may be read on any thread at any time.
+    `start` returns at once and raises nothing. Later errors do not reach the host. They are logged, counted as the
+    engine's error `admin_server`, and kept in `failure`. The host keeps its signal handlers. If one of several sockets
+    cannot be opened, that is logged, and the others serve. `stop` is idempotent. If a host dies without it, its
+    successor replaces what it has left. Any thread may read the properties at any time.
     """
 
     def __init__(
@@ -69,14 +70,14 @@ class EmbeddedAdmin:
         freezes_heap: bool = False,
         environ: Mapping[str, str] = os.environ,
     ) -> None:
-        """Opens and starts nothing.
+        """Only stores the parameters.
 
-        `head_start`: seconds between `start` and the import of FastAPI, which competes with the host for the GIL for
-        half a second. `freezes_heap`: call `gc.freeze()` after the import, for hosts that have frozen their own heap;
-        otherwise each full collection walks all imported objects.
+        `head_start` is how many seconds after `start` FastAPI is imported. The import competes with the host for the
+        GIL for half a second. With `freezes_heap`, `gc.freeze()` is called after the import. Hosts that have frozen
+        their own heap need that, because otherwise each full collection would walk all imported objects.
         """
         self.failure: str | None = None
-        """Why the server does not serve; None while it starts or serves, and after `stop`."""
+        """A sentence that says why the server does not serve. None while it starts or serves, and after `stop`."""
         self._engine, self._options, self._node_host = engine, options, node_host
         self._head_start, self._freezes_heap = head_start, freezes_heap
         self._token = secrets.token_hex(16)
@@ -96,11 +97,11 @@ class EmbeddedAdmin:
         try:
             self._ticker.start()
             self._opening.start()
-        except RuntimeError as error:  # no thread can be started
+        except RuntimeError as error:  # the thread cannot be started
             self._fail(f"the admin server cannot be started: {error}")
 
     def stop(self) -> None:
-        """Waits up to 2 s for responses in progress, and for a start in progress."""
+        """Stop the server. Waits up to 2 s for responses in progress, and for a start in progress."""
         self._stopping.set()
         if self._opening.ident is not None:
             self._opening.join(_OPENING_SECONDS)
@@ -112,15 +113,16 @@ class EmbeddedAdmin:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Where it serves, such as `http://127.0.0.1:9595` and `unix:/run/...`; empty while it does not."""
+        """The addresses at which it serves, such as `http://127.0.0.1:9595` and `unix:/run/...`. Empty while it does
+        not serve."""
         return self._sockets.addresses if self._server is not None and self.failure is None else ()
 
     @property
     def address_for_remote_ranks(self) -> AdminAddress | None:
-        """How agents on other nodes reach the server; None if they cannot, or cannot yet.
+        """The address at which agents on other nodes reach the server. None if they cannot, or cannot yet.
 
-        Ask only if there are such agents: an address that they can never reach is logged once as a warning. Hosts ask
-        in every step, which is how agents learn of a renewed certificate, so this reads no file.
+        Read it only if there are such agents, because an address that they can never reach is logged once as a warning.
+        Hosts read it in every step, which is how agents learn of a renewed certificate, so it reads no file.
         """
         host = self._sockets.host
         if is_loopback(host or self._options.host):
@@ -152,7 +154,7 @@ class EmbeddedAdmin:
                 gc.freeze()
             server.start()
             self._server = server
-        except Exception as error:  # the host continues without the server
+        except Exception as error:  # the host must continue without the server
             if not isinstance(error, KvstowError):
                 logger.exception("the admin server cannot be started")
             self._fail(f"the admin server cannot be started: {error!r}")
@@ -160,13 +162,13 @@ class EmbeddedAdmin:
             logger.info("KVStow admin server on %s", " and ".join(self._sockets.addresses))
 
     def _make_server(self) -> AdminServer:
-        # Not earlier: the first import of prometheus_client decides how the whole process keeps its metrics.
+        # Import late: the first import of prometheus_client decides how the whole process keeps its metrics.
         from kvstow_api.app import create_app
         from kvstow_api.directory import EmbeddedDirectory
         from kvstow_service.admin.server import AdminServer
 
         self._tls = None if self._options.tls is None else ServerTls(self._options.tls)
-        self._listen()  # clients that connect now are answered soon
+        self._listen()  # before the rest, so that clients can connect now and are answered soon
         model = str(self._settings.get("model", ""))
         host = make_api_host(
             EmbeddedDirectory(self._engine, self._max_capacity_slots, name=self._mode, model=model),
@@ -187,7 +189,7 @@ class EmbeddedAdmin:
             self._tls.renew()
 
     def _listen(self) -> None:
-        """Open every socket that can be opened. Raises `ConflictError` if none can."""
+        """Open every socket that can be opened. Raises `ConflictError` if none can be opened."""
         sockets = self._sockets
         self._try(self._listen_on_tcp, "has no TCP socket")
         without = "has no Unix socket: this machine's ranks cannot reach it, and changes need a token"
@@ -214,7 +216,7 @@ class EmbeddedAdmin:
         raise PortTakenError(f"ports {ports[0]} to {ports[-1]} of {wanted.host} are taken")
 
     def _fail(self, reason: str) -> None:
-        """Keep the first reason: a server that does not start reports twice."""
+        """Keep the first reason, because a server that does not start reports twice."""
         with self._failing:
             if self.failure is None:
                 self._engine.count_error("admin_server")

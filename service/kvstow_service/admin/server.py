@@ -1,8 +1,8 @@
-"""The admin server: uvicorn on a thread of its own, and what it lacks against clients that would cost too much.
+"""The admin server: uvicorn on a thread of its own, with protections that it lacks against expensive clients.
 
-The protocol is uvicorn's h11 even if httptools is installed. httptools does not limit heads, and creates an object for
-each of the thousands of pipelined requests that one read may contain. A request costs 50 us more with h11; rendering
-the metrics costs twenty times as much.
+It always uses uvicorn's h11 protocol, even if httptools is installed. httptools does not limit heads, and creates an
+object for each of the thousands of pipelined requests that one read may contain. With h11 a request costs 50 us more,
+while rendering the metrics costs twenty times as much.
 """
 
 from __future__ import annotations
@@ -37,26 +37,26 @@ from kvstow_service.process.logwriter import LogWriter
 
 logger = logging.getLogger("kvstow.server")
 _request_logger = logging.getLogger("kvstow.server.requests")
-_request_logger.setLevel(logging.ERROR)  # uvicorn logs a warning for each malformed request
+_request_logger.setLevel(logging.ERROR)  # because uvicorn logs a warning for each malformed request
 
 MAX_HEAD_BYTES = 16 << 10
 MAX_HEADERS = 100
 _END_OF_HEAD = re.compile(rb"\r?\n\r?\n")
 
-_READ_BYTES = 4 << 10  # parsed in one iteration of the event loop, at 2 us a byte for the smallest chunks
-_MAX_UNREAD_BYTES = 64 << 10  # of a body that arrives after a response that did not need it
+_READ_BYTES = 4 << 10  # bytes parsed in one iteration of the event loop; the smallest chunks take 2 us a byte
+_MAX_UNREAD_BYTES = 64 << 10  # the limit for the rest of a body that arrives after a response that did not need it
 _MAX_CONNECTIONS, _MIN_CONNECTIONS = 256, 16
-_SHARE_OF_DESCRIPTORS = 8  # the engine keeps the other seven eighths
-_IDLE_SECONDS = 1.0  # a younger connection may not have had time to send its request
-_ACCEPTS_PER_ITERATION = 16  # a connection counts two iterations of the event loop later
-_BACKLOG = 1024  # connections that the kernel keeps until they are accepted
+_SHARE_OF_DESCRIPTORS = 8  # the server may use one in eight of the process's descriptors
+_IDLE_SECONDS = 1.0  # a connection is idle after this time; before, it may not have had time to send its request
+_ACCEPTS_PER_ITERATION = 16  # few, because a connection is counted only two iterations of the event loop later
+_BACKLOG = 1024  # how many connections the kernel keeps until they are accepted
 _REQUESTS_PER_ITERATION = 4
 _START_SECONDS = 30.0
-_GRACE_SECONDS = 2  # for requests under way when the server stops
+_GRACE_SECONDS = 2  # how long requests in progress may take after the server was stopped
 
 
 class Wait(Enum):
-    """What the server waits for on a connection, and for how many seconds."""
+    """What the server waits for on a connection. The value is the limit in seconds."""
 
     HEAD = 10.0  # the client must finish the TLS handshake, and send a whole request head: its first or its next
     READER = 30.0  # the client must read what has been written
@@ -64,12 +64,13 @@ class Wait(Enum):
 
 
 class Connections:
-    """At most `limit` connections, each with a deadline while the server waits for its client. All methods run on the
-    event loop and cost at most O(limit).
+    """Keeps at most `limit` connections, and gives each a deadline while the server waits for its client. All methods
+    run on the event loop and cost at most O(limit).
 
-    At the limit, a new connection replaces an untrusted one from the address with the most of them: the one idle
-    longest, or else the oldest. If none is untrusted, it replaces an idle trusted one; it is refused only when all
-    are trusted and busy. So a probe, which is new and brief, survives a flood, especially one from another address.
+    At the limit, a new connection replaces an untrusted one from the address that has the most of them: the one that
+    has been idle longest, or else the oldest. If none is untrusted, it replaces an idle trusted one. It is refused only
+    if all are trusted and busy. So a probe, which is new and brief, survives a flood, especially one from another
+    address.
     """
 
     def __init__(self, limit: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -79,7 +80,7 @@ class Connections:
         self._full = LimitedLog(logger, clock)
 
     def admit(self, new: AdminProtocol) -> bool:
-        """Count a connection that was accepted; False if the caller must close it."""
+        """Count an accepted connection. Returns False if the caller must close it."""
         if len(self.open) >= self.limit:
             made_room = self.make_room()
             self._full.warning(
@@ -94,13 +95,13 @@ class Connections:
         return True
 
     def look_at(self, connection: AdminProtocol) -> None:
-        """Begin another wait if the server waits for something else than before. The same one is not extended."""
+        """Begin a new wait if the server now waits for something else. A wait that continues keeps its deadline."""
         wait = connection.waits_for()
         if wait is not connection.wait:
             connection.wait, connection.since = wait, self._clock()
 
     def make_room(self) -> bool:
-        """Drop the least important connection; False if none may be dropped."""
+        """Drop the least important connection. Returns False if none may be dropped."""
         per_address = Counter(one.address for one in self.open if not one.trusted)
         now = self._clock()
 
@@ -114,7 +115,7 @@ class Connections:
         return bool(victims)
 
     async def expire(self) -> None:
-        """Drop connections past their deadline. Called about once a second."""
+        """Drop connections that are past their deadline. Called about once a second."""
         for one in list(self.open):
             self.look_at(one)
             if one.wait is not None and self._clock() - one.since > one.wait.value:
@@ -126,7 +127,8 @@ class Connections:
 
 
 def connection_limit() -> int:
-    """How many connections the server may hold: few enough to leave most of the process's descriptors to the engine."""
+    """Return how many connections the server may hold, so that most descriptors of the process are left to the
+    engine."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return _MAX_CONNECTIONS
@@ -137,8 +139,8 @@ class RequestQueue:
     """Lets four unauthenticated requests begin per iteration of the event loop. Not thread-safe.
 
     A flood brings hundreds of requests in one iteration, and a new connection needs several iterations until its
-    request is read, so a probe would wait for hundreds of requests several times. Probes go first, but one of the four
-    is another request if one waits: a flood of probes does not lock the operator out.
+    request is read. So a probe would have to wait for hundreds of requests several times. Therefore probes go first.
+    But one of the four is another request, if one waits, so that a flood of probes does not lock out the operator.
     """
 
     def __init__(self) -> None:
@@ -146,7 +148,7 @@ class RequestQueue:
         self._others: deque[asyncio.Future[None]] = deque()
 
     async def wait(self, *, probe: bool) -> None:
-        """Returns when the request may begin."""
+        """Return when the request may begin."""
         loop = asyncio.get_running_loop()
         admitted = loop.create_future()
         if not (self._probes or self._others):
@@ -157,25 +159,26 @@ class RequestQueue:
     def _admit(self, loop: asyncio.AbstractEventLoop) -> None:
         for number in range(_REQUESTS_PER_ITERATION):
             queue = (self._others or self._probes) if number == 0 else (self._probes or self._others)
-            if queue and not (admitted := queue.popleft()).done():  # done: its request was cancelled
+            if queue and not (admitted := queue.popleft()).done():  # it is done already if its request was cancelled
                 admitted.set_result(None)
         if self._probes or self._others:
             loop.call_soon(self._admit, loop)
 
 
 class AdminProtocol(H11Protocol, asyncio.BufferedProtocol):
-    """One connection. It makes the TLS handshake itself, so that a connection counts from the moment it is accepted.
+    """One connection. It makes the TLS handshake itself, so that the connection counts from the moment at which it was
+    accepted.
 
-    The application state contains the subject of the client's certificate, and the uid at the other end of a Unix
-    socket. Requests are not logged: uvicorn's option for that removes the handlers of a logger that the host's own
-    server may use.
+    It adds to the application state the subject of the client's certificate, and the uid at the other end of a Unix
+    socket. It does not log requests, because uvicorn's option against that removes the handlers of a logger that the
+    host's own server may use.
     """
 
     app_state: dict[str, Any]
-    address = ""  # the peer's; empty for a Unix socket
+    address = ""  # the peer's address; empty for a Unix socket
     trusted = False  # it has shown a credential, or came through a Unix socket, which only admins can open
-    wait: Wait | None = Wait.HEAD  # when `Connections` last looked
-    opened = since = 0.0  # when it was accepted, and when the server began to wait, on the clock of `Connections`
+    wait: Wait | None = Wait.HEAD  # what the server waited for when `Connections` last looked
+    opened = since = 0.0  # when it was accepted, and when the wait began, on the clock of `Connections`
 
     def __init__(self, admitted: Connections, queue: RequestQueue, tls: ServerTls | None, **options: Any) -> None:
         super().__init__(**options)
@@ -183,7 +186,7 @@ class AdminProtocol(H11Protocol, asyncio.BufferedProtocol):
         self._app, self.app = self.app, self._run_in_turn
         self._admitted, self._queue, self._tls = admitted, queue, tls
         self._received = memoryview(b"")
-        self._early = b""  # what has arrived right behind a TLS handshake, before `_begin`
+        self._early = b""  # bytes that have arrived directly after a TLS handshake, before `_begin`
         self._unread_bytes = 0
         self.access_log = False
         self.logger = _request_logger
@@ -205,7 +208,7 @@ class AdminProtocol(H11Protocol, asyncio.BufferedProtocol):
 
     def _on_secured(self, securing: asyncio.Task[asyncio.Transport | None]) -> None:
         transport = None if securing.cancelled() or securing.exception() is not None else securing.result()
-        if transport is None or self not in self._admitted.open:  # the client has left, or does not speak TLS
+        if transport is None or self not in self._admitted.open:  # the client has disconnected, or does not speak TLS
             self.drop()
             self.connection_lost(None)
             return
@@ -216,7 +219,7 @@ class AdminProtocol(H11Protocol, asyncio.BufferedProtocol):
     def _begin(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
         certificate = transport.get_extra_info("peercert")
-        # TLS 1.2 may resume a session, and then does not check whether the authority is still trusted.
+        # If TLS 1.2 resumes a session, it does not check whether the authority is still trusted.
         if certificate and not transport.get_extra_info("ssl_object").session_reused:
             self.app_state = {**self.app_state, CERTIFICATE: subject_of(certificate)}
         if self.trusted:
@@ -229,7 +232,8 @@ class AdminProtocol(H11Protocol, asyncio.BufferedProtocol):
             super().connection_lost(exc)
 
     def shutdown(self) -> None:
-        """Close handshakes, and streams, which would never end. Other responses that were written are still sent."""
+        """Close the connection during a handshake, and during a stream, which would never end. Other responses that
+        were written are still sent."""
         if self.flow is None:
             self.drop()
             return
@@ -238,7 +242,7 @@ class AdminProtocol(H11Protocol, asyncio.BufferedProtocol):
             self.transport.close()
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        self._received = memoryview(bytearray(_READ_BYTES))  # a view: asyncio's TLS fills slices of what it is given
+        self._received = memoryview(bytearray(_READ_BYTES))  # a view, because asyncio's TLS fills slices of it
         return self._received
 
     def buffer_updated(self, nbytes: int) -> None:
@@ -258,15 +262,15 @@ class AdminProtocol(H11Protocol, asyncio.BufferedProtocol):
                 return
         super().data_received(data)
         if self.cycle is not None and not self.trusted and len(self._admitted.open) > self._admitted.limit // 2:
-            self.cycle.keep_alive = False  # otherwise a probe would wait for all that others have pipelined
+            self.cycle.keep_alive = False  # otherwise a probe would wait for all pipelined requests of others
         self._admitted.look_at(self)
 
     def handle_events(self) -> None:
-        """Refuse a head with too many lines before h11 parses it, which takes 10 ms for the 3,000 headers that 16 KiB
-        can hold. Bodies have no trailers: `AdmissionMiddleware` refuses the encoding that has them."""
+        """Refuse a head with too many lines before h11 parses it. Parsing the 3,000 headers that fit into 16 KiB takes
+        10 ms. Bodies have no trailers, because `AdmissionMiddleware` refuses the encoding that allows them."""
         if self.conn.their_state is h11.IDLE:
             head = _END_OF_HEAD.split(self.conn.trailing_data[0].lstrip(b"\r\n"), 1)[0]
-            if head.count(b"\n") > MAX_HEADERS:  # the first line has the method, and the last one no end here
+            if head.count(b"\n") > MAX_HEADERS:  # the first line is the method's, and the last one has no end here
                 self._refuse(431, f"the request head has too many lines; allowed: {MAX_HEADERS} headers")
                 return
         super().handle_events()
@@ -277,7 +281,7 @@ class AdminProtocol(H11Protocol, asyncio.BufferedProtocol):
         super().on_response_complete()
 
     def waits_for(self) -> Wait | None:
-        """What the server waits for now; None while it handles a request."""
+        """Return what the server waits for now, or None while it handles a request."""
         if self.flow is None:
             return Wait.HEAD
         if self.transport.is_closing():
@@ -290,11 +294,11 @@ class AdminProtocol(H11Protocol, asyncio.BufferedProtocol):
         cycle = self.cycle
         if not self.trusted:
             await self._queue.wait(probe=is_probe(scope["path"]))
-        if not cycle.disconnected:  # otherwise no client would read the response
+        if not cycle.disconnected:  # otherwise nothing would read the response
             await self._app(scope, receive, send)
 
     def send_400_response(self, msg: str) -> None:
-        """Answer malformed input with a problem. Called while h11's error is being handled."""
+        """Answer malformed input with a problem document. uvicorn calls this while it handles h11's error."""
         status = getattr(sys.exception(), "error_status_hint", 400)
         if status == 431:
             self._refuse(431, f"the request head is too large; allowed: {MAX_HEAD_BYTES} bytes")
@@ -303,7 +307,7 @@ class AdminProtocol(H11Protocol, asyncio.BufferedProtocol):
 
     def _refuse(self, status: int, detail: str, code: str | None = None) -> None:
         """Answer a request that did not reach the application, and close the connection."""
-        if self.cycle is None or self.cycle.response_complete:  # otherwise half a response has been sent
+        if self.cycle is None or self.cycle.response_complete:  # otherwise half a response was sent before
             answer = problem({}, status, detail, code=code, headers={"Connection": "close"})
             lines = [f"HTTP/1.1 {status} {HTTPStatus(status).phrase}".encode()]
             lines += [b"%s: %s" % header for header in answer.raw_headers]
@@ -314,10 +318,10 @@ class AdminProtocol(H11Protocol, asyncio.BufferedProtocol):
 class AdminServer(uvicorn.Server):
     """Serves an ASGI app on sockets that are already bound.
 
-    Guarantees: `start` returns when the server answers requests. `stop` is idempotent, ends the thread and closes the
-    sockets. The process's signal handlers, loggers and event loop policy are left alone. `on_failure` is called on the
-    server's thread if the server ends without `stop`. With `tls`, TCP sockets use it; Unix sockets never do. Clients
-    can use only a bounded amount of memory, time, descriptors and log lines.
+    `start` returns when the server answers requests. `stop` is idempotent, ends the thread and closes the sockets. The
+    process's signal handlers, loggers and event loop policy stay as they are. `on_failure` is called on the server's
+    thread if the server ends without `stop`. With `tls`, TCP sockets use it. Unix sockets never do. Clients can use
+    only a bounded amount of memory, time, descriptors and log lines.
     """
 
     def __init__(
@@ -330,16 +334,17 @@ class AdminServer(uvicorn.Server):
         log: LogWriter | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`log` writes what the server's thread logs; None in a process whose log blocks no thread (`QueuedLog`)."""
+        """`log` writes the log lines of the server's thread. It is None in a process whose log never blocks a thread
+        (`QueuedLog`)."""
         self.admitted = Connections(connection_limit(), clock)
         protocol: Any = partial(AdminProtocol, self.admitted, RequestQueue(), tls)
         config = uvicorn.Config(
             app,
             http=protocol,
-            loop="asyncio",  # uvicorn before 0.36 makes uvloop, if installed, the policy of the whole process
+            loop="asyncio",  # before 0.36, uvicorn would make an installed uvloop the policy of the whole process
             log_config=None,
             server_header=False,
-            proxy_headers=False,  # by default a client on loopback could claim another client's address
+            proxy_headers=False,  # otherwise a client on loopback could claim another client's address
             lifespan="on",
             ws="none",
             backlog=_ACCEPTS_PER_ITERATION,
@@ -355,7 +360,7 @@ class AdminServer(uvicorn.Server):
         self._thread = threading.Thread(target=self._run, name="kvstow-admin", daemon=True)
 
     def start(self) -> None:
-        """Raises `ConflictError` if the server does not start."""
+        """Start the thread, and wait until it serves. Raises `ConflictError` if the server does not start."""
         self._thread.start()
         if not self._answering.wait(_START_SECONDS) or not self.started:
             self.stop()
@@ -374,7 +379,7 @@ class AdminServer(uvicorn.Server):
             self._log.start()
         try:
             self.run(self._sockets)
-        except (Exception, SystemExit) as error:  # uvicorn ends a failed start with SystemExit
+        except (Exception, SystemExit) as error:  # uvicorn raises SystemExit if it cannot start
             reason = repr(error)
             logger.exception("the admin server failed")
         if self._log is not None:
@@ -387,7 +392,7 @@ class AdminServer(uvicorn.Server):
         asyncio.get_running_loop().set_exception_handler(self._report)
         await super().startup(sockets)
         for listener in sockets or ():
-            listener.listen(_BACKLOG)  # asyncio has one number for this and for what it accepts at once
+            listener.listen(_BACKLOG)  # asyncio uses one number for this and for how many it accepts at once
         self._answering.set()
 
     async def main_loop(self) -> None:
@@ -398,10 +403,11 @@ class AdminServer(uvicorn.Server):
             raise
 
     def _report(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Log exceptions that reach the event loop, once a minute: a client may be able to cause one repeatedly."""
+        """Log exceptions that reach the event loop, at most once a minute, because a client may be able to cause one
+        again and again."""
         error = context.get("exception")
-        if isinstance(error, OSError) and "socket" in context:  # from accept: no descriptor or no memory is left
+        if isinstance(error, OSError) and "socket" in context:  # `accept` failed for lack of descriptors or memory
             self._unaccepted.warning("the admin server cannot accept a connection: %s", error.strerror)
             self.admitted.make_room()
-        elif not self.should_exit:  # asyncio accepts again a second later, even from a socket that is closed by then
+        elif not self.should_exit:  # asyncio retries an accept after a second, even on a closed socket
             self._errors.log(logging.ERROR, "%s", context["message"], exc_info=error)

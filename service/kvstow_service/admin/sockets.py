@@ -24,7 +24,7 @@ class PortTakenError(ConflictError):
 
 @dataclass(frozen=True, slots=True)
 class TcpAddress:
-    """A numeric address to bind. Port 0 picks a free one."""
+    """A numeric address to bind. The kernel chooses a free port in place of port 0."""
 
     family: socket.AddressFamily
     host: str
@@ -32,7 +32,7 @@ class TcpAddress:
 
     @classmethod
     def resolve(cls, host: str, port: int) -> TcpAddress:
-        """The first address of `host`, IPv4 before IPv6. Raises `ConfigError` for an unknown name."""
+        """Return the first address of `host`, IPv4 before IPv6. Raises `ConfigError` for an unknown name."""
         try:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         except (OSError, UnicodeError) as error:
@@ -44,13 +44,13 @@ class TcpAddress:
 class AdminSockets:
     """Bound, listening sockets, at most one of them TCP, and the files of the Unix sockets.
 
-    The sockets are opened at once, or added later with `listen_tcp` and `listen_unix`; a call that fails changes
-    nothing. The caller serves `sockets`; `close`, which is idempotent, closes them and removes the files. `secure`: TCP
-    clients use TLS.
+    The sockets are opened by the constructor, or added later with `listen_tcp` and `listen_unix`. A call that fails
+    changes nothing. The caller serves `sockets`. `close`, which is idempotent, closes them and removes the files. With
+    `secure`, TCP clients use TLS.
     """
 
     def __init__(self, address: TcpAddress | None = None, *, secure: bool = False) -> None:
-        """Raises `ConflictError` if the port is taken or not permitted."""
+        """Raises `ConflictError` if another process listens on the port, or if this one may not."""
         self.sockets: list[socket.socket] = []
         self._tcp: TcpAddress | None = None
         self._scheme = "https" if secure else "http"
@@ -59,26 +59,26 @@ class AdminSockets:
             self.listen_tcp(address)
 
     def listen_tcp(self, address: TcpAddress) -> None:
-        """Call at most once. Raises `ConflictError`, or its subclass `PortTakenError`."""
+        """Open the TCP socket. Call it at most once. Raises `ConflictError`, or its subclass `PortTakenError`."""
         listener = _bind_tcp(address)
         host, port = listener.getsockname()[:2]
         self._tcp = replace(address, host=host, port=port)
         self.sockets.append(listener)
 
     def listen_unix(self, path: Path, group: int | None = None) -> None:
-        """Open a Unix socket of mode 0600, or 0660 for `group`. Replaces a file that a dead process left. Raises
+        """Open a Unix socket of mode 0600, or 0660 for `group`. It replaces a file that a dead process has left. Raises
         `ConflictError`."""
         self.sockets.append(bind_unix(path, mode=0o600 if group is None else 0o660, group=group))
         self._files[path] = file_id(path)
 
     @property
     def host(self) -> str | None:
-        """Numeric address of the TCP socket; None without one."""
+        """The numeric address of the TCP socket, or None without one."""
         return self._tcp.host if self._tcp else None
 
     @property
     def port(self) -> int:
-        """Port of the TCP socket; 0 without one."""
+        """The port of the TCP socket, or 0 without one."""
         return self._tcp.port if self._tcp else 0
 
     @property
@@ -91,14 +91,14 @@ class AdminSockets:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Where the server listens, for display."""
+        """The addresses at which the server listens, for display."""
         tcp = [tcp_url(self._tcp.host, self._tcp.port, self._scheme)] if self._tcp else []
         return (*tcp, *(f"unix:{path}" for path in self._files))
 
     def close(self) -> None:
         for listener in self.sockets:
             listener.close()
-        # A successor may have replaced the file: that one is not ours to remove.
+        # Remove only our own files: a successor may have replaced one.
         for path, bound in self._files.items():
             if bound is not None and file_id(path) == bound:
                 with suppress(FileNotFoundError):
@@ -121,15 +121,15 @@ def is_listening(path: Path) -> bool:
 
 
 FileId = tuple[int, int] | None
-"""Device and inode; None where there is no file."""
+"""Device and inode of a file. None if there is no file."""
 
 
 def _bind_tcp(address: TcpAddress) -> socket.socket:
-    # asyncio sets TCP_NODELAY only if the protocol is named; without it, each kept-alive response waits 40 ms.
+    # asyncio sets TCP_NODELAY only if the protocol is given. Without it, each kept-alive response waits 40 ms.
     listener = socket.socket(address.family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
-        # A restart must not wait for TIME_WAIT of old connections. Listen at once: Linux lets two sockets with this
-        # option bind a port until one of them listens.
+        # With this option, a restart need not wait for the TIME_WAIT of old connections. Listen at once, because Linux
+        # lets two sockets with the option bind a port until one of them listens.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((address.host, address.port))
         listener.listen(_BACKLOG)
@@ -141,14 +141,14 @@ def _bind_tcp(address: TcpAddress) -> socket.socket:
 
 
 def bind_unix(path: Path, *, mode: int, group: int | None = None) -> socket.socket:
-    """A listening Unix socket with this mode, and of this group. Replaces a file that a dead process left. Raises
+    """Open a listening Unix socket of this mode and group. It replaces a file that a dead process has left. Raises
     `ConflictError`."""
     with ExitStack() as undo:
         listener = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         try:
             _remove_stale(path)
             listener.bind(str(path))
-            # Before listen: no client can have connected.
+            # This comes before `listen`, so that no client can have connected yet.
             if group is not None:
                 os.chown(path, -1, group)
             os.chmod(path, mode)
@@ -165,7 +165,7 @@ def require_folder(folder: Path, mode: int, group: int | None = None) -> None:
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         try:
-            folder.mkdir(0o700)  # nobody else may enter it before it belongs to the group
+            folder.mkdir(0o700)  # only this user may enter the folder until it belongs to the group
         except FileExistsError:
             found, link = folder.stat(), folder.lstat()
         else:
@@ -177,7 +177,7 @@ def require_folder(folder: Path, mode: int, group: int | None = None) -> None:
         raise ConflictError(f"cannot use the folder {folder}: {error.strerror or error}") from error
     mine = (0, os.geteuid())
     whose = f"the folder {folder} belongs to uid {found.st_uid}"
-    if link.st_uid not in mine:  # a symbolic link, which its owner can lead elsewhere
+    if link.st_uid not in mine:  # the path is a symbolic link, and its owner could change where it leads
         whose = f"the folder {folder} belongs to uid {link.st_uid}"
     elif found.st_uid in mine:
         if not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) or found.st_mode & stat.S_ISVTX:
@@ -188,7 +188,7 @@ def require_folder(folder: Path, mode: int, group: int | None = None) -> None:
 
 
 def runtime_folder(name: str, shared_name: str, environ: Mapping[str, str] = os.environ) -> Path:
-    """A folder for sockets: `/run/NAME` as root. For other users it is in a folder of their own:
+    """Return a folder for sockets. For root it is `/run/NAME`. Other users have a folder of their own:
     `$XDG_RUNTIME_DIR/NAME` or, without that variable, `SHARED_NAME-UID` in the folder for temporary files."""
     if os.geteuid() == 0:
         return Path("/run") / name
@@ -197,7 +197,7 @@ def runtime_folder(name: str, shared_name: str, environ: Mapping[str, str] = os.
 
 
 def group_id(setting: str, name: str) -> int:
-    """The id of a group, which may be given as a number. Raises `ConfigError` for an unknown name."""
+    """Return the id of a group, which is given by name or as a number. Raises `ConfigError` for an unknown name."""
     if name.isdecimal():
         return int(name)
     try:
@@ -220,7 +220,7 @@ def _remove_stale(path: Path) -> None:
 
 
 def file_id(path: Path) -> FileId:
-    """Tells a file from one that has replaced it."""
+    """Return an id that changes if another file replaces this one."""
     try:
         found = path.lstat()
     except FileNotFoundError:

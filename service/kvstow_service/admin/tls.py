@@ -19,12 +19,12 @@ from kvstow_api.hostsettings import FileStamp, read_regular_file
 logger = logging.getLogger("kvstow.tls")
 
 _PEM = re.compile(r"-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----", re.DOTALL)
-_NO_CHECK_TIME = 0x200000  # X509_V_FLAG_NO_CHECK_TIME of OpenSSL, which `ssl` has no name for
+_NO_CHECK_TIME = 0x200000  # X509_V_FLAG_NO_CHECK_TIME of OpenSSL, for which `ssl` has no name
 
 
 class TlsContent(NamedTuple):
-    """The TLS files as they were read. `certificates`: PEM, without the key. `ends`: when the server's own certificate,
-    the first of them, ends, in seconds since the epoch."""
+    """The contents of the TLS files. `certificates` is PEM without the key. `ends` is when the server's own
+    certificate, which is the first of them, expires, in seconds since the epoch."""
 
     context: ssl.SSLContext
     certificates: str
@@ -33,15 +33,15 @@ class TlsContent(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """PEM files. `key` is None if `cert` contains it. With `client_ca`, clients may present a certificate signed by one
-    of these authorities; any other certificate is refused."""
+    """Paths of PEM files. `key` is None if `cert` contains the key. With `client_ca`, clients may present a certificate
+    that one of these authorities has signed. Any other certificate is refused."""
 
     cert: Path
     key: Path | None = None
     client_ca: Path | None = None
 
     def read(self) -> TlsContent:
-        """Raises `ConfigError` naming the file that is not usable."""
+        """Read the files. Raises `ConfigError`, which names the unusable file."""
         cert = _content("tls_cert", self.cert)
         key = None if self.key is None else _content("tls_key", self.key)
         context = self._context(cert, key)
@@ -57,7 +57,7 @@ class TlsFiles:
         return TlsContent(context, "\n".join(certificates), ends)
 
     def stamps(self) -> list[FileStamp | None]:
-        """Differ if a file has changed. None stands for a file that cannot be read."""
+        """Return stamps that change with the files. None stands for a file that cannot be read."""
         stamps: list[FileStamp | None] = []
         for path in filter(None, (self.cert, self.key, self.client_ca)):
             try:
@@ -72,7 +72,7 @@ class TlsFiles:
             cert_path = stack.enter_context(in_memory(cert))
             key_path = None if key is None else stack.enter_context(in_memory(key))
             try:
-                context.load_cert_chain(cert_path, key_path, password="")  # None would prompt on the terminal
+                context.load_cert_chain(cert_path, key_path, password="")  # with None, OpenSSL would prompt for one
             except (OSError, ssl.SSLError) as error:
                 files = str(self.cert) if self.key is None else f"{self.cert}, {self.key}"
                 raise SettingError("tls_cert", files, f"is not a certificate with its key: {error}") from None
@@ -85,13 +85,13 @@ def _trust(context: ssl.SSLContext, client_ca: Path) -> None:
         context.load_verify_locations(cadata=_content("tls_client_ca", client_ca).decode("ascii", "replace"))
     except (OSError, ssl.SSLError, ValueError) as error:
         raise SettingError("tls_client_ca", str(client_ca), f"has no usable certificates: {error}") from None
-    context.verify_mode = ssl.CERT_OPTIONAL  # probes have none; changes need a certificate or a token
-    context.num_tickets = 0  # a resumed session is not checked against the current authorities
+    context.verify_mode = ssl.CERT_OPTIONAL  # probes have no certificate; changes need one, or a token
+    context.num_tickets = 0  # no resumed sessions, because they are not checked against the present authorities
 
 
 @contextmanager
 def in_memory(pem: bytes) -> Iterator[str]:
-    """A path to these bytes: `ssl` takes paths only, and opening the original again could find another file."""
+    """Yield a path to these bytes. `ssl` takes only paths, and the original path may lead to another file by now."""
     with open(os.memfd_create("kvstow-tls", os.MFD_CLOEXEC), "wb") as file:
         file.write(pem)
         file.flush()
@@ -106,21 +106,21 @@ def _content(setting: str, path: Path) -> bytes:
 
 
 class ServerTls:
-    """The TLS of a running server, from the last usable version of the files.
+    """The TLS settings of a running server. They are those of the last usable version of the files.
 
-    Call `renew` periodically, on one thread. Everything else is thread-safe.
+    Call `renew` periodically, always on the same thread. Everything else is thread-safe.
     """
 
     def __init__(self, files: TlsFiles) -> None:
-        """Raises `ConfigError`."""
+        """Read the files. Raises `ConfigError`."""
         self._files = files
-        self._stamps = files.stamps()  # before reading: a change meanwhile is read by the next `renew`
+        self._stamps = files.stamps()  # before the files are read, so that the next `renew` notices a change meanwhile
         self._content = files.read()
 
     @property
     def context(self) -> ssl.SSLContext:
-        """For the next handshake. A new one each time: a context cannot forget an authority, and reloading it may fail
-        halfway."""
+        """The context for the next handshake. Each version of the files has a new one, because a context cannot forget
+        an authority, and loading files into it again may fail halfway."""
         return self._content.context
 
     @property
@@ -133,7 +133,7 @@ class ServerTls:
         return self._content.ends
 
     def renew(self) -> None:
-        """Read files that have changed. Files that are not usable are logged once, and the old content stays."""
+        """Read the files if they have changed. If they are unusable, that is logged once, and the old content stays."""
         stamps = self._files.stamps()
         if stamps == self._stamps:
             return
@@ -145,22 +145,22 @@ class ServerTls:
                 "the new TLS files are not usable; the old ones stay in use until %s: %s", _date(self.ends()), error
             )
             return
-        if self._files.stamps() == stamps:  # otherwise they may have changed while they were read
+        if self._files.stamps() == stamps:  # otherwise the files may have changed while they were read
             self._stamps, self._content = stamps, content
             logger.info("loaded new TLS files; the certificate ends %s", _date(self.ends()))
 
 
 def certificates_in(text: str) -> list[str]:
-    """The certificates of a PEM file, which may also hold a key."""
+    """Return the certificates of a PEM file, which may also hold a key."""
     return _PEM.findall(text)
 
 
 def end_of(server: ssl.SSLContext, pem: str) -> float:
-    """When the certificate `pem`, which `server` presents, ends: in seconds since the epoch. Raises `ssl.SSLError` if
-    no client would accept it as a server's.
+    """Return when the certificate `pem`, which `server` presents, expires, in seconds since the epoch. Raises
+    `ssl.SSLError` if no client would accept it as a server's.
 
-    `ssl` shows the date of a peer's certificate only, so this connects to the server in memory (1 ms), as a client
-    that trusts this certificate alone and ignores its dates.
+    `ssl` tells the date only of a peer's certificate. So this connects to the server in memory, which takes 1 ms, as a
+    client that trusts only this certificate and ignores its dates.
     """
     client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     client.check_hostname = False
@@ -178,7 +178,7 @@ def end_of(server: ssl.SSLContext, pem: str) -> float:
 
 
 def subject_of(certificate: dict[str, object]) -> str:
-    """The common name of a verified certificate, or else its whole subject: ASCII, without blanks."""
+    """Return the common name of a verified certificate, or else its whole subject, in ASCII without blanks."""
     names = [pair for part in certificate.get("subject", ()) for pair in part]  # type: ignore[attr-defined]
     common = [value for name, value in names if name == "commonName"]
     text = str(common[0]) if common else ",".join(f"{name}={value}" for name, value in names)
