@@ -952,8 +952,8 @@ MUTANTS = [
     Mutant(
         "one_refusal_is_told_twice",
         "api/kvstow_api/conditions/pools.py",
-        "        return  # what has been refused",
-        "        pass  # what has been refused",
+        "        return  # refused memory has",
+        "        pass  # refused memory has",
         "tests/api/test_conditions.py::test_one_refusal_is_one_condition",
     ),
     Mutant(
@@ -1178,7 +1178,7 @@ MUTANTS = [
     Mutant(
         "a_load_by_layer_that_fails_writes_on",
         LAYERS,
-        "            self._wait()  # what has been submitted must not write once another way has begun\n",
+        "            self._wait()  # what was submitted must not write after the caller has begun to load in another way\n",
         "",
         f"{LAYER_TESTS}::test_a_load_that_fails_has_left_the_device",
     ),
@@ -1820,8 +1820,8 @@ MUTANTS = [
     Mutant(
         "a_pool_that_cannot_be_read_costs_all",
         SURVIVORS,
-        "except Exception as error:  # noqa: BLE001 - what one user's engines",
-        "except OSError as error:  # what one user's engines",
+        "except Exception as error:  # noqa: BLE001 - a bad record of one user",
+        "except OSError as error:  # a bad record of one user",
         f"{SURVIVAL}::test_a_pool_that_cannot_be_read_costs_no_other_one",
     ),
     Mutant(

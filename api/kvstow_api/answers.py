@@ -35,10 +35,11 @@ from kvstow_api.figures import CurvesView, HeadlineView, NowView
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InfoView:
-    """`host_name`: the machine or the pod that it runs on. `addresses`: where the server listens. `attach`: what
-    engines have as `attach` to use it, null where none can attach. `node`: engines attach to this server and leave it;
-    otherwise it is embedded in the only one. `engine_id` is new in each life of the engine or the node.
-    `token_required`: whether changes need a bearer token, or a client certificate."""
+    """The server. `host_name` is the machine or the pod on which it runs. `addresses` are those at which it listens.
+    `attach` is the value of the engines' setting `attach` with which they use this server, and null if no engine can
+    attach. With `node`, engines attach to this server and detach from it. Otherwise it is embedded in its only engine.
+    `engine_id` is new in each life of the engine or the node. `token_required` says whether changes need a bearer token
+    or a client certificate."""
 
     name: str = "kvstow"
     version: str
@@ -63,8 +64,8 @@ Severity = Literal["info", "warning", "error"]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConditionView:
     """Something that an operator should know: its cause, why it matters, the command that mends it, and the measured
-    numbers behind it. `pool`, `session` and `rank`: whom it concerns; null for the host. `name` is that of the metric
-    `kvstow_condition` and of the alerts."""
+    numbers behind it. `pool`, `session` and `rank` say what it concerns, and are null if it concerns the host. `name`
+    is also used by the metric `kvstow_condition` and by the alerts."""
 
     name: str
     severity: Severity
@@ -79,8 +80,8 @@ class ConditionView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DoctorView:
-    """`conditions`, the worst first; `healthy` if none is worse than `info`. `checked` names those that were looked
-    for; `skipped`: those for which there was nothing to measure, and why."""
+    """The diagnosis. `conditions` come with the worst first. `healthy` says that none is worse than `info`. `checked`
+    names the conditions that were looked for. `skipped` names those that could not be measured, and says why."""
 
     time: datetime
     healthy: bool
@@ -92,7 +93,7 @@ class DoctorView:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadinessView(Readiness):
     """The state of the host, or of one pool, and of the ranks of its sessions. Slots are those of all these pools.
-    `memory` is that of all pools and ranks. `conditions`: what is wrong, the worst first."""
+    `memory` is that of all pools and ranks. `conditions` say what is wrong, the worst first."""
 
     memory: MemoryStatus
     conditions: list[ConditionView] = field(default_factory=list)
@@ -100,7 +101,7 @@ class ReadinessView(Readiness):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogLevelView:
-    """Level of one logger of KVStow."""
+    """The level of one logger of KVStow."""
 
     logger: str
     level: str
@@ -113,7 +114,7 @@ class LogLevelsView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProblemErrorView:
-    """One error: the field, its value, and what is allowed instead."""
+    """One error: the field, its value, and which values are allowed."""
 
     field: str
     message: str
@@ -123,7 +124,7 @@ class ProblemErrorView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProblemView:
-    """RFC 9457 problem details. `instance` is the request id, which is also in the log."""
+    """Problem details of RFC 9457. `instance` is the request id, which is also in the log."""
 
     type: str
     title: str
@@ -138,21 +139,21 @@ class ProblemView:
 EventType = Literal["state", "session", "rank", "tier", "operation", "change", "stored", "removed", "lost"]
 EVENT_TYPES: tuple[EventType, ...] = get_args(EventType)
 BLOCK_EVENTS: tuple[EventType, ...] = ("stored", "removed")
-"""One for each batch of blocks: sent only to clients that ask for them."""
+"""Events of batches of blocks. They are sent only to clients that ask for them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EventView:
-    """`id` resumes the stream after this event (Last-Event-ID). `data` by type:
+    """An event. With `id` as Last-Event-ID, a client resumes the stream after this event. `data` depends on the type:
 
-    `state`: pool (null for a node), state, reason. `session`: pool, session, engine, model, state, reason; the state is
-    `over` when none of its processes can reach the memory any more. `rank`: pool, session, rank, state, error, boot_id.
-    `tier`: pool, namespace, store, state, reason, of the use that a namespace makes of the store below the pools; the
-    state is `over` when the namespace is gone. `operation`: id, pool, kind, dry_run,
-    state, error. `change`: actor, method, path, status, request_id. `stored`: pool, keys. `removed`: pool, keys,
-    reason. `lost`: the number of events that a slow reader has missed, or null if the id is of an earlier life of the
-    server.
-    All but `lost`, `stored` and `removed` also have `time`.
+    `state`: pool (null for a node), state, reason. `session`: pool, session, engine, model, state, reason. The state is
+    `over` when none of the session's processes can reach the memory any more. `rank`: pool, session, rank, state,
+    error, boot_id. `tier`: pool, namespace, store, state, reason, about a namespace's use of the store below the pools.
+    The state is `over` when the namespace has ended. `operation`: id, pool, kind, dry_run, state, error. `change`:
+    actor, method, path, status, request_id. `stored`: pool, keys. `removed`: pool, keys, reason. `lost`: the number of
+    events that a slow reader has missed, or null if the id is of an earlier life of the server.
+
+    All types but `lost`, `stored` and `removed` also have `time`.
     """
 
     id: str
@@ -165,19 +166,20 @@ class EventView:
 
 POOL_NAME = HOST_NAME
 BlockState = Literal["cached", "leased"]
-"""States of slots whose blocks can be loaded."""
+"""The states of slots whose blocks can be loaded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolView:
-    """A pool. Slots and bytes are of one rank; every rank has the same. `etag` names its settings; `block_tokens` is
-    null while the number of tokens in a block is unknown. `model` is that of the engine that made the pool, empty if
-    unknown; `sessions` counts lost ones, too, and `session_states` has them by state. `resizable`: whether a PATCH can
-    change the capacity.
+    """A pool. Slots and bytes are of one rank, and every rank has the same. `etag` names its settings. `block_tokens`
+    is null while the number of tokens in a block is unknown. `model` is that of the engine that made the pool, and
+    empty if unknown. `sessions` counts lost ones, too, and `session_states` has the counts by state. `resizable` says
+    whether a PATCH can change the capacity.
 
-    `granted_bytes`: what the pool has of the host's memory, on all ranks together. `due_bytes`: what it should have: as
-    much as it has use for, up to its fair share. `drain_mode` and `bypassed`: what an operator has switched off, here
-    or on the whole host. `pending`: transfers in flight. `now`: figures of the last seconds.
+    `granted_bytes` is how much of the host's memory the pool has, on all ranks together. `due_bytes` is how much it
+    should have: as much as it can use, up to its fair share. `drain_mode` and `bypassed` are what an operator has
+    switched off, in this pool or on the whole host. `pending` are the transfers in flight. `now` are figures of the
+    last seconds.
     """
 
     name: str
@@ -216,9 +218,9 @@ class PoolsView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizeView:
-    """A size of a pool, `times` as large as it is now, and the shares of blocks that it would have hit: in the order of
-    last use (`lru`), in the pool's own order (`own`), and as far as the pool's policy would reach it (`ratio`, which
-    never falls from one size to the next). Bytes are of all ranks together."""
+    """A size of a pool, `times` as large as its present size, and the shares of blocks that it would have hit: with the
+    order of last use (`lru`), with the pool's own order (`own`), and as far as the pool's policy would reach it
+    (`ratio`, which never falls from one size to the next). Bytes are of all ranks together."""
 
     num_slots: int
     num_bytes: int
@@ -230,17 +232,18 @@ class SizeView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolCurveView:
-    """What the last `requests` requests, which looked up `blocks` blocks, would have hit in pools of other sizes.
-    `items`: the sizes, the smallest first. While there is not enough evidence, or without a curve, `items` is empty,
-    all figures below it are null, and `advice` says why.
+    """The hits that the last `requests` requests, which looked up `blocks` blocks, would have had in pools of other
+    sizes. `items` are the sizes, the smallest first. Without a curve, or while there is not enough evidence for one,
+    `items` is empty, all figures below it are null, and `advice` says why.
 
-    `slot_bytes` are of one rank, all other bytes of all ranks together. `everything`: the share that a pool would
-    hit that never evicts. `advice`: what follows for the size, in a sentence. `next_useful`: the smallest larger
-    size whose doublings each add two points on the average. `enough`: the smallest smaller size that would lose no
-    more than half a point. `end`: the smallest size, not smaller than the pool, above which less than a point is
-    left. Each is null if there is no such size.
+    `slot_bytes` are of one rank, and all other bytes of all ranks together. `everything` is the share that would hit in
+    a pool that never evicts. `advice` is a sentence about the pool's size. `next_useful` is the smallest larger size
+    whose doublings each add two points on average. `enough` is the smallest smaller size that would lose at most half a
+    point. `end` is the smallest size, not smaller than the pool, above which less than a point is left. Each is null if
+    there is no such size.
 
-    `saved_seconds_per_hour`: seconds of prefill that hits have saved, from the last five minutes; null if unknown.
+    `saved_seconds_per_hour` is how many seconds of prefill hits have saved per hour in the last five minutes. It is
+    null if unknown.
     """
 
     pool: str
@@ -261,7 +264,7 @@ class PoolCurveView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanView:
-    """What a change of settings would do."""
+    """The effects that a change of settings would have."""
 
     dry_run: Literal[True] = True
     capacity_slots: int
@@ -273,8 +276,8 @@ class PlanView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemovedView:
-    """What was removed, or in a dry run would be. Bytes are of one rank. `stored_blocks`: from the store below the
-    pool; `notice`: what may be left there, as a sentence, or empty."""
+    """The blocks that were removed or, in a dry run, would be. Bytes are of one rank. `stored_blocks` counts blocks
+    removed from the store below the pool. `notice` is a sentence about blocks that may be left there, or empty."""
 
     evicted_slots: int
     evicted_bytes: int
@@ -285,7 +288,7 @@ class RemovedView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeletedPoolView:
-    """`stored_blocks` and `notice`: as in `RemovedView`."""
+    """A deleted pool. For `stored_blocks` and `notice`, see `RemovedView`."""
 
     stored_blocks: int
     notice: str
@@ -293,7 +296,8 @@ class DeletedPoolView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PinningView:
-    """What the ranks are told about pinning in the answer to their next report. `pin_attempt` grows with each retry."""
+    """The state of pinning that the ranks get with the answers to their next reports. `pin_attempt` grows with each
+    retry."""
 
     paused: bool
     pin_attempt: int
@@ -301,7 +305,8 @@ class PinningView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextsView:
-    """A page of the contexts of a pool, those with the most blocks first; `total`: how many it knows."""
+    """A page of the contexts of a pool, those with the most blocks first. `total` is the number of contexts that the
+    pool knows."""
 
     items: list[ContextStatus]
     total: int
@@ -310,7 +315,7 @@ class ContextsView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextView:
-    """One context: an item for each namespace that has it."""
+    """One context, with an item for each namespace that has it."""
 
     items: list[ContextStatus]
 
@@ -324,7 +329,7 @@ class ContextBlocksView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlocksView:
-    """One page, in order of slots; `next_page_token` is null on the last one."""
+    """One page of blocks, in the order of their slots. `next_page_token` is null on the last page."""
 
     items: list[BlockStatus]
     next_page_token: str | None
@@ -332,15 +337,15 @@ class BlocksView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RanksView:
-    """In the order of the sessions, the oldest first."""
+    """Ranks, in the order of their sessions, the oldest first."""
 
     items: list[RankStatus]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionsView:
-    """The oldest first. `rejected` counts, by reason, connections of engines that were refused, or ended for what they
-    sent, since the host started."""
+    """Sessions, the oldest first. `rejected` counts, by reason, the connections of engines that were refused, or ended
+    for what they sent, since the host started."""
 
     items: list[SessionStatus]
     rejected: dict[str, int]
@@ -348,8 +353,8 @@ class SessionsView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DetachView:
-    """What was begun: the session's connections end, and its processes are killed if `killed`. What it holds is freed
-    when its processes have ended, which `GET /v1/sessions` shows: then the session is gone from it."""
+    """A detach that has begun: the session's connections end, and its processes are killed if `killed` is true. What
+    the session holds is freed when its processes have ended. It then disappears from `GET /v1/sessions`."""
 
     id: str
     killed: bool
@@ -362,9 +367,9 @@ class NamespacesView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransfersView:
-    """`pending` and `load_choices` count all of these pools; `items` are the oldest. `load_choices`: loads since the
-    start by the way that they went and why, such as `layer_alone`: within the step that computes with it (`layer`) or
-    before it (`async`)."""
+    """Transfers in flight. `pending` and `load_choices` count those of all pools of the request, and `items` are the
+    oldest. `load_choices` counts loads since the start by the way that was chosen and the reason, such as
+    `layer_alone`: within the step that computes with the blocks (`layer`), or before it (`async`)."""
 
     pending: PendingTransfers
     load_choices: dict[str, int]
@@ -373,8 +378,8 @@ class TransfersView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierView:
-    """The store below the pools. `store` and `url` (without secrets) are null without one. `parts`: what of it fails
-    alone."""
+    """The store below the pools. `store` and `url`, which has no secrets, are null if there is none. `parts` are the
+    parts of the store that can fail alone."""
 
     store: str | None
     url: str | None
@@ -383,15 +388,15 @@ class TierView:
 
 
 NO_TIER = TierView(store=None, url=None, items=[])
-"""Of a host without a store."""
+"""The tier of a host without a store."""
 
 
-# -- for those who look --------------------------------------------------------------------------------------------
+# -- for viewers ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EventLine:
-    """One of the latest events in words; `kind` is its type."""
+    """One of the latest events, as a sentence. `kind` is its type."""
 
     time: str
     kind: str
@@ -400,8 +405,8 @@ class EventLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TroubledView:
-    """What warnings and errors concern, of what the document lists: names of pools, ids of sessions, ranks as
-    SESSION/RANK, and namespaces whose use of the store is concerned."""
+    """The listed things that warnings and errors concern: names of pools, ids of sessions, ranks as SESSION/RANK, and
+    namespaces whose use of the store is concerned."""
 
     pools: list[str]
     sessions: list[str]
@@ -455,7 +460,7 @@ OperationState = Literal["running", "succeeded", "failed", "cancelled"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgressView:
-    """How many slots were visited, and of how many."""
+    """How many slots were visited, and how many there are to visit."""
 
     done: int
     total: int
@@ -463,9 +468,9 @@ class ProgressView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperationView:
-    """One operation at one moment. `waiting`: it cannot continue until transfers or leases end.
+    """The state of one operation. With `waiting`, it cannot continue until transfers or leases end.
 
-    `result` is null while the operation runs and when it has failed; of a cancelled one, it says what was done.
+    `result` is null while the operation runs and after it has failed. After a cancellation, it says what was done.
     """
 
     id: str
@@ -484,7 +489,7 @@ class OperationView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperationsView:
-    """Newest first; `next_page_token` is null on the last page."""
+    """Operations, the newest first. `next_page_token` is null on the last page."""
 
     items: list[OperationView]
     next_page_token: str | None

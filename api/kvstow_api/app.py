@@ -27,9 +27,9 @@ from kvstow_api.routes import ROUTERS
 
 
 def create_app(host: ApiHost) -> FastAPI:
-    """The admin API of one engine. Several applications may live in one process, each with its own host.
+    """Make the admin API of one host. A process may have several applications, each with its own host.
 
-    The lifespan must run: it measures the event loop, and ends operations when the server stops. Registers a
+    The lifespan must run: it measures the event loop, and ends operations when the server stops. This registers a
     collector with the host's registry. Raises `ConfigError` if the token file cannot be used.
     """
     state = AppState(host)
@@ -37,8 +37,8 @@ def create_app(host: ApiHost) -> FastAPI:
         title="KVStow admin API",
         description="Watch and control the KV cache in host memory under traffic.",
         version=host.version,
-        openapi_url=None,  # our own route serves it
-        docs_url=None,  # it would load its scripts from a CDN
+        openapi_url=None,  # a route of this package serves it
+        docs_url=None,  # FastAPI's page would load its scripts from a CDN
         redoc_url=None,
         redirect_slashes=False,
         lifespan=_lifespan,
@@ -55,7 +55,7 @@ def create_app(host: ApiHost) -> FastAPI:
     app.state.overviews = Overviews(state)
     problems.install(app)
     for router in ROUTERS:
-        app.router.routes.extend(router.routes)  # include_router would build all of them again (13 ms)
+        app.router.routes.extend(router.routes)  # `include_router` would build all of them again, which takes 13 ms
     app.openapi = Description(app)  # type: ignore[method-assign]
     host.registry.register(Collector(state))
     return app

@@ -1,4 +1,4 @@
-"""The parts of one application, which its routes work with."""
+"""The parts of one application that its routes work with."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from kvstow_api.streams import EventStreams
 
 
 class AppState:
-    """Made by `create_app`, never shared between two applications. `settings_lock` is held while settings are compared
-    and changed. Raises `ConfigError` if the token file cannot be used."""
+    """The parts of an application. `create_app` makes them, and two applications never share them. `settings_lock` is
+    held while settings are compared and changed. Raises `ConfigError` if the token file cannot be used."""
 
     def __init__(self, host: ApiHost) -> None:
         self.host, self.directory = host, host.directory
@@ -69,4 +69,4 @@ async def _state_of(request: Request) -> AppState:
 
 
 App = Annotated[AppState, Depends(_state_of)]
-"""Type of a route's parameter that receives the `AppState`."""
+"""The type of a route's parameter that receives the `AppState`."""

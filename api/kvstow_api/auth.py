@@ -2,19 +2,18 @@
 
 - Probes and metrics are open.
 - Block keys need a credential: a viewer token, an admin token, a client certificate or the Unix socket. A key is a hash
-  of a prompt, so whoever reads keys can follow what others ask, and whoever can look keys up can test a guess.
+  of a prompt. So whoever reads keys can follow what others ask, and whoever can look keys up can test a guess.
 - Other reads are open unless viewer tokens are configured. Then they need one of these credentials, too.
-- Changes need the Unix socket, an admin token or a client certificate. Whoever can open the socket may make them: the
-  server's user, root, and a group if its host has one for it.
-- The report of a rank always needs a credential: the agents' token, or an admin's. The agents' token allows nothing
-  else.
+- Changes need the Unix socket, an admin token or a client certificate. Everyone who can open the socket may make them:
+  the server's user, root, and a group if the host has given the socket to one.
+- The report of a rank always needs a credential: the agents' token, or an admin's. The agents' token allows only that.
 
-The method and the path of a request decide which rule applies (`_shows_keys` names the paths), so a new route needs
+The method and the path of a request decide which rule applies (`_shows_keys` names the paths). So a new route needs
 code here only if it shows keys. Browsers send no bearer tokens, so reads also accept a token as the password of Basic
-authentication. Changes do not: a browser would attach the password to requests from pages of other sites, too.
+authentication. Changes do not, because a browser would add the password to requests from pages of other sites, too.
 
-A browser sends requests for pages of any site to any address that it can reach. Such requests are refused, also those
-that only read, because each open stream occupies a place. Following a link to the status page is allowed.
+A browser sends requests for pages of any site to any address that it can reach. Such requests are refused. This
+includes those that only read, because each open stream takes a place. Following a link to the status page is allowed.
 """
 
 from __future__ import annotations
@@ -45,19 +44,19 @@ from kvstow_api.problems import problem
 logger = logging.getLogger("kvstow.api")
 
 ACTOR = "kvstow.actor"
-"""ASGI scope key of the actor: uid:UID, admin, certificate:SUBJECT, viewer, agent, or anonymous."""
+"""The key of the actor in an ASGI scope: uid:UID, admin, certificate:SUBJECT, viewer, agent, or anonymous."""
 
 _UNKNOWN = frozenset({None, "anonymous", "-"})
 
 READING_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 
 CERTIFICATE = "client_certificate"
-"""Key in the `state` of an ASGI scope: the subject of the client's certificate, which the TLS layer has verified."""
+"""The key of a client certificate's subject in the `state` of an ASGI scope. The TLS layer has verified it."""
 
 CALLER = "caller_uid"
-"""Key in the `state` of an ASGI scope: the uid of the process at the other end of the Unix socket."""
+"""The key, in the `state` of an ASGI scope, of the uid of the process at the other end of the Unix socket."""
 
-_READING_POST = "/v1/lookup"  # a body, because a query has no room for a thousand keys
+_READING_POST = "/v1/lookup"  # a POST, because a query has no room for a thousand keys
 _PROBE_PATH = re.compile(r"/(livez|readyz|health|healthz|startupz)(/[^/]*)?")
 _CERTIFICATE_ACTOR = "certificate:"
 _CALLER_ACTOR = "uid:"
@@ -76,25 +75,25 @@ def is_probe(path: str) -> bool:
 
 
 def is_stranger(scope: Scope) -> bool:
-    """Whether the request neither has an admin's credential nor came through a Unix socket, which only those can open
-    who may make changes."""
+    """Whether the request neither has an admin's credential nor came through a Unix socket. Only those who may make
+    changes can open that."""
     client = scope.get("client")
     return bool(client and client[0]) and not is_admin(scope.get(ACTOR, ""))
 
 
 def is_admin(actor: str) -> bool:
-    """Whether this actor, as named in a scope, may make every change."""
+    """Whether this actor of a scope may make every change."""
     return actor == "admin" or actor.startswith((_CERTIFICATE_ACTOR, _CALLER_ACTOR))
 
 
 def is_known(actor: object) -> bool:
-    """Whether this actor, as named in a scope, presented a valid credential."""
+    """Whether this actor of a scope has shown a valid credential."""
     return actor not in _UNKNOWN
 
 
 class Credentials(NamedTuple):
-    """Credentials that the API accepts. `certificates`: whether a verified client certificate counts as an admin token.
-    `agent`: the token of the ranks' agents."""
+    """Credentials that the API accepts. With `certificates`, a verified client certificate counts as an admin token.
+    `agent` is the token of the ranks' agents."""
 
     admins: TokenFile | None = None
     viewers: TokenFile | None = None
@@ -103,7 +102,7 @@ class Credentials(NamedTuple):
 
     @classmethod
     def of(cls, host: ApiHost) -> Credentials:
-        """Raises `ConfigError` if a token file cannot be used."""
+        """Make the credentials of a host. Raises `ConfigError` if a token file cannot be used."""
         found = cls(
             admins=None if host.token_file is None else TokenFile(host.token_file),
             viewers=None if host.viewer_token_file is None else TokenFile(host.viewer_token_file),
@@ -126,7 +125,7 @@ class Credentials(NamedTuple):
 
     @property
     def problems(self) -> Mapping[str, str]:
-        """Why each token file that cannot be used now cannot, by setting. Names no path: every reader may see it."""
+        """Says why token files cannot be used now, by setting. It names no path, because every reader may see it."""
         return {name: file.problem for name, file in self.files.items() if file.problem is not None}
 
     @property
@@ -136,13 +135,13 @@ class Credentials(NamedTuple):
         return {name: file for name, file in files.items() if file is not None}
 
     def renew(self) -> None:
-        """Read the token files that have changed. It may take any time: call it on a thread."""
+        """Read the token files that have changed. This may take any time, so call it on a thread."""
         for file in self.files.values():
             file.renew()
 
     def kind_of(self, token: bytes) -> str | None:
-        """Whose token it is, `admin` or `viewer`; None if no file has it. Raises `ConfigError` if none of those that
-        can be used has it, and one cannot."""
+        """Return whose token it is, `admin` or `viewer`, or None if no file has it. Raises `ConfigError` if no usable
+        file has it, and one file is unusable."""
         problem: ConfigError | None = None
         for kind, file in (("admin", self.admins), ("viewer", self.viewers)):
             try:
@@ -156,10 +155,10 @@ class Credentials(NamedTuple):
 
 
 class AuthMiddleware:
-    """Puts the actor of a request into its scope, or answers 401, 403 or 503 (token file not usable)."""
+    """Puts the actor of a request into its scope, or answers 401, 403, or 503 for an unusable token file."""
 
     def __init__(self, app: ASGIApp, *, credentials: Credentials, addresses: Sequence[str] = ()) -> None:
-        """`addresses`: where the server listens; refusals name the Unix socket among them."""
+        """`addresses` are those at which the server listens. Refusals name the Unix socket among them."""
         self._app = app
         self._socket = next((address for address in addresses if address.startswith("unix:")), None)
         self._nobody = overflow_uid()
@@ -180,14 +179,14 @@ class AuthMiddleware:
         await (refusal or self._app)(scope, receive, send)
 
     def _judge(self, scope: Scope, reading: bool, token: bytes | None) -> Response | None:
-        """Put the actor into the scope; return the response if the request is refused."""
+        """Put the actor into the scope. Returns a response if the request is refused."""
         scope[ACTOR] = "anonymous"
         if _is_cross_site(scope) and not (reading and _is_navigation(scope)):
             detail = "web pages of other sites may not " + ("read this" if reading else "change anything")
             return problem(scope, 403, detail)
         shows_keys = reading and _shows_keys(scope)
         if reading and not shows_keys and (self._credentials.viewers is None or is_polled(scope["path"])):
-            with suppress(ConfigError):  # no token is needed, but one still identifies an admin
+            with suppress(ConfigError):  # the request needs no token, but one still identifies an admin
                 scope[ACTOR] = self._actor(scope, token) or "anonymous"
             return None
         try:
@@ -207,8 +206,8 @@ class AuthMiddleware:
         return _beyond_rights(scope, reading, actor)
 
     def _actor(self, scope: Scope, token: bytes | None) -> str | None:
-        """The actor of the request; None if it has no valid credential. Raises `ConfigError` if a token file is not
-        usable."""
+        """Return the actor of the request, or None if it has no valid credential. Raises `ConfigError` if a token file
+        is unusable."""
         known = self._credentials
         certificate = scope.get("state", {}).get(CERTIFICATE) if known.certificates else None
         if certificate is not None:
@@ -222,7 +221,8 @@ class AuthMiddleware:
         return None if token is None else known.kind_of(token)
 
     def _refusal(self, scope: Scope, reading: bool, has_token: bool, shows_keys: bool) -> Response:
-        """401 where a token or a certificate would help, otherwise 403. Both name the socket that needs none."""
+        """Return 401 if a token or a certificate would help, and otherwise 403. Both name the socket that needs
+        none."""
         if _REPORT_PATH.fullmatch(scope["path"]):
             return _unauthorized(scope, reading, has_token, "")
         caller = scope.get("state", {}).get(CALLER)
@@ -249,15 +249,15 @@ class AuthMiddleware:
 
 
 class _Renewal:
-    """Renews the token files on a thread, as file systems can block. All waiting requests share one renewal, so a slow
-    file system occupies one thread. Used on one event loop."""
+    """Renews the token files on a thread, because file systems can block. All waiting requests share one renewal, so a
+    slow file system occupies only one thread. Used on one event loop."""
 
     def __init__(self, credentials: Credentials) -> None:
         self._credentials = credentials
         self._renewal: asyncio.Task[None] | None = None
 
     async def renew(self) -> None:
-        """Waits at most two seconds. After that the tokens stay as they were, and later requests see the new ones."""
+        """Renew the tokens. Waits at most two seconds. If it takes longer, only later requests see the new tokens."""
         if not self._credentials.files:
             return
         if self._renewal is None or self._renewal.done():
@@ -266,7 +266,7 @@ class _Renewal:
 
 
 def _beyond_rights(scope: Scope, reading: bool, actor: str) -> Response | None:
-    """The refusal of a request that this known actor may not make; None if it may."""
+    """Return the refusal of a request that this known actor may not make, or None if it may."""
     if actor == "agent" and not _REPORT_PATH.fullmatch(scope["path"]):
         return problem(scope, 403, "an agent's token allows only the report of a rank")
     if actor == "viewer" and not reading:
@@ -275,7 +275,7 @@ def _beyond_rights(scope: Scope, reading: bool, actor: str) -> Response | None:
 
 
 def is_polled(path: str) -> bool:
-    """Whether machines poll this path: a probe, or the metrics. These are open to everybody."""
+    """Whether machines poll this path: a probe, or the metrics. These are open to everyone."""
     return is_probe(path) or path == "/metrics"
 
 
@@ -289,9 +289,9 @@ def _shows_keys(scope: Scope) -> bool:
 
 
 def _is_cross_site(scope: Scope) -> bool:
-    """Whether a browser sends this for a page of another site. Such requests reach loopback addresses, too, and the
-    browser adds client certificates to them. Host names that a site points at loopback have been refused by
-    `AdmissionMiddleware`."""
+    """Whether a browser sends this request for a page of another site. Such requests can reach loopback addresses, and
+    the browser adds client certificates to them. `AdmissionMiddleware` has already refused Host names that a site has
+    pointed at loopback."""
     headers = dict(scope["headers"])
     if headers.get(b"sec-fetch-site", b"none") not in (b"none", b"same-origin"):
         return True
@@ -300,8 +300,8 @@ def _is_cross_site(scope: Scope) -> bool:
 
 
 def _is_navigation(scope: Scope) -> bool:
-    """Whether the browser shows the answer in a tab of its own, as when a person follows a link. A page of another site
-    cannot read it there. The answer to a frame or to a script of that page is something else."""
+    """Whether the browser shows the answer as a page of its own, as when a person follows a link. A page of another
+    site cannot read it there. It could use an answer for a frame or a script."""
     headers = dict(scope["headers"])
     return headers.get(b"sec-fetch-mode") == b"navigate" and headers.get(b"sec-fetch-dest") == b"document"
 
@@ -309,7 +309,7 @@ def _is_navigation(scope: Scope) -> bool:
 def _unauthorized(scope: Scope, reading: bool, has_token: bool, way: str) -> Response:
     detail = "invalid token" if has_token else "a token is needed: `Authorization: Bearer TOKEN`"
     answer = problem(scope, 401, detail + way)
-    # A line for each, and Basic first: Chromium looks at the first challenge of a line, and knows no Bearer.
+    # Each challenge has its own line, and Basic comes first: Chromium looks at a line's first one, and knows no Bearer.
     if reading:
         answer.headers.append("WWW-Authenticate", 'Basic realm="kvstow"')
     answer.headers.append(
@@ -319,7 +319,7 @@ def _unauthorized(scope: Scope, reading: bool, has_token: bool, way: str) -> Res
 
 
 def _token(scope: Scope, reading: bool) -> bytes | None:
-    """The token of the request; None if it has none, or more than one Authorization header."""
+    """Return the token of the request. None if it has none, or more than one Authorization header."""
     values = [value for name, value in scope["headers"] if name == b"authorization"]
     scheme, _, given = values[0].partition(b" ") if len(values) == 1 else (b"", b"", b"")
     match scheme.lower():

@@ -30,7 +30,7 @@ _MAX_LOOKUP_KEYS = 4096
 
 
 class Body(BaseModel):
-    """No unknown fields, no conversions, no NaN or infinity."""
+    """A body. Unknown fields, conversions of types, NaN and infinity are refused."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -79,7 +79,7 @@ _CONTEXT_SCHEMA = {
 }
 
 OnlyTrue = Annotated[bool, AfterValidator(_require_true), Field(json_schema_extra={"const": True})]
-"""`true`; `Literal[True]` would accept 1 as well."""
+"""The value `true`. `Literal[True]` would accept 1 as well."""
 Seconds = Annotated[float, Field(ge=0)]
 PositiveSeconds = Annotated[float, Field(gt=0)]
 Count = Annotated[int, Field(ge=1, lt=1 << 63)]
@@ -88,10 +88,10 @@ Key = Annotated[bytes, PlainValidator(_to_key), WithJsonSchema(_KEY_SCHEMA)]
 ContextId = Annotated[bytes, PlainValidator(_to_context), WithJsonSchema(_CONTEXT_SCHEMA)]
 """The id of a context, given as hex."""
 KeyList = Annotated[list[Key], Field(min_length=1, fail_fast=True)]
-"""Reports only the first wrong key: a body of 1 MiB could hold half a million of them."""
+"""Keys. Only the first wrong one is reported, because a body of 1 MiB could have half a million of them."""
 
 REPORT_SCHEMA: dict[str, Any] = {**TypeAdapter(RankReport).json_schema(), "examples": [EXAMPLES["RankReport"]]}
-"""JSON schema of the body that `RankReport.from_json` reads."""
+"""The JSON schema of the body that `RankReport.from_json` reads."""
 
 
 def _policy(value: Any) -> str:
@@ -114,8 +114,8 @@ Policy = Annotated[
 
 
 class PoolPatch(Body):
-    """New settings of a pool; what is left out, or null, stays. Bytes are of one rank, rounded down to whole slots.
-    While `pinning_paused` is true, ranks pin nothing more."""
+    """New settings of a pool. Settings that are left out, or null, stay. Bytes are of one rank, and are rounded down to
+    whole slots. While `pinning_paused` is true, ranks pin no more memory."""
 
     capacity_slots: Count | None = None
     capacity_bytes: Count | None = None
@@ -135,7 +135,7 @@ class PoolPatch(Body):
 
 
 class EvictBody(Body):
-    """Exactly one of `slots`, `bytes`, `idle_seconds` and `context`. The coldest blocks go first."""
+    """Exactly one of `slots`, `bytes`, `idle_seconds` and `context`. The coldest blocks are evicted first."""
 
     slots: Count | None = None
     num_bytes: Count | None = Field(None, alias="bytes")
@@ -154,8 +154,8 @@ class EvictBody(Body):
 
 
 class PurgeBody(EvictBody):
-    """Exactly one selector. `all`, `keys`, `key_prefixes` and `context` remove leased blocks, too; the others only
-    those that eviction may remove."""
+    """Exactly one selector. `all`, `keys`, `key_prefixes` and `context` remove leased blocks, too. The others remove
+    only blocks that eviction may remove."""
 
     everything: OnlyTrue | None = Field(None, alias="all")
     keys: KeyList | None = None
@@ -164,20 +164,20 @@ class PurgeBody(EvictBody):
 
 
 class ContextPatch(Body):
-    """When the next request of a context is expected, from now."""
+    """In how many seconds the next request of a context is expected."""
 
     resume_in_seconds: Annotated[float, Field(ge=0, le=LONGEST_PAUSE)]
 
 
 class RecordBody(Body):
-    """Record for so many seconds, and at most so many bytes of the trace."""
+    """Limits of a recording: its seconds, and the bytes of its trace."""
 
     seconds: Annotated[float, Field(gt=0, le=MOST_SECONDS)] = 600.0
     max_bytes: Annotated[int, Field(ge=1, le=MOST_BYTES)] = 64 << 20
 
 
 class LookupBody(Body):
-    """Keys of consecutive blocks, root first."""
+    """Keys of consecutive blocks, the root first."""
 
     keys: Annotated[list[Key], Field(min_length=1, max_length=_MAX_LOOKUP_KEYS, fail_fast=True)]
 
@@ -186,15 +186,15 @@ class LookupBody(Body):
 
 
 class DrainBody(Body):
-    """`stop_stores` takes no new stores; `all` also answers lookups with misses. `deadline_seconds` is only shown to
-    clients that wait: when it is over, nothing in flight is interrupted."""
+    """What to drain. `stop_stores` accepts no new stores. `all` also answers lookups with misses. `deadline_seconds` is
+    only shown to clients that wait. Transfers in flight are not interrupted when it has passed."""
 
     mode: DrainMode = "all"
     deadline_seconds: Seconds | None = None
 
 
 class BypassBody(Body):
-    """Which direction is switched off, for `ttl_seconds` or (null) until it is switched on again."""
+    """Which directions are switched off, for `ttl_seconds` or, if that is null, until they are switched on again."""
 
     load: bool | None = None
     store: bool | None = None
@@ -210,7 +210,7 @@ class BypassBody(Body):
 
 
 class LogLevelBody(Body):
-    """A level for one logger of KVStow and those below it, until it is set again."""
+    """A level for one logger of KVStow and the loggers below it, until it is set again."""
 
     logger: Annotated[str, Field(max_length=100)] = "kvstow"
     level: Literal["debug", "info", "warning", "error"]

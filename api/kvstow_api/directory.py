@@ -1,5 +1,5 @@
-"""What the admin API asks of its host: pools, sessions, namespaces, memory, and the fleet tier. That of an embedded
-engine, and the readiness of a host over all its pools."""
+"""The interface between the admin API and its host: pools, sessions, namespaces, memory, and the store below the pools.
+It also has the directory of an embedded engine, and the readiness of a host over all its pools."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ NO_POOL = "no engine has attached yet, so there is no pool"
 
 @dataclass(frozen=True, slots=True)
 class HostedPool:
-    """A pool under its name. `max_capacity_slots`: what it can grow to. `is_resizable`: an operator sets its size;
-    otherwise the host does. `granted_bytes`: what it has of the host's memory, on all ranks together; `due_bytes`: what
-    it should have, which is as much as it has use for, up to its fair share."""
+    """A pool under its name. `max_capacity_slots` is the largest size that it can have. With `is_resizable`, an
+    operator sets its size. Otherwise the host does. `granted_bytes` is how much of the host's memory it has, on all
+    ranks together. `due_bytes` is how much it should have: as much as it can use, up to its fair share."""
 
     name: str
     facade: PoolFacade
@@ -47,7 +47,7 @@ class HostedPool:
     model: str = ""
     is_resizable: bool = True
     stored_slot_bytes: int | None = None
-    """What a slot takes on all ranks together, if ranks share bytes."""
+    """The size of a slot on all ranks together, if ranks share bytes."""
 
     @property
     def shares_memory(self) -> bool:
@@ -59,11 +59,11 @@ class HostedPool:
 
 
 class HostMemory(NamedTuple):
-    """Memory of the machine that serves the API. Sizes in bytes; None or empty if a figure cannot be measured.
+    """Memory of the machine that serves the API. Sizes are in bytes. A figure that cannot be measured is None or empty.
 
-    `headroom_bytes` can be used before `limit`, a text that names the limit, is reached. `reserve_bytes` of them are
-    kept for the rest of the process. `huge_pages`: the kernel's setting for transparent huge pages (always, madvise,
-    never), or `reserved` if the pools use reserved huge pages, to which these figures then apply.
+    `headroom_bytes` can be used before `limit` is reached, which is a text that names the limit. `reserve_bytes` of
+    them are kept for the rest of the process. `huge_pages` is the kernel's setting for transparent huge pages (always,
+    madvise, never), or `reserved` if the pools use reserved huge pages. These figures then apply to those pages.
     """
 
     headroom_bytes: int | None
@@ -73,8 +73,9 @@ class HostMemory(NamedTuple):
 
 
 class OrphanedMemory(NamedTuple):
-    """Memory of a node service that a process has, and that no running service does. `extents`: how many pieces.
-    `num_bytes`: without what was counted for another process, or is not visible because it is only mapped."""
+    """Memory of a node service that a process has, and that no running service has. `extents` is the number of pieces.
+    `num_bytes` leaves out memory that was counted for another process, and memory whose size is unknown because it is
+    only mapped."""
 
     pid: int
     command: str
@@ -83,9 +84,9 @@ class OrphanedMemory(NamedTuple):
 
 
 class TierMeasurements(NamedTuple):
-    """What the doctor has to know. `public_addresses`: addresses of the store, which asks nobody who he is, that anyone
-    on the internet may reach. `pins_memory`: the clients lock the memory of the pools; `memlock_bytes`: how much they
-    may lock, None for any amount."""
+    """Measurements of the store for the doctor. `public_addresses` are addresses of the store that anyone on the
+    internet may reach, although the store does not authenticate anybody. With `pins_memory`, the clients lock the
+    memory of the pools. `memlock_bytes` is how much they may lock, or None for any amount."""
 
     public_addresses: tuple[str, ...] = ()
     pins_memory: bool = False
@@ -97,7 +98,7 @@ TierLabels = tuple[str, str, str]
 
 
 class Switches(Protocol):
-    """What operators switch off: in one pool (`Administrator`), or on a host in all its pools."""
+    """The switches of operators: those of one pool (`Administrator`), or those of a host for all its pools."""
 
     @property
     def drain_status(self) -> DrainStatus: ...
@@ -113,7 +114,7 @@ class Switches(Protocol):
 
 
 class HostTier(Protocol):
-    """The store below the pools of a host. Calls are safe from any thread, and wait for nothing, except `measure`."""
+    """The store below the pools of a host. Any thread may make these calls. None of them waits, except `measure`."""
 
     @property
     def store(self) -> str:
@@ -121,59 +122,59 @@ class HostTier(Protocol):
 
     @property
     def url(self) -> str:
-        """Has no secrets and no paths of files: every reader sees it."""
+        """The URL of the store without secrets and paths of files, because every reader sees it."""
 
     def tiers(self) -> Sequence[TierStatus]:
-        """One for each namespace that could use the store, the oldest first."""
+        """Return one status for each namespace that could use the store, the oldest first."""
 
     def parts(self) -> Sequence[StorePart]:
-        """The parts of the store that fail alone, such as paths of disks, or client processes."""
+        """Return the parts of the store that can fail alone, such as paths of disks, or client processes."""
 
     def totals(self) -> Mapping[TierLabels, TierCounters]:
-        """Of all namespaces that have used the store, those that have ended included, so that no total ever falls. Only
-        of pools that `tiers` has, too."""
+        """Return the totals of all namespaces that have used the store. They include those that have ended, so that no
+        total ever falls. Only pools of `tiers` have totals."""
 
     def prefetch(self, pool: str, context: bytes) -> int:
-        """Begin to bring what the store has of a context into the pool; returns how many blocks the context's last
-        request had used. Raises `NotFoundError` if no request of the context is known, and `ConflictError` if the store
-        is not used."""
+        """Begin to bring the blocks that the store has of a context into the pool. Returns how many blocks the
+        context's last request had used. Raises `NotFoundError` if no request of the context is known, and
+        `ConflictError` if the store is not used."""
 
     def measure(self) -> TierMeasurements:
-        """Waits for the resolution of names, so it is called on a thread of its own."""
+        """Measure the store. This waits for the resolution of names, so call it on a thread."""
 
 
 class Directory(Protocol):
-    """The pools of a host and their users. Every call is safe from any thread, waits for nothing, and costs O(what it
-    returns): most are made on the event loop."""
+    """The pools of a host and their users. Any thread may make these calls, and the event loop makes most of them. They
+    do not wait, except `delete_pool`, and each costs O(its result)."""
 
     @property
     def engine_id(self) -> str:
-        """Names this life of the host."""
+        """Identifies this life of the host."""
 
     @property
     def is_node(self) -> bool:
-        """Engines attach to the host and leave it, and pools come and go with them. Else there is one pool, of the
-        engine that embeds the host."""
+        """Whether engines attach to the host and detach from it, and pools come and go with them. Otherwise there is
+        one pool, of the engine that embeds the host."""
 
     @property
     def switches(self) -> Switches:
-        """Of all pools, those to come included."""
+        """The switches of all pools, including those that are made later."""
 
     @property
     def tier(self) -> HostTier | None:
-        """The store below the pools; None without one."""
+        """The store below the pools. None if there is none."""
 
     @property
     def take_report(self) -> Callable[[RankReport], DesiredState] | None:
-        """Takes a report that a rank has sent over HTTP; None where ranks report on another way."""
+        """Takes a report that a rank has sent over HTTP. None if ranks report in another way."""
 
     @property
     def trust_eof(self) -> float | None:
-        """Seconds after which processes whose end cannot be seen count as ended; None if nothing ends by time."""
+        """After how many seconds processes whose end cannot be seen count as ended. None if time ends nothing."""
 
     @property
     def errors(self) -> Mapping[str, int]:
-        """Errors of the host by code, other than those that a pool counts."""
+        """Errors of the host by code, apart from those that a pool counts."""
 
     @property
     def rejected(self) -> Mapping[str, int]:
@@ -181,45 +182,45 @@ class Directory(Protocol):
         same."""
 
     def pools(self) -> Sequence[HostedPool]:
-        """All pools, the oldest first."""
+        """Return all pools, the oldest first."""
 
     def find_pool(self, name: str) -> HostedPool | None: ...
 
     def delete_pool(self, name: str) -> Purged:
-        """Forget a pool and all its blocks; its memory is for others as soon as no process can reach it. Waits until
-        nothing can bring back a block that the store below the pool had, and returns what went from there. Raises
+        """Delete a pool and all its blocks. Other pools get its memory as soon as no process can reach it. This waits
+        until the store below the pool has deleted its blocks for good, and returns how many there were. Raises
         `NotFoundError`, or `ConflictError` if the pool has sessions or cannot be deleted."""
 
     def sessions(self) -> Sequence[SessionStatus]:
-        """All sessions, the oldest first, lost ones included."""
+        """Return all sessions, the oldest first, including lost ones."""
 
     def user_limits(self) -> Sequence[UserLimit]:
-        """The users whose engines hold as much as those of one user may."""
+        """Return the users whose engines have reached a limit of one user."""
 
     def detach(self, session_id: str, *, kill: bool) -> bool:
-        """Begin to end a session, and kill its processes if asked to; False if there is no such session. What it holds
-        is freed when its processes have ended, and not before. Raises `ConflictError` if this host cannot end its
-        sessions."""
+        """Begin to end a session, and with `kill` also kill its processes. Returns False if there is no such session.
+        What it holds is freed when its processes have ended, and not before. Raises `ConflictError` if this host cannot
+        end its sessions."""
 
     def namespaces(self) -> Sequence[NamespaceStatus]: ...
 
     def memory(self) -> MemoryStatus: ...
 
     def count_error(self, code: str) -> None:
-        """Count an error of the host; `code` is one of `kvstow.stats.ERRORS`."""
+        """Count an error of the host. `code` is one of `kvstow.stats.ERRORS`."""
 
 
 _ALONE = "the pool is the memory of the engine that it is embedded in, and no other engine can attach to it"
 
 
 class EmbeddedDirectory:
-    """A `Directory` of one engine. `max_capacity_slots`: the limit of every resize, which is what the ranks' reserved
-    address space can hold. `name`: what the inference engine is."""
+    """The `Directory` of one engine. `max_capacity_slots` limits every resize. It is what the ranks' reserved address
+    space can hold. `name` is that of the inference engine."""
 
     is_node = False
     trust_eof = None
     tier: HostTier | None = None
-    """An embedded engine has none."""
+    """An embedded engine has no store below its pool."""
 
     def __init__(
         self,
@@ -246,7 +247,7 @@ class EmbeddedDirectory:
         return self._pool() if name == POOL_NAME else None
 
     def _pool(self) -> HostedPool:
-        """It has its memory for itself, so it always has what it should have."""
+        """Return the engine's pool. It shares its memory with no other pool, so it always has what it should have."""
         num_bytes = self._engine.desired().capacity_slots * self._engine.config.total_slot_bytes
         return HostedPool(POOL_NAME, self._engine, self._max_capacity_slots, num_bytes, num_bytes, self._model)
 
@@ -324,7 +325,8 @@ class EmbeddedDirectory:
 
 
 def host_readiness(directory: Directory, pool: HostedPool | None = None) -> ReadinessView:
-    """Of one pool, or of the whole host. Sizes of memory are the host's in any case. O(pools + ranks)."""
+    """Return the readiness of one pool, or of the whole host. Sizes of memory are the host's in any case. O(pools +
+    ranks)."""
     memory = directory.memory()
     pools = directory.pools() if pool is None else (pool,)
     found = [(one.name, one.facade.readiness()) for one in pools]
@@ -345,7 +347,8 @@ def host_readiness(directory: Directory, pool: HostedPool | None = None) -> Read
 
 
 def _node_state(directory: Directory, pools: Sequence[tuple[str, EngineState, str]]) -> tuple[EngineState, str]:
-    """A node serves other pools while one is starting or pinning, so only a degraded or stopped pool counts."""
+    """Return the state of a node, and its reason. A node serves other pools while one is starting or pinning, so only a
+    degraded or stopped pool counts."""
     drain, memory = directory.switches.drain_status, directory.memory()
     if drain.active:
         return "draining", f"an operator drains the node (mode {drain.mode})"
@@ -363,7 +366,7 @@ def _node_state(directory: Directory, pools: Sequence[tuple[str, EngineState, st
 def live_ranks(
     directory: Directory, pool: HostedPool | None = None, session_id: str | None = None
 ) -> tuple[RankStatus, ...]:
-    """The ranks of the sessions that are not lost; of those of one pool, or of one session, if given."""
+    """Return the ranks of the sessions that are not lost: of all sessions, of those of one pool, or of one session."""
     return tuple(
         rank
         for session in directory.sessions()

@@ -1,7 +1,7 @@
 """Present figures of pools and sessions, and the curves of the status page and of `kvstow top`.
 
-The server samples the counters. A figure compares two samples: neighbours for a point of a curve, the ends of the last
-seconds for the present value. `FIGURES` is the one place where a figure of a pool is defined.
+The server samples the counters. A figure compares two samples: neighbours for a point of a curve, and the first and the
+last of the last seconds for a present value. Figures of a pool are defined only in `FIGURES`.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from kvstow.stats import EngineStats
 from kvstow.status import RankStatus, SessionStatus
 
 NOW_SECONDS = 10.0
-"""The period that present figures cover."""
+"""The period that present figures cover, in seconds."""
 CURVE_INTERVAL = 5.0
-"""Seconds from one point of a curve to the next."""
+"""The time between two points of a curve, in seconds."""
 CURVE_POINTS = 60
 
 
 class Sample(NamedTuple):
-    """The counters of a pool at one moment of a monotonic clock."""
+    """The counters of a pool at a time on a monotonic clock."""
 
     time: float
     stats: EngineStats
 
 
 class SessionSample(NamedTuple):
-    """What a session's ranks have copied at one moment of a monotonic clock, in bytes of one rank: all ranks copy the
-    same blocks."""
+    """What a session's ranks have copied, at a time on a monotonic clock, in bytes of one rank. All ranks copy the same
+    blocks."""
 
     time: float
     load_bytes: int
@@ -39,12 +39,12 @@ class SessionSample(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NowView:
-    """Figures of the last `seconds`, at most 10.
+    """Figures of the last `seconds`, which are at most 10.
 
-    `hit_ratio`: blocks found of the blocks looked up, null if there were none. Bytes per second are of one rank. Blocks
-    per second: `evicted` for capacity, so not those that an operator, a purge, a resize or a failure has removed;
-    `dropped`, which were offered and not stored (outcomes `dropped_...`). Rates are null until there are two
-    samples."""
+    `hit_ratio` is the number of blocks found per block looked up, and null if none was looked up. Bytes per second are
+    of one rank. `evicted_blocks_per_second` counts blocks evicted for capacity, and not those that an operator, a
+    purge, a resize or a failure has removed. `dropped_blocks_per_second` counts blocks that were offered and not stored
+    (outcomes `dropped_...`). Rates are null until there are two samples."""
 
     seconds: float
     hit_ratio: float | None = None
@@ -56,14 +56,15 @@ class NowView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadlineView:
-    """What an operator asks first, of one pool or of all together.
+    """The most important figures of one pool, or of all pools together.
 
-    Of the last 10 seconds: `hit_ratio`, blocks found of the blocks looked up, and bytes per second of one rank, which
-    are null until they are known. `hit_ratio_ever`: since the pools were made. `used_ratio`: the share of the usable
-    memory that is not free. `gpu_seconds_saved`: time of all ranks that hits have saved since the pools were made, see
-    `PrefillStats`. Of the last five minutes: `gpu_seconds_saved_per_hour`, at that pace, and
-    `first_token_seconds_saved`, by which hits have brought first tokens forward: the seconds saved on one rank for each
-    load. These three are null before an engine knows what prompts cost."""
+    `hit_ratio` and the bytes per second are of the last 10 seconds, and null until they are known. `hit_ratio` is the
+    number of blocks found per block looked up, and bytes are those of one rank. `hit_ratio_ever` counts since the pools
+    were made. `used_ratio` is the share of the usable memory that is not free. `gpu_seconds_saved` is the time, summed
+    over all ranks, that hits have saved since the pools were made: see `PrefillStats`. `gpu_seconds_saved_per_hour` is
+    the same at the pace of the last five minutes. `first_token_seconds_saved` is how much earlier first tokens came in
+    these five minutes: the seconds saved on one rank for each load. These three are null before an engine knows what
+    prompts cost."""
 
     hit_ratio: float | None
     hit_ratio_ever: float | None
@@ -77,8 +78,9 @@ class HeadlineView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CurvesView:
-    """Figures of one pool over time: `points` by the name of the figure in `now`, `interval_seconds` apart, the oldest
-    first, null where the figure has no value. Bytes per second are of one rank."""
+    """Figures of one pool over time. `points` has lists by the names of figures in `now`. The points are
+    `interval_seconds` apart, with the oldest first, and null where the figure has no value. Bytes per second are of one
+    rank."""
 
     pool: str
     interval_seconds: float
@@ -87,7 +89,7 @@ class CurvesView:
 
 
 class PoolHistory(NamedTuple):
-    """Samples of a pool: see `curves_of`. `num_bytes`: of a slot, on all ranks together."""
+    """Samples of a pool: see `curves_of`. `num_bytes` is the size of a slot on all ranks together."""
 
     num_ranks: int
     num_bytes: int
@@ -96,8 +98,8 @@ class PoolHistory(NamedTuple):
 
 
 def sample_session(ranks: Sequence[RankStatus], time: float) -> SessionSample | None:
-    """None until every rank has reported: a rank that was there before the server comes with what it has copied in its
-    whole life."""
+    """Sample a session. Returns None until every rank has reported, because a rank that is older than the server
+    reports what it has copied in its whole life."""
     if not ranks or any(rank.boot_id is None for rank in ranks):
         return None
     loaded = max(rank.load_bytes_total for rank in ranks)
@@ -105,7 +107,7 @@ def sample_session(ranks: Sequence[RankStatus], time: float) -> SessionSample | 
 
 
 def curves_of(pool: str, recent: Sequence[Sample], kept: Sequence[Sample]) -> CurvesView:
-    """`recent`: those of the last `NOW_SECONDS`. `kept` are `CURVE_INTERVAL` apart."""
+    """Make the curves. `recent` are the samples of the last `NOW_SECONDS`. `kept` are `CURVE_INTERVAL` apart."""
     return CurvesView(
         pool=pool,
         interval_seconds=CURVE_INTERVAL,
@@ -142,7 +144,7 @@ def ends_of_now(samples: Sequence[_Sample]) -> tuple[_Sample, _Sample]:
 
 
 def _growth(before: int, after: int) -> int | None:
-    """None if the counter shrank: the server, or the rank, restarted in between."""
+    """Return the growth of a counter. None if it shrank, because the server or the rank was restarted in between."""
     return after - before if after >= before else None
 
 
@@ -168,8 +170,8 @@ FIGURES: Mapping[str, Callable[[Sample, Sample], float | None]] = {
     "evicted_blocks_per_second": _per_second(lambda stats: stats.evicted_for_capacity),
     "dropped_blocks_per_second": _per_second(lambda stats: stats.dropped_blocks),
 }
-"""Values of the time between two samples, None if there is none: by the names of `NowView`'s fields, which describe
-them."""
+"""Functions that compute figures from two samples, and return None if there is no value. Their names are fields of
+`NowView`, which describes them."""
 CURVES = ("hit_ratio", "load_bytes_per_second", "store_bytes_per_second")
 """The figures that the page and `kvstow top` draw over time."""
 
@@ -199,7 +201,7 @@ def headline_of(pools: Sequence[PoolHistory]) -> HeadlineView:
 
 
 def _grown(ends: Sequence[tuple[Sample, Sample]], counter: str) -> list[int]:
-    """The growth of a counter of look-ups; 0 where the pool was made anew in between."""
+    """Return the growth of a counter of lookups in each pair. It is 0 if the pool was made anew in between."""
     pairs = ((getattr(first.stats.lookups, counter), getattr(last.stats.lookups, counter)) for first, last in ends)
     return [_growth(*pair) or 0 for pair in pairs]
 
@@ -221,7 +223,7 @@ def _saved_per_load(pools: Sequence[PoolHistory]) -> float | None:
 
 
 def saved_per_hour(samples: Sequence[Sample]) -> float | None:
-    """Seconds of prefill that hits have saved, in an hour at the pace of these samples. None if unknown."""
+    """Return how many seconds of prefill hits save in an hour, at the pace of these samples. None if unknown."""
     if len(samples) < 2 or not samples[-1].stats.prefill.hit_tokens:
         return None
     first, last = samples[0], samples[-1]
@@ -231,7 +233,7 @@ def saved_per_hour(samples: Sequence[Sample]) -> float | None:
 
 
 def seconds_per_ratio(samples: Sequence[Sample]) -> float | None:
-    """Seconds of prefill that would be saved in a minute if all blocks hit that are looked up, at the pace of these
+    """Return how many seconds of prefill would be saved in a minute if all looked-up blocks hit, at the pace of these
     samples. None if unknown."""
     if len(samples) < 2 or not samples[-1].stats.prefill.hit_tokens:
         return None

@@ -1,7 +1,7 @@
 """The probes of one server, which are named sets of checks, and the lag of its event loop.
 
 A probe fails if one of its required checks fails. Informational checks are shown, and never fail a probe. Liveness
-checks only what a restart repairs."""
+checks only for problems that a restart repairs."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ logger = logging.getLogger("kvstow.api")
 
 
 class Check(NamedTuple):
-    """`failure` is None for a check that fails while a condition of the table says so."""
+    """A check. `failure` is None if conditions of the table decide whether it fails."""
 
     name: str
     failure: HealthCheck | None = None
     required: bool = True
 
     def run(self, told: Mapping[str, str] = {}) -> str | None:
-        """Why the check fails, None if it passes. A check that raises has failed. `told`: failures by conditions."""
+        """Return why the check fails, or None if it passes. A check that raises has failed. `told` are the failures
+        that conditions report, by the names of the checks."""
         try:
             return told.get(self.name) if self.failure is None else self.failure()
-        except Exception as error:  # the probe must answer whatever a host's check raises
+        except Exception as error:  # the probe must answer, even if a host's check raises
             logger.exception("health check %s raised", self.name)
             return f"the check raised {type(error).__name__}"
 
@@ -67,8 +68,8 @@ class Probe:
     def __init__(
         self, name: str, checks: Callable[[], Iterable[Check]], conditions: Callable[[], Mapping[str, str]] = dict
     ) -> None:
-        """`checks` is called for each use: the server answers before all parts of its host are there. `conditions`: the
-        failures that conditions tell, by the names of the checks."""
+        """`checks` is called for each use, because the server answers before all parts of its host exist. `conditions`
+        returns the failures that conditions report, by the names of the checks."""
         self.name = name
         self._checks, self._conditions = checks, conditions
 
@@ -77,7 +78,8 @@ class Probe:
         return {check.name: check for check in self._checks()}
 
     def run(self, exclude: Collection[str] = frozenset(), told: Mapping[str, str] | None = None) -> Verdict:
-        """Run all checks except those in `exclude`. `told`: the failures that conditions tell, if they are known."""
+        """Run all checks except those in `exclude`. `told` are the failures that conditions report, if they were read
+        before."""
         told = self._tell() if told is None else told
         return Verdict(
             self.name,
@@ -100,7 +102,7 @@ class Probe:
 
 
 _INTERVAL = 0.25
-_WINDOW = 20  # samples: a probe right after a stall still sees the worst lag of the last 5 s
+_WINDOW = 20  # how many samples are kept: a probe right after a stall still sees the worst lag of the last 5 s
 _BOUNDS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0)
 
 
@@ -142,8 +144,8 @@ class LoopMonitor:
 def make_probes(
     host: ApiHost, process: Sequence[Check], failures: Callable[[], Mapping[str, str]]
 ) -> Mapping[str, Probe]:
-    """The probes `livez`, `readyz` and `startupz`. `process`: checks of the host's own process. `failures`: those that
-    conditions tell, by the names of the checks."""
+    """Make the probes `livez`, `readyz` and `startupz`. `process` are checks of the host's own process. `failures`
+    returns those that conditions report, by the names of the checks."""
     answering = Check("server", lambda: None)
     live = [answering, *map(Check, host.live_checks, host.live_checks.values())]
     startup = [answering, *map(Check, host.startup_checks, host.startup_checks.values())]
@@ -156,8 +158,9 @@ def make_probes(
 
 
 def _told_by_conditions(host: ApiHost) -> Iterator[Check]:
-    """A fault of one engine fails no probe of a node, because the service still serves the others. One that only a
-    restart of the service repairs does. Nothing depends on the tier: requests compute what its store has."""
+    """Yield the checks that conditions decide. On a node, a fault of one engine fails no probe, because the service
+    still serves the others. A fault that only a restart of the service repairs does. The tier fails no probe, because
+    requests can compute what its store has."""
     is_node, require = host.directory.is_node, host.readiness_require
     yield Check("engine")
     if is_node:

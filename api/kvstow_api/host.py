@@ -16,26 +16,30 @@ from kvstow_api.directory import Directory, HostMemory, OrphanedMemory
 from kvstow_api.hostsettings import INFORMATIONAL_CHECKS
 
 HealthCheck = Callable[[], str | None]
-"""Describes the problem; None if there is none. Called on the event loop: it must not block."""
+"""Returns a sentence about the problem, or None if there is none. The event loop calls it, so it must not block."""
 
 
 @dataclass(frozen=True, slots=True)
 class ApiHost:
     """What `create_app` needs to know of its host.
 
-    `addresses`: where the server listens. `attach`: where engines attach, as they need it in their `attach`; None where
-    none can. `host_name`: the machine's, or the pod's. `settings`: shown, like them, to every reader of `/v1/info`, so
-    it must not contain secrets. `build`: labels of `kvstow_build_info` (revision, torch, vllm...). `token_file`: if
-    set, requests that change anything need one of its tokens. `viewer_token_file`: if set, reading needs one of its
-    tokens or an admin's. `allowed_hosts`: Host names, besides those of loopback, that the server accepts over TCP;
-    None accepts any. `client_certificates`: the server verifies them, and a valid one counts as an admin's token.
-    `certificate_ends`: when the server's own certificate expires, in seconds since the epoch; None without TLS.
-    `agent_token`: lets a rank's agent report and do nothing else; without it only an admin may report.
-    `readiness_require`: checks of `INFORMATIONAL_CHECKS` that fail `/readyz`. `startup_grace`: seconds for which a
-    rank may be silent before its first report. `live_checks` fail `/livez`: only for problems that a restart fixes,
-    such as a dead thread; `ready_checks` and `startup_checks` fail the probes of their name. `host_memory` measures
-    the memory of the host's machine, and `orphaned_memory` what node services have left in it; both are called on a
-    thread.
+    `addresses` are those at which the server listens. `attach` is the value that engines need as their `attach`, or
+    None if no engine can attach. `host_name` is that of the machine or the pod. Every reader of `/v1/info` sees these
+    and `settings`, so `settings` must not contain secrets. `build` has labels of `kvstow_build_info` (revision, torch,
+    vllm...).
+
+    If `token_file` is set, requests that change anything need one of its tokens. If `viewer_token_file` is set, reading
+    needs one of its tokens or an admin's. `allowed_hosts` are Host names, besides those of loopback, that the server
+    accepts over TCP. None accepts any name. With `client_certificates`, the server verifies these, and a valid one
+    counts as an admin's token. `certificate_ends` returns when the server's own certificate expires, in seconds since
+    the epoch. It is None without TLS. `agent_token` lets a rank's agent report and do nothing else. Without it, only an
+    admin may report.
+
+    `readiness_require` are the checks of `INFORMATIONAL_CHECKS` that fail `/readyz`. `startup_grace` is for how many
+    seconds a rank may be silent before its first report. `live_checks` fail `/livez`, so they are only for problems
+    that a restart fixes, such as a dead thread. `ready_checks` and `startup_checks` fail the probes of their names.
+    `host_memory` measures the memory of the host's machine, and `orphaned_memory` finds what node services have left in
+    it. Both are called on a thread.
     """
 
     directory: Directory

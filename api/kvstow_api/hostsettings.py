@@ -1,4 +1,4 @@
-"""Settings of a host that are checked before a web framework is loaded, and the files that they name."""
+"""Settings of a host that are checked before a web framework is loaded, and the files that these settings name."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NAME = re.compile(r"[A-Za-z0-9._-]{1,253}")
 
 
 def parse_host_names(key: str, value: object) -> tuple[str, ...]:
-    """From a list, or from text separated by commas or spaces. Raises `ConfigError`."""
+    """Parse a list, or text whose names are separated by commas or spaces. Raises `ConfigError`."""
     names = value.replace(",", " ").split() if isinstance(value, str) else value
     if not isinstance(names, (list, tuple)) or not all(
         isinstance(name, str) and _NAME.fullmatch(name) for name in names
@@ -35,7 +35,7 @@ def normal_host(name: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether `host`, a name or an address, is reachable from this machine only."""
+    """Whether `host`, a name or an address, can be reached only from this machine."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -43,14 +43,14 @@ def is_loopback(host: str) -> bool:
 
 
 def require_token(host: str | None, token_file: Path | None, *, certificates: bool = False) -> None:
-    """Raises `SettingError` if `host` is reachable from other machines without a token or a client certificate. None
-    stands for a Unix socket."""
+    """Raise `SettingError` if other machines can reach `host`, and neither a token nor a client certificate is
+    required. `host` is None for a Unix socket."""
     if token_file is None and not certificates and host is not None and not is_loopback(host):
         raise SettingError("host", host, "is reachable from other machines: set token_file or tls_client_ca")
 
 
 MAX_FILE_BYTES = 1 << 20
-"""Enough for any token list or certificate chain."""
+"""The limit for a file, in bytes. It is enough for any list of tokens or chain of certificates."""
 
 
 class FileStamp(NamedTuple):
@@ -68,9 +68,9 @@ class FileStamp(NamedTuple):
 
 
 def read_regular_file(path: Path) -> tuple[bytes, FileStamp]:
-    """The content of a file, and the stamp of that version. Blocks only on the file system. Raises `OSError`, also for
-    a file that is not regular or is larger than `MAX_FILE_BYTES`."""
-    # Without O_NONBLOCK, opening a pipe waits for its writer.
+    """Return the content of a file, and the stamp of that version. It blocks only on the file system. Raises `OSError`,
+    also for a file that is not regular or is larger than `MAX_FILE_BYTES`."""
+    # Without O_NONBLOCK, opening a pipe would wait for its writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     try:
         stamp = FileStamp.of(descriptor)
@@ -86,9 +86,10 @@ def read_regular_file(path: Path) -> tuple[bytes, FileStamp]:
 
 
 def exposure(mode: int) -> str | None:
-    """Describes the access that other users have to a file of this mode; None if they have none.
+    """Describe the access that other users have to a file of this mode. Returns None if they have none.
 
-    The group may read: Kubernetes passes a Secret to a container that does not run as root in this way.
+    The group may read the file, because this is how Kubernetes passes a Secret to a container that does not run as
+    root.
     """
     readable, writable = mode & stat.S_IROTH, mode & (stat.S_IWOTH | stat.S_IWGRP)
     if not readable and not writable:
@@ -98,18 +99,18 @@ def exposure(mode: int) -> str | None:
 
 
 MAX_TOKENS = 100
-"""Per file: each request is compared with all of them."""
+"""The limit for the tokens of a file. Each request is compared with all of them."""
 
 
 _LONGEST_READ_SECONDS = 1.0
-"""How long a caller waits for another thread that reads the tokens. A read takes less than a millisecond."""
+"""How long a caller waits for another thread that reads the tokens. Reading takes less than a millisecond."""
 
 
 class TokenFile:
-    """The tokens in a file, one per line (two while one replaces the other).
+    """The tokens in a file, one on each line. There are two while one replaces the other.
 
     The constructor raises `ConfigError` if the file cannot be read or has no token. `renew` reads the file, which can
-    take any time: call it off the event loop. All else is fast.
+    take any time, so call it off the event loop. All other methods are fast.
     """
 
     def __init__(self, path: Path) -> None:
@@ -118,14 +119,14 @@ class TokenFile:
         self._tokens: tuple[bytes, ...] = ()
         self._renewing = Lock()
         self.problem: str | None = None
-        """Why the file cannot be used, without its path; None if it can."""
+        """A sentence that says why the file cannot be used, without its path. None if it can be used."""
         self.renew()
         self._require()
 
     def renew(self) -> None:
-        """Read the file if it has changed. Waits a moment while another thread reads it, because that one may have
-        begun before the change. If the file system hangs, the tokens stay as they are. Raises nothing: `accepts`
-        raises what went wrong."""
+        """Read the file if it has changed. If another thread is reading it, this waits a moment, because that thread
+        may have begun before the change. If the file system hangs, the tokens stay as they are. Raises nothing:
+        `accepts` raises the error."""
         if self._renewing.acquire(timeout=_LONGEST_READ_SECONDS):
             try:
                 self._renew()
@@ -153,7 +154,7 @@ class TokenFile:
 
     @property
     def exposure(self) -> str | None:
-        """Describes the access that other users have to the file; None if they have none."""
+        """Describes the access that other users have to the file. None if they have none."""
         return None if self._stamp is None else exposure(self._stamp.mode)
 
     def _require(self) -> None:

@@ -1,5 +1,5 @@
-"""What the doctor knows besides the engine's own figures: measurements that take a thread (memory of the host, what
-earlier services have left in it, and the fleet tier's store), and the clocks of the ranks."""
+"""Measurements for the doctor that take a thread (memory of the host, memory that earlier services have left in it, and
+the store below the pools), and the clocks of the ranks."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from kvstow_api.host import ApiHost
 logger = logging.getLogger("kvstow.api")
 
 INTERVAL = 10.0
-"""Seconds between two looks at the host's memory."""
+"""The time between two measurements of the host's memory, in seconds."""
 _RARELY = 6
-"""Every so many of them also look at the rest, which reads the files of all processes, and resolves names."""
+"""One in this many measurements also includes the rest, which reads files of all processes, and resolves names."""
 
 _T = TypeVar("_T")
 
 
 class Measured(NamedTuple):
-    """The last measurements; None before the first one, where nothing is measured, and when measuring has failed."""
+    """The last measurements. They are None before the first one, if nothing is measured, and after a failure."""
 
     memory: HostMemory | None = None
     orphans: Sequence[OrphanedMemory] | None = None
@@ -38,10 +38,10 @@ class Measured(NamedTuple):
 
 
 class HostWatch:
-    """Runs on the event loop, and measures on a thread."""
+    """Measures the host on a thread. Used on the event loop."""
 
     def __init__(self, host: ApiHost, renew_tokens: Callable[[], object] = lambda: None) -> None:
-        """`renew_tokens` reads the token files: one that cannot be used is told, also while nobody comes with a
+        """`renew_tokens` reads the token files, so that an unusable one is reported even while no request has a
         token."""
         self.measured, self._renew_tokens = Measured(), renew_tokens
         self._host = host
@@ -55,7 +55,7 @@ class HostWatch:
             for looks in count():
                 try:
                     await self._renew(at_all=looks % _RARELY == 0)
-                except Exception:  # no thread can be started, for example; the next look may succeed
+                except Exception:  # for example, no thread could be started; the next measurement may succeed
                     logger.exception("measuring the host failed")
                 await asyncio.sleep(INTERVAL)
         finally:
@@ -65,14 +65,14 @@ class HostWatch:
     async def look(self, *, max_age: float = 0.0) -> None:
         """Measure everything now, unless the last such measurement ended less than `max_age` seconds ago.
 
-        Callers share the measurement that is under way, so however many there are, they occupy one thread, and none
-        waits for the work of another one.
+        Callers share the measurement that is in progress. So they occupy one thread, however many there are, and none
+        waits for a measurement that others have started after its own.
         """
         if self._host.clock() - self._looked < max_age:
             return
         if self._look is None or self._look.done():
             self._look = asyncio.create_task(self._renew(at_all=True))
-        await asyncio.shield(self._look)  # a caller that leaves does not end it for the others
+        await asyncio.shield(self._look)  # a caller that is cancelled does not end it for the others
 
     async def _renew(self, *, at_all: bool) -> None:
         async with self._measuring:
@@ -92,7 +92,7 @@ class HostWatch:
     def _try(self, what: str, measure: Callable[[], _T]) -> _T | None:
         try:
             found = measure()
-        except Exception:  # the next look may succeed
+        except Exception:  # the next measurement may succeed
             if what not in self._failing:
                 logger.exception("measuring %s failed", what)
             self._failing.add(what)
@@ -109,7 +109,8 @@ class RankClocks:
         self._offsets: dict[int, float] = {}
 
     def note(self, rank: int, sent: str | None) -> None:
-        """Record the time that rank `rank` sent, in seconds since the epoch. Ignores what is not a finite number."""
+        """Record the time that rank `rank` sent, in seconds since the epoch. Values that are no finite number are
+        ignored."""
         try:
             moment = float(sent or "")
         except ValueError:
@@ -118,5 +119,5 @@ class RankClocks:
             self._offsets[rank] = moment - self._now()
 
     def offsets(self) -> Mapping[int, float]:
-        """Seconds by which each rank's clock is ahead of the server's, less the time that its report took."""
+        """Return how far each rank's clock is ahead of the server's, in seconds, less the time that its report took."""
         return dict(self._offsets)

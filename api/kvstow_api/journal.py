@@ -16,7 +16,7 @@ _KEPT = 1000
 
 
 class Entry(NamedTuple):
-    """`data` includes `time`, as text."""
+    """An entry. `data` includes `time`, as text."""
 
     sequence: int
     type: EventType
@@ -33,7 +33,7 @@ class Journal:
 
     @property
     def last(self) -> int:
-        """Number of the newest entry; 0 before the first."""
+        """The number of the newest entry, or 0 before the first."""
         return self._last
 
     def add(self, kind: EventType, /, **data: Any) -> None:
@@ -43,7 +43,7 @@ class Journal:
             self._entries.append(Entry(self._last, kind, {"time": time, **data}))
 
     def after(self, sequence: int) -> tuple[list[Entry], int]:
-        """Entries above `sequence`, oldest first, and how many of them are no longer kept."""
+        """Return the entries above `sequence`, the oldest first, and how many of these are no longer kept."""
         with self._lock:
             kept = list(self._entries)
         lost = kept[0].sequence - sequence - 1 if kept else 0
@@ -56,7 +56,7 @@ _INTERVAL_SECONDS = 60.0
 class LimitedLog:
     """Writes at most `burst` lines a minute to `logger`. The next line after suppressed ones gives their number.
 
-    One object per kind of event. Not thread-safe: used on one event loop.
+    Use one object for each kind of event. Not thread-safe.
     """
 
     def __init__(self, logger: logging.Logger, clock: Callable[[], float] = time.monotonic, *, burst: int = 1) -> None:

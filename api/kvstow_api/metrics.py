@@ -1,7 +1,7 @@
-"""Metrics, computed from snapshots at scrape time: tables of families, each with what it reads.
+"""Metrics, computed from snapshots when they are scraped. Tables have the families, each with a function that reads it.
 
-A new counter of `kvstow.stats` needs nothing here; a new figure of a rank is a row of `_OF_RANKS`. A scrape of 8 ranks
-takes 5 to 7 ms of CPU, half of it for prometheus_client's text. Its Counter and Gauge are not used: with
+A new counter of `kvstow.stats` becomes a metric by itself. A new figure of a rank is a row of `_OF_RANKS`. A scrape of
+8 ranks takes 5 to 7 ms of CPU, half of it for prometheus_client's text. Its Counter and Gauge are not used: with
 PROMETHEUS_MULTIPROC_DIR set, as in vLLM, they would write into the inference engine's own files.
 """
 
@@ -40,16 +40,16 @@ POOL = ("pool", "model")
 """The labels of a pool: its name, and its model, which is empty if unknown."""
 RANK = (*POOL, "rank")
 TIER = ("tier", *POOL)
-"""The labels of what a pool has of the store below it: the name of the store, the pool, and its model."""
+"""The labels of a pool's use of the store below it: the name of the store, the pool, and its model."""
 PART = ("tier", "part")
 
 _Over = Callable[[Iterable[float]], float]
 
 
 class Family(NamedTuple):
-    """A family of series. `read` gives the value of a subject, such as a pool; None for no series. With `labels`, it
-    gives a value for each of theirs, by one text or a tuple of texts. `over`: combines the values of several engines
-    into one, for families of ranks."""
+    """A family of series. `read` returns the value of a subject, such as a pool, or None for no series. With `labels`,
+    it returns a mapping instead, whose keys are one text or a tuple of texts for these labels. For families of ranks,
+    `over` combines the values of several engines into one."""
 
     kind: Literal["gauge", "counter", "histogram"]
     name: str
@@ -59,7 +59,7 @@ class Family(NamedTuple):
     over: _Over = sum
 
     def of(self, names: Iterable[str], subjects: Iterable[tuple[Sequence[str], Any]]) -> Metric:
-        """`names`: the labels that each of `subjects` comes with."""
+        """Make the metric. `names` are the labels whose values come with each of `subjects`."""
         names, rows = (*names, *self.labels), list[tuple[Sequence[str], float | Histogram | None]]()
         for values, subject in subjects:
             found = self.read(subject)
@@ -89,7 +89,7 @@ _Read = str | Callable[[Any], Any]
 
 
 def gauge(name: str, text: str, read: _Read, labels: tuple[str, ...] = (), over: _Over = sum) -> Family:
-    """`read`: also the path of an attribute."""
+    """Make a gauge. `read` may also be the path of an attribute."""
     return Family("gauge", name, text, attrgetter(read) if isinstance(read, str) else read, labels, over)
 
 
@@ -101,8 +101,8 @@ def counter(name: str, text: str, read: _Read, labels: tuple[str, ...] = ()) -> 
 
 
 class PoolSnapshot(NamedTuple):
-    """A pool at the moment of a scrape. `ranks`: those of all its live engines, by number; `counted`: what the ranks of
-    each number have counted in all its engines, ended ones included."""
+    """A pool at the time of a scrape. `ranks` are those of all its live engines, by rank number. `counted` are the
+    counts of the ranks of each number in all its engines, including those that have ended."""
 
     hosted: HostedPool
     stats: EngineStats
@@ -117,14 +117,14 @@ class PoolSnapshot(NamedTuple):
         return self.hosted.name, self.hosted.model
 
     def tokens(self, blocks: int) -> int | None:
-        """None while the number of tokens in a block is unknown."""
+        """Return the number of tokens, or None while the number of tokens in a block is unknown."""
         return None if self.stats.block_tokens is None else blocks * self.stats.block_tokens
 
 
 def _exposed(
     kind: type, path: str = "", labels: tuple[str, ...] = ()
 ) -> Iterator[tuple[Exposed, Any, tuple[str, ...]]]:
-    """What this dataclass and those within it expose, how it is read, and the direction for which it stands."""
+    """Yield what this dataclass and those within it expose, how it is read, and the direction that it belongs to."""
     for name, hint in get_type_hints(kind, include_extras=True).items():
         found = [one for one in getattr(hint, "__metadata__", ()) if isinstance(one, Exposed)]
         if found:
@@ -267,7 +267,7 @@ _OF_POOLS = (
     ),
 )
 _COMPONENTS = {"admin_server": "admin_server", "rank_report": "connector"}
-"""The failed component, by error code; the engine for all other codes."""
+"""The component that has failed, by error code. For all other codes it is the engine."""
 _ERRORS = counter(
     "errors",
     "Errors by component and code",
@@ -314,8 +314,8 @@ _OF_MEMORY = (
         max,
     ),
 )
-"""Of ranks as well. Ranks that share the pool's memory count together, as rank 0, so that the sum over the ranks is
-what the pool takes."""
+"""Families of ranks, too. Ranks that share the pool's memory are shown together, as rank 0, so that the sum over the
+ranks is the memory of the pool."""
 _OF_RANKS = (
     gauge(
         "pin_progress_ratio",
@@ -375,7 +375,7 @@ _COUNTED = (
         ("direction",),
     ),
 )
-"""Of all ranks that are configured, also of pools that no engine uses."""
+"""Families of all configured ranks, also of pools that no engine uses."""
 _READY = gauge("rank_ready", "1 while the rank reports and can copy, in all engines", float)
 _CAPACITY = gauge("pool_capacity_bytes", f"Configured bytes; {_SHARED}", float)
 
@@ -454,7 +454,7 @@ _TIER_TOTALS = (
         ("direction",),
     ),
 )
-"""With what namespaces counted before they ended: an engine that resets its cache begins another one."""
+"""These include the counts of namespaces that have ended, because an engine that resets its cache begins a new one."""
 _OF_PARTS = (
     gauge("tier_part_up", "1 while the part works", lambda part: float(part.state == "on")),
     counter("tier_part_bytes", "Bytes moved, of all ranks", _moved_bytes, ("direction",)),
@@ -478,7 +478,8 @@ _OF_PARTS = (
 
 
 def tier_metrics(tier: HostTier | None) -> Iterator[Metric]:
-    """Of each pool, all its namespaces together; and of the parts of the store. None without a store."""
+    """Yield the metrics of each pool, for all its namespaces together, and of the parts of the store. There are none
+    without a store."""
     if tier is None:
         return
     tiers: dict[TierLabels, list[TierStatus]] = {}
@@ -502,12 +503,13 @@ _OF_NAMESPACES = (
 
 
 def namespace_metrics(namespaces: Iterable[NamespaceStatus]) -> Iterator[Metric]:
-    """Who profits from a pool. Namespaces that engines use now have series, so that their number has the bound that
-    engines have. An engine that has reset its cache counts where it has counted before."""
+    """Yield the metrics that show which namespaces profit from a pool. Only namespaces that engines use now have
+    series, so their number is limited as that of the engines is. An engine that has reset its cache counts in the same
+    series as before."""
     used: dict[tuple[str, str, str], NamespaceStatus] = {}
     for one in namespaces:
         if one.sessions:
-            used[one.pool, one.model, one.name.partition("@")[0]] = one  # both have the same counts
+            used[one.pool, one.model, one.name.partition("@")[0]] = one  # equal for both, as they share their counts
     yield from (family.of(NAMESPACE, used.items()) for family in _OF_NAMESPACES)
 
 
@@ -614,19 +616,19 @@ def _state_metrics(app: AppState, host: Evidence, pools: Sequence[Evidence]) -> 
 
 
 class Collector(BaseCollector):
-    """Reads snapshots at scrape time. O(pools + sessions + ranks + routes), whatever the size of the pools.
+    """Reads snapshots when it is scraped. O(pools + sessions + ranks + routes), regardless of the size of the pools.
 
-    All series of a pool exist from its first scrape on, except those that only a rank that has reported has. They end
-    with the pool: Prometheus marks them stale at the next scrape. A pool that is made later under the same name counts
-    from zero, which is a reset of its counters like any other. No label names a session: engines come and go, and each
-    would leave its series behind.
+    All series of a pool exist from its first scrape on, except those that need a report of a rank. They end with the
+    pool, and Prometheus marks them stale at the next scrape. If a pool of the same name is made later, it counts from
+    zero, which is an ordinary reset of counters. No label names a session, because engines come and go, and each would
+    leave its series behind.
     """
 
     def __init__(self, app: AppState) -> None:
         self._app = app
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing, so that registering does not scrape."""
+        """Return nothing, so that registering the collector does not scrape."""
         return ()
 
     def collect(self) -> Iterator[Metric]:
@@ -647,7 +649,7 @@ class Collector(BaseCollector):
         yield gauge("build_info", "Versions in the labels; always 1", float).of(build, [(tuple(build.values()), 1)])
 
     def _pools(self, evidence: Sequence[Evidence]) -> list[PoolSnapshot]:
-        """All pools of which there is evidence, at about the same time."""
+        """Return snapshots of all pools that have evidence, from about the same time."""
         directory, sampler = self._app.directory, self._app.sampler
         hosted, sessions = directory.pools(), directory.sessions()
         named = {pool.name: pool for pool in hosted}

@@ -1,4 +1,4 @@
-"""What surrounds every request: ids, metrics and the audit log; framing and Host names; the body; HEAD."""
+"""The middleware around every request: ids, metrics and the audit log; framing and Host names; the body; HEAD."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ logger = logging.getLogger("kvstow.api")
 audit_logger = logging.getLogger("kvstow.audit")
 
 CHANGED_NOTHING = "kvstow.changed_nothing"
-"""ASGI scope key: true for a dry run, and for the replay of a stored response."""
+"""A key of ASGI scopes. It is true for a dry run, and when a stored response is sent again."""
 
 UNMATCHED = "unmatched"
-CLIENT_CLOSED = 499  # nginx's status for a client that disconnected before the response
+CLIENT_CLOSED = 499  # nginx's status for a client that has disconnected before the response
 
-_REFUSAL_SECONDS = 60.0  # the audit log has one line for each caller whose requests were refused in this time
-_MAX_CALLERS = 1000  # callers that are counted apart; the requests of further ones are counted together
+_REFUSAL_SECONDS = 60.0  # the audit log has one line in this time for each caller whose requests are refused
+_MAX_CALLERS = 1000  # how many callers are counted separately; the requests of others are counted together
 _BOUNDS = (0.01, 0.1, 1.0, 10.0)
-_MAX_SHOWN = 500  # characters of a body in the audit log
+_MAX_SHOWN = 500  # how many characters of a body the audit log shows
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 _IN_URL = re.compile(rb"://[^/?#\s\"]*@")
 _SECRET = re.compile(
@@ -51,8 +51,9 @@ _ADDED_HEADERS = ((b"cache-control", b"no-store"), (b"x-content-type-options", b
 
 
 class HttpCounters:
-    """Requests by method, route template and status. A series begins with its first request: zeros for all possible
-    ones made up two thirds of a scrape. Bounded by the number of routes and statuses. Counted on the event loop."""
+    """Counts requests by method, route template and status. A series begins with its first request, because zeros for
+    all possible series made up two thirds of a scrape. Their number is limited by the routes and statuses. Used on the
+    event loop."""
 
     def __init__(self) -> None:
         self.requests: Counter[tuple[str, str, str]] = Counter()
@@ -92,7 +93,7 @@ class RequestMiddleware:
     def _audit(self, scope: Scope, method: str, route: str, status: int) -> None:
         """Log each request for a change, and add each change that was made to the journal."""
         changed = status < 400 and not scope.get(CHANGED_NOTHING)
-        routine = route == _REPORT_ROUTE and status < 400  # every rank, every second
+        routine = route == _REPORT_ROUTE and status < 400  # every rank reports every second
         actor, client = scope.get(ACTOR, "-"), (scope.get("client") or ("-",))[0]
         if status >= 400 and not is_admin(actor) and not self._refusals.is_first(f"{actor} at {client}"):
             return
@@ -117,10 +118,10 @@ class RequestMiddleware:
     async def _run(self, scope: Scope, receive: Receive, answer: _Answer) -> None:
         try:
             await self._app(scope, receive, answer)
-        except Exception:  # no error of a route may leave a request unanswered
+        except Exception:  # every request needs an answer, even if its route has a defect
             logger.exception("request %s failed: %s %s", scope[REQUEST_ID], scope["method"], _path(scope))
             if answer.started:
-                raise  # the response has begun: the server closes the connection
+                raise  # half a response was sent, so the server must close the connection
             await internal_problem(scope)(scope, receive, answer)
 
 
@@ -141,7 +142,7 @@ class _Answer:
 
 @dataclass(slots=True)
 class _Refused:
-    """A caller whose request was refused: when, and how many more requests were refused since."""
+    """A caller whose request was refused: when that was, and how many more of its requests were refused since."""
 
     since: float
     more: int = 0
@@ -149,18 +150,18 @@ class _Refused:
 
 class RefusalLog:
     """Decides which refused requests get a line in the audit log: one a minute for each caller. At the end of the
-    minute a line has the number of the others.
+    minute, another line has the number of the others.
 
-    Changes that were made, and whatever admins ask for, have a line each and share no limit with refusals, so nobody
-    can hide a change behind a flood. Used on the event loop.
+    Changes that were made, and all requests of admins, have a line each. Refusals share no limit with them, so a flood
+    of refusals hides no change. Used on the event loop.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._refused: dict[str, _Refused] = {}  # by caller, the first refusal of its minute first
+        self._refused: dict[str, _Refused] = {}  # by caller, in the order of their first refusals
 
     def is_first(self, caller: str) -> bool:
-        """Count a refused request, and say whether it is the caller's first one of this minute."""
+        """Count a refused request, and return whether it is the caller's first one in this minute."""
         self.write_counts()
         if caller not in self._refused and len(self._refused) >= _MAX_CALLERS:
             caller = "others"
@@ -172,7 +173,7 @@ class RefusalLog:
         return False
 
     def write_counts(self) -> None:
-        """Write the number for each caller whose minute has passed. Called with every request."""
+        """Write the number of refused requests for each caller whose minute has passed. Called with every request."""
         now = self._clock()
         while self._refused:
             caller, oldest = next(iter(self._refused.items()))
@@ -184,7 +185,7 @@ class RefusalLog:
 
 
 def _request_id(scope: Scope) -> str:
-    """The client's request id, without characters that are unsafe in a log line, or a new id."""
+    """Return the client's request id, without characters that are unsafe in a log line, or a new id."""
     given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
     return _NOT_IN_ID.sub("", given.decode("latin-1"))[:64] or secrets.token_hex(8)
 
@@ -198,14 +199,14 @@ def _template(scope: Scope) -> str:
 
 
 def _path(scope: Scope) -> str:
-    """The path as received: percent-encoded, which is safe in a log line."""
+    """Return the path as it was received: percent-encoded, so it is safe in a log line."""
     raw = scope.get("raw_path") or scope["path"].encode()
     return ascii(raw.decode("latin-1"))[1:-1]
 
 
 def _shown(text: bytes) -> str:
-    """What a client sent, shortened, on one line, and without passwords in URLs or values whose names say that they are
-    secret."""
+    """Return text of a client for a log line: shortened, on one line, without passwords in URLs, and without values
+    whose names say that they are secret."""
     shown = ascii(_SECRET.sub(rb"\1...", _IN_URL.sub(b"://...@", text))[: _MAX_SHOWN + 1].decode("utf-8", "replace"))[
         1:-1
     ]
@@ -213,8 +214,8 @@ def _shown(text: bytes) -> str:
 
 
 class TimeAllowance:
-    """Seconds of the interpreter that answers may use: `share` of each second, and at most `most` saved up. What was
-    used above that is owed. Used on the event loop."""
+    """Time of the interpreter that answers may use: `share` of each second. Up to `most` seconds are saved up. Time
+    used beyond that is owed. Used on the event loop."""
 
     def __init__(self, share: float, most: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._share, self._most, self._clock = share, most, clock
@@ -222,7 +223,7 @@ class TimeAllowance:
 
     @property
     def seconds_owed(self) -> float:
-        """How long it takes until something may be used again; 0 if there is something left."""
+        """How long it takes until time may be used again. 0 if some is left."""
         self._fill()
         return max(0.0, -self._left / self._share)
 
@@ -239,16 +240,17 @@ class TimeAllowance:
 _ANONYMOUS_SHARE, _MOST_SAVED_SECONDS = 0.05, 0.5
 _LONGEST_TURN_SECONDS = 1.0
 _REQUEST_SECONDS = 0.0005
-"""What the server needs for a request beside the application: reading its head, and writing the answer."""
+"""The server's own time for a request, for reading its head and writing the answer, in seconds."""
 
 
 class AnonymousMiddleware:
-    """Bounds the share of the interpreter that answers to callers without a credential take, so that a flood of
+    """Limits the share of the interpreter that is used to answer callers without a credential, so that a flood of
     requests does not slow down the engine in the same process.
 
-    Probes and metrics have one allowance, all other requests another. When it is used up, a request waits for at most
-    one second, and is then answered 503 with Retry-After. Waiting costs nothing, and a client that waits sends nothing
-    else over its connection. Needs the actor, so it runs after `AuthMiddleware`; refusals of that are counted too.
+    Probes and metrics have one allowance, and all other requests another. When it is used up, a request waits for at
+    most one second, and is then answered with 503 and Retry-After. Waiting costs nothing, and a client that waits sends
+    nothing else over its connection. This middleware needs the actor, so it runs after `AuthMiddleware`. It counts the
+    refusals of that, too.
     """
 
     def __init__(
@@ -259,7 +261,7 @@ class AnonymousMiddleware:
         cpu_clock: Callable[[], float] = time.thread_time,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        """`cpu_clock` tells the seconds that this thread has computed; `sleep` waits for seconds."""
+        """`cpu_clock` returns the seconds for which this thread has computed. `sleep` waits for seconds."""
         self._app = app
         self._cpu_clock, self._sleep = cpu_clock, sleep
         self._polled = TimeAllowance(_ANONYMOUS_SHARE, _MOST_SAVED_SECONDS, clock)
@@ -281,10 +283,10 @@ class AnonymousMiddleware:
 
 
 class _Metered:
-    """Awaits a coroutine, and takes from the allowance what each of its steps computes."""
+    """Awaits a coroutine, and deducts from the allowance the time that each of its steps computes."""
 
     def __init__(self, coroutine: Awaitable[None], allowance: TimeAllowance, cpu_clock: Callable[[], float]) -> None:
-        """`coroutine`: what a call of an ASGI application returns."""
+        """`coroutine` is what the call of an ASGI application returns."""
         self._coroutine = cast(Coroutine[Any, Any, None], coroutine)
         self._allowance, self._cpu_clock = allowance, cpu_clock
 
@@ -301,7 +303,7 @@ class _Metered:
                 self._allowance.use(self._cpu_clock() - begun)
             try:
                 step, value = self._coroutine.send, (yield awaited)
-            except BaseException as error:  # noqa: BLE001 - it belongs to the coroutine, a cancellation too
+            except BaseException as error:  # noqa: BLE001 - the coroutine gets every error, cancellations included
                 step, value = self._coroutine.throw, error
 
 
@@ -310,12 +312,12 @@ _CLOSE = {"Connection": "close"}
 
 
 class AdmissionMiddleware:
-    """Answers 411 to bodies without a length and 400 to others that do not belong to their request, and closes the
-    connection; answers 421 to an unknown Host name.
+    """Answers 411 to bodies without a length, and 400 to other bodies that do not belong to their request, and closes
+    the connection. Answers 421 to an unknown Host name.
 
-    `allowed_hosts`: Host names, besides those of loopback, that a server on loopback accepts over TCP. A web page can
-    point a name of its own at loopback (DNS rebinding) and would then read what is open to this machine. None allows
-    any name, for servers on other addresses, where probes use the address of a pod.
+    `allowed_hosts` are Host names, besides those of loopback, that a server on loopback accepts over TCP. Otherwise a
+    web page could point a name of its own at loopback (DNS rebinding), and read what is open to this machine. None
+    allows any name. It is for servers on other addresses, where probes use the address of a pod.
     """
 
     def __init__(self, app: ASGIApp, *, allowed_hosts: Sequence[str] | None) -> None:
@@ -328,7 +330,7 @@ class AdmissionMiddleware:
 
     def _judge(self, scope: Scope) -> Response | None:
         headers = dict(scope["headers"])
-        if b"transfer-encoding" in headers:  # its trailers could have thousands of lines, which h11 parses for 10 ms
+        if b"transfer-encoding" in headers:  # its trailers may have thousands of lines, which h11 parses for 10 ms
             detail = "the request has a Transfer-Encoding; send its body with a Content-Length"
             return problem(scope, 411, detail, headers=_CLOSE)
         if scope["method"] in READING_METHODS and headers.get(b"content-length") not in (None, b"0"):
@@ -349,27 +351,27 @@ class AdmissionMiddleware:
 
 
 def _is_tcp(scope: Scope) -> bool:
-    """A Unix socket has no port, and browsers cannot reach it."""
+    """Whether the request came over TCP. A Unix socket has no port, and browsers cannot reach it."""
     server = scope.get("server")
     return server is not None and server[1] is not None
 
 
 MAX_BODY_BYTES = 1 << 20
 MAX_READING_BODY_BYTES = 64 << 10
-"""For unauthenticated requests that only read: parsing takes 10 ms, and 150 ms for 1 MiB."""
+"""The limit for unauthenticated requests that only read. Parsing that much takes 10 ms, and 1 MiB takes 150 ms."""
 MAX_BODY_SECONDS = 10.0
 
 BODY = "kvstow.body"
-"""ASGI scope key of the body, once it has been read."""
+"""The key of the body in an ASGI scope, once it has been read."""
 
 _JSON = "application/json"
 _MERGE_PATCH = "application/merge-patch+json"
 
 
 class BodyMiddleware:
-    """Reads the body before the route runs. Answers 413 above `limit` bytes (`reading_limit` for unauthenticated
-    requests that only read), 408 if the body takes longer than `seconds`, and 415 if its content type is not JSON.
-    Needs the actor, so it runs after `AuthMiddleware`."""
+    """Reads the body before the route runs. Answers 413 to more than `limit` bytes (`reading_limit` for unauthenticated
+    requests that only read), 408 if the body takes longer than `seconds`, and 415 if its content type is not JSON. It
+    needs the actor, so it runs after `AuthMiddleware`."""
 
     def __init__(
         self,
@@ -394,7 +396,7 @@ class BodyMiddleware:
             async with asyncio.timeout(self._seconds):
                 body = await _read(scope, receive, limit)
         except ClientDisconnect:
-            return  # an incomplete body must not reach the route
+            return  # because an incomplete body must not reach the route
         except TimeoutError:
             detail = f"the body did not arrive within {self._seconds:g} s"
             await problem(scope, 408, detail, headers={"Connection": "close"})(scope, receive, send)
@@ -413,8 +415,8 @@ class BodyMiddleware:
 
 
 async def _read(scope: Scope, receive: Receive, limit: int) -> bytes | None:
-    """The whole body; None if its declared length exceeds the limit. The server reads no more than the length, and
-    `AdmissionMiddleware` refuses a body without one. Raises `ClientDisconnect`."""
+    """Return the whole body, or None if its declared length exceeds the limit. The server reads no more than that
+    length, and `AdmissionMiddleware` refuses a body without one. Raises `ClientDisconnect`."""
     declared = Headers(scope=scope).get("content-length", "")
     if declared.isdigit() and int(declared) > limit:
         return None
@@ -441,7 +443,8 @@ def _replay(body: bytes, receive: Receive) -> Receive:
 
 
 class HeadMiddleware:
-    """Lets routes that define only GET answer HEAD. Ends a stream after its headers, as its body would never end."""
+    """Lets routes that define only GET answer HEAD. A stream is ended after its headers, because its body never
+    ends."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -465,8 +468,8 @@ class HeadMiddleware:
         except _Answered:
             pass
         finally:
-            scope["route"] = asked.get("route")  # requests are counted by route
+            scope["route"] = asked.get("route")  # because requests are counted by route
 
 
 class _Answered(Exception):
-    """Ends a stream."""
+    """Raised to end a stream after its headers."""

@@ -1,4 +1,4 @@
-"""The OpenAPI description. Problems are described once; every route names those that it may answer."""
+"""The OpenAPI description. Problems are described once, and every route names those that it may answer."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ Responses = dict[int | str, dict[str, Any]]
 EXAMPLES: dict[str, Any] = json.loads((Path(__file__).parent / "examples.json").read_text())
 """An example of each body and answer, by the name of its type."""
 
-_ANY = (431, 500)  # before a request has a route
-_STRICT = (401, 403, 422, 503, *_ANY)  # 422: also for a query or a body that the route does not take
-_ANY_BODY = (408, 413, 415)  # also of a body that the route does not take
+_ANY = (431, 500)  # answered before a request has a route, too
+_STRICT = (401, 403, 422, 503, *_ANY)  # 422 also stands for a query or a body that the route does not define
+_ANY_BODY = (408, 413, 415)  # answered to any body, even if the route defines none
 
 
 def reading(*codes: int, guarded: bool = True) -> Responses:
-    """Problems of a GET: `codes`, and those common to all. `guarded`: it may need a token."""
+    """Return the problems of a GET: `codes`, and those of all routes. A `guarded` route may need a token."""
     return _described(*codes, *(_STRICT if guarded else _ANY))
 
 
 def changing(*codes: int, body: bool = True) -> Responses:
-    """Problems of a route that changes something: `codes`, and those common to all such."""
+    """Return the problems of a route that changes something: `codes`, and those of all such routes."""
     return _described(*codes, *_STRICT, *_ANY_BODY, *((400,) if body else ()))
 
 
@@ -46,17 +46,17 @@ def _described(*codes: int) -> Responses:
 
 
 class Description:
-    """The description of `app`, to be assigned to `app.openapi`. Thread-safe. Building it takes 0.1 s without a pause,
-    so the server builds it once, on a thread, and keeps the bytes."""
+    """The description of `app`. Assign it to `app.openapi`. Thread-safe. Building it takes 0.1 s without a pause, so
+    the server builds it once, on a thread, and keeps the bytes."""
 
     def __init__(self, app: FastAPI) -> None:
         self._app, self._make, self._lock = app, app.openapi, Lock()
 
     def __call__(self) -> dict[str, Any]:
-        """Each call builds it again."""
+        """Build the description. Each call builds it again."""
         with self._lock:
             schema = _complete(self._make())
-            self._app.openapi_schema = None  # FastAPI would return this one again
+            self._app.openapi_schema = None  # otherwise FastAPI would return this one again
             return schema
 
     @cached_property
@@ -65,12 +65,12 @@ class Description:
 
     @cached_property
     def page(self) -> Reference:
-        """The description for people."""
+        """The page that shows the description to people."""
         return reference(json.loads(self.document))
 
 
 def _complete(schema: dict[str, Any]) -> dict[str, Any]:
-    """Adds problems, examples and security to what FastAPI knows."""
+    """Add problems, examples and security to the parts that FastAPI has described."""
     components = schema.setdefault("components", {})
     schemas = components.setdefault("schemas", {})
     for name in ("HTTPValidationError", "ValidationError"):
@@ -82,7 +82,7 @@ def _complete(schema: dict[str, Any]) -> dict[str, Any]:
     for name, described in schemas.items():
         if name in EXAMPLES:
             described["examples"] = [EXAMPLES[name]]
-        if "additionalProperties" not in described:  # an answer, not a body: it always has all fields
+        if "additionalProperties" not in described:  # it is an answer and not a body, so it always has all fields
             described["required"] = list(described["properties"])
     components["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
     responses = components.setdefault("responses", {})

@@ -1,9 +1,8 @@
-"""Long-running operations: each is a task that runs one sweep of the engine on threads. Used on the event loop.
+"""Long-running operations. Each is a task that runs one sweep of the engine on threads. Used on the event loop.
 
-Guarantees: an operation always ends, also if its sweep raises; the error is logged and kept as `error`. A sweep always
-runs to its end or is cancelled: an abandoned resize would keep the pool small and block every later resize. One thread
-at a time uses it.
-Assumes: a step of a sweep is short (one slice), so cancelling and closing take effect at once.
+An operation always ends, even if its sweep raises. Then the error is logged and kept as `error`. A sweep always runs to
+its end or is cancelled, because an abandoned resize would keep the pool small and block every later resize. Only one
+thread at a time uses a sweep. Each step of a sweep is short (one slice), so cancelling and closing take effect at once.
 """
 
 from __future__ import annotations
@@ -33,13 +32,13 @@ END_STATES = STATES[1:]
 MAX_RUNNING = 8
 _KEPT = 200
 _KEPT_SECONDS = 3600.0
-_WAIT_SECONDS = 0.01  # between two steps of a sweep that waits for transfers
+_WAIT_SECONDS = 0.01  # the pause between two steps of a sweep that must wait for transfers
 _BOUNDS = (0.001, 0.01, 0.1, 1.0, 10.0, 100.0)
 
 
 class Operation:
-    """One run of a sweep. Made by `Operations.start`; `born` is in seconds of its clock, `number` counts from 1.
-    `failure`: why it failed, if the cause is one of the engine's errors."""
+    """One run of a sweep. `Operations.start` makes it. `born` is in seconds on its clock, and `number` counts from 1.
+    `failure` is the cause of a failure if it is one of the engine's errors."""
 
     def __init__(self, number: int, kind: OperationKind, pool: str, sweep: Sweep, dry_run: bool, born: float) -> None:
         self.number, self.born = number, born
@@ -58,7 +57,7 @@ class Operation:
             error=None,
             result=None,
         )
-        """Replaced as a whole, so a reader never sees half of a change."""
+        """It is replaced as a whole, so that readers never see half of a change."""
         self.task: asyncio.Task[None] | None = None
         self._sweep = sweep
         self._is_cancelled = False
@@ -68,7 +67,7 @@ class Operation:
         return self.view.state == "running"
 
     def cancel(self) -> None:
-        """Stop after the current slice. Does nothing if it has ended."""
+        """Stop after the current slice. Does nothing if the operation has ended."""
         self._is_cancelled = True
 
     async def wait(self, timeout: float) -> OperationView:
@@ -92,7 +91,7 @@ class Operation:
                 raise
 
     def _step(self) -> bool:
-        """Step to the end, or until the operation is cancelled; True if the sweep must wait."""
+        """Make steps until the sweep ends or the operation is cancelled. Returns True if the sweep must wait."""
         sweep = self._sweep
         while sweep.step():
             self._update(waiting=sweep.waiting, progress=_progress(sweep))
@@ -136,8 +135,8 @@ class Operations:
     def start(
         self, kind: OperationKind, pool: str, make_sweep: Callable[[], Sweep], *, dry_run: bool = False
     ) -> Operation:
-        """Make a sweep of a pool and run it. Raises what `make_sweep` raises, `ConflictError` for a second resize,
-        and `QueueFullError` if too many operations run."""
+        """Make a sweep of a pool and run it. Raises the errors of `make_sweep`, `ConflictError` for a second resize,
+        and `QueueFullError` if too many operations are running."""
         if self._closed:
             raise ConflictError("the server is stopping")
         if kind == "resize" and self.num_running("resize"):  # only an embedded pool can be resized
@@ -152,7 +151,7 @@ class Operations:
         return operation
 
     def get(self, operation_id: str) -> Operation:
-        """Raises `NotFoundError`, also for an operation that is no longer kept."""
+        """Return an operation. Raises `NotFoundError`, also for one that is no longer kept."""
         self._forget_old()
         operation = self._operations.get(operation_id)
         if operation is None:
@@ -166,7 +165,7 @@ class Operations:
         return list(reversed(self._operations.values()))
 
     def forget(self, operation_id: str) -> None:
-        """Remove an operation that has ended. Raises `NotFoundError`, and `ConflictError` while it runs."""
+        """Remove an operation that has ended. Raises `NotFoundError`, and `ConflictError` while it is running."""
         if self.get(operation_id).running:
             raise ConflictError(f"operation {operation_id} is running; cancel it first")
         del self._operations[operation_id]
@@ -175,7 +174,7 @@ class Operations:
         return sum(operation.running and operation.view.kind == kind for operation in self._operations.values())
 
     async def close(self, timeout: float = 5.0) -> None:
-        """Cancel the running operations and wait for them. No operation starts afterwards. Idempotent."""
+        """Cancel the running operations and wait for their end. No operation can start after that. Idempotent."""
         self._closed = True
         operations = list(self._operations.values())
         for operation in operations:
@@ -197,7 +196,7 @@ class Operations:
         self._journal.add("operation", **{name: getattr(view, name) for name in names})
 
     def _forget_old(self) -> None:
-        """Drop ended operations that are too old, and the oldest ended ones above the limit."""
+        """Drop ended operations that are too old, and the oldest ones if there are too many."""
         oldest = self._clock() - _KEPT_SECONDS
         excess = len(self._operations) - _KEPT
         for name, operation in list(self._operations.items()):

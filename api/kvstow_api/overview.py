@@ -1,4 +1,4 @@
-"""The overview of a server: the one document of the state for those who look, made once a second for all of them."""
+"""The overview of a server: one document of its state for all viewers, which is made at most once a second."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from kvstow_api.readings import curve_view, pool_views, sessions_now, tier_view,
 MOST_POOLS, MOST_SESSIONS, MOST_RANKS, MOST_TIERS = 64, 128, 64, 64
 MOST_CONDITIONS, MOST_EVENTS, MOST_CURVES, MOST_TRANSFERS = 24, 10, 12, 4
 _MOST_OF_MEMORY = 16
-"""Sentences and sessions that the state of the memory names."""
+"""How many sentences and sessions the state of the memory names at most."""
 INTERVAL = 1.0
-"""Seconds before the document is made again."""
+"""How long a document is used before it is made again, in seconds."""
 _NO_POOL = ""
-"""Stands for every name that no pool has. These names share one document, so there are at most two documents more
+"""Stands for every name that no pool has. All such names share one document, so there are at most two more documents
 than pools."""
 
 _Item = TypeVar("_Item")
 
 
 def pool_to_show(pools: Sequence[str], asked: str | None) -> str | None:
-    """Of these names, the pool that the overview is about: the one asked for, or the only one."""
+    """Return which of these pools the overview is about: the one that was asked for, or the only one."""
     if asked is not None:
         return asked if asked in pools else None
     return pools[0] if len(pools) == 1 else None
@@ -47,15 +47,15 @@ class _Made(NamedTuple):
 class Overviews:
     """The documents of one application, as JSON. Used on the event loop.
 
-    Making one takes milliseconds, so it is made at most once a second for each pool, and once for the whole host,
-    whatever the number of requests."""
+    Making a document takes milliseconds. So it is made at most once a second for each pool, and once for the whole
+    host, regardless of the number of requests."""
 
     def __init__(self, app: AppState) -> None:
         self._app, self._clock = app, app.host.clock
         self._made: dict[str | None, _Made] = {}
 
     def encoded(self, asked: str | None = None) -> bytes:
-        """`asked`: the pool that it is about; None for the whole host."""
+        """Return the document about the pool `asked`, or about the whole host if that is None."""
         pools = {pool.name for pool in self._app.directory.pools()}
         name = _NO_POOL if asked is not None and asked not in pools else asked
         found = self._made.get(name)
@@ -67,7 +67,7 @@ class Overviews:
 
 
 def read_overview(app: AppState, asked: str | None = None) -> OverviewView:
-    """The present state. On the event loop; O(pools + sessions + ranks)."""
+    """Return the present state. Call it on the event loop. O(pools + sessions + ranks)."""
     directory = app.directory
     hosted = directory.pools()
     selected = pool_to_show([pool.name for pool in hosted], asked)
@@ -89,7 +89,7 @@ def read_overview(app: AppState, asked: str | None = None) -> OverviewView:
     )
     tiers = [one for one in tier.items if one.pool in names]
     tiers = limited.first("tiers", tiers, MOST_TIERS, limited.has_tier)
-    kinds = {one.name: one for one in reversed(conditions)}  # the first of each
+    kinds = {one.name: one for one in reversed(conditions)}  # keeps the first condition of each name
     return OverviewView(
         time=datetime.now(UTC),
         info=replace(info, pools=info.pools[:MOST_POOLS]),
@@ -119,8 +119,8 @@ def read_overview(app: AppState, asked: str | None = None) -> OverviewView:
 
 
 class _Limited:
-    """Chooses what the document names of each kind; `omitted` counts the others. `bad`: conditions that are more than
-    information."""
+    """Chooses the items of each kind that the document lists. `omitted` counts the others. `bad` are conditions that
+    are worse than information."""
 
     def __init__(self, bad: Collection[ConditionView]) -> None:
         self._pools, self._sessions = {one.pool for one in bad}, {one.session for one in bad}
@@ -158,7 +158,7 @@ class _Limited:
     def first(
         self, name: str, items: Sequence[_Item], most: int, troubled: Callable[[_Item], bool] | None = None
     ) -> list[_Item]:
-        """At most `most` of the items, in their order. If there are more, items that a condition concerns take
+        """Return at most `most` of the items, in their order. If there are more, items that a condition concerns take
         precedence."""
         self.omitted[name] = max(0, len(items) - most)
         if len(items) <= most or troubled is None:

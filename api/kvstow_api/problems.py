@@ -1,7 +1,7 @@
 """Errors as `application/problem+json` (RFC 9457).
 
-A table maps the engine's errors to statuses. Internal errors answer 500 without details: these are in the log, under
-the request id that the response has as `instance`.
+A table maps the engine's errors to statuses. Internal errors are answered with 500 and no details. The log has the
+details, under the request id that the response has as `instance`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ logger = logging.getLogger("kvstow.api")
 
 MEDIA_TYPE = "application/problem+json"
 REQUEST_ID = "kvstow.request_id"
-"""ASGI scope key of the request id."""
+"""The key of the request id in an ASGI scope."""
 
 _STATUS_OF: dict[type[KvstowError], int] = {
     InvalidRequestError: 422,
@@ -61,11 +61,11 @@ _CODE_OF: dict[int, str] = {
     503: "unavailable",
     507: "insufficient_memory",
 }
-"""Those that differ from the name of the status."""
+"""Error codes that differ from the name of the status."""
 
 MAX_ERRORS = 20
-"""Errors in one response: a body of 1 MiB could have half a million."""
-_MAX_ECHO = 200  # characters of an invalid value that the response repeats
+"""The limit for the errors in one response. A body of 1 MiB could have half a million of them."""
+_MAX_ECHO = 200  # how many characters of an invalid value the response repeats
 
 
 def problem(
@@ -77,7 +77,7 @@ def problem(
     errors: Sequence[Mapping[str, Any]] = (),
     headers: Mapping[str, str] | None = None,
 ) -> Response:
-    """The problem response to the request of `scope`. A `Retry-After` header is repeated in the body."""
+    """Make the problem response to the request of `scope`. A `Retry-After` header is repeated in the body."""
     code = code or _CODE_OF.get(status) or HTTPStatus(status).name.lower()
     retry_after = (headers or {}).get("Retry-After")
     body = {
@@ -90,7 +90,7 @@ def problem(
         "errors": list(errors),
         "retry_after": int(retry_after) if retry_after else None,
     }
-    # ASCII, because an invalid value may have characters that UTF-8 cannot encode, such as lone surrogates
+    # In ASCII, because an invalid value may have characters that UTF-8 cannot encode, such as lone surrogates.
     content = json.dumps(body, ensure_ascii=True, allow_nan=False)
     return Response(content, status, dict(headers or {}), MEDIA_TYPE)
 
@@ -100,7 +100,7 @@ def internal_problem(scope: Scope) -> Response:
 
 
 def method_not_allowed(scope: Scope) -> Response | None:
-    """405 with every method that the path allows; None if it allows this one, or does not exist."""
+    """Return a 405 with every method that the path allows. Returns None if it allows this method, or does not exist."""
     asked = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
     allowed: set[str] = set()
     for route in scope["app"].router.routes:
@@ -175,7 +175,7 @@ def _describe(item: Mapping[str, Any], scope: Scope) -> dict[str, Any]:
 
 
 def _names_beside(route: APIRoute, where: Sequence[str]) -> list[str]:
-    """The names that the route's body defines beside an unknown one. `where`: the path to that name."""
+    """Return the other names that the route's body defines beside an unknown one. `where` is the path to that name."""
     model = None if route.body_field is None else route.body_field.field_info.annotation
     for name in where[1:-1]:
         model = model.model_fields[name].annotation  # type: ignore[union-attr]
@@ -188,7 +188,7 @@ def _in_words(error: Mapping[str, Any]) -> str:
 
 
 def _echo(value: Any) -> Any:
-    """`value` in a form that is safe to repeat: short, and valid JSON."""
+    """Return `value` in a form that is safe to repeat: short, and valid JSON."""
     if value is None or isinstance(value, bool | int) or (isinstance(value, float) and isfinite(value)):
         return value
     text = value if isinstance(value, str) else json.dumps(value, default=repr)

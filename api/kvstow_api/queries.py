@@ -1,5 +1,5 @@
-"""What routes depend on: the pool that a request means, the page of a list, and that nothing is sent that the route
-does not define."""
+"""Dependencies of routes: the pool that a request means, the page of a list, and the refusal of everything that the
+route does not define."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def find_pool(directory: Directory, name: str) -> HostedPool:
 
 
 def choose_pool(directory: Directory, name: str | None) -> HostedPool:
-    """The pool of this name; without a name, the only one. Raises `NotFoundError`, `ConflictError` if there is no pool
-    at all, and a validation error if there are several and no name was given."""
+    """Return the pool of this name or, without a name, the only one. Raises `NotFoundError`, `ConflictError` if there
+    is no pool at all, and a validation error if there are several and no name was given."""
     if name is not None:
         return find_pool(directory, name)
     pools = directory.pools()
@@ -62,7 +62,7 @@ async def _chosen_pool(
 
 
 AnyPool = Annotated[HostedPool | None, Depends(_any_pool)]
-"""The pool that a request names; None if it names none."""
+"""The pool that a request names, or None if it names none."""
 ChosenPool = Annotated[HostedPool, Depends(_chosen_pool)]
 """The pool that a request means: see `choose_pool`."""
 Session = Annotated[str | None, Query(description="Only of this engine, by its id in `/v1/sessions`")]
@@ -76,12 +76,12 @@ Wait = Annotated[
 
 
 def token_of(position: int | None) -> str | None:
-    """The page token that leads to `position`; None for None, the end."""
+    """Return the page token that leads to `position`, or None for None, which stands for the end."""
     return None if position is None else f"p{position}"
 
 
 def _position_of(token: str) -> int:
-    """The number in `token`; 0 if it is empty. Raises a validation error for anything but a page token."""
+    """Return the number in `token`, or 0 if it is empty. Raises a validation error if it is no page token."""
     if token and not re.fullmatch(r"p\d{1,15}", token, re.ASCII):
         allowed = "the next_page_token of an earlier answer"
         raise PydanticCustomError("page_token", "not a page token; allowed: {allowed}", {"allowed": allowed})
@@ -96,7 +96,7 @@ def _check_token(token: str) -> str:
 class PageOfList(NamedTuple):
     size: int
     position: int
-    """From which on."""
+    """The number of the first item."""
 
 
 async def _page(
@@ -115,8 +115,8 @@ Page = Annotated[PageOfList, Depends(_page)]
 
 
 async def _refuse_undefined(request: Request) -> None:
-    """Refuse query parameters and a body that the route does not define: a change must not ignore `?dry_run=true`. A
-    name that is repeated is refused as well, because the last value alone would count."""
+    """Refuse query parameters and a body that the route does not define, because a change must not ignore
+    `?dry_run=true`. Repeated names are refused as well, because only the last value would count."""
     route, given = request.scope["route"], request.query_params.multi_items()
     unwanted: list[dict[str, Any]] = []
     known, counts = _query_names(route.dependant) if given else [], Counter(name for name, _ in given)
@@ -143,7 +143,7 @@ def _unwanted(where: str, name: str, message: str, text: str, known: Sequence[st
 
 
 class StrictRouter(APIRouter):
-    """Its routes refuse everything that they do not define. Operation ids are the names of the endpoints."""
+    """A router whose routes refuse everything that they do not define. Operation ids are the names of the endpoints."""
 
     def __init__(self, **options: Any) -> None:
         strict = [Depends(_refuse_undefined)]

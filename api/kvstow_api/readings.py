@@ -1,4 +1,4 @@
-"""What the routes, the status page and the conditions read of a host: its pools, sessions, transfers and tier."""
+"""Reads of a host for the routes, the status page and the conditions: its pools, sessions, transfers and tier."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from kvstow_api.texts import duration
 
 
 def settings_etag(pool: HostedPool) -> str:
-    """Identifies the current settings. Never reused, not even if a change is reverted. Read it before the settings
-    themselves, so that a change in between is noticed."""
+    """Return an ETag of the current settings. It is never reused, not even if a change is reverted. Read it before the
+    settings themselves, so that a change in between is noticed."""
     return f'"{pool.facade.engine_id}-{pool.facade.admin.settings_revision}"'
 
 
 def pool_views(directory: Directory, sampler: Sampler) -> list[PoolView]:
-    """Of all pools. O(pools + sessions)."""
+    """Return the views of all pools. O(pools + sessions)."""
     states: dict[str, Counter[SessionState]] = {}
     for session in directory.sessions():
         states.setdefault(session.pool, Counter())[session.state] += 1
@@ -82,8 +82,8 @@ def transfers_view(
     scanned: int | None = None,
     wanted: Callable[[TransferStatus], bool] | None = None,
 ) -> TransfersView:
-    """The oldest `most` of those that are `wanted`, searched among the oldest `scanned` (by default `most`) of each
-    pool."""
+    """Return the oldest `most` transfers that are `wanted`. They are searched among the oldest `scanned` of each pool,
+    by default `most`."""
     items = [
         item for pool in pools for item in pool.facade.transfers(scanned or most) if wanted is None or wanted(item)
     ]
@@ -120,7 +120,8 @@ _NO_CURVE = "the pool follows no curve: its setting `curve` is off"
 
 
 def _no_evidence(evidence: CurveEvidence | None, kept: Sequence[Sample]) -> str:
-    """How much is lacking before there is a curve, and how long that takes at the pace of the last minutes."""
+    """Say how much evidence is missing before there is a curve, and how long that takes at the pace of the last
+    minutes."""
     if evidence is None:
         return _NO_CURVE
     requests, needed, blocks, needed_blocks = evidence
@@ -136,7 +137,7 @@ def _no_evidence(evidence: CurveEvidence | None, kept: Sequence[Sample]) -> str:
 
 
 def curve_view(sampler: Sampler, hosted: HostedPool) -> PoolCurveView:
-    """What other sizes of a pool would hit. O(sizes), apart from a sum over the pieces of the curve's window."""
+    """Return what other sizes of a pool would hit. O(sizes), apart from a sum over the pieces of the curve's window."""
     facade, kept = hosted.facade, sampler.of_pool(hosted.name).kept
     pool, curve = facade.stats().pool, facade.curve()
     view = PoolCurveView(

@@ -1,5 +1,5 @@
-"""Samples the pools once a second: counters for figures and curves, changes of state for the journal. The counters of
-ranks go on when engines come and go."""
+"""Samples the pools once a second: counters for figures and curves, and changes of state for the journal. It also adds
+up the counters of ranks over all engines."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from kvstow_api.figures import (
 )
 from kvstow_api.journal import Journal
 
-_BOOTS = 1024  # of a pool that are remembered
+_BOOTS = 1024  # how many boots of ranks are remembered for each pool
 
 
 def _busy(rank: RankStatus) -> Counter[str]:
@@ -32,19 +32,18 @@ def _busy(rank: RankStatus) -> Counter[str]:
 
 
 class RankCounters:
-    """Sums of what ranks count, by pool and number of the rank. They never shrink while the pool lives: a rank counts
+    """Sums of the counters of ranks, by pool and rank number. They never shrink while the pool lives: a rank counts
     from zero when it restarts, but its former boot stays in the sum.
 
-    An engine that attaches again comes with the boots and counters that it had, which are not added twice. What a rank
-    copies before the first `note` of it, or counts between the last one and its end, is missing. Used on the event
-    loop. O(ranks).
+    If an engine attaches again with the boots and counters that it had, they are not added twice. The sums lack what a
+    rank copies before its first `note`, and between its last `note` and its end. Used on the event loop. O(ranks).
     """
 
     def __init__(self) -> None:
         self._pools: dict[str, _PoolCounters] = {}
 
     def note(self, pools: Sequence[HostedPool], sessions: Iterable[SessionStatus]) -> None:
-        """Add what the ranks have counted since the last call. Pools that are gone are forgotten."""
+        """Add what the ranks have counted since the last call. Pools that have ended are forgotten."""
         ids = {pool.name: pool.facade.engine_id for pool in pools}
         self._pools = {one: self._pools.get(one) or _PoolCounters() for one in ids.values()}
         for session in sessions:
@@ -53,8 +52,8 @@ class RankCounters:
                     self._pools[ids[session.pool]].note(rank)
 
     def of_pool(self, pool: HostedPool) -> list[Mapping[str, float]]:
-        """By number of the rank: the seconds in which it was copying (`load` and `store`), and failures to pin, by
-        reason."""
+        """Return sums by rank number: the seconds in which the rank was copying (`load` and `store`), and its failures
+        to pin, by reason."""
         counters = self._pools.get(pool.facade.engine_id) or _PoolCounters()
         return [counters.sums.get(rank, Counter()) for rank in range(pool.facade.config.num_ranks)]
 
@@ -63,15 +62,15 @@ class _PoolCounters:
     def __init__(self) -> None:
         self.sums: dict[int, Counter[str]] = {}
         self._boots: OrderedDict[tuple[int, str], Counter[str]] = OrderedDict()
-        """What each boot of a rank had counted, the one that was seen last at the end."""
+        """The last counters of each boot of a rank. The boot that was seen last is at the end."""
 
     def note(self, rank: RankStatus) -> None:
         if rank.boot_id is None:
             return
         name, now = (rank.rank, rank.boot_id), _busy(rank) + Counter(rank.pin_failures)
-        # A rank that was there before this server comes with what it has copied in its whole life.
+        # A rank that is older than this server reports what it has copied in its whole life.
         before = self._boots.get(name, _busy(rank))
-        self.sums[rank.rank] = self.sums.get(rank.rank, Counter()) + (now - before)  # no count falls
+        self.sums[rank.rank] = self.sums.get(rank.rank, Counter()) + (now - before)  # `-` drops negative counts
         self._boots[name] = now
         self._boots.move_to_end(name)
         while len(self._boots) > _BOOTS:
@@ -84,7 +83,7 @@ _INTERVAL = 1.0
 _TICKS_PER_POINT = round(CURVE_INTERVAL / _INTERVAL)
 _TICKS_PER_REJECTED = 10
 REJECTED_SECONDS = 600.0
-"""How long a refusal of an engine is a condition."""
+"""How long a refusal of an engine counts as a condition, in seconds."""
 _STATES: Mapping[SessionState, str] = {
     "attaching": "not all ranks have reported and registered slots",
     "attached": "it loads and stores",
@@ -97,12 +96,13 @@ _OVER: Mapping[EventType, Mapping[str, str | None]] = {
     "session": {"state": "over", "reason": "none of its processes can reach the memory"},
     "tier": {"store": None, "state": "over", "reason": "no engine can use the namespace any more"},
 }
-"""What the last event of a thing says that is gone. Others end without an event."""
+"""The data of the last event of a thing that has ended. Things of other types end without an event."""
 _Key = tuple[EventType, *tuple[Any, ...]]
 
 
 class Sampler:
-    """Runs on the event loop. A sample is O(pools + ranks + namespaces with a tier)."""
+    """Takes samples, and adds events to the journal. Runs on the event loop. A sample is O(pools + ranks + namespaces
+    with a tier)."""
 
     def __init__(self, directory: Directory, journal: Journal) -> None:
         self._directory, self._journal = directory, journal
@@ -128,8 +128,8 @@ class Sampler:
         return session_now(session, self._sessions.get(session.id, ()))
 
     def tick(self) -> None:
-        """Take a sample of each pool and each session, and note what has changed. The curves have every fifth sample,
-        beginning with the first. They end with their pool."""
+        """Take a sample of each pool and each session, and note changes. Every fifth sample, from the first one on, is
+        also a point of the curves, which end with their pool."""
         directory = self._directory
         if directory.is_node and self._ticks % _TICKS_PER_REJECTED == 0:
             self._rejected.append(dict(directory.rejected))
@@ -172,7 +172,7 @@ class Sampler:
             yield ("tier", tier.pool, tier.namespace), {**where, "state": tier.state, "reason": tier.reason}
 
     def _is_growth(self, key: _Key, last: Mapping[str, Any], data: Mapping[str, Any]) -> bool:
-        """Whether the only change is that a pool of a node, or a rank, has more memory. That happens with every row, so
+        """Whether the only change is that a pool of a node, or a rank, has more memory. This happens with every row, so
         it is not an event."""
         states = (last["state"], data["state"])
         grows = self._directory.is_node and data["pool"] is not None and states == ("ready", "pinning")
@@ -221,12 +221,12 @@ def _level(data: Mapping[str, Any]) -> int:
 
 
 def _what(data: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What has to change for an event."""
+    """Return the values whose changes are events."""
     return data["state"], data.get("boot_id"), data.get("error")
 
 
 class PoolSamples:
-    """The samples of one life of a pool."""
+    """The samples of a pool, from its beginning to its end."""
 
     def __init__(self, engine_id: str) -> None:
         self.engine_id = engine_id

@@ -1,7 +1,7 @@
-"""What the curve of a pool says about its size: the next size that is worth its memory, and the smallest that would do.
+"""Draws conclusions from a pool's curve: the next size that is worth its memory, and the smallest size that would do.
 
-The one place of these rules and of their words: the API, the doctor, the status page and `kvstow top` read the same.
-No web framework.
+These rules and their words are only here, so that the API, the doctor, the status page and `kvstow top` say the same.
+This module uses no web framework.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from kvstow_api.answers import PoolCurveView, SizeView
 from kvstow_api.texts import counted, duration, percent
 
 GAIN = 0.02
-"""A larger size is worth its memory if each doubling up to it adds this share of the blocks, on the average. The curve
-is off by one point on the average, and never was by more than three."""
+"""A larger size is worth its memory if each doubling up to it adds this share of the blocks on average. The curve is
+off by one point on average, and has never been off by more than three."""
 LOSS = 0.005
-"""A smaller size would do if it loses no more than this share in all."""
+"""A smaller size would do if it loses no more than this share in total."""
 REST = 0.01
-"""A size is the end of the curve if all larger ones together would add less than this share."""
+"""A size is the end of the curve if all larger sizes together would add less than this share."""
 _MEMORY = {1: "twice the memory", 2: "four times the memory", 3: "eight times the memory"}
 _PARTS = {-1: "half of it", -2: "a quarter of it", -3: "an eighth of it"}
 
 
 def with_sizes(view: PoolCurveView, curve: SizeCurve, seconds_per_ratio: float | None) -> PoolCurveView:
-    """`view` with what follows from `curve`; as it is if the curve has no point at about its size. The points are a
-    doubling apart. `seconds_per_ratio`: seconds of prefill that all blocks would save in a minute if they hit; None if
-    unknown."""
+    """Return `view` with the conclusions from `curve`. It is unchanged if the curve has no point near its size. The
+    points are a doubling apart. `seconds_per_ratio` is how many seconds of prefill would be saved in a minute if all
+    blocks hit, or None if unknown."""
     points = [point for point in curve.points if point.num_slots > 0]
     if not points or view.num_slots < 1:
         return view
@@ -38,7 +38,7 @@ def with_sizes(view: PoolCurveView, curve: SizeCurve, seconds_per_ratio: float |
     if distances[at] > 0.5:
         return view
     expected = [point.own for point in points]
-    ratios = list(accumulate(expected, max))  # a larger pool does not hit less; that is noise of the sample
+    ratios = list(accumulate(expected, max))  # a larger pool does not hit less; where it seems to, the sample has noise
     slot_bytes = view.num_bytes // view.num_slots
     sizes = [
         SizeView(

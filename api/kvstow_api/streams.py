@@ -1,4 +1,4 @@
-"""Streams: their limits, events that a client can resume where it was disconnected, and the recording of a pool."""
+"""Streams: their limits, events that a client can resume after a disconnect, and the recording of a pool."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _MEDIA_TYPE = "text/event-stream"
 
 
 class StreamLimit:
-    """At most `most` streams at a time. Unauthenticated clients (`is_stranger`) get all but `reserved` of them, and at
-    most `per_client` from one IP address. Used on the event loop."""
+    """Allows at most `most` streams at a time. Unauthenticated clients (`is_stranger`) get all but `reserved` of them,
+    and at most `per_client` for each IP address. Used on the event loop."""
 
     def __init__(self, noun: str, *, most: int, reserved: int, per_client: int) -> None:
-        """`noun`: the streams in the plural, for the error message."""
+        """`noun` names the streams in error messages, in the plural."""
         self._noun = noun
         self._most, self._public_most, self._per_client = most, most - reserved, per_client
         self._clients: Counter[str] = Counter()  # open streams of unauthenticated clients, by address
@@ -70,10 +70,10 @@ class StreamLimit:
 
 
 class LimitedStream(StreamingResponse):
-    """Server-sent events that occupy a place from before the first byte until the client disconnects.
+    """Server-sent events. The response takes a place before its first byte, until the client disconnects.
 
-    The place is taken when the response is sent, not when it is created: a response that is never sent takes none, and
-    two requests cannot both get the last place."""
+    It takes the place when it is sent, and not when it is created. So a response that is never sent takes none, and two
+    requests cannot both get the last place."""
 
     def __init__(self, content: AsyncIterable[bytes], limit: StreamLimit) -> None:
         super().__init__(content, media_type=_MEDIA_TYPE)
@@ -85,17 +85,17 @@ class LimitedStream(StreamingResponse):
 
 
 MAX_STREAMS, RESERVED_STREAMS, STREAMS_PER_CLIENT = 32, 8, 16
-POLL_SECONDS = 0.25  # reads two counters; a callback under the engine's lock would cost every store more
-_SILENT_POLLS = 60  # then a comment is sent, so that the client knows that the server is alive
-_MAX_BATCH = 100  # block events read at once
+POLL_SECONDS = 0.25  # a poll reads two counters; a callback under the engine's lock would make every store slower
+_SILENT_POLLS = 60  # after this many polls without events, a comment shows the client that the server is alive
+_MAX_BATCH = 100  # how many block events are read at once
 _RETRY_MS = 2000
 
 _CURSOR = re.compile(r"([0-9a-f]{1,32})-(\d{1,18})-(\d{1,18})")
 
 
 class Cursor(NamedTuple):
-    """A reader's position: the life of the pool, or of the host if no pool was chosen, and the last entry read of the
-    journal and of the pool's block events."""
+    """A reader's position. It consists of an id for the life of the pool, or of the host if no pool was chosen, and of
+    the numbers of the last entries that were read in the journal and among the pool's block events."""
 
     engine_id: str
     journal: int
@@ -121,9 +121,9 @@ class EventStreams:
         self.limit = StreamLimit(
             "event streams", most=MAX_STREAMS, reserved=RESERVED_STREAMS, per_client=STREAMS_PER_CLIENT
         )
-        """Counts each stream while it is sent."""
+        """The limit for streams, which counts them while they are sent."""
         self.lost = 0
-        """Events that were dropped before a stream had read them."""
+        """How many events were dropped before a stream had read them."""
 
     def open(
         self,
@@ -134,9 +134,9 @@ class EventStreams:
         recent: int = 0,
         poll: float = POLL_SECONDS,
     ) -> AsyncIterator[bytes]:
-        """The stream of a pool, or without one of the host, from after the event with id `after`, or from `recent`
-        journal entries ago. Only a pool has events of blocks, and its stream leaves out what the journal says of
-        others."""
+        """Open the stream of a pool, or of the host without one. It begins after the event with the id `after`, or else
+        `recent` journal entries ago. Only a pool has events of blocks. Its stream leaves out entries of the journal
+        about other pools."""
         if pool is None:
             now = Cursor(self._directory.engine_id, self._journal.last, 0)
         else:
@@ -169,7 +169,7 @@ class EventStreams:
 
 
 class _Reader:
-    """Reads journal and block events from a cursor on. `behind`: there is more to read without waiting."""
+    """Reads journal and block events from a cursor on. With `behind`, there is more to read without waiting."""
 
     def __init__(
         self,
@@ -218,7 +218,7 @@ class _Reader:
             yield _with_id(self.cursor, _message("lost", {"count": count}))
 
 
-@lru_cache(maxsize=_MAX_BATCH + 28)  # for all streams: it takes 0.3 ms for 1,024 keys, and 80 KiB
+@lru_cache(maxsize=_MAX_BATCH + 28)  # shared by all streams; an event of 1,024 keys takes 0.3 ms and 80 KiB
 def _encode(event: BlockEvent, pool: str) -> bytes:
     data: dict[str, Any] = {"pool": pool, "keys": [format_key(key) for key in event.keys]}
     if event.kind == "removed":
@@ -227,7 +227,7 @@ def _encode(event: BlockEvent, pool: str) -> bytes:
 
 
 def _message(kind: EventType, data: dict[str, Any]) -> bytes:
-    """A server-sent event without its id. JSON in ASCII contains no line breaks."""
+    """Make a server-sent event without its id. JSON in ASCII contains no line breaks."""
     return f"event: {kind}\ndata: {json.dumps(data)}\n\n".encode()
 
 
@@ -236,12 +236,13 @@ def _with_id(cursor: Cursor, message: bytes) -> bytes:
 
 
 TRACE_POLL_SECONDS = 0.25
-_SILENT_TRACE_POLLS = 20  # then an empty line is sent, so that the client knows that the server is alive
+_SILENT_TRACE_POLLS = 20  # after this many polls without lines, an empty line shows the client that the server is alive
 
 
 class RecordedTrace(StreamingResponse):
-    """Lines of a trace, and a last one about the recording. While the client does not read, nothing is taken from the
-    recording, which then ends by itself. It begins and ends with this answer, whatever becomes of the connection."""
+    """Sends the lines of a trace, and a last line about the recording. While the client does not read, no lines are
+    taken from the recording, which then ends by itself. The recording begins and ends with this response, even if the
+    connection breaks."""
 
     def __init__(self, pool: HostedPool, limits: RecordBody, media_type: str) -> None:
         super().__init__(iter(()), media_type=media_type)

@@ -1,4 +1,5 @@
-"""Numbers, times, field values and switches as text for people. Standard library only, so that clients can use it."""
+"""Shows numbers, times, values of fields and switches as text for people. It uses only the standard library, so that
+clients can import it."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ def duration(seconds: float | None) -> str:
     """
     if seconds is None:
         return ABSENT
-    if seconds < 0.9995:  # what is shown, three digits, decides the unit
+    if seconds < 0.9995:  # the unit depends on the three digits that are shown
         return f"{seconds * 1000:.3g} ms"
     if seconds < 59.95:
         return f"{seconds:.3g} s"
@@ -58,7 +59,7 @@ def count(number: int | None) -> str:
 
 
 def counted(number: int, noun: str, plural: str | None = None) -> str:
-    """`plural`: if it is not the noun with an s.
+    """Return a number and its noun. Without `plural`, the plural is the noun with an s.
 
     >>> counted(1, "block"), counted(1200, "block")
     ('1 block', '1,200 blocks')
@@ -71,7 +72,7 @@ def moment(time: datetime | None) -> str:
 
 
 def field_text(name: str, value: object) -> str:
-    """The value of a view's field; the name of the field tells the unit.
+    """Return the value of a view's field as text. The name of the field tells the unit.
 
     >>> field_text("load_bytes", 2048), field_text("timeout", 2.5), field_text("hit_ratio", 0.5)
     ('2 KiB', '2.5 s', '50.0 %')
@@ -97,7 +98,7 @@ def field_text(name: str, value: object) -> str:
 _SIZES = {"bytes", "size", "chunk", "memory"}
 _TIMES = {"seconds", "timeout", "delay", "deadline", "pause", "latency", "eof", "budget"}
 _IDENTIFIERS = {"port", "pid", "rank", "slot", "id", "ranks"}
-"""Words in the names of numbers that identify something: written without separators."""
+"""Words in the names of fields whose numbers identify something. They are shown without separators."""
 
 
 def _number(name: str, value: float) -> str:
@@ -118,13 +119,15 @@ def _number(name: str, value: float) -> str:
 
 
 def populate_words(memory: MemoryStatus) -> str:
-    """How much of a node's memory is populated and, if that is known, how fast and for how long it will go on."""
+    """Say how much of a node's memory is populated and, if known, how fast that goes and how long it will still
+    take."""
     size = f"{format_size(memory.populated_bytes)} of {format_size(memory.target_bytes)}"
     return f"{size} of memory are populated{pace_words(memory)}"
 
 
 def pace_words(memory: MemoryStatus) -> str:
-    """How fast memory is populated and for how long it will go on, to follow other words; empty if that is unknown."""
+    """Say how fast memory is populated, and how long it will still take. The text continues other words. It is empty if
+    this is unknown."""
     pace, left = memory.populate_bytes_per_second, memory.target_bytes - memory.populated_bytes
     return f", {rate(pace)}, about {duration(left / pace)} left" if pace and left > 0 else ""
 

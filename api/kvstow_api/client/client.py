@@ -21,7 +21,7 @@ from kvstow_api.answers import EventType, EventView, OperationView, ProblemView
 T = TypeVar("T")
 V = TypeVar("V")
 
-_STREAM_SILENCE_SECONDS = 45.0  # the server sends at least a comment every 15 s
+_STREAM_SILENCE_SECONDS = 45.0  # a stream that is silent longer is broken: the server sends a comment every 15 s
 
 
 DEFAULT_SERVER = "http://127.0.0.1:9595"
@@ -33,8 +33,8 @@ _ALLOWED = "http://HOST:PORT, https://HOST:PORT or unix:/PATH"
 class Endpoint:
     """The address, token and TLS settings of a server.
 
-    `token_file` is read for each request, so a new token works at once. `tls` verifies the server, and may hold the
-    client's certificate; None uses the system's trust store.
+    `token_file` is read for each request, so a new token takes effect at once. `tls` verifies the server, and may hold
+    the client's certificate. None means that the system's trust store is used.
     """
 
     url: str
@@ -52,7 +52,7 @@ class Endpoint:
         token_file: Path | None = None,
         tls: ssl.SSLContext | None = None,
     ) -> Self:
-        """From `http://HOST:PORT`, `https://HOST:PORT` or `unix:/PATH`. Raises `ConfigError`."""
+        """Make an endpoint from `http://HOST:PORT`, `https://HOST:PORT` or `unix:/PATH`. Raises `ConfigError`."""
         if token is not None and token_file is not None:
             raise SettingError("token_file", str(token_file), "cannot be combined with a token")
         if server.startswith("unix:"):
@@ -65,7 +65,7 @@ class Endpoint:
         return cls(server.rstrip("/"), None, token, token_file, tls)
 
     def credentials(self) -> Mapping[str, str]:
-        """The header with the token, if there is one. Raises `ConfigError` if its file cannot be read."""
+        """Return the header with the token, if there is one. Raises `ConfigError` if its file cannot be read."""
         token = self.token
         if self.token_file is not None:
             try:
@@ -87,8 +87,8 @@ def _is_url(text: str) -> bool:
 
 
 class ApiError(KvstowError):
-    """A request that failed. `problem` is the server's answer; None if the server could not be reached, did not answer
-    in time, or sent something else. `status` is that of the answer, None without one."""
+    """A request that failed. `problem` is the server's answer, or None if the server could not be reached, did not
+    answer in time, or sent something else. `status` is that of the answer, or None without one."""
 
     code = "request_failed"
 
@@ -108,8 +108,8 @@ class ProbeResult(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Route(Generic[T]):
-    """A route of the API and the type of its answer; `kvstow_api.client.routes` has them all. `operation`: what takes
-    longer than `wait` seconds is answered with the operation."""
+    """A route of the API and the type of its answer. `kvstow_api.client.routes` has all routes. With `operation`, work
+    that takes longer than `wait` seconds is answered with the operation."""
 
     method: str
     path: str
@@ -117,14 +117,14 @@ class Route(Generic[T]):
     operation: bool = False
 
     def returning(self, answer: type[V]) -> Route[V]:
-        """For a request whose answer has another type, such as a dry run, or `dict` for the JSON itself."""
+        """Return the route for a request whose answer has another type, such as a dry run, or `dict` for the JSON."""
         return Route(self.method, self.path, answer)
 
 
 class Client:
-    """Makes requests one at a time, over persistent connections. Not thread-safe; close it with `close` or `with`.
+    """Makes requests one at a time, over persistent connections. Not thread-safe. Close it with `close` or `with`.
 
-    `timeout` is in seconds, for connecting and for each answer; the `wait` of a request is added to it. All failures
+    `timeout` is in seconds, for connecting and for each answer. The `wait` of a request is added to it. All failures
     raise `ApiError`.
     """
 
@@ -143,9 +143,10 @@ class Client:
         headers: Mapping[str, str] | None = None,
         **given: Any,
     ) -> T:
-        """`given` has the names in the route's path; the others are query parameters, of which None is not sent.
+        """Make a request, and return its answer. `given` has the values of names in the route's path. The others are
+        query parameters, of which those that are None are not sent.
 
-        Keys of blocks are hex text, as in answers. `pool` names a pool; that of an embedded engine is `host`. `wait`:
+        Keys of blocks are hex text, as in answers. `pool` names a pool. That of an embedded engine is `host`. `wait` is
         how many seconds (at most 30) the server may wait for the end of the work before it answers.
         """
         path, query = _filled(route.path, given)
@@ -176,17 +177,17 @@ class Client:
         recent: int = 0,
         pool: str | None = None,
     ) -> Iterator[EventView]:
-        """Yields events of these types (if empty, the server's default) as they arrive, after the event with the id
-        `after` or, without one, from the last `recent` events on. With `pool`, those of other pools are left out;
-        events of blocks need it where there are several pools. Returns when the server ends the stream, raises when
-        the connection breaks."""
+        """Yield events of these types as they arrive. Without types, the server chooses. The events begin after the one
+        with the id `after` or, without one, with the last `recent` events. With `pool`, events of other pools are left
+        out. Events of blocks need it if there are several pools. Returns when the server ends the stream, and raises
+        when the connection breaks."""
         given = {"types": types, "recent": recent, "pool": pool}
         headers = {"Accept": "text/event-stream", **({"Last-Event-ID": after} if after else {})}
         yield from parse_events(self._lines("GET", "/v1/events", given, None, headers))
 
     def record(self, pool: str, *, seconds: float, max_bytes: int) -> Generator[str, None, None]:
-        """Records the requests of a pool: yields the lines of the trace as they come, the last one about the recording
-        itself. Empty lines show that the server is alive. Raises when the connection breaks."""
+        """Record the requests of a pool. Yields the lines of the trace as they come. The last one is about the
+        recording itself. Empty lines show that the server is alive. Raises when the connection breaks."""
         body = {"seconds": seconds, "max_bytes": max_bytes}
         yield from self._lines("POST", "/v1/pools/{pool}/trace", {"pool": pool}, body, {})
 
@@ -240,7 +241,7 @@ class Client:
 
     @contextmanager
     def _as_api_errors(self) -> Iterator[None]:
-        """Turns errors of httpx into `ApiError`s that name the server."""
+        """Turn errors of httpx into `ApiError`s that name the server."""
         try:
             yield
         except httpx.TimeoutException as error:
@@ -250,7 +251,8 @@ class Client:
 
 
 def _verify(endpoint: Endpoint) -> dict[str, Any]:
-    """Without TLS the system's certificates are not loaded, which takes 30 ms."""
+    """Return the TLS options of httpx. Without TLS, the system's certificates are not loaded, which would take 30
+    ms."""
     if endpoint.tls is not None:
         return {"verify": endpoint.tls}
     return {} if endpoint.url.startswith("https:") else {"verify": False}
@@ -278,7 +280,7 @@ def _read(route: Route[T], answer: httpx.Response) -> T:
 
 
 def parse_events(lines: Iterable[str]) -> Iterator[EventView]:
-    """Server-sent events from their lines. Raises `ValueError` for invalid JSON."""
+    """Yield server-sent events from their lines. Raises `ValueError` for invalid JSON."""
     found: dict[str, str] = {}
     for line in lines:
         if line:

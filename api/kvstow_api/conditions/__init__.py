@@ -1,5 +1,6 @@
-"""What can be wrong with a server, in one table: cause, whom it concerns, and the command that mends it."""
+"""One table of the conditions that can be wrong with a server: the cause, what it concerns, and the command that mends
+it."""
 
 from kvstow_api.conditions import disks, hosts, pools
 
-__all__ = ["disks", "hosts", "pools"]  # which fill the table
+__all__ = ["disks", "hosts", "pools"]  # importing these modules fills the table

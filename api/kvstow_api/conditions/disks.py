@@ -10,7 +10,7 @@ from kvstow_api.conditions.evidence import Evidence, Found, condition, make_cond
 from kvstow_api.texts import counted
 
 _MOST_DRIVE_WRITES = 1.0
-"""A day: what drives for data centres are rated for, over five years."""
+"""Data centre drives are rated for this many writes of their whole capacity per day, over five years."""
 
 
 def _disks(evidence: Evidence) -> Iterator[StorePart]:

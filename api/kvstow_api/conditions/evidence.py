@@ -1,4 +1,4 @@
-"""The table of conditions, and what they are found from."""
+"""The table of conditions, and the evidence in which they are searched."""
 
 from __future__ import annotations
 
@@ -24,18 +24,21 @@ from kvstow_api.hostwatch import Measured
 
 
 class Evidence(NamedTuple):
-    """Of a host, or of one of its pools. `failures`: what checks of the host's process report, by their names.
-    `sessions`: of the host or the pool. `starting`: the sessions that are new, and need not have reported. `desired` is
-    None for a host, and `kept` and `recent` are empty: its pools have these samples. `certificate_seconds_left` is None
-    if the server does not use TLS. `exposed_files` describes the access that other users have to each token file, by
-    the name of its setting; None if no token file is set. `unusable_files`: why a token file cannot be used now.
+    """The evidence of a host, or of one of its pools.
 
-    Of a server that engines attach to (`is_node`): its `memory`, `namespaces`, `trust_eof` and `user_limits` (see
-    `Directory`);
-    `rejected`: connections in the last minutes, by reason. `tier` has no store while none is attached.
+    `failures` are the reports of failing checks of the host's process, by the names of the checks. `sessions` are those
+    of the host or the pool. `starting` are the ids of new sessions, whose ranks need not have reported yet. For a host,
+    `desired` is None, and `kept` and `recent` are empty, because only pools have these samples.
+    `certificate_seconds_left` is None if the server does not use TLS. `exposed_files` describes the access that other
+    users have to each token file, by the name of its setting, or is None if no token file is set. `unusable_files` says
+    why a token file cannot be used now.
 
-    `pool`: the pool whose evidence this is; empty for that of the host. `granted_bytes` and `due_bytes`: see
-    `HostedPool`; `slot_bytes` are those of all ranks together. `curve`: what other sizes would hit."""
+    If engines attach to the server (`is_node`), `memory`, `namespaces`, `trust_eof` and `user_limits` are those of its
+    `Directory`. `rejected` counts the refused connections of the last minutes, by reason. `tier` has no store if none
+    is attached.
+
+    `pool` is the name of the pool, and empty for a host. For `granted_bytes` and `due_bytes`, see `HostedPool`.
+    `slot_bytes` are those of all ranks together. `curve` tells what other sizes would hit."""
 
     readiness: Readiness
     drain: DrainStatus
@@ -77,12 +80,13 @@ class Evidence(NamedTuple):
         return f" --pool {self.pool}" if self.is_node and self.pool else ""
 
     def name_of(self, rank: RankStatus) -> str:
-        """For sentences. The engines of a node have ranks of the same numbers."""
+        """Name a rank in a sentence. On a node, engines have ranks of the same numbers, so the session is named,
+        too."""
         return f"rank {rank.rank} of session {rank.session}" if self.is_node else f"rank {rank.rank}"
 
     @property
     def reporting(self) -> list[RankStatus]:
-        """The ranks that have reported. Raises `NothingToMeasure` if none has."""
+        """The ranks that have reported. Raises `NothingToMeasure` if no rank has."""
         ranks = [rank for rank in self.readiness.ranks if rank.boot_id is not None]
         if not ranks:
             raise NothingToMeasure("no rank has reported")
@@ -93,8 +97,9 @@ Found = Iterator[ConditionView]
 
 
 class Condition(NamedTuple):
-    """`of`: what it is looked for in. `find` yields it once for each that it concerns, or raises `NothingToMeasure`.
-    `checks`: the checks of /readyz that fail while it lasts."""
+    """A condition of the table. `of` says what it is searched in. `find` yields one finding for
+    each thing that it concerns, or raises `NothingToMeasure`. `checks` are the checks of /readyz that fail while it
+    lasts."""
 
     name: str
     of: Literal["host", "pool", "node", "tier"]
@@ -103,7 +108,7 @@ class Condition(NamedTuple):
 
 
 TABLE: list[Condition] = []
-"""All conditions, once `hosts` and `pools` are imported."""
+"""All conditions, once `disks`, `hosts` and `pools` are imported."""
 
 
 def condition(
@@ -118,7 +123,7 @@ def condition(
 
 
 class NothingToMeasure(Exception):
-    """Raised where evidence is missing; the message says which."""
+    """Raised if evidence is missing. The message says which."""
 
 
 def make_condition(
@@ -130,7 +135,7 @@ def make_condition(
     /,
     **evidence: float,
 ) -> ConditionView:
-    """`who`: what it concerns. The table adds the name."""
+    """Make a finding. `who` is what it concerns. The table adds the name."""
     return ConditionView(
         name="",
         severity=severity,

@@ -1,4 +1,5 @@
-"""Conditions of hosts: what keeps traffic away, a node's memory, the engines that attach to it, and the fleet tier."""
+"""Conditions of hosts: reasons for traffic to stay away, a node's memory, the engines that attach to it, and the store
+below the pools."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ _PROCESS_FIXES = {
     "ticker": "save the log. What is cached is served, but a transfer that hangs is not noticed until the process "
     "starts again: drain it first, and restart it when it can lose its cache",
 }
-"""By the name of the check."""
+"""What to do about a failing check of the host's process, by the name of the check."""
 _SEE_LOG = "the log of the process says what has happened"
 CERTIFICATE_DAYS = 7
 _DAY_SECONDS = 86_400
@@ -134,7 +135,7 @@ def find_pause(evidence: Evidence) -> Found:
 _NAMED_RANKS = 3
 _NAMED_PROCESSES = 5
 _USUAL_SECONDS = 10.0
-"""How long memory may take to change hands, before that is a matter for people."""
+"""How long memory may take to move between pools before people should look, in seconds."""
 
 
 _MEMORY_FIXES: Mapping[MemoryFailure | None, str] = {
@@ -273,8 +274,8 @@ def find_keeper(evidence: Evidence) -> Found:
 
 @condition("orphaned_memory", "node")
 def find_orphaned_memory(evidence: Evidence) -> Found:
-    """One finding for all of them. Nobody knows here whose they are: they may be the engines of a service that is about
-    to come back, and be serving."""
+    """Find orphaned memory, in one finding for all processes that have it. The owner is unknown here: the memory may
+    belong to engines that still serve, and whose service is about to come back."""
     orphans = evidence.measured.orphans or ()
     if orphans:
         taken = sum(one.num_bytes for one in orphans)
@@ -316,7 +317,7 @@ def find_lost(evidence: Evidence) -> Found:
 
 @condition("session_attaching", "node")
 def find_attaching(evidence: Evidence) -> Found:
-    """Engines that have not registered a slot on every rank. Ranks that never report are told as silent."""
+    """Find engines that have not registered a slot on every rank. Ranks that never report are found as silent."""
     for session in evidence.sessions:
         late = [rank.rank for rank in session.ranks if not rank.pinned_slots and rank.pid is not None]
         if session.state == "attaching" and (late or session.id in evidence.starting):
@@ -488,13 +489,13 @@ def find_tier_memlock(evidence: Evidence) -> Found:
 
 
 def _clients(evidence: Evidence) -> Sequence[StorePart]:
-    """The processes that are clients of a fleet's store. Disks have conditions of their own."""
+    """Return the processes that are clients of a fleet's store. Disks have conditions of their own."""
     return () if evidence.tier.store == "disk" else evidence.tier.parts
 
 
 def loses_time(tier: TierStatus) -> bool:
-    """Whether requests have waited longer than it would have taken to compute what they waited for, so far. Not known
-    before the prefill speed is."""
+    """Whether, so far, requests have waited longer for blocks than computing these would have taken. Unknown until the
+    prefill speed is known."""
     counters = tier.counters
     return tier.prefill_tokens_per_second is not None and counters.wait_seconds > max(1.0, counters.saved_seconds)
 

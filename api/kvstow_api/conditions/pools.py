@@ -1,4 +1,4 @@
-"""Conditions of pools: their memory, their engines and ranks, and how fast they are."""
+"""Conditions of pools: their memory, their engines and ranks, and their speed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvstow_api.figures import ends_of_now
 from kvstow_api.texts import counted, duration
 
 SHARE_RATIO = 0.5
-GIVEN_BACK_BYTES = 64 << 20  # less is no matter
+GIVEN_BACK_BYTES = 64 << 20  # less memory than this is not reported
 PIN_FIXES = {
     "memlock": "raise RLIMIT_MEMLOCK of the process, or set lock to false in kv_connector_extra_config",
     "cgroup_limit": "raise the memory limit of the container or shrink the pool, then `kvstow pinning retry`",
@@ -44,7 +44,8 @@ def find_pinning(evidence: Evidence) -> Found:
 
 @condition("giving_back", "pool")
 def find_giving_back(evidence: Evidence) -> Found:
-    """Ranks that have more memory than their smaller pool needs. On a node, memory goes from pool to pool."""
+    """Find ranks that have more memory than their smaller pool needs. A node has none, because its memory moves from
+    pool to pool."""
     for rank in evidence.readiness.ranks:
         left = rank.resident_bytes - rank.target_bytes
         if not evidence.is_node and left > GIVEN_BACK_BYTES:
@@ -65,7 +66,7 @@ def find_memory_limit(evidence: Evidence) -> Found:
         raise NothingToMeasure("the memory limit cannot be read")
     failed = evidence.is_node and evidence.memory.failure
     if failed or any(rank.error_reason in PIN_FIXES for rank in evidence.readiness.ranks):
-        return  # what has been refused has a condition of its own
+        return  # refused memory has a condition of its own
     needed = evidence.bytes_to_come
     numbers = {"needed_bytes": needed, "headroom_bytes": host.headroom_bytes, "reserve_bytes": host.reserve_bytes}
     if needed and needed + host.reserve_bytes > host.headroom_bytes:
@@ -136,7 +137,7 @@ def find_numa(evidence: Evidence) -> Found:
 
 @condition("memlock", "pool")
 def find_memlock(evidence: Evidence) -> Found:
-    """Pools that should be locked and are not. RLIMIT_MEMLOCK does not apply to memory that CUDA registers."""
+    """Find pools that should be locked and are not. RLIMIT_MEMLOCK does not apply to memory that CUDA registers."""
     for rank in evidence.reporting:
         if rank.pin_mode == "populate" and rank.notice and "RLIMIT_MEMLOCK" in rank.notice:
             yield make_condition(
@@ -157,7 +158,7 @@ _DROPS: Mapping[str, tuple[str, str]] = {
     "dropped_not_ready": ("not every rank can copy", "see `kvstow get ranks`"),
     "failed": ("copies fail", "the log of the engine says why; look up the error of the first rank that failed"),
 }
-"""Why stores were dropped although no operator asked for it: the reason in words, and the remedy."""
+"""By outcome, the reason in words why stores were dropped although no operator asked for that, and the remedy."""
 _BUSY: Mapping[str, tuple[str, str]] = {
     "quarantined": (
         "in quarantine",
@@ -166,7 +167,7 @@ _BUSY: Mapping[str, tuple[str, str]] = {
     "leased": ("leased by requests that wait for their loads", "`kvstow get transfers` shows the loads"),
     "filling": ("being filled", "`kvstow get transfers` shows the stores: the link is too slow for them"),
 }
-"""States in which a slot cannot be evicted, in words, and what ends them."""
+"""By state of slots that cannot be evicted, the state in words, and what ends it."""
 
 
 @condition("engine_failed", "pool", "engine")
@@ -194,7 +195,7 @@ def find_failed(evidence: Evidence) -> Found:
 
 @condition("rank_silent", "pool", "ranks")
 def find_silent_ranks(evidence: Evidence) -> Found:
-    """Ranks that do not report. During the start-up grace they need not have."""
+    """Find ranks that do not report. They need not report during the start-up grace."""
     for rank in evidence.readiness.ranks:
         silence = _silence(evidence, rank)
         if silence:
@@ -299,7 +300,7 @@ def find_no_slots(evidence: Evidence) -> Found:
 
 @condition("growing", "pool", "pinned")
 def find_growing(evidence: Evidence) -> Found:
-    """Pools that do not have all of their slots yet. Engines of a node register what the pool has one after another."""
+    """Find pools that do not have all of their slots yet. The engines of a node register these one after another."""
     readiness = evidence.readiness
     usable, whole = readiness.usable_slots, readiness.capacity_slots
     if evidence.is_node:
@@ -327,14 +328,15 @@ def find_growing(evidence: Evidence) -> Found:
 
 @condition("stores_dropped", "pool")
 def find_dropped_stores(evidence: Evidence) -> Found:
-    """Blocks that were offered in the last seconds and not stored, by reason. Not what an operator has switched off."""
+    """Find blocks that were offered in the last seconds and not stored, by reason. Stores that an operator has switched
+    off do not count."""
     offered = _since(
         evidence, lambda stats: sum(count for name, count in stats.stores.items() if name != "skipped_bypass")
     )
     is_told = any(session.state in ("stuck", "lost") for session in evidence.sessions)
     for outcome, (words, fix) in _DROPS.items():
         dropped = _since(evidence, lambda stats, outcome=outcome: stats.stores.get(outcome, 0))  # type: ignore[misc]
-        if dropped and not (outcome == "failed" and is_told):  # with the engine that stores them
+        if dropped and not (outcome == "failed" and is_told):  # reported with the engine that stores them
             slots = evidence.recent[-1].stats.pool.slots
             busy = Counter({state: getattr(slots, state) for state in _BUSY} if outcome == "dropped_cpu_full" else {})
             states = [(state, count) for state, count in busy.most_common() if count]
@@ -359,7 +361,7 @@ def _since(evidence: Evidence, counter: Callable[[EngineStats], int]) -> int:
 
 
 CLOCK_SECONDS = 1.0
-LINK_BYTES = 1 << 30  # below this a rank's rate means little
+LINK_BYTES = 1 << 30  # the rate of a rank that has moved fewer bytes says little
 LINK_RATIO = 0.5
 THRASHING_REUSE = 0.1
 
@@ -403,8 +405,8 @@ def find_links(evidence: Evidence) -> Found:
 
 
 def _rates(ranks: Iterable[RankStatus], direction: str) -> list[tuple[RankStatus, float]]:
-    """Bytes per busy second, of the ranks that have moved at least `LINK_BYTES`. Engines of a node have ranks of the
-    same numbers."""
+    """Return bytes per busy second for the ranks that have moved at least `LINK_BYTES`. The engines of a node have
+    ranks of the same numbers."""
     moved = (
         (rank, getattr(rank, f"{direction}_bytes_total"), getattr(rank, f"{direction}_busy_seconds")) for rank in ranks
     )
@@ -466,7 +468,7 @@ def find_size(evidence: Evidence) -> Found:
     if curve is None or not curve.items:
         raise NothingToMeasure(curve.advice if curve is not None else "there is no curve")
     better = curve.next_useful or curve.enough
-    if better is None or evidence.bytes_to_come:  # a pool that still grows is about to have another size
+    if better is None or evidence.bytes_to_come:  # a growing pool will soon have another size
         return
     if not evidence.is_node:
         fix = (

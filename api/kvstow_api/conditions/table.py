@@ -1,5 +1,5 @@
-"""The one table of conditions, and what it is read from. The doctor, the status page, `kvstow top`, /readyz and the
-alerts read it."""
+"""The one table of conditions, and the code that gathers its evidence. The doctor, the status page, `kvstow top`,
+/readyz and the alerts read this table."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def failures_of(host: Evidence, pools: Sequence[Evidence]) -> dict[str, str]:
         if condition.checks:
             found = [one.what for one in _concerned(condition, evidence)]
             for check in condition.checks:
-                # Pools of a node grow and shrink while it serves; its memory is populated once.
+                # Pools of a node grow and shrink while it serves, but its memory is populated only once.
                 if check != "pinned" or not evidence.is_node or not evidence.pool:
                     failures.setdefault(check, []).extend(found)
     return {check: "; ".join(words) for check, words in failures.items() if words}
@@ -81,8 +81,9 @@ _NO_BYPASS = BypassStatus(load=False, store=False, ttl_seconds_left=None)
 
 
 class Conditions:
-    """The conditions of one server, from what it measures anyway. Used on the event loop; each call is O(pools +
-    sessions + ranks + namespaces). The start-up grace of an embedded engine's ranks begins when it is created."""
+    """The conditions of one server, found in figures that it measures anyway. Used on the event loop. Each call is
+    O(pools + sessions + ranks + namespaces). The start-up grace of an embedded engine's ranks begins when this object
+    is created."""
 
     def __init__(
         self,
@@ -137,7 +138,7 @@ class Conditions:
         return frozenset(one.id for one in sessions if one.age_seconds < host.startup_grace)
 
     def _of_pool(self, whole: Evidence, pool: HostedPool) -> Evidence:
-        """With what is switched off in this pool alone."""
+        """Return the evidence of a pool. Its `drain` and `bypass` say what is switched off in this pool alone."""
         facade, admin, samples = pool.facade, pool.facade.admin, self._sampler.of_pool(pool.name)
         return whole._replace(
             pool=pool.name,

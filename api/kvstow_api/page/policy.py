@@ -1,4 +1,4 @@
-"""The files of pages, and the content security policy under which a browser shows them."""
+"""The files of the pages, and the content security policy with which they are sent."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ def asset(name: str) -> str:
 
 
 def headers(style: str, script: str | None = None) -> Mapping[str, str]:
-    """Allow the browser to apply this style, to run this script, which may connect to this server, and nothing else."""
+    """Return headers that let the browser apply this style and run this script, which may connect to this server, and
+    that forbid everything else."""
     policy = {
         "default-src": "'none'",
         "style-src": _digest(style),

@@ -1,5 +1,5 @@
-"""The OpenAPI description as a page for people. It has no script, so that it works under the policy of the status page,
-which the usual viewers of OpenAPI do not."""
+"""Shows the OpenAPI description as a page for people. The page has no script, so it works under the content security
+policy of the status page. The usual viewers of OpenAPI do not."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _LIMITS = {
 
 
 class Reference(NamedTuple):
-    """The page, and the headers that it is sent with."""
+    """The page, and the headers with which it is sent."""
 
     html: bytes
     headers: Mapping[str, str]
 
 
 def reference(description: Mapping[str, Any]) -> Reference:
-    """The page of an OpenAPI description that FastAPI has made. It takes tens of milliseconds."""
+    """Make the page of an OpenAPI description that FastAPI has made. This takes tens of milliseconds."""
     style, info = asset("reference.css"), description["info"]
     schemas = description["components"]["schemas"]
     groups: dict[str, list[str]] = {}
@@ -85,7 +85,7 @@ def _operation(method: str, path: str, operation: Mapping[str, Any]) -> str:
 
 
 def _first(operation: Mapping[str, Any]) -> str:
-    """The first sentence of the description."""
+    """Return the first sentence of the description."""
     text = operation.get("description") or operation.get("summary", "")
     return _inline(re.split(r"(?<=\.)\s", text, maxsplit=1)[0])
 
@@ -103,7 +103,7 @@ def _schema(name: str, schema: Mapping[str, Any]) -> str:
 
 
 def _details(name: str, summary: str, parts: Iterable[str]) -> str:
-    """A browser opens it when a link leads to `name`, which is inside."""
+    """Make a part that is closed at first. A browser opens it when a link leads to `name`, which is inside."""
     return f'<details><summary>{summary}</summary><div id="{escape(name)}">{"".join(parts)}</div></details>\n'
 
 
@@ -125,7 +125,7 @@ def _type(schema: Mapping[str, Any]) -> str:
 
 
 def _remarks(text: str, item: Mapping[str, Any]) -> str:
-    """The description, and the limits of the value in words."""
+    """Return the description, and the limits of the value in words."""
     return "; ".join(
         filter(None, (_inline(text), "required" if item.get("required") else "", *_limits(item["schema"])))
     )
@@ -143,7 +143,7 @@ def _link(name: str) -> str:
 
 
 def _table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Without the columns that no row has anything for."""
+    """Make a table. Columns that are empty in all rows are left out."""
     given = list(rows)
     shown = [number for number in range(len(titles)) if any(row[number] for row in given)]
     if not shown:
@@ -158,7 +158,7 @@ def _prose(text: str) -> str:
 
 
 def _inline(text: str) -> str:
-    """Text in backquotes is code."""
+    """Escape text, and show words in backquotes as code."""
     parts = text.split("`")
     return "".join(_code(part) if number % 2 else escape(part) for number, part in enumerate(parts))
 

@@ -1,5 +1,5 @@
-"""The status page: a static document with its style and script, which reads `/v1/overview`. It has charts of uPlot,
-concatenated into the same style and script, so that the page's policy allows nothing but these two texts."""
+"""The status page: a static document with its style and script, which reads `/v1/overview`. The charts are uPlot's,
+whose files are part of the same style and script, so that the page's policy allows only these two texts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SCRIPTS = ("uplot/uPlot.iife.min.js", "charts.js", "page.js")
 
 
 class StaticPage(NamedTuple):
-    """The page, and the headers that it is sent with."""
+    """The page, and the headers with which it is sent."""
 
     html: bytes
     headers: Mapping[str, str]

@@ -24,7 +24,7 @@ from kvstow_api import answers
 from kvstow_api.client.client import ProbeResult, Route
 '''
 _TEXTS = {"/livez": ProbeResult, "/readyz": ProbeResult, "/startupz": ProbeResult, "/metrics": str}
-_STREAMS = ("/v1/events", "/v1/pools/{pool}/trace")  # `Client.events` and `Client.record` read them
+_STREAMS = ("/v1/events", "/v1/pools/{pool}/trace")  # left out, as `Client.events` and `Client.record` read them
 
 
 def table() -> str:
@@ -32,7 +32,7 @@ def table() -> str:
     for name, kind, operation, method, path in _routes():
         answer = "type(None)" if kind is NoneType else _named(kind)
         given = f'"{method}", "{path}", {answer}'
-        if operation:  # in lines as ruff makes them
+        if operation:  # on several lines, as ruff would format it
             union = f"Route[{answer} | {_named(OperationView)}]"
             lines.append(f"{name}: {union} = Route(\n    {given}, operation=True\n)")
         else:
@@ -46,7 +46,8 @@ def _named(kind: type) -> str:
 
 
 def _routes() -> Iterator[tuple[str, type, bool, str, str]]:
-    """The name, the answer's type, whether an operation may be answered, method and path of each route."""
+    """Yield the name, the answer's type, whether an operation may be answered, the method and the path of each
+    route."""
     routes: list[Any] = [route for router in ROUTERS for route in router.routes]
     for route in routes:
         (method,) = route.methods
@@ -59,7 +60,7 @@ def _routes() -> Iterator[tuple[str, type, bool, str, str]]:
 def _answer(route: Any) -> type:
     kind = route.response_model or get_type_hints(route.endpoint)["return"]
     if get_origin(kind) is UnionType:
-        kind = get_args(kind)[0]  # that of a change which is made, and not only planned
+        kind = get_args(kind)[0]  # the answer to a change that is made, and not only planned
     return NoneType if issubclass(kind, Response) else kind
 
 

@@ -1,4 +1,4 @@
-"""Contexts: what the hints of clients name. An operator may look at them, and do what a client may."""
+"""Contexts, which clients name in their hints. Operators may look at them, and do what clients may do."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ Id = Annotated[ContextId, Path(description="As in the list")]
 
 @router.get("", responses=reading(404, 409))
 def list_contexts(request: Request, pool: ChosenPool, page: Page) -> ContextsView:
-    """Contexts of a pool, those with the most blocks first. Only admins see their ids and what clients call
-    them."""
+    """List the contexts of a pool, those with the most blocks first. Only admins see their ids and the names that
+    clients use."""
     found = pool.facade.contexts(page.position, page.size)
     items = list(found.contexts)
     if not is_admin(request.scope.get(ACTOR, "")):
@@ -34,7 +34,8 @@ def list_contexts(request: Request, pool: ChosenPool, page: Page) -> ContextsVie
 
 @router.get("/{context}", responses=reading(404, 409))
 def get_context(request: Request, context: Id, pool: ChosenPool) -> ContextView:
-    """One context: what each namespace has of it. For admins alone: others could try which names are in use."""
+    """Show one context: how many blocks each namespace has of it. Only admins may see it, because others could find out
+    which names are in use."""
     if not is_admin(request.scope.get(ACTOR, "")):
         raise HTTPException(403, "only admins see a context by its id: it could be found by trying names")
     return _view(pool.facade, context)
@@ -42,20 +43,21 @@ def get_context(request: Request, context: Id, pool: ChosenPool) -> ContextView:
 
 @router.patch("/{context}", responses=changing(404, 409))
 def change_context(context: Id, body: ContextPatch, pool: ChosenPool) -> ContextView:
-    """Say when its next request is expected."""
+    """Say when the next request of a context is expected."""
     pool.facade.admin.set_context(context, body.resume_in_seconds)
     return _view(pool.facade, context)
 
 
 @router.delete("/{context}", responses=changing(404, 409, body=False))
 def release_context(context: Id, pool: ChosenPool) -> ContextBlocksView:
-    """No further request is expected: what nothing else uses is evicted first."""
+    """Say that no further request of a context is expected. Its blocks that nothing else uses are evicted first."""
     return ContextBlocksView(blocks=pool.facade.admin.release_context(context))
 
 
 @router.post("/{context}/prefetch", status_code=202, responses=changing(404, 409, body=False))
 def prefetch_context(app: App, context: Id, pool: ChosenPool) -> ContextBlocksView:
-    """Bring what the fleet tier has of it into the pool, as long as nothing else needs the store or the room."""
+    """Bring a context's blocks from the store below the pools into the pool, as far as nothing else needs the store or
+    the room."""
     tier = app.directory.tier
     if tier is None:
         raise ConflictError("there is no store to read from: `kvstow serve --tier URL` has one")

@@ -1,5 +1,5 @@
-"""What the engines of the pools do: readiness, counters, ranks, transfers, drain and bypass, sessions, and what they
-have in the fleet tier."""
+"""The routes about engines: readiness, counters, ranks, transfers, drain and bypass, sessions, namespaces, and the
+store below the pools."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ Clock = Annotated[
 ]
 Report = Annotated[dict[str, Any], Body(), WithJsonSchema(REPORT_SCHEMA)]
 
-_SCANNED = 2000  # ops searched for those of one direction or state: some ms with the engine's lock held
+_SCANNED = 2000  # how many ops are searched for a direction or state; some ms, with the engine's lock held
 _DRAIN_ALL = DrainBody(deadline_seconds=None)
 
 
 @router.get("/readiness", responses=reading(404))
 async def get_readiness(app: App, pool: AnyPool) -> ReadinessView:
-    """The state of the host, or of one pool, and of each rank, and what is wrong with them."""
+    """Show the state of the host, or of one pool, and of each rank, and what is wrong with them."""
     view = host_readiness(app.directory, pool)
     found = app.conditions.find().conditions
     return replace(
@@ -56,19 +56,19 @@ async def get_readiness(app: App, pool: AnyPool) -> ReadinessView:
 
 @router.get("/stats", responses=reading(404, 409))
 async def get_stats(pool: ChosenPool) -> EngineStats:
-    """One consistent snapshot of a pool's counters."""
+    """Show the counters of a pool, in one consistent snapshot."""
     return pool.facade.stats()
 
 
 @router.get("/ranks", responses=reading(404))
 async def list_ranks(app: App, pool: AnyPool, session: Session = None) -> RanksView:
-    """The ranks of all engines, of those of one pool, or of one engine."""
+    """List the ranks of all engines, of the engines of one pool, or of one engine."""
     return RanksView(items=list(live_ranks(app.directory, pool, session)))
 
 
 @router.get("/ranks/{rank}", responses=reading(404, 409))
 async def get_rank(app: App, rank: RankNumber, pool: AnyPool, session: Session = None) -> RankStatus:
-    """One rank. 409 if several engines have a rank of this number: `session` says which is meant."""
+    """Show one rank. The answer is 409 if several engines have a rank of this number: `session` chooses one."""
     ranks = live_ranks(app.directory, pool, session)
     found = [one for one in ranks if one.rank == rank]
     if not found:
@@ -83,7 +83,7 @@ async def get_rank(app: App, rank: RankNumber, pool: AnyPool, session: Session =
 
 @router.post("/ranks/{rank}/report", responses=changing(404), openapi_extra={"security": [{"token": []}]})
 async def report(app: App, rank: RankNumber, body: Report, clock: Clock = None) -> DesiredState:
-    """Take a rank's report and answer with the desired state of the rank."""
+    """Take a rank's report, and answer with the rank's desired state."""
     take_report = app.directory.take_report
     if take_report is None:
         raise HTTPException(
@@ -95,7 +95,7 @@ async def report(app: App, rank: RankNumber, body: Report, clock: Clock = None) 
     if message.rank != rank:
         raise InvalidRequestError(f"RankReport.rank is {message.rank}; allowed: {rank}, as in the path")
     app.clocks.note(rank, clock)
-    # a rank that has restarted makes this take as long as removing all blocks
+    # In a thread, because removing all blocks of a restarted rank may take long.
     return await run_in_threadpool(take_report, message)
 
 
@@ -108,8 +108,8 @@ async def list_transfers(
     state: Annotated[TransferState | None, Query(description="Only transfers in this state")] = None,
     slowest: Annotated[int, Query(ge=1, le=1000, description="How many, of the oldest ones")] = 100,
 ) -> TransfersView:
-    """Loads and stores in flight, of all pools or one, the oldest first. A direction, a state or a session is searched
-    among the oldest 2,000 of each pool. `pending` counts all of these pools."""
+    """List loads and stores in flight, of all pools or one, the oldest first. Transfers of a direction, a state or a
+    session are searched among the oldest 2,000 of each pool. `pending` counts those of all these pools."""
     pools = app.directory.pools() if pool is None else [pool]
     if not (direction or state or session):
         return transfers_view(pools, slowest)
@@ -122,34 +122,34 @@ async def list_transfers(
 
 @router.get("/drain", responses=reading(404))
 async def get_drain(app: App, pool: AnyPool) -> DrainStatus:
-    """Whether the host or the pool drains, and what is still in flight."""
+    """Show whether the host or the pool drains, and what is still in flight."""
     return _switches(app, pool).drain_status
 
 
 @router.put("/drain", responses=changing(404))
 async def start_drain(app: App, pool: AnyPool, body: DrainBody = _DRAIN_ALL) -> DrainStatus:
-    """Start a drain, or change the current one: transfers in flight end, and no new ones begin. Without `pool` it is
-    the host that drains, and `/readyz` fails from now on."""
+    """Start a drain, or change the current one. Transfers in flight end, and no new ones begin. Without `pool`, the
+    whole host drains, and `/readyz` fails from now on."""
     return _switches(app, pool).drain(body.mode, body.deadline_seconds)
 
 
 @router.delete("/drain", responses=changing(404, body=False))
 async def end_drain(app: App, pool: AnyPool) -> DrainStatus:
-    """Accept traffic again."""
+    """End a drain, and accept traffic again."""
     return _switches(app, pool).undrain()
 
 
 @router.get("/bypass", responses=reading(404))
 async def get_bypass(app: App, pool: AnyPool) -> BypassStatus:
-    """Which direction is switched off."""
+    """Show which directions are switched off."""
     return _switches(app, pool).bypass
 
 
 @router.put("/bypass", responses=changing(404))
 async def set_bypass(app: App, pool: AnyPool, body: BypassBody) -> BypassStatus:
-    """Switch loads or stores off, and leave the blocks as they are. A direction that is left out is on."""
+    """Switch loads or stores off, and leave the blocks as they are. A direction that is left out is switched on."""
     load, store = bool(body.load), bool(body.store)
-    ttl = body.ttl_seconds if load or store else None  # nothing is off, so nothing returns
+    ttl = body.ttl_seconds if load or store else None  # with nothing off, there is nothing to switch on later
     return _switches(app, pool).set_bypass(load=load, store=store, ttl_seconds=ttl)
 
 
@@ -157,7 +157,7 @@ def _switches(app: AppState, pool: HostedPool | None) -> Switches:
     return app.directory.switches if pool is None else pool.facade.admin
 
 
-# -- engines that use the pools, and what their keys mean -------------------------------------------------------------
+# -- engines that use the pools, and their namespaces -----------------------------------------------------------------
 
 
 sessions_router = StrictRouter(prefix="/v1", tags=["sessions"])
@@ -167,7 +167,7 @@ SessionId = Annotated[str, Path(description="As in the list", examples=["7c1e4f0
 
 @sessions_router.get("/sessions", responses=reading())
 async def list_sessions(app: App) -> SessionsView:
-    """All sessions, the oldest first, lost ones included."""
+    """List all sessions, the oldest first, including lost ones."""
     return SessionsView(items=sessions_now(app.directory, app.sampler), rejected=dict(app.directory.rejected))
 
 
@@ -177,8 +177,8 @@ async def detach_session(
     session_id: SessionId,
     kill: Annotated[bool, Query(description="Kill the engine's processes, too")] = False,
 ) -> DetachView:
-    """Detach an engine: its connections end at once. What the session holds is freed when its processes have ended,
-    and not before, because until then they may still copy; `kill` ends them."""
+    """Detach an engine: its connections end at once. What the session holds is freed when its processes have ended, and
+    not before, because until then they may still copy. `kill` ends them."""
     if not await run_in_threadpool(app.directory.detach, session_id, kill=kill):
         raise NotFoundError(f"there is no session {session_id!r}; /v1/sessions lists them")
     return DetachView(id=session_id, killed=kill)
@@ -186,7 +186,7 @@ async def detach_session(
 
 @sessions_router.get("/namespaces", responses=reading())
 async def list_namespaces(app: App) -> NamespacesView:
-    """All namespaces: engines with the same one share blocks."""
+    """List all namespaces. Engines in the same namespace share blocks."""
     return NamespacesView(items=list(app.directory.namespaces()))
 
 
@@ -198,5 +198,6 @@ tier_router = StrictRouter(prefix="/v1/tier", tags=["tier"])
 
 @tier_router.get("", responses=reading())
 async def get_tier(app: App) -> TierView:
-    """The store, and for each pool what goes to it and comes from it, and why. Without a store, `items` is empty."""
+    """Show the store below the pools, and for each pool what goes to it and comes from it, and why. Without a store,
+    `items` is empty."""
     return tier_view(app.directory)

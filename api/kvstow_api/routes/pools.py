@@ -1,4 +1,4 @@
-"""Pools and their blocks, and the long-running operations that change them."""
+"""The routes about pools and their blocks, and the long-running operations that change them."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ ACCEPTED: Responses = {
     }
 }
 
-_CANCEL_SECONDS = 0.1  # a cancelled operation ends within a slice; wait that long to show it
+_CANCEL_SECONDS = 0.1  # how long a cancellation waits so that its answer shows the end, which takes one slice
 _OPERATION = TypeAdapter(OperationView)
 
 
@@ -73,7 +73,7 @@ async def list_operations(
     kind: Annotated[OperationKind | None, Query(description="Only operations of this kind")] = None,
     state: Annotated[OperationState | None, Query(description="Only operations in this state")] = None,
 ) -> OperationsView:
-    """Operations that run, and the last ones that have ended; newest first."""
+    """List the running operations, and the last ones that have ended, the newest first."""
     found = [
         operation
         for operation in app.operations.all()
@@ -91,7 +91,7 @@ async def list_operations(
 
 @operations_router.get("/{operation_id}", responses=reading(404))
 async def get_operation(app: App, operation_id: OperationId, wait: Wait = 0.0) -> OperationView:
-    """One operation, when it ends or after `wait` seconds."""
+    """Show one operation, when it ends or after `wait` seconds."""
     return await app.operations.get(operation_id).wait(wait)
 
 
@@ -104,7 +104,8 @@ async def forget_operation(app: App, operation_id: OperationId) -> Response:
 
 @operations_router.post("/{operation_id}/cancel", responses=changing(404, body=False))
 async def cancel_operation(app: App, request: Request, operation_id: OperationId) -> OperationView:
-    """Stop an operation after the current slice; what was done stays done. One that has ended stays as it is."""
+    """Stop an operation after the current slice. What it has done stays done. An operation that has ended stays as it
+    is."""
     operation = app.operations.get(operation_id)
     request.scope[CHANGED_NOTHING] = not operation.running
     operation.cancel()
@@ -112,7 +113,8 @@ async def cancel_operation(app: App, request: Request, operation_id: OperationId
 
 
 async def has_succeeded(operation: Operation, wait: float) -> bool:
-    """Whether it succeeded within `wait` seconds; False while it runs. Raises if it failed or was cancelled."""
+    """Whether the operation succeeded within `wait` seconds. Returns False while it runs. Raises if it failed or was
+    cancelled."""
     view = await operation.wait(wait)
     if view.state == "cancelled":
         raise ConflictError(f"operation {view.id} was cancelled")
@@ -122,7 +124,7 @@ async def has_succeeded(operation: Operation, wait: float) -> bool:
 
 
 def accepted(operation: Operation) -> Response:
-    """The answer 202, which names the operation."""
+    """Return the answer 202, which names the operation."""
     view = operation.view
     headers = {"Location": f"/v1/operations/{view.id}", "Retry-After": "1"}
     return Response(_OPERATION.dump_json(view), 202, headers, "application/json")
@@ -134,12 +136,12 @@ def accepted(operation: Operation) -> Response:
 T = TypeVar("T")
 IfMatch = Annotated[str | None, Header(description="An ETag: 412 if the settings have changed since it was given")]
 
-_PLANNED = 1024  # blocks visited per hold of the engine's lock
+_PLANNED = 1024  # how many blocks are visited each time the engine's lock is held
 
 
 def _plan(pool: HostedPool, patch: PoolPatch, if_match: str | None) -> PlanView:
-    """What `make_change` would do. Raises what it would raise. Visits every block above the new capacity, slice by
-    slice."""
+    """Return what `make_change` would do. Raises what it would raise. It visits every block above the new capacity,
+    slice by slice."""
     _check(pool, patch, if_match)
     desired, policy = pool.facade.desired(), pool.facade.stats().pool.policy
     slot: int | None = patch.capacity_slots
@@ -158,8 +160,8 @@ def _plan(pool: HostedPool, patch: PoolPatch, if_match: str | None) -> PlanView:
 
 
 async def make_change(app: AppState, pool: HostedPool, patch: PoolPatch, if_match: str | None) -> Operation | None:
-    """Make the change if `if_match` allows it; a resize returns its operation. One change at a time: of two with the
-    same ETag the second is refused. Raises before anything has changed."""
+    """Make the change if `if_match` allows it. A resize returns its operation. Changes are made one at a time, so of
+    two with the same ETag the second is refused. It raises before anything has changed."""
     admin = pool.facade.admin
     async with app.settings_lock:
         _check(pool, patch, if_match)
@@ -175,7 +177,7 @@ async def make_change(app: AppState, pool: HostedPool, patch: PoolPatch, if_matc
 
 
 def _check(pool: HostedPool, patch: PoolPatch, if_match: str | None) -> None:
-    """Raises 412 if the settings have changed since the client read them, and an error for a size that cannot be."""
+    """Raise 412 if the settings have changed since the client read them, and an error for an impossible size."""
     etag, highest = settings_etag(pool), pool.max_capacity_slots
     if if_match is not None and not {"*", etag} & set(map(str.strip, if_match.split(","))):
         raise HTTPException(412, f"If-Match is {if_match[:100]}; the settings have changed, their ETag is {etag}")
@@ -203,19 +205,19 @@ Pool = Annotated[HostedPool, Depends(_named_pool)]
 BlockKey = Annotated[Key, Path(description="The whole key, as hex", examples=["00003d2c1b0a"])]
 
 _WAIT = 0.1
-_MAX_SLICES = 16  # slices of slots searched for one page: bounds the cost of a sparse pool
-_MAX_BLOCKS = 4096  # blocks searched for one page of a state or a namespace: some ms
+_MAX_SLICES = 16  # how many slices of slots are searched for one page, which limits the cost of a sparse pool
+_MAX_BLOCKS = 4096  # how many blocks are searched for one page of a state or a namespace, in some ms
 
 
 @router.get("/pools", responses=reading())
 async def list_pools(app: App) -> PoolsView:
-    """All pools."""
+    """List all pools."""
     return PoolsView(items=pool_views(app.directory, app.sampler))
 
 
 @router.get("/pools/{pool}", responses={**ETAG, **reading(404)})
 async def get_pool(app: App, pool: Pool, response: Response) -> PoolView:
-    """One pool. The ETag names its settings."""
+    """Show one pool. The ETag names its settings."""
     view = pool_view(app.directory, app.sampler, pool)
     response.headers["ETag"] = view.etag
     return view
@@ -223,7 +225,7 @@ async def get_pool(app: App, pool: Pool, response: Response) -> PoolView:
 
 @router.get("/pools/{pool}/curve", responses=reading(404))
 async def get_pool_curve(app: App, pool: Pool) -> PoolCurveView:
-    """What pools of other sizes would have hit lately, and what follows for the size of this one."""
+    """Show what pools of other sizes would have hit lately, and what follows for the size of this one."""
     return curve_view(app.sampler, pool)
 
 
@@ -247,10 +249,10 @@ _NO_BODY = RecordBody()
     },
 )
 async def record_trace(pool: Pool, body: RecordBody = _NO_BODY) -> StreamingResponse:
-    """Record the requests of the pool from now on: a line for each that ends, in the format that `kvstow replay` reads,
-    with hashes in place of keys that mean something within this recording alone. The last line says why it has ended:
-    `time`, `size`, or `slow` if the client did not read fast enough. Empty lines show that the server is alive. A pool
-    has one recording at a time; it ends with its connection."""
+    """Record the requests of the pool from now on. Each request that ends is a line, in the format that `kvstow replay`
+    reads. In place of keys it has hashes, which have a meaning only within this recording. The last line says why the
+    recording has ended: `time`, `size`, or `slow` if the client did not read fast enough. Empty lines show that the
+    server is alive. A pool has one recording at a time. It ends with its connection."""
     return RecordedTrace(pool, body, _TRACE)
 
 
@@ -279,7 +281,7 @@ async def change_pool(
 
 @router.delete("/pools/{pool}", responses=changing(404, 409, body=False))
 def delete_pool(app: App, pool: Pool) -> DeletedPoolView:
-    """Delete a pool that no session uses, with all its blocks. Its memory is for other pools as soon as no process can
+    """Delete a pool that no session uses, with all its blocks. Other pools get its memory as soon as no process can
     reach it."""
     purged = app.directory.delete_pool(pool.name)
     return DeletedPoolView(stored_blocks=purged.blocks, notice=purged.notice)
@@ -295,8 +297,8 @@ async def evict(app: App, request: Request, pool: Pool, body: EvictBody, wait: W
 
 @router.post("/pools/{pool}/purge", response_model=RemovedView, responses={**ACCEPTED, **changing(404, 409)})
 async def purge(app: App, request: Request, pool: Pool, body: PurgeBody, wait: Wait = _WAIT) -> RemovedView | Response:
-    """Remove blocks by key, context, age or number. A block in a transfer is gone at once; its slot is freed when the
-    transfer ends."""
+    """Remove blocks by key, context, age or number. A block in a transfer is removed at once, and its slot is freed
+    when the transfer ends."""
     make = partial(pool.facade.admin.purge, **body.model_dump())
     request.scope[CHANGED_NOTHING] = body.dry_run
     return await _remove(app, "purge", pool, make, body.dry_run, wait)
@@ -320,14 +322,14 @@ async def list_blocks(
     state: Annotated[BlockState | None, Query(description="Only blocks in this state")] = None,
     namespace: Annotated[str | None, Query(description="Only blocks of this namespace of the pool")] = None,
 ) -> BlocksView:
-    """Blocks in order of their slots. A page may be short, or empty, and still not be the last one."""
+    """List blocks in the order of their slots. A page may be short, or empty, and still not be the last one."""
     found = _find_blocks(pool.facade, page, state, namespace)
     return BlocksView(items=list(found.blocks), next_page_token=token_of(found.next_slot))
 
 
 @router.get("/pools/{pool}/blocks/{key}", responses=reading(404))
 async def get_block(pool: Pool, key: BlockKey) -> BlockStatus:
-    """One block."""
+    """Show one block."""
     block = pool.facade.block(key)
     if block is None:
         raise NotFoundError(f"there is no block with key {format_key(key)}")
@@ -336,19 +338,19 @@ async def get_block(pool: Pool, key: BlockKey) -> BlockStatus:
 
 @router.delete("/pools/{pool}/blocks/{key}", status_code=204, responses=changing(404, 409, body=False))
 async def remove_block(pool: Pool, key: BlockKey) -> Response:
-    """Remove one block that nothing uses; 409 while a transfer or a lease holds it."""
+    """Remove one block that nothing uses. The answer is 409 while a transfer or a lease holds it."""
     pool.facade.admin.remove_block(key)
     return Response(status_code=204)
 
 
 @router.post("/lookup", responses=changing(404, 409))
 async def lookup(body: LookupBody, pool: ChosenPool) -> LookupResult:
-    """Which of these keys are in the pool. Only reads: no block is held or counted as used."""
+    """Find out which of these keys are in the pool. This only reads: no block is held, or counted as used."""
     return pool.facade.admin.lookup(body.keys)
 
 
 def _in_slots(pool: HostedPool, body: PoolPatch) -> PoolPatch:
-    """`body` with its bytes as slots. Raises `ConfigError` if they exceed what the host can provide."""
+    """Return `body` with its bytes as slots. Raises `ConfigError` if they exceed what the host can provide."""
     if body.capacity_bytes is None:
         return body
     slot_bytes, highest = pool.facade.config.slot_bytes, pool.max_capacity_slots
@@ -368,7 +370,7 @@ async def _remove(
 ) -> RemovedView | Response:
     operation = app.operations.start(kind, pool.name, make_sweep, dry_run=dry_run)
     if await has_succeeded(operation, wait):
-        assert operation.view.result is not None  # it has succeeded
+        assert operation.view.result is not None  # because the operation has succeeded
         return operation.view.result
     return accepted(operation)
 

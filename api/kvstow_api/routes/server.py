@@ -1,5 +1,5 @@
-"""The server itself: what machines poll (the probes and /metrics), its status page, description, log levels, events,
-curves and diagnosis."""
+"""The routes about the server itself: the probes and /metrics, which machines poll, its status page, description, log
+levels, events, curves and diagnosis."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from kvstow_api.page.status import status_page
 from kvstow_api.queries import AnyPool, StrictRouter, choose_pool
 from kvstow_api.streams import LimitedStream
 
-# -- what machines poll -----------------------------------------------------------------------------------------------
+# -- routes that machines poll ----------------------------------------------------------------------------------------
 
 
 probes_router = APIRouter(tags=["probes"], default_response_class=PlainTextResponse)
@@ -64,13 +64,13 @@ Exclude = Annotated[str, Query(description="Checks to leave out, separated by co
 
 
 async def probe(request: Request, app: App, verbose: Verbose = None, exclude: Exclude = "") -> PlainTextResponse:
-    """`ok`, or one line per check."""
+    """Answer `ok`, or one line per check."""
     chosen = app.probes[_PROBE_OF[request.scope["route"].path]]
     return _answer(chosen.run(_known(chosen, exclude)), verbose)
 
 
 async def check(request: Request, app: App, check: CheckName, verbose: Verbose = None) -> PlainTextResponse:
-    """One check of a probe. Here an informational check fails the probe, too."""
+    """Run one check of a probe. Here an informational check fails the probe, too."""
     chosen = app.probes[_PROBE_OF[request.scope["route"].path.removesuffix("/{check}")]]
     if check not in chosen.checks:
         raise HTTPException(404, f"{chosen.name} has no check {check!r}; it has: {', '.join(chosen.checks)}")
@@ -85,12 +85,12 @@ for _path in _PROBE_OF:
 
 @probes_router.get("/metrics", response_class=Response, responses={**_METRICS_RESPONSES, **reading(guarded=False)})
 async def metrics(app: App) -> Response:
-    """All metrics in Prometheus' text format, regardless of the Accept header."""
+    """Show all metrics in Prometheus' text format, regardless of the Accept header."""
     return Response(generate_latest(app.host.registry), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 def _known(chosen: Probe, exclude: str) -> frozenset[str]:
-    """The names in `exclude`. Raises a validation error for a name that is not a check of the probe."""
+    """Return the names in `exclude`. Raises a validation error for a name that is not a check of the probe."""
     names = frozenset(filter(None, (name.strip() for name in exclude.split(","))))
     unknown = sorted(names - set(chosen.checks))
     if unknown:
@@ -111,7 +111,7 @@ _ROOT = "kvstow"
 
 
 def loggers() -> list[str]:
-    """The loggers that exist."""
+    """Return the names of KVStow's loggers that exist."""
     below = (name for name in logging.root.manager.loggerDict if name.startswith(f"{_ROOT}."))
     return [_ROOT, *sorted(below)]
 
@@ -128,19 +128,19 @@ router = StrictRouter(tags=["server"])
 
 
 async def get_page() -> HTMLResponse:
-    """The status page. It is always the same: its script reads `/v1/overview`."""
+    """Show the status page. It is always the same, and its script reads `/v1/overview`."""
     page = await run_in_threadpool(status_page)
     return HTMLResponse(page.html, headers=dict(page.headers))
 
 
 async def get_openapi(request: Request) -> Response:
-    """The OpenAPI description of all routes."""
+    """Show the OpenAPI description of all routes."""
     description: Description = request.app.openapi
     return Response(await run_in_threadpool(lambda: description.document), media_type="application/json")
 
 
 async def get_docs(request: Request) -> HTMLResponse:
-    """The same as a page for people."""
+    """Show the OpenAPI description as a page for people."""
     description: Description = request.app.openapi
     page = await run_in_threadpool(lambda: description.page)
     return HTMLResponse(page.html, headers=dict(page.headers))
@@ -157,8 +157,8 @@ async def get_overview(
     request: Request,
     pool: Annotated[str | None, Query(description="The pool that it is about; without it, the whole host")] = None,
 ) -> Response:
-    """What the status page and `kvstow top` show, in one document that is made once a second at most. For a pool that
-    does not exist, it has `is_missing`, and is about the whole host."""
+    """Show the state in one document, which the status page and `kvstow top` use. It is made at most once a second. For
+    a pool that does not exist, it has `is_missing`, and is about the whole host."""
     overviews: Overviews = request.app.state.overviews
     return Response(overviews.encoded(pool), media_type="application/json")
 
@@ -168,13 +168,13 @@ async def get_overview(
 
 @router.get("/v1/info", responses=reading())
 async def get_info(app: App) -> InfoView:
-    """Version, mode and settings, without secrets."""
+    """Show version, mode and settings, without secrets."""
     return info_view(app)
 
 
 @router.get("/v1/loglevel", responses=reading())
 async def get_log_levels() -> LogLevelsView:
-    """Every logger of KVStow and its level."""
+    """List every logger of KVStow and its level."""
     return LogLevelsView(items=[level_of(name) for name in loggers()])
 
 
@@ -187,7 +187,7 @@ async def set_log_level(body: LogLevelBody) -> LogLevelView:
     return level_of(body.logger)
 
 
-# -- what happens, has happened and is wrong -----------------------------------------------------------------------
+# -- events and diagnosis ---------------------------------------------------------------------------------------------
 
 LastEventId = Annotated[str | None, Header(description="Continue after the event with this id")]
 
@@ -242,7 +242,7 @@ async def get_events(
     ] = 0,
     last_event_id: LastEventId = None,
 ) -> StreamingResponse:
-    """Events from now on, or after the last one that the client has read."""
+    """Stream events from now on, or after the last one that the client has read."""
     wanted = set(filter(None, types.split(","))) or set(EVENT_TYPES) - set(BLOCK_EVENTS)
     if pool is None and (not app.directory.is_node or not wanted.isdisjoint(BLOCK_EVENTS)):
         pool = choose_pool(app.directory, None)
@@ -250,13 +250,14 @@ async def get_events(
 
 
 _MAX_AGE_FOR_STRANGERS = 1.0
-"""Seconds. Measuring reads the files of all processes, and a client without a credential must not keep it going."""
+"""For clients without a credential, the measurements may be this old, in seconds. Measuring reads the files of all
+processes, and such clients must not keep it going."""
 
 
 @router.get("/v1/doctor", responses=reading())
 async def get_doctor(request: Request, app: App) -> DoctorView:
-    """What is wrong, the worst first: each condition with what mends it and the numbers behind it. Measures everything
-    anew, but for clients that may not make changes once a second at most. `/v1/readiness` has the same conditions from
-    the last measurements."""
+    """Show what is wrong, the worst first: each condition with what mends it and the numbers behind it. Everything is
+    measured anew, but at most once a second for clients that may not make changes. `/v1/readiness` has the same
+    conditions from the last measurements."""
     await app.watch.look(max_age=_MAX_AGE_FOR_STRANGERS if is_stranger(request.scope) else 0.0)
     return app.conditions.find()
