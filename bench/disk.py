@@ -222,6 +222,7 @@ class TieredPool:
         self._session.report(replace(report, sender="rank", number=1))
         self._session.set_memory(0, slots * fine, pool.desired.number)
         layout = StoredLayout("pool", (config.slot_bytes,), "identity", "owner")
+        self._pool = pool
         self._tier = PoolTier(pool, self._session.namespace, self.disk, layout)
         self._tier.session.set_registered(slots * fine, pool.desired.number)
         self._of = self._tier.enter(self._session, "model", "fingerprint")
@@ -241,9 +242,11 @@ class TieredPool:
                 longer = session.acquire(keys, count=False)
                 session.release_leases([lease.lease_id, *(one.lease_id for one in wait.leases)])
                 lease = longer
+                self._free_owed()
         hits = lease.num_keys
         if hits:
             self._end(session.begin_load(lease, range(hits)))
+        self._free_owed()
         if hits < len(keys):
             new = keys[hits:]
             self._end(session.begin_store(new, range(len(new))).op)
@@ -253,6 +256,11 @@ class TieredPool:
         result_of(tier.note_use(self._of, keys))
         self.disk.run()
         return hits, hits - in_memory
+
+    def _free_owed(self) -> None:
+        """Slots of ended leases are freed in steps, which a host makes while it has nothing else to do."""
+        while self._pool.free_owed():
+            pass
 
     def _end(self, op: Op | None) -> None:
         if op is not None:
