@@ -2119,6 +2119,13 @@ MUTANTS = [
         "test_a_purge_while_another_process_has_the_files_is_answered_and_done_when_it_has_them_no_longer",
     ),
     Mutant(
+        "a_slow_disk_is_noticed_when_it_has_answered",
+        f"{DISK}/pathqueue.py",
+        "        return measured if measured is None or seconds <= 0 else min(measured, bytes_then / seconds)\n",
+        "        return measured\n",
+        f"{DISK_TESTS}/test_diskstore.py::test_reads_that_take_long_are_expected_to_before_they_have_ended",
+    ),
+    Mutant(
         "a_long_command_without_a_terminal_is_silent",
         "service/kvstow_service/cli/progress.py",
         "        elif self._clock() >= self._next_line:\n",
@@ -2142,7 +2149,7 @@ MUTANTS = [
     Mutant(
         "a_reset_s_answer_does_not_name_the_disk",
         "service/kvstow_service/node/nodehost.py",
-        "ResetDone(name, purged.notice[:MOST_TEXT])",
+        "ResetDone(name, plain(purged.notice))",
         "ResetDone(name)",
         "tests/service/node/test_disknode.py::test_the_answer_names_a_disk_that_keeps_what_should_go",
     ),

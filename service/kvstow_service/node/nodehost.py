@@ -21,7 +21,7 @@ from kvstow.control.pool import SLOTS_OF_LEASE
 from kvstow.control.session import MOST_HELD, MOST_HELD_SLOTS
 from kvstow.errors import AttachRefusedError, ConflictError, NotFoundError
 from kvstow.owners import Holding, SharedLimit
-from kvstow.plaintext import MOST_TEXT
+from kvstow.plaintext import plain
 from kvstow.status import NamespaceStatus, SessionStatus, UserLimit
 from kvstow.tier.blockstore import Purged
 from kvstow_service.node.pools.memoryholder import SessionLink
@@ -314,7 +314,7 @@ class NodeHost:
             if purged.notice:
                 logger.warning("namespace %s was reset, but blocks of it may be left: %s", name, purged.notice)
             if later is not None:
-                later(lambda: ResetDone(name, purged.notice[:MOST_TEXT]))
+                later(lambda: ResetDone(name, plain(purged.notice)))
 
         self.tier.forget_reset(before, answer)
         return None

@@ -554,10 +554,11 @@ class DiskStore:
 
     def expect(self, num_bytes: int) -> Expectation:
         """Of the paths that work together."""
-        lanes = [disk.queue.lanes for disk in self.disks if disk.is_on]
+        now, queues = self.clock(), [disk.queue for disk in self.disks if disk.is_on]
+        lanes = [queue.lanes for queue in queues]
         queued = sum(one["read"].all_bytes + one["write"].under_way_bytes for one in lanes)
-        rates = [rate for one in lanes if (rate := one["read"].rate.per_second)]
+        rates = [rate for queue in queues if (rate := queue.read_rate(now))]
         if not rates:
             return Expectation(None, queued, 0.0)
-        per_second = sum(rates) * len(lanes) / len(rates)
+        per_second = sum(rates) * len(queues) / len(rates)
         return Expectation((queued + num_bytes) / per_second, queued, queued / per_second)

@@ -86,14 +86,24 @@ class BusyRate:
 
     def note(self, num_bytes: int, now: float, *, began: float) -> None:
         """A request has ended that began then. Several may be under way at a time."""
-        seconds = max(0.0, now - max(self._last, began))
+        self._bytes, self._seconds = self._after(num_bytes, now, began)
         self._last = now
+
+    def _after(self, num_bytes: int, now: float, began: float) -> tuple[float, float]:
+        seconds = max(0.0, now - max(self._last, began))
         keep = max(0.0, 1 - seconds / _RATE_SECONDS)
-        self._bytes, self._seconds = self._bytes * keep + num_bytes, self._seconds * keep + seconds
+        return self._bytes * keep + num_bytes, self._seconds * keep + seconds
 
     @property
     def per_second(self) -> float | None:
         return self._bytes / self._seconds if self._seconds > 0 else None
+
+    def at_most(self, num_bytes: int, now: float, *, began: float) -> float | None:
+        """`per_second`, or what it would be if these bytes, which are under way since then, came at this moment,
+        whichever is lower: a device that has become slow is noticed before it has answered."""
+        measured = self.per_second
+        bytes_then, seconds = self._after(num_bytes, now, began)
+        return measured if measured is None or seconds <= 0 else min(measured, bytes_then / seconds)
 
 
 @dataclass(slots=True)
@@ -207,6 +217,14 @@ class PathQueue:
         if is_good:
             lane.rate.note(done.num_bytes, now, began=done.began)
         return done.jobs
+
+    def read_rate(self, now: float) -> float | None:
+        """Bytes per second, with what is under way taken into account; None if no read has ended yet."""
+        lane = self.lanes["read"]
+        oldest = next((one for one in self.under_way.values() if one.jobs and one.jobs[0].is_read), None)
+        if oldest is None:
+            return lane.rate.per_second
+        return lane.rate.at_most(lane.under_way_bytes, now, began=oldest.began)
 
     def oldest(self) -> UnderWay | None:
         return next(iter(self.under_way.values()), None)

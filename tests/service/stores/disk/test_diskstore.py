@@ -267,6 +267,26 @@ def test_a_write_budget_refuses_what_is_over_it(disk_folder: Path) -> None:
         assert part_of(store).write_budget_bytes == 24 * 12288
 
 
+def test_reads_that_take_long_are_expected_to_before_they_have_ended(disk_folder: Path) -> None:
+    ahead = 0.0
+    with running(disk_folder, clock=lambda: time.monotonic() + ahead) as store:
+        client = filled(store, 40)
+        assert_reads(client, 40)
+        expected = client.pool.expect(1).seconds
+        assert expected is not None
+        (child,) = store.pids()
+        assert child is not None
+        os.kill(child, signal.SIGSTOP)
+        op_id = client.begin("read", keys_of(range(40)), range(100, 140))
+        ahead = 20.0
+        slow = client.pool.expect(1).seconds
+        assert slow is not None
+        assert slow > 20.0
+        ahead = 0.0
+        os.kill(child, signal.SIGCONT)
+        assert client.finish(op_id, 40) == (set(range(100, 140)), {})
+
+
 def test_slots_without_padding_are_refused_with_a_sentence(disk_folder: Path) -> None:
     with running(disk_folder) as store:
         client = Client(store)
