@@ -27,17 +27,22 @@ _TEXT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
 _STANDARD_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "color_message", "taskName"}
 
 _MOST_LINES = 1000
+"""How many lines may wait to be written. The audit log may have the same number of further ones."""
 _STOP_SECONDS = 1.0
+"""The limit of each wait in `LogQueue.stop`, in seconds."""
 _LINES_OF_MESSAGE, _LIMIT_SECONDS = 100, 60.0
+"""How many lines of one message `MessageLimit` lets pass, and in how many seconds."""
 _MOST_MESSAGES = 1000
+"""How many messages `MessageLimit` counts before it begins anew."""
 _LOGGERS = ("kvstow", "uvicorn", "asyncio")
+"""The loggers that are configured, together with those below them."""
 _AUDIT = "kvstow.audit"
-"""The logger whose lines share no limit with those of others: a flood of other lines must not hide a change."""
+"""The logger whose lines share no limit with others, because a flood of other lines must not hide a change."""
 
 
 class LogQueue:
-    """Up to 1000 lines wait for the thread that calls `write` with each, and up to 1000 more of the audit log. Further
-    ones are dropped, and `on_drop` is called for each of them. `put` never waits."""
+    """Lines that wait for a thread, which calls `write` with each. Up to 1000 lines wait, and up to 1000 more of the
+    audit log. Further lines are dropped, and `on_drop` is called for each of them. `put` never waits."""
 
     def __init__(self, write: Callable[[logging.LogRecord], object], on_drop: Callable[[], None]) -> None:
         self.on_drop = on_drop
@@ -84,16 +89,16 @@ class _Written:
 
 
 class MessageLimit:
-    """Lets 100 lines a minute pass of each message, without its arguments. Clients can cause some of them a thousand
-    times a second, by attaching and leaving. The next line after suppressed ones gives their number. Lines for
-    debugging and those of the audit log all pass. Two threads that log at once may be counted as one."""
+    """Lets 100 lines of each message pass in a minute, whatever their arguments. Clients can cause some messages a
+    thousand times a second, by attaching and leaving. The next line after suppressed ones gives their number. All debug
+    lines and all lines of the audit log pass. Two threads that log at once may be counted as one."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._written: dict[tuple[str, str], _Written] = {}
 
     def passes(self, record: logging.LogRecord) -> bool:
-        """Changes the record, if it gives a number."""
+        """Whether the line may be written. Adds the number of suppressed lines before it to the record."""
         if record.levelno <= logging.DEBUG or record.name == _AUDIT:
             return True
         now, message = self._clock(), (record.name, str(record.msg))
@@ -113,10 +118,11 @@ class MessageLimit:
 
 
 class QueuedLog(logging.Handler):
-    """The log of a process that is our own: lines of all threads are written to standard error by one, so many of each
-    message as `MessageLimit` says.
+    """The log of a process of our own. One thread writes the lines of all threads to standard error, as far as
+    `MessageLimit` lets them pass.
 
-    They go to the file itself: the interpreter waits at its end for the lock of a stream in which a thread hangs.
+    It writes to the file descriptor and not to `sys.stderr`, because the interpreter waits at its end for the lock of a
+    stream in which a thread hangs.
     """
 
     def __init__(self, formatter: logging.Formatter, on_drop: Callable[[], None] = lambda: None) -> None:
@@ -127,7 +133,7 @@ class QueuedLog(logging.Handler):
         self._limit = MessageLimit()
 
     def createLock(self) -> None:
-        """None is needed, and a thread that is stopped in the middle would keep it."""
+        """Make no lock. None is needed, and a thread that is stopped in the middle would keep it."""
         self.lock = None
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -138,7 +144,7 @@ class QueuedLog(logging.Handler):
             self.handleError(record)
 
     def stop(self) -> None:
-        """Write the waiting lines, for at most one second. Later ones are lost."""
+        """Write the waiting lines, for at most one second. Later lines are lost."""
         self.queue.stop()
 
     def _write(self, record: logging.LogRecord) -> None:
@@ -185,7 +191,8 @@ class LogWriter:
 
 
 def _loggers() -> Iterator[logging.Logger]:
-    """The existing loggers of these families: a filter acts only on the logger that a line is logged with."""
+    """All existing loggers in or below `_LOGGERS`. Each needs a filter of its own, because a filter acts only on the
+    logger with which a line is logged."""
     for name, found in list(logging.root.manager.loggerDict.items()):
         if isinstance(found, logging.Logger) and name.partition(".")[0] in _LOGGERS:
             yield found
@@ -208,8 +215,8 @@ class JsonFormatter(logging.Formatter):
 
 
 def configure_logs(log_format: LogFormat, level: LogLevel) -> QueuedLog:
-    """Send these loggers to stderr. A second call replaces the first one's handler. The caller stops what it gets at
-    the end, which writes the last lines."""
+    """Send the lines of `_LOGGERS` to standard error. A second call replaces the handler of the first. The caller stops
+    the returned handler at the end, which writes the last lines."""
     handler = QueuedLog(JsonFormatter() if log_format == "json" else logging.Formatter(_TEXT))
     others = "debug" if level == "debug" else "warning"
     for name, threshold in zip(_LOGGERS, (level, others, others), strict=True):

@@ -11,11 +11,12 @@ from typing import NamedTuple
 logger = logging.getLogger("kvstow.service")
 
 LONGEST_SECONDS = 3.0
-"""Between two calls of `watch` in a process that runs. As much of a pause is counted."""
+"""The longest time between two calls of `watch` in a process that runs. The clock also counts this much of a pause."""
 
 
 class _Watched(NamedTuple):
-    """`stopped`: the seconds that do not count. `until`: where the clock stands still if nobody watches again."""
+    """`stopped`: the seconds that do not count. `until`: the moment from which the clock stands still, unless `watch`
+    is called before."""
 
     stopped: float
     until: float
@@ -24,20 +25,20 @@ class _Watched(NamedTuple):
 class RunningClock:
     """The monotonic clock, less the time in which this process was stopped (SIGSTOP, a frozen cgroup).
 
-    The process has read no message of others meanwhile, so to count that time would blame them: ranks would be silent,
-    and transfers stuck, by the pause of the service.
+    A stopped process reads no messages, so counting that time would blame others: ranks would seem silent, and
+    transfers stuck, because the service itself had stopped.
 
-    One thread calls `watch` every second. If it is overdue, the clock stands still until it calls again, so the threads
-    that go on before it see no jump. Any thread may look at the clock, which takes no lock and never goes backwards.
+    One thread calls `watch` every second. If a call is overdue, the clock stands still until it comes, so that threads
+    which continue before that see no jump. Any thread may read the clock, which takes no lock and never goes backwards.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._watched = _Watched(0.0, inf)
-        """Replaced whole, so that no look finds half of it."""
+        """Replaced as a whole, so that no reader finds half of a change."""
 
     def watch(self) -> None:
-        """The process runs. Call it every second once it was called."""
+        """Note that the process runs. After the first call, it must be called every second."""
         stopped, until = self._watched
         now = self._clock()
         pause = max(0.0, now - until)

@@ -15,9 +15,9 @@ logger = logging.getLogger("kvstow.service")
 
 _STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGXCPU, signal.SIGPWR)
 _LEFT_ALONE = frozenset(
-    {signal.SIGKILL, signal.SIGSTOP}  # nobody can handle these
+    {signal.SIGKILL, signal.SIGSTOP}  # no process can handle these
     | {signal.SIGCHLD, signal.SIGCONT, signal.SIGURG, signal.SIGWINCH}  # their default does nothing
-    | {signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU}  # a terminal's, which stop the process and let it go on
+    | {signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU}  # a terminal sends these to stop a process for a while
     | {
         signal.SIGSEGV,
         signal.SIGBUS,

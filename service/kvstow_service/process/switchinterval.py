@@ -8,19 +8,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 _SECONDS = 0.0005
+"""The default of `short_switch_interval`."""
 
 _changing = threading.Lock()
 _wanted: list[float] = []
+"""The intervals of those who are inside `short_switch_interval`."""
 _before = 0.0
-"""The host's interval, while anything is in `_wanted`."""
+"""The host's interval, while `_wanted` has any."""
 
 
 @contextmanager
 def short_switch_interval(seconds: float = _SECONDS) -> Iterator[None]:
-    """Lower the switch interval from 5 ms to `seconds` for the whole process; a lower one is kept.
+    """Lower the switch interval from 5 ms to `seconds` for the whole process. An interval that is lower already is
+    kept.
 
     With 0.5 ms, for imports on a background thread, the host's longest step took 20 to 30 ms instead of 50 to 80.
-    Several threads may be inside: the smallest interval counts, and the last to leave restores the host's.
+    Several threads may be inside at once: the smallest interval counts, and the last one to leave restores the host's.
     """
     global _before
     with _changing:
