@@ -1178,7 +1178,7 @@ MUTANTS = [
     Mutant(
         "a_load_by_layer_that_fails_writes_on",
         LAYERS,
-        "            self._wait()  # what was submitted must not write after the caller has begun to load in another way\n",
+        "            self._wait()  # what has been submitted must not write once another way has begun\n",
         "",
         f"{LAYER_TESTS}::test_a_load_that_fails_has_left_the_device",
     ),

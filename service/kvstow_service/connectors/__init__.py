@@ -1,1 +1,1 @@
-"""The engine inside other people's processes, one package per inference engine."""
+"""The connectors, which run inside the processes of an inference engine: one package for each of them."""

@@ -1,1 +1,1 @@
-"""What the connectors of vLLM share, whatever moves the bytes: requests, hits, loads, stores, metrics, events."""
+"""The code that all connectors of vLLM share, on any device: requests, hits, loads, stores, metrics and events."""

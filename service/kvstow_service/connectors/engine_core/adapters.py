@@ -1,6 +1,6 @@
-"""LoRA adapters: what their files say, so that a key names the adapter that has computed a block.
+"""LoRA adapters: digests of their files, so that a key names the adapter that has computed a block.
 
-vLLM's block hash covers the name and the path of an adapter, and what lies at the path may change. The key of a block
+vLLM's block hash covers the name and the path of an adapter, but the files at the path may change. The key of a block
 therefore covers a digest of the adapter's files. A rank may have loaded an adapter long before its first request. So
 the digest counts only if no link, folder or file on the adapter's path has changed since the engine started, and as
 long as none does. Otherwise it is unknown which version computes, and the requests of the adapter use no host cache
@@ -33,21 +33,21 @@ FILES = (
 )
 """All files of an adapter that vLLM reads."""
 MOST_BYTES = 4 << 30
-"""The largest adapter that is read. Reading takes 1.3 s per GiB, on a thread of its own."""
+"""The largest adapter that is read, in bytes. Reading takes 1.3 s per GiB, on a thread of its own."""
 READ_SECONDS = 5.0
-"""How long a request waits for the digest of its adapter. After that it is computed."""
+"""How many seconds a request waits for the digest of its adapter. After that it is computed without the host cache."""
 
 
 class AdapterFiles(NamedTuple):
-    """What names an adapter: `files`, which are read, and `reference`, which says which revision of a repository of the
-    Hub they are."""
+    """The files of an adapter. `reference` is the file that names their revision, if they come from a repository of the
+    Hub."""
 
     files: tuple[Path, ...]
     reference: Path | None = None
 
     @classmethod
     def of(cls, path: str) -> AdapterFiles | None:
-        """Where vLLM finds the adapter; None if it is not on this node, or not yet."""
+        """The files of the adapter where vLLM finds them; None if they are not on this node, or not yet."""
         folder, reference = Path(os.path.expanduser(path)), None
         if not folder.is_absolute() and not folder.exists():
             found = vllmprocess.find_snapshot(path, None)
@@ -59,13 +59,13 @@ class AdapterFiles(NamedTuple):
         return cls(tuple([folder / name for name in FILES]), reference)
 
     def trail(self) -> Trail:
-        """Raises `OSError`."""
+        """All places that lead to the files. Raises `OSError`."""
         return Trail.of(self.files if self.reference is None else (*self.files, self.reference))
 
     def newer_than(self, start: EngineStart, trail: Trail) -> str | None:
-        """A place on the `trail` that may have led elsewhere when the engine started, or since.
+        """A place on the `trail` that may have led elsewhere when the engine started, or since; None if there is none.
 
-        The cache of the Hub names what it downloads by its content, and never replaces it.
+        The cache of the Hub does not count, because it names files by their content, and never replaces one.
         """
         newer = (*trail.newer_than(start.moment), *trail.folders_newer_than(start.moment, start.known, start.mounts))
         return next((place for place in newer if not vllmprocess.is_in_hub(place)), None)
@@ -74,7 +74,7 @@ class AdapterFiles(NamedTuple):
         return sum(file.stat().st_size for file in self.files if file.exists())
 
     def digest(self) -> bytes:
-        """Covers every byte of the files. Raises `OSError`."""
+        """A digest of every byte of the files. Raises `OSError`."""
         digest = hashlib.blake2b(digest_size=32)
         for file in self.files:
             try:
@@ -88,8 +88,9 @@ class AdapterFiles(NamedTuple):
 
 
 class EngineStart(NamedTuple):
-    """What is known about paths from before this engine has loaded any adapter. `moment`: in seconds since the epoch.
-    `known`: folders that stood there, besides those whose own time says so. `mounts`: see `mount_points`."""
+    """What is known about paths from before this engine has loaded any adapter. `moment`: when that was, in seconds
+    since the epoch. `known`: folders that existed then, even if their own time does not show it. `mounts`: see
+    `mount_points`."""
 
     moment: float
     known: Trail
@@ -102,15 +103,15 @@ class EngineStart(NamedTuple):
 
 
 class Adapter:
-    """One adapter of an engine, at one path. Everything but `read` is for the scheduler's thread.
+    """One adapter of an engine, at one path. Only the scheduler's thread uses it, except for `read`.
 
-    `salt` is empty until the digest is known. `reason`: why its requests use no host cache, as a sentence. `trail`:
-    what lay behind its path when the engine used it first; None if it could not be followed.
+    `salt` is empty until the digest is known. `reason`: why its requests use no host cache, as a sentence. `trail`: the
+    places to which its path led when the engine used it first; None if the path could not be followed.
     """
 
     def __init__(self, path: str, files: AdapterFiles | None, settings: str, moment: list[int], began: float) -> None:
-        """`settings`: what decides, besides the files, how the adapter is applied. `moment`: see `Adapters`. `began`:
-        when the engine has used it first."""
+        """`settings`: the settings that decide, besides the files, how the adapter is applied. `moment`: see
+        `Adapters`. `began`: when the engine used it first."""
         self.path, self.salt, self.reason, self.began = path, b"", "", began
         self.trail: Trail | None = None
         self._files, self._settings = files, settings
@@ -123,12 +124,12 @@ class Adapter:
         return bool(self.salt) and not self.reason
 
     def mix(self, block_hash: bytes) -> bytes:
-        """What stands for this hash of vLLM's in a key: as many bytes."""
+        """The bytes that replace this hash of vLLM's in a key. The length stays the same."""
         return hashlib.blake2b(block_hash, key=self.salt, digest_size=len(block_hash)).digest()
 
     def check(self, *, now: bool = False) -> bool:
-        """Take the digest if it is known by now, and compare the files: `now`, or once between two calls of
-        `Adapters.move_on`. Returns `is_named`."""
+        """Take the digest if it is known by now, and compare the files: always with `now`, otherwise once after each
+        call of `Adapters.move_on`. Returns `is_named`."""
         if self.reason or self._files is None or (self._checked == self._moment[0] and not now and self.salt):
             return self.is_named
         self._checked = self._moment[0]
@@ -147,7 +148,7 @@ class Adapter:
             logger.warning("requests of the LoRA adapter at %s use no host cache: %s", self.path, reason)
 
     def read(self) -> None:
-        """Find the digest. For a thread of its own; `check` takes the result."""
+        """Compute the digest, on a thread of its own. `check` takes the result."""
         assert self._files is not None
         try:
             self._digest = self._files.digest()
@@ -166,7 +167,7 @@ class Adapters:
         clock: Callable[[], float] = time.monotonic,
         start_thread: Callable[[Callable[[], None]], None] | None = None,
     ) -> None:
-        """`settings`: those of LoRA that decide how an adapter is applied."""
+        """`settings`: the settings of LoRA that decide how an adapter is applied."""
         self._settings, self._start, self._clock = settings, start, clock
         self._start_thread = start_thread or _start_thread
         self._moment = [0]  # shared with the adapters: see `move_on`
@@ -177,7 +178,7 @@ class Adapters:
         self._is_reading = False
 
     def of(self, request: Any) -> Adapter | None:
-        """The adapter of vLLM's `request`, whose files are compared; None if it has none."""
+        """The adapter of vLLM's `request`, after its files were compared; None if the request has none."""
         lora = request.lora_request
         if lora is None:
             return None
@@ -190,12 +191,13 @@ class Adapters:
         return adapter
 
     def must_wait(self, adapter: Adapter) -> bool:
-        """Whether a request has to wait for the digest of its adapter: `READ_SECONDS` at most, once per adapter."""
+        """Whether a request has to wait for the digest of its adapter. It waits for `READ_SECONDS` at most, once per
+        adapter."""
         return not (adapter.salt or adapter.reason) and self._clock() - adapter.began < READ_SECONDS
 
     def move_on(self) -> None:
-        """Have files compared again. Call it before blocks are offered: what they hold was computed before that, so it
-        belongs to the version that was read if the files are still the same."""
+        """Make adapters compare their files again. It is called before blocks are offered: their contents were computed
+        before, so they belong to the version that was read if the files are still the same."""
         self._moment[0] += 1
 
     def _make(self, lora: Any) -> Adapter:
@@ -223,7 +225,7 @@ class Adapters:
         return adapter
 
     def _refuse_both(self, lora: Any) -> None:
-        """Ranks know adapters by number, so they may use either."""
+        """Refuse both adapters that have the same number. Ranks know adapters by number, so they may use either."""
         other = self._paths[lora.lora_int_id]
         for path, its_other in ((lora.lora_path, other), (other, lora.lora_path)):
             self._adapters[path].refuse(f"another adapter, at {its_other}, has had its number {lora.lora_int_id}")

@@ -1,7 +1,7 @@
 """The methods that vLLM's scheduler and its workers call on a connector. Each passes its call to the right half.
 
-The contract is vLLM's `KVConnectorBase_V1`, from 0.30 to 0.33; the vLLM of tpu-inference may be
-older. A version of vLLM does not call hooks that it does not know.
+The contract is vLLM's `KVConnectorBase_V1`, from 0.30 to 0.33; the vLLM of tpu-inference may be older. A version of
+vLLM does not call hooks that it does not know.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 
 class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
-    """One half of KVStow in a process of vLLM; the role says which half. It is the base of the connectors, which differ
-    in where the KV cache is and how they learn that loads have ended.
+    """One half of KVStow in a process of vLLM; the role says which half. It is the base of all connectors, which differ
+    in where the KV cache is, and in how they learn that loads have ended.
 
     Importing and creating it starts no thread and opens nothing. The worker's half starts with its KV cache. The
     scheduler's half starts when all ranks have sent their hello. Raises `ConfigError` for options or a model that
@@ -65,9 +65,9 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
         self._takes_back = process.takes_steps_back
         self._has_sent_hello = False
         self._promised_by_layer: str | None = None  # the request whose load by layer was promised to vLLM
-        self._num_layered = 0  # loads by layer that the step being planned has to have
+        self._num_layered = 0  # loads by layer that the step being planned must have
         self._lost: str | None = None
-        self._timed_step = 0  # the one that this rank computes, if it is timed
+        self._timed_step = 0  # the step that this rank computes, if it is timed
         if role == KVConnectorRole.SCHEDULER:
             self._half = self._host = self._make_host(options, process, groups, vllm_config, kv_cache_config)
         else:
@@ -84,7 +84,7 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
 
     @abstractmethod
     def _make_rank(self, options: Any, process: VLLMProcess, vllm_config: Any, kv_cache_config: Any) -> WorkerHost:
-        """Takes no memory yet."""
+        """Make the worker's half, which takes no memory yet."""
 
     # -- both halves ----------------------------------------------------------------------------------------
 
@@ -112,17 +112,17 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
         self._begin_step(connector_metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Loads that vLLM waits for began with the step."""
+        """Does nothing, because the loads that vLLM waits for began with the step."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """No request is computed before a load that vLLM waits for has ended."""
+        """Does nothing, because vLLM computes no request before the load that the request waits for has ended."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        """Blocks are stored whole, after all layers have written them."""
+        """Does nothing, because blocks are stored whole, after all layers have written them."""
 
     def wait_for_save(self) -> None:
-        """Does not wait: no step computes into a block that is being stored. vLLM calls this when it has launched a
-        forward pass, which is when pinning may use its thread."""
+        """Does not wait, because no step computes into a block that is being stored. vLLM calls this when it has
+        launched a forward pass. Pinning may begin then."""
         self._rank.side.launched()
 
     def build_connector_worker_meta(self) -> KVStowWorkerMetadata | None:
@@ -131,7 +131,7 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _make_update(self) -> RankUpdate:
         rank = self._rank
-        hello = None if self._has_sent_hello else rank.hello  # only one of several connectors gets a handshake
+        hello = None if self._has_sent_hello else rank.hello  # of several connectors, vLLM gives only one the handshake
         self._has_sent_hello |= hello is not None
         return rank.news()._replace(
             completions=rank.side.take_boot_completions(),
@@ -189,7 +189,7 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
         is_admitted = self._host.ask("admission", lambda side: side.admit(*admission), False, admits=True)
         if num_external_tokens and self._promised_by_layer == request.request_id:
             self._num_layered += 1
-            if not is_admitted:  # vLLM computes with these blocks in this step, and takes back no part of it
+            if not is_admitted:  # vLLM computes with these blocks in this step, and cannot take that back
                 self._lost = f"request {request.request_id}: its load by layer could not be planned"
         elif num_external_tokens and not is_admitted:
             self._host.ask("load", lambda side: side.fail_admission(*admission), None)
@@ -220,7 +220,7 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: Any) -> KVStowMetadata:
         host = self._host
-        ticket = host.ticket  # before planning, which may begin a session: ranks then leave the one of this step's ops
+        ticket = host.ticket  # read before planning, which may begin another session than that of this step's ops
         plan = host.ask("plan of a step", lambda side: side.plan_step(scheduler_output), None)
         if plan is None:  # vLLM waits for the loads of the requests that it has admitted
             plan = host.ask("loads of a step", lambda side: side.take_planned(), None)
@@ -255,7 +255,7 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
         return self._host.ask("KV events", lambda side: side.events.take_events() if side.events else (), ())
 
     def get_kv_connector_stats(self) -> KVStowStats | None:
-        """vLLM asks both halves. A worker's half has none."""
+        """The scheduler's statistics. vLLM asks both halves, but a worker's half has none."""
         host = self._half
         return (
             host.ask("statistics", lambda _: host.stats.take_stats(), None) if isinstance(host, SchedulerHost) else None

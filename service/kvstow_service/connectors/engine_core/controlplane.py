@@ -1,9 +1,9 @@
 """The control plane as the scheduler side sees it: the engine in this process, which answers at once, or the node
-service's engine, which answers after a later `step`. Both are used by the scheduler's thread alone, and no call raises
-because the service is absent or slow: lookups miss, and stores are refused.
+service's engine, which answers after a later `step`. Only the scheduler's thread uses either. No call raises because
+the service is absent or slow: lookups then miss, and stores are refused.
 
-A hit is host blocks that were found and are held so that a request can continue with them. The service is asked for it
-when a request arrives, and the answer is taken when vLLM asks."""
+A hit is a number of host blocks that were found and are held, so that a request can continue with them. The service is
+asked for it when a request arrives, and the answer is read when vLLM asks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ logger = logging.getLogger("kvstow.vllm")
 
 
 class Later(Enum):
-    """The answer to a lookup has not arrived: ask again in the next step."""
+    """Says that the answer to a lookup has not arrived, and that vLLM has to ask again in the next step."""
 
     LATER = "later"
 
@@ -47,7 +47,7 @@ LATER = Later.LATER
 
 
 class EmbeddedHits:
-    """Finds hits in the engine of this process. A lookup takes microseconds, so none is asked for ahead."""
+    """Finds hits in the engine of this process. A lookup takes microseconds, so none is made ahead."""
 
     def __init__(self, engine: OffloadEngine, groups: KVGroups) -> None:
         self._engine, self._groups = engine, groups
@@ -61,7 +61,7 @@ class EmbeddedHits:
 
     def find(self, tracked: TrackedRequest, local: int, end: int) -> Hit | None:
         groups = self._groups
-        if groups.is_plain:  # the leading run alone counts: find and hold it in one step
+        if groups.is_plain:  # only the leading run counts, so find and hold it in one call
             tokens = groups.full[0].block_tokens
             keys = tracked.keys(groups.full[0], local // tokens, end // tokens)
             run = self._engine.acquire(keys, count=False)
@@ -73,16 +73,16 @@ class EmbeddedHits:
 
 
 class EmbeddedControl:
-    """The engine in this process, which is thread-safe. The admin server's thread ticks it."""
+    """Uses the engine in this process, which is thread-safe. The admin server's thread makes its periodic calls."""
 
     begins_loads_at_once = True
     gates_are_held = True
-    """There are no sessions, so no rank refuses an op."""
+    """Always True: there are no sessions, so no rank refuses an op."""
 
     def __init__(self, engine: OffloadEngine) -> None:
         self._engine = engine
         self.slot_bytes = engine.config.slot_bytes
-        # What needs no answer is the engine's own.
+        # Calls without an answer are those of the engine itself.
         self.contains, self.store_room, self.admit = engine.contains, engine.store_room, engine.admit
         self.release_lease, self.count_lookup, self.fail = engine.release_lease, engine.count_lookup, engine.fail
         self.complete, self.take_settled = engine.complete, engine.take_settled
@@ -99,12 +99,12 @@ class EmbeddedControl:
         more: Sequence[bytes] = (),
         others: Sequence[bytes] = (),
     ) -> bool:
-        """Returns whether the request lacks blocks in the pool."""
-        self._engine.incomplete.clear()  # the request that ends says it
+        """End a request. Returns whether the pool lacks some of its blocks."""
+        self._engine.incomplete.clear()  # the return value says it
         return self._engine.end_request(number, ending, more=more, others=others).is_incomplete
 
     def take_late(self) -> list[int]:
-        """`end_request` has said everything."""
+        """Always empty, because `end_request` returns at once what there is to know."""
         return []
 
     def wait(self, answer: Awaited[object]) -> bool:
@@ -135,7 +135,7 @@ class EmbeddedControl:
         self._engine.admin.purge(everything=True).run()
 
     def bypass_loads(self) -> str:
-        """Returns what ends the bypass, as a phrase."""
+        """Make lookups miss from now on. Returns what ends that, as a phrase."""
         bypass = self._engine.admin.bypass
         if not bypass.load:
             self._engine.admin.set_bypass(load=True, store=bypass.store, ttl_seconds=None)
@@ -145,12 +145,13 @@ class EmbeddedControl:
 # -- the node service ---------------------------------------------------------------------------------------
 
 State = Literal["starting", "no_service", "refused", "no_answer", "no_memory", "attached", "failed"]
-"""`no_memory`: the session has begun, but some rank has not registered memory of it yet."""
+"""`no_memory`: the session has begun, but some rank has not registered any of its memory yet."""
 
 
 class AttachState(NamedTuple):
-    """`refusal`: the service's word for why it has refused the engine. `sharing`: "yes", or why others of its model do
-    not share its blocks; "" while it is not attached."""
+    """The state of the connection to the service. `refusal`: the service's word for the reason why it has refused the
+    engine. `sharing`: "yes", or a word for the reason why other engines of its model do not share its blocks; "" while
+    it is not attached."""
 
     state: State
     refusal: str = ""
@@ -158,8 +159,9 @@ class AttachState(NamedTuple):
 
 
 def sharing_word(sharing_off: Sequence[str], *, was_reset: bool) -> str:
-    """`sharing_off`: sentences of the welcome. The word is `differs` if the engine shares only with engines of its own
-    identity, and was the first of them while others of its model were attached."""
+    """The word for `AttachState.sharing`. `sharing_off`: sentences of the service's welcome. The word is `differs` if
+    the engine shares only with engines of its own identity, and was the first of these while others of its model were
+    attached."""
     for sentence in sharing_off:
         if (found := re.match(r"[a-z]+(_[a-z]+)+(?=: )", sentence)) is not None:  # an engine's own reason
             return found[0]
@@ -169,21 +171,22 @@ def sharing_word(sharing_off: Sequence[str], *, was_reset: bool) -> str:
 
 
 MOST_AHEAD = 64
-"""How many requests are looked up before vLLM asks about them. What is found for them is held."""
+"""How many requests may be looked up before vLLM asks about them. The blocks that are found for them are held."""
 PATIENCE_SECONDS = 0.25
-"""A lookup that has no answer after this time is a miss."""
+"""The limit, in seconds, after which a lookup without an answer is a miss."""
 LONGEST_PATIENCE_SECONDS = 5.0
-"""The same limit if the service has sent `Pending`: for the fleet tier up to 2 s, for memory to be registered 1
-s."""
+"""The same limit if the service has sent `Pending`: it waits up to 2 s for the fleet tier, and 1 s for memory to be
+registered."""
 _WORD = re.compile(r"[a-z_]{1,40}")
-"""A reason of a refusal that becomes a label of a metric."""
-_MOST_KEYS = 100_000  # of one lookup; a frame has room for more
+"""The form of a reason of a refusal that may be a label of a metric."""
+_MOST_KEYS = 100_000
+"""How many keys one lookup may have. A frame has room for more."""
 
 
 class _Question(NamedTuple):
-    """A lookup of a request's tokens `start` to `end`. `keys`: the keys that were asked for. `is_last`: it asks for
-    exactly the blocks of a hit from `start` to `end`, and the answer holds all of them or nothing. `fetched`: the
-    tokens of blocks that the fleet tier has brought before."""
+    """A lookup of a request's tokens `start` to `end`. `keys`: the keys that are looked up. `is_last`: whether they are
+    exactly those of a hit from `start` to `end`, so that the answer holds all of them or nothing. `fetched`: the tokens
+    of blocks that the fleet tier has brought before."""
 
     start: int
     end: int
@@ -194,15 +197,15 @@ class _Question(NamedTuple):
     fetched: tuple[range, ...] = ()
 
     def covers(self, local: int, end: int) -> bool:
-        """Whether the answer says what can be loaded from `local` on."""
+        """Whether the answer tells what can be loaded from `local` on."""
         return self.start <= local and (local < self.end if self.is_last else end <= self.end)
 
 
 class AttachedHits:
-    """Finds hits in the node service's pool, and waits for answers no longer than its step may.
+    """Finds hits in the node service's pool, and waits for answers no longer than a step may wait.
 
-    With one group that attends to everything, one lookup says which blocks are present, and holds them. Otherwise the
-    first lookup says which blocks are present, and a second one holds those that are needed.
+    If there is one group, which attends to all tokens, one lookup tells which blocks are present, and holds them.
+    Otherwise the first lookup tells which blocks are present, and a second one holds those that are needed.
     """
 
     def __init__(self, control: AttachedControl, groups: KVGroups, clock: Callable[[], float]) -> None:
@@ -286,7 +289,7 @@ class AttachedHits:
         return None
 
     def _fetched(self, tracked: TrackedRequest, question: _Question) -> tuple[range, ...]:
-        """The tokens of the blocks that the fleet tier has brought, of an answer to `_ask`."""
+        """The tokens of the blocks that the fleet tier has brought, by an answer to `_ask`."""
         runs, found, at = question.answer.value.fetched, list[range](), 0
         for group in self._groups.groups if runs else ():
             size, number = group.block_tokens, question.start // group.block_tokens
@@ -300,14 +303,15 @@ class AttachedHits:
 
 
 LAYER_WAIT_SECONDS = 0.002
-"""How long all loads by layer of one step together may wait for their slots: a load before the step takes longer than
-that."""
+"""How many seconds all loads by layer of one step together may wait for their slots. A load before the step takes
+longer than that."""
 STEP_WAIT_SECONDS = 0.0003
-"""How long all lookups and loads of one step together may wait for answers."""
+"""How many seconds all lookups and loads of one step together may wait for answers."""
 SLOW_SECONDS = 0.25
-"""If the service has not answered for this long, lookups miss and nothing is stored until it answers."""
+"""If the service has not answered for this time, in seconds, lookups miss and nothing is stored until it answers."""
 SILENT_SECONDS = 5.0
-"""If the service has not answered for this long, its session ends, so that GPU blocks and requests stop waiting."""
+"""If the service has not answered for this time, in seconds, its session ends, so that GPU blocks and requests stop
+waiting."""
 
 _T = TypeVar("_T")
 
@@ -319,12 +323,12 @@ class _Asked(NamedTuple):
 
 
 class GateHolds:
-    """Has the ranks let ops of the session through until no more come, whatever becomes of the session. vLLM computes
-    with a load by layer in the step that it was promised in, and most of its configurations cannot take that back. So a
-    load by layer is promised only while every rank has said that it keeps the hold. Used by the scheduler's thread.
+    """A hold makes the ranks accept the ops of a session until no more come, even if the session ends. vLLM computes
+    with a load by layer in the step for which it was promised, and most of its configurations cannot take that back. So
+    a load by layer is promised only while every rank has said that it keeps the hold. Used by the scheduler's thread.
 
-    A hold begins when the engine has a session and requests. It ends with the first step after either of them has gone
-    that has no op of the session. An engine without requests promises nothing, so its ranks need no hold.
+    A hold begins when the engine has a session and requests. When either of them has gone, the hold ends with the first
+    step that has no op of the session. An engine without requests promises nothing, so its ranks need no hold.
     """
 
     def __init__(self, num_ranks: int) -> None:
@@ -339,19 +343,19 @@ class GateHolds:
 
     @property
     def is_begun(self) -> bool:
-        """Whether the ranks have been asked for a hold, and not been told of its end."""
+        """Whether the ranks were asked for a hold that has not ended."""
         return self._current != NO_HOLD
 
     def note(self, rank: int, number: int) -> None:
-        """The rank keeps the hold with this number, or none. A late word of an earlier hold says nothing of this
-        one."""
+        """Note that the rank keeps the hold with this number, or none if it is 0. A late message about an earlier hold
+        does not count for the present one."""
         if number and number == self._current.number:
             self._kept_by.add(rank)
         else:
             self._kept_by.discard(rank)
 
     def next(self, ticket: SessionTicket | None, ops: Iterable[Op], *, has_requests: bool) -> GateHold:
-        """What the ranks are told with a step that has these `ops`, which was planned in the session of `ticket`."""
+        """The hold to send to the ranks with a step that has these `ops` and was planned in the session of `ticket`."""
         session = 0 if ticket is None or not has_requests else ticket.number
         if session == self._current.session or any(number_of(op.op_id) == self._current.session for op in ops):
             return self._current
@@ -364,15 +368,16 @@ class GateHolds:
 
 
 class AttachedControl(AttachedEngine):
-    """An `AttachedEngine` that notices a service that takes calls and does not answer."""
+    """An `AttachedEngine` that notices if the service takes calls but does not answer."""
 
     begins_loads_at_once = False
-    """The slots of a load by layer are asked for before vLLM learns of it: its step cannot wait for them."""
+    """False: the slots of a load by layer are requested before vLLM learns of the load, because its step cannot wait
+    for them."""
 
     def __init__(
         self, path: Path, slot_bytes: int, clock: Callable[[], float] = time.monotonic, **options: Any
     ) -> None:
-        """`slot_bytes`: on the rank where they are largest. For the others see `AttachedEngine`."""
+        """`slot_bytes`: bytes of a slot on the rank where slots are largest. For the others see `AttachedEngine`."""
         super().__init__(path, step_wait=STEP_WAIT_SECONDS, clock=clock, **options)
         self.slot_bytes = slot_bytes
         self._asked: deque[_Asked] = deque()
@@ -383,11 +388,11 @@ class AttachedControl(AttachedEngine):
         self._failure: str | None = None
         self.holds = GateHolds(self._ops.num_ranks)
         self.refused_stores: Counter[str] = Counter()
-        """Blocks that were offered and not stored, by outcome."""
+        """How many blocks were offered and not stored, by outcome."""
 
     @property
     def state(self) -> AttachState:
-        """See `problem`, which gives the state as a sentence."""
+        """The state as words. `problem` gives it as a sentence."""
         if self._failure is not None:
             return AttachState("failed")
         if self.is_attached:
@@ -443,8 +448,9 @@ class AttachedControl(AttachedEngine):
         return super().wait(*[each for each in answers if isinstance(each, Answer)], seconds=seconds)
 
     def wait_for_slots(self, answer: Awaited[object]) -> bool:
-        """Wait for the slots of a load by layer. Behind the answer the service may have closed the connection. So all
-        that has arrived is read: the caller asks `is_held` whether the session still lives."""
+        """Wait for the slots of a load by layer. Returns whether the answer has arrived. The service may have closed
+        the connection right after it, so all that has arrived is read, and the caller checks `is_held`, which tells
+        whether the session still lives."""
         if not answer.done:
             begun = self._clock()
             self.wait(answer, seconds=0.0 if self._is_slow else self._layer_wait_left)
@@ -455,7 +461,7 @@ class AttachedControl(AttachedEngine):
 
     @property
     def gates_are_held(self) -> bool:
-        """Whether no rank refuses a load by layer that is promised now."""
+        """Whether every rank would accept a load by layer that is promised now."""
         return self.holds.is_held
 
     # -- lookups --------------------------------------------------------------------------------------------
@@ -471,7 +477,7 @@ class AttachedControl(AttachedEngine):
         return self._is_of_session(lease.lease_id)
 
     def present(self, keys: Sequence[bytes]) -> Answer[list[bool]]:
-        """Which of the keys are present. Holds nothing."""
+        """Ask which of the keys are present. This holds no blocks."""
 
         def read(call: Call) -> list[bool]:
             there = [False] * len(keys)
@@ -483,8 +489,8 @@ class AttachedControl(AttachedEngine):
 
     @property
     def life(self) -> tuple[int, int]:
-        """Names a period in which stored blocks can be found: the session's number, 0 without one, and how many resets
-        there have been."""
+        """Names the period in which stored blocks can be found: the session's number, or 0 without a session, and the
+        number of resets so far."""
         return 0 if self.ticket is None else self.ticket.number, self._resets
 
     # -- stores ---------------------------------------------------------------------------------------------

@@ -31,7 +31,9 @@ from kvstow_service.connectors.engine_core.schedulerhost import SchedulerHost
 from kvstow_service.connectors.engine_core.schedulerside import SchedulerSide
 from kvstow_service.connectors.engine_core.vllmprocess import VLLMProcess, this_node
 
-_HEAD_START_SECONDS = 1.0  # for vLLM's start, which ends soon after; until then, ranks report with the steps
+_HEAD_START_SECONDS = 1.0
+"""The delay, in seconds, with which the admin server starts, so that vLLM's own start ends first. Until then, ranks
+report with the steps."""
 
 logger = logging.getLogger("kvstow.vllm")
 
@@ -50,8 +52,8 @@ class EmbeddedSchedulerHost(SchedulerHost):
         packages: Sequence[str] = ("torch",),
         by_layer: bool = True,
     ) -> None:
-        """`packages`: those besides vLLM whose versions the admin server shows. Raises `ConfigError` if the options do
-        not allow an admin server to start."""
+        """`packages`: the packages besides vLLM whose versions the admin server shows. Raises `ConfigError` if the
+        options do not allow an admin server to start."""
         super().__init__(options, process, groups, vllm_config, kv_cache_config, by_layer=by_layer)
         self.engine: OffloadEngine | None = None
         self.admin: EmbeddedAdmin | None = None
@@ -110,7 +112,8 @@ class EmbeddedSchedulerHost(SchedulerHost):
         return side
 
     def _max_slots(self, hellos: list[RankHello]) -> int:
-        """The largest size that a resize may set. On each node, the slots of its ranks share the available memory."""
+        """The largest capacity that a resize may set, in slots. The slots of a node's ranks share its available
+        memory."""
         fitting = [
             min(hello.node_bytes for hello in ranks) // sum(hello.slot_bytes for hello in ranks)
             for node in {hello.node for hello in hellos}
@@ -121,7 +124,7 @@ class EmbeddedSchedulerHost(SchedulerHost):
 
 
 def _admin_options(options: ConnectorOptions, process: VLLMProcess) -> AdminOptions:
-    """Each data-parallel engine has its own port."""
+    """The options of the admin server. Each data-parallel engine has its own port."""
     tls = None
     if options.tls_cert is not None:
         tls = TlsFiles(options.tls_cert, options.tls_key, options.tls_client_ca)

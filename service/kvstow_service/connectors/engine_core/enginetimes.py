@@ -1,4 +1,4 @@
-"""What this engine's steps and loads take, as they were measured."""
+"""How long this engine's steps and loads take, as measured."""
 
 from __future__ import annotations
 
@@ -8,33 +8,39 @@ from typing import NamedTuple
 
 from kvstow.prefill import PrefillCost, PrefillFit, PromptPart
 
-_FIRST_RATE = 20e9  # bytes a second, until a load was measured
-_FIRST_DELAY = 0.005  # seconds, until a load before a step was measured
-_NEW = 0.2  # weight of a new measurement
-_LEAST_BYTES = 16 << 20  # of a load whose rate is measured
-_STALE = 60.0  # seconds after which a rate may have changed
+_FIRST_RATE = 20e9
+"""The assumed rate of loads until one is measured, in bytes a second."""
+_FIRST_DELAY = 0.005
+"""The assumed delay of a load before the step until one is measured, in seconds."""
+_NEW = 0.2
+"""The weight of a new measurement in a moving average."""
+_LEAST_BYTES = 16 << 20
+"""The smallest load whose rate is measured, in bytes."""
+_STALE = 60.0
+"""The time, in seconds, after which the rate of loads by layer may have changed."""
 _STEPS = 8
+"""How many of the last steps are kept."""
 _LEAST_SHARE = 0.5
-"""The least share of its time with which a step that also decodes counts."""
+"""A step that also decodes counts with at least this share of its time."""
 
 
 class LoadTimes:
-    """Of loads by layer, and of loads before the step: on some hosts their rates differ by half. O(1)."""
+    """How long loads by layer take, and loads before the step. On some hosts their rates differ by half. O(1)."""
 
     def __init__(self, slot_bytes: int, clock: Callable[[], float]) -> None:
         self._slot_bytes, self._clock = slot_bytes, clock
         self._rates: dict[bool, float] = {}  # of loads by layer (True) and before the step, once measured
         self._layers_tried_at = 0.0
         self.delay = _FIRST_DELAY
-        """Seconds of a load before the step, beside its copy."""
+        """How many seconds a load before the step takes in addition to its copy."""
 
     def seconds(self, num_blocks: int, *, by_layer: bool) -> float:
-        """How long so many blocks take on the link."""
+        """How many seconds the copy of `num_blocks` blocks takes."""
         rate = self._rates.get(by_layer) or self._rates.get(not by_layer) or _FIRST_RATE
         return num_blocks * self._slot_bytes / rate
 
     def measured(self, num_bytes: int, seconds: float, *, by_layer: bool) -> None:
-        """A load on some rank was so fast."""
+        """Note how long a load on some rank took."""
         if num_bytes >= _LEAST_BYTES and seconds > 0:
             rate = num_bytes / seconds
             before = self._rates.get(by_layer, rate)
@@ -43,17 +49,18 @@ class LoadTimes:
                 self._layers_tried_at = self._clock()
 
     def has_taken(self, seconds: float, num_blocks: int) -> None:
-        """So long after it had begun, a load before the step has ended, and with it so many blocks on the link."""
+        """Note that a load before the step has ended `seconds` after its begin. `num_blocks`: how many blocks the link
+        has moved meanwhile."""
         delay = seconds - self.seconds(num_blocks, by_layer=False)
         self.delay += _NEW * (max(0.0, delay) - self.delay)
 
     def needs_whole(self, num_blocks: int) -> bool:
-        """Whether only loads by layer were measured: then this one goes before its step, to be compared with."""
+        """Whether this load should go before its step for comparison, because only loads by layer were measured."""
         return self._rates.keys() == {True} and self._shows_a_rate(num_blocks)
 
     def needs_layers(self, num_blocks: int) -> bool:
-        """Whether no load has gone by layer for a minute. Where these were slower once, none would show that they no
-        longer are."""
+        """Whether this load should go by layer because none has for a minute. If loads by layer were slower once, no
+        other measurement would show that they no longer are."""
         return self._clock() >= self._layers_tried_at + _STALE and self._shows_a_rate(num_blocks)
 
     def trying_layers(self) -> None:
@@ -64,7 +71,8 @@ class LoadTimes:
 
 
 class StepBegun(NamedTuple):
-    """A step. `most`: the most tokens that it computes of a request. `load_seconds`: of its loads by layer."""
+    """A step that was planned. `most`: the largest number of tokens that it computes of one request. `load_seconds`:
+    how long its loads by layer take."""
 
     number: int
     at: float
@@ -75,28 +83,28 @@ class StepBegun(NamedTuple):
 
 
 class StepTimes:
-    """O(1) for each step.
+    """How long steps take, and what computing prompts costs. O(1) for each step.
 
-    A step begins when it is planned. If vLLM plans ahead, it begins when the step before it has ended. From the time of
-    a step that also decodes, the time of a step that only decodes is subtracted: without the prompts, it would have
-    taken that. Steps of few tokens take as long as their launch, so they show no cost.
+    A step begins when it is planned. If vLLM plans ahead, it begins when the step before it has ended. If a step also
+    decodes, the time of a step that only decodes is subtracted from its time, because it would have taken that without
+    the prompts. Steps of few tokens take as long as their launch, so they show no cost.
     """
 
     def __init__(self, block_tokens: int, least_tokens: int) -> None:
-        """`block_tokens`: in a slot. `least_tokens`: that a step must compute to show what they cost."""
+        """`block_tokens`: tokens in a slot. `least_tokens`: how many tokens a step must compute to show their cost."""
         self._block_tokens, self._least_tokens = block_tokens, least_tokens
         self._planned: deque[StepBegun] = deque()
         self._last: deque[float] = deque(maxlen=_STEPS)  # seconds of the last ones
         self._last_end = 0.0
         self._fit = PrefillFit()
         self.tail = 0.0
-        """Seconds of a step in which requests compute the rest of a block; 0 before it was measured."""
+        """How many seconds a step takes in which requests compute at most one block; 0 until it is measured."""
         self.decode = 0.0
-        """Seconds of a step that only decodes; 0 before it was measured."""
+        """How many seconds a step takes that only decodes; 0 until it is measured."""
 
     @property
     def cost(self) -> PrefillCost | None:
-        """Of computing prompts; None before it is known."""
+        """The cost of computing prompts; None until it is known."""
         return self._fit.cost
 
     @property
@@ -105,19 +113,19 @@ class StepTimes:
 
     @property
     def shortest(self) -> float:
-        """Of the last steps; 0 before there was one."""
+        """The shortest time of the last steps, in seconds; 0 before the first one."""
         return min(self._last, default=0.0)
 
     def seconds(self, prompts: PromptPart) -> float:
-        """How long a step takes that computes these tokens: as its launch does, at least."""
+        """How many seconds a step takes that computes these tokens; at least as long as its launch."""
         return max(self.tail or self.decode, 0.0 if self.cost is None else self.cost.seconds(prompts))
 
     def planned(self, step: StepBegun) -> None:
         self._planned.append(step)
 
     def ended(self, number: int, now: float) -> float:
-        """Returns how long the step has waited for its loads by layer: how much longer it took than it would have
-        without them, at most as long as they take."""
+        """Note the end of a step. Returns how many seconds it has waited for its loads by layer: how much longer it
+        took than it would have taken without them, but no longer than they take."""
         planned = self._planned
         while planned and planned[0].number < number:
             planned.popleft()
@@ -141,7 +149,7 @@ class StepTimes:
         return 0.0
 
     def _expected(self, step: StepBegun) -> float:
-        """How long the step would have taken without loads; 0 if that is not known."""
+        """How many seconds the step would have taken without loads; 0 if that is unknown."""
         prompts = 0.0 if self.cost is None else self.cost.seconds(step.prompts)
         return prompts + self.decode if step.decodes else max(prompts, self.decode)
 

@@ -1,5 +1,5 @@
 """The blocks of vLLM's GPU pool, as stores use them: the keys of their contents, the references that keep them, and the
-backlog of those that still have to be stored."""
+backlog of blocks that still have to be stored."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from kvstow_service.connectors.engine_core.adapters import Adapter
 from kvstow_service.connectors.engine_core.hints import UnstoredHashes
 from kvstow_service.connectors.engine_core.trackedrequests import TrackedRequest
 
-_GROUP_ID_BYTES = 4  # at the end of a GPU block's hash
+_GROUP_ID_BYTES = 4
+"""Bytes of the group's id, with which the hash of a GPU block ends."""
 
 
 class BlockPool(Protocol):
@@ -52,9 +53,9 @@ class GPUBlocks:
         self.hash_bytes = 0
         """Length of a request's block hash; 0 until a request has one."""
         self.known_hashes: KnownHashes | None = None
-        """Set if requests may have LoRA adapters."""
+        """The hashes of requests; None if requests cannot have LoRA adapters."""
         self.unstored: UnstoredHashes | None = None
-        """Set while requests come that are not to be stored."""
+        """The hashes of requests that must not be stored; None if there are no such requests."""
         self._sources: dict[int, list[Any]] = {}  # by op
 
     def forget(self, blocks: Set[int]) -> None:
@@ -63,9 +64,9 @@ class GPUBlocks:
         self.pool.evict_blocks(blocks)
 
     def offer_of(self, block_hashes: Sequence[bytes], blocks: Sequence[int]) -> Offer:
-        """Offers the contents that vLLM caches under these hashes in these blocks. Each hash ends with the hash of the
-        block's last hash block and the group's id. With adapters, a block is left out if it is unknown which one has
-        computed it."""
+        """Offer the contents that vLLM caches under these hashes in these blocks. Each hash ends with the hash of the
+        block's last hash block and the group's id. If there are adapters, a block is left out if it is unknown which of
+        them has computed it."""
         begin = -_GROUP_ID_BYTES - self.hash_bytes
         if self.known_hashes is None:
             keys = [_prefix(each[-_GROUP_ID_BYTES:]) + each[begin:-_GROUP_ID_BYTES] for each in block_hashes]
@@ -82,7 +83,7 @@ class GPUBlocks:
         return offer
 
     def is_unstored(self, block_hash: bytes) -> bool:
-        """Whether what vLLM caches under this hash was computed by a request that lets nothing be stored."""
+        """Whether a request that must not be stored has computed the block that vLLM caches under this hash."""
         begin = -_GROUP_ID_BYTES - self.hash_bytes
         return self.unstored is not None and block_hash[begin:-_GROUP_ID_BYTES] in self.unstored
 
@@ -91,7 +92,7 @@ class GPUBlocks:
         return bool(self._sources)
 
     def num_sources(self) -> int:
-        """Referenced blocks, over all stores. O(stores)."""
+        """The number of referenced blocks of all stores. O(stores)."""
         return sum(map(len, self._sources.values()))
 
     def hold_sources(self, op_id: int, block_ids: Sequence[int]) -> None:
@@ -103,8 +104,8 @@ class GPUBlocks:
     def free_sources(self, op_id: int, *, to_front: bool = False) -> None:
         """Release the references of a store. Idempotent. The blocks stay cached on the GPU.
 
-        The end of a prefix is evicted before its beginning. With `to_front`, unused blocks return to the head of the
-        free queue in their old order, because they came from there.
+        The blocks are freed so that vLLM evicts the end of a prefix before its beginning. With `to_front`, unused
+        blocks return to the head of the free queue in their old order, because they came from there.
         """
         held = self._sources.pop(op_id, None)
         if held is None:
@@ -125,36 +126,38 @@ def _prefix(group_id: bytes) -> bytes:
 
 
 class KnownHashes:
-    """Which adapter's requests have which hashes, for blocks that are known only by vLLM's hash of them: those of the
-    backlog, of lazy stores, and of recurrent layers. Used by the scheduler's thread.
+    """Knows the adapter of each hash, for blocks of which only vLLM's hash is known: blocks of the backlog, of lazy
+    stores, and of recurrent layers. Used by the scheduler's thread.
 
-    A hash that is not known belongs to nobody, so the worst that can happen is that a block is not stored.
+    A block whose hash is not known here is not stored. Nothing worse can happen.
     """
 
     def __init__(self, requests: Mapping[str, TrackedRequest], most: int) -> None:
-        """`requests`: the requests that vLLM has, by name; owned by the caller. `most`: how many hashes are kept, those
-        of the latest requests."""
+        """`requests`: the requests that vLLM has, by name; owned by the caller. `most`: how many hashes are kept; those
+        of the oldest requests are dropped."""
         self.note: Callable[[bytes, bytes], None] = lambda key, block_hash: None
-        """Takes each key that does not contain vLLM's hash, and the hash, before its block is offered."""
+        """Called with a key that does not contain vLLM's hash, and that hash, before the block is offered."""
         self._requests, self._most = requests, most
         self._adapters: dict[bytes, Adapter | None] = {}
 
     def add(self, tracked: TrackedRequest) -> None:
         hashes, known = tracked.request.block_hashes, self._adapters
         for number in range(tracked.known_hashes, len(hashes)):
-            known.pop(hashes[number], None)  # it is then the latest
+            known.pop(hashes[number], None)  # so that it becomes the latest
             known[hashes[number]] = tracked.adapter
         tracked.known_hashes = len(hashes)
         while len(known) > self._most:
             del known[next(iter(known))]
 
     def add_ended(self, tracked: TrackedRequest) -> None:
-        """Know all hashes of a request that has ended: the GPU now evicts its blocks after those of older requests."""
+        """Make all hashes of a request that has ended the latest, because the GPU evicts its blocks after those of
+        older requests."""
         tracked.known_hashes = 0
         self.add(tracked)
 
     def mix(self, hashes: Sequence[bytes]) -> list[bytes | None]:
-        """What stands for these hashes in keys; None for those that have none. O(requests) if one is unknown."""
+        """The bytes that stand for these hashes in keys; None for a hash that has no key. O(requests) if one of them is
+        unknown."""
         known = self._adapters
         if any(each not in known for each in hashes):
             for tracked in self._requests.values():
@@ -169,17 +172,18 @@ class KnownHashes:
 
 
 _KEPT_SHARE = 8
-"""One in so many of the GPU's blocks, at most, are kept for the backlog after their requests have ended."""
+"""At most one in this many of the GPU's blocks is kept for the backlog after its request has ended."""
 _KEPT_SECONDS = 2.0
+"""How many seconds such a block is kept."""
 
 
 class Backlog:
     """GPU blocks whose store was refused, dropped or failed, or did not fit into a step. Used by one thread.
 
-    Blocks of a request that has just ended can be kept on the GPU for a short time, a bounded number of them. Nothing
-    holds the others: the GPU may evict one before it is offered. Each is offered under the hash by which vLLM caches it
-    at that time, not the hash that it had when it was added. It is not offered if vLLM caches nothing in it; that is
-    counted. Each block waits at most once, so the backlog never holds more blocks than the GPU has.
+    A bounded number of blocks of requests that have just ended can be kept on the GPU for a short time. Nothing keeps
+    the others, so the GPU may evict one before it is offered. A block is offered under the hash by which vLLM caches it
+    at that time, and not under the hash that it had when it was added. If vLLM caches nothing in it by then, it is
+    counted and not offered. Each block waits at most once, so the backlog never has more blocks than the GPU.
     """
 
     def __init__(self, gpu: GPUBlocks, clock: Callable[[], float] = time.monotonic) -> None:
@@ -187,11 +191,11 @@ class Backlog:
         self._queue: deque[int] = deque()
         self._queued: set[int] = set()
         self._kept: dict[int, float] = {}
-        """Referenced blocks, and until when they are."""
+        """Blocks that are kept by a reference, and until when."""
         self._taken: list[int] = []
-        """Referenced blocks that were taken since."""
+        """Kept blocks that were offered since the last `release_taken`. They still have their reference."""
         self.lost_blocks = 0
-        """Blocks that the GPU has evicted before they were offered."""
+        """How many blocks the GPU evicted before they were offered."""
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -214,7 +218,8 @@ class Backlog:
             self._kept.update(dict.fromkeys(kept, self._clock() + _KEPT_SECONDS))
 
     def release_taken(self) -> None:
-        """What was taken has other references now, if it is stored. What was kept for long enough is kept no longer."""
+        """Release the references of blocks that were offered: if they are being stored, the store has references of its
+        own. Also release those of blocks that were kept for long enough."""
         taken, self._taken = self._taken, []
         if self._kept:
             now = self._clock()
@@ -229,8 +234,8 @@ class Backlog:
         self._gpu.pool.free_blocks(reversed([self._gpu.pool.blocks[block_id] for block_id in block_ids]))
 
     def take_cached(self, count: int, unwritten: Set[int]) -> Offer:
-        """Offer the blocks that vLLM caches among the first `count`, and forget the other blocks of these. Blocks in
-        `unwritten`, which the step being planned has yet to write, stay in the backlog. O(count)."""
+        """Offer those of the first `count` blocks that vLLM caches, and forget the others. Blocks in `unwritten`, which
+        the step being planned has yet to write, stay in the backlog. O(count)."""
         gpu_blocks, queue, queued = self._gpu.pool.blocks, self._queue, self._queued
         hashes: list[bytes] = []
         blocks: list[int] = []

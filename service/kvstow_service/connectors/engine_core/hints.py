@@ -7,7 +7,7 @@ They come in `kv_transfer_params["kvstow"]`, which any OpenAI client can send, o
     resume_in    in how many seconds after the end of this request the next one is expected
     keep_for     for how many seconds the client wants the blocks kept; it does not say when the next request comes
     release      nothing continues after this request
-    store        false: nothing of this request is stored; it may still load
+    store        false if no block of this request may be stored; it may still load
 
 What others call these is in `kvstow_service.connectors.otherwords`. It has one field more: `invalid`, for a word that
 could not be read. No hint can fail its request. Those that are unknown or wrong are counted and ignored.
@@ -63,7 +63,8 @@ def _given(request: Any) -> Any:
 
 
 class _Reader:
-    """Reads one request's hints. `ignored` has the `HINTS_IGNORED` of those that cannot be used, as a set in order."""
+    """Reads one request's hints. `ignored` has the reasons (`HINTS_IGNORED`) why hints cannot be used, as an ordered
+    set."""
 
     _NAMES = ("context", "resume_in", "keep_for", "release", "store", "invalid")
 
@@ -93,37 +94,38 @@ class _Reader:
         return bool(value) if self._accepts(value, type(value) is bool) else otherwise
 
     def _accepts(self, value: Any, is_valid: bool) -> bool:
-        """Whether there is a valid value. Notes one that is not valid."""
+        """Whether there is a valid value. A value that is not valid is noted in `ignored`."""
         if value is not None and not is_valid:
             self.ignored["invalid"] = None
         return is_valid
 
 
 class UnstoredHashes:
-    """vLLM's hashes of what requests with `store: false` have computed. Used by the scheduler's thread.
+    """vLLM's hashes of the blocks that requests with `store: false` have computed. Used by the scheduler's thread.
 
-    A block that the GPU caches may be stored long after its request has ended: from the backlog, lazily, or as a state.
-    A block of such a request is left out, unless another request, which may store it, has the same prefix.
+    A block that the GPU caches may be stored long after its request has ended: from the backlog, lazily, or as the
+    state of recurrent layers. A block of such a request is left out, unless another request that may be stored has the
+    same prefix.
     """
 
     def __init__(self, most: int, hash_tokens: int) -> None:
-        """`most`: how many hashes are kept, the latest; more than the GPU has blocks. `hash_tokens`: tokens that a
-        hash covers beyond those of the one before."""
+        """`most`: how many of the latest hashes are kept; more than the GPU has blocks. `hash_tokens`: how many tokens
+        a hash covers beyond those of the hash before."""
         self._most, self._hash_tokens = most, hash_tokens
         self._hashes: dict[bytes, None] = {}
-        self._running: dict[TrackedRequest, int] = {}  # how many of its hashes were seen
+        self._running: dict[TrackedRequest, int] = {}  # how many of its hashes are noted
 
     def __bool__(self) -> bool:
         return bool(self._hashes or self._running)
 
     def __contains__(self, block_hash: bytes) -> bool:
-        """O(hashes that running requests got since the last call)."""
+        """O(hashes that running requests have got since the last call)."""
         for tracked in self._running:
             self._follow(tracked)
         return block_hash in self._hashes
 
     def begin(self, tracked: TrackedRequest) -> None:
-        """A request has arrived. O(its hashes), unless nothing is kept."""
+        """Note that a request has arrived. O(its hashes) if any hashes are kept, O(1) otherwise."""
         if tracked.hints is not None and not tracked.hints.store:
             self._running[tracked] = 0
         if not self._hashes:
@@ -131,11 +133,11 @@ class UnstoredHashes:
         for block_hash in tracked.request.block_hashes:
             if block_hash in self._hashes:
                 del self._hashes[block_hash]
-                if tracked in self._running:  # it is then one of the latest
+                if tracked in self._running:  # so that it becomes one of the latest
                     self._hashes[block_hash] = None
 
     def end(self, tracked: TrackedRequest) -> None:
-        """A request ends."""
+        """Note that a request ends."""
         if tracked in self._running:
             self._follow(tracked)
             del self._running[tracked]

@@ -26,9 +26,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger("kvstow.vllm")
 
 _BATCHES_PER_READ = 256
+"""How many batches of the engine's events are read per step."""
 PERIOD_SECONDS = 0.1
-"""The interval at which the service is asked what others have stored and what was removed. The service is asked about
-own stores at once."""
+"""The interval, in seconds, at which the service is asked what others have stored and what was removed. The service is
+asked about own stores at once."""
 
 
 class BlockNews(NamedTuple):
@@ -104,7 +105,8 @@ class AttachedBlocks:
         return news
 
     def look_up(self, keys: Sequence[bytes]) -> Answer[list[bool]] | None:
-        """Which of these blocks are present. An answer with an `error` says nothing. None if nobody can say now."""
+        """Which of these blocks are present. An answer with an `error` says nothing. None if that cannot be found out
+        now."""
         return self._control.present(keys) if self._control.finds_hits and self._has_all_memory() else None
 
 
@@ -205,14 +207,14 @@ class EventFeed:
         self._withdrawn: dict[bytes, None] = {}
 
     def offered(self, request: Any, group: KVGroup, first_block: int, keys: Sequence[bytes]) -> None:
-        """The store of these consecutive blocks of vLLM's `request`, starting at `first_block`, may be planned in this
-        step."""
+        """Note that the store of these consecutive blocks of vLLM's `request`, starting at `first_block`, may be
+        planned in this step."""
         for number, key in enumerate(keys, first_block):
             self._offered[key] = request, group, number
 
     def name(self, key: bytes, block_hash: bytes) -> None:
-        """The store of a block of this key may be planned. vLLM knows it by `block_hash`, which the key does not
-        contain."""
+        """Note that the store of the block with this key may be planned. vLLM knows the block by `block_hash`, which
+        the key does not contain."""
         self._named[key] = block_hash
         while len(self._named) > MAX_PLANNED:
             del self._named[next(iter(self._named))]
@@ -250,7 +252,7 @@ class EventFeed:
         events: list[Any] = []
         for change in news.changes:
             events += self._announce(change.keys) if change.kind == "stored" else self._remove(change.keys)
-        withdrawn = list(islice(self._withdrawn, _WITHDRAWN_PER_TAKE))  # and have not come back
+        withdrawn = list(islice(self._withdrawn, _WITHDRAWN_PER_TAKE))  # those that have not come back
         for key in withdrawn:
             del self._withdrawn[key]
         events += self._removed_events(withdrawn)
@@ -259,13 +261,15 @@ class EventFeed:
         return events
 
     def _withdraw(self) -> None:
-        """All announced blocks have gone, and some may come back. O(announced blocks), once per session."""
+        """Withdraw all announced blocks, because all have gone. Some may come back, so they are looked up again.
+        O(announced blocks), once per session."""
         self._doubtful, self._checked = deque(dict.fromkeys([*self._doubtful, *self._announced])), None
         self._withdrawn |= dict.fromkeys(self._announced)
         self._announced = set()
 
     def _check(self) -> list[Any]:
-        """Look up some doubtful blocks. Their events say what is true now, even if the log says otherwise later."""
+        """Look up some doubtful blocks, and return their events. These tell what is true now, even if later entries of
+        the log tell something else."""
         if self._checked is None:
             keys = list(islice(self._doubtful, _CHECKS_PER_TAKE))
             asked = self._source.look_up(keys)

@@ -24,7 +24,7 @@ _STATE = "MambaSpec"
 _UNIFORM = "UniformTypeKVCacheSpecs"
 
 SERVED = frozenset({*_FULL, *_WINDOW, *_CHUNKED, _STATE})
-"""Kinds of KV cache that are kept, but for groups that vLLM itself does not find by prefix."""
+"""Kinds of KV cache that are kept, except in groups whose blocks vLLM itself does not find by prefix."""
 REFUSED = {
     "CrossAttentionSpec": "a decoder without an encoder: KV of an encoder's output has no prefix",
     "EncoderOnlyAttentionSpec": "a decoder: KV of an encoder has no prefix",
@@ -94,8 +94,8 @@ class KVGroups:
 
     @property
     def are_attention(self) -> bool:
-        """Whether all that a request reads of its prefix is read by layers that attend, and is kept. Steps may compute
-        with what they load only then: vLLM copies recurrent states before the layers run."""
+        """Whether only attention layers read the prefix of a request, and all that they read is kept. Steps may compute
+        with what they load only then, because vLLM copies recurrent states before the layers run."""
         return not self.left_out and not self.has_states
 
     @property
@@ -256,7 +256,7 @@ def longest_end(presence: OffloadEngine | KeyPresence, groups: KVGroups, keys: K
         wanted = keys(group, local // group.block_tokens, end // group.block_tokens)
         end = min(end, local + presence.lookup(wanted) * group.block_tokens)
     end = end // groups.alignment * groups.alignment
-    partial: list[tuple[KVGroup, list[int]]] = []  # with the missing ones among its first `j` blocks beyond `local`
+    partial: list[tuple[KVGroup, list[int]]] = []  # how many of a group's first `j` blocks beyond `local` are absent
     for group in groups.partial:
         there = presence.contains(keys(group, local // group.block_tokens, end // group.block_tokens))
         partial.append((group, list(accumulate((not each for each in there), initial=0))))

@@ -1,14 +1,15 @@
-"""Which way a load goes: within the step that needs it, layer by layer, or before it, while other requests run. And
-what it costs the engine to compute prompts, what loads have saved it, and how long it has waited for them.
+"""Chooses the way of each load: by layer, within the step that computes with it, or before that step, while other
+requests run. It also tracks what it costs the engine to compute prompts, what loads have saved it, and how long it has
+waited for them.
 
-A load by layer costs its request the longer of load and computation, where a load before the step costs their sum and
-what it takes to begin it and to notice its end. Both are estimated for every load, each with the rate that loads of its
-kind had: on some hosts they differ by half. Whatever else runs in that step waits for it, too: so it may add a bounded
-time to a step of others, and where others wait to be scheduled no long load goes by layer, as the first of them would
-otherwise end with the last.
+With a load by layer, a request waits for the longer of load and computation. With a load before the step, it waits for
+their sum, and for the time that it takes to begin the load and to notice its end. Both times are estimated for every
+load, each with the rate that loads of its kind have had, because these rates differ by half on some hosts. All other
+requests of the step wait for a load by layer, too. So it may add only a bounded time to a step of others. If others
+wait to be scheduled, no long load goes by layer, because the first of them would end with the last.
 
-Alone, a request whose prefix is computed in the time that its load would take computes it: a step takes as long as its
-launch however few tokens it has.
+A request that is alone computes its prefix if that takes no longer than loading it. A step takes as long as its launch,
+however few tokens it has.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from kvstow_service.connectors.engine_core.trackedrequests import Choice, Tracke
 LoadPath = Literal["auto", "layer", "async"]
 LOAD_PATHS: tuple[LoadPath, ...] = get_args(LoadPath)
 
-_LAYER_DELAY = 0.001  # seconds of the host to begin a load by layer
+_LAYER_DELAY = 0.001
+"""How many seconds the host needs to begin a load by layer."""
 _NOTHING = PromptPart()
 LEAST_TOKENS = 256
 """How many prompt tokens a step must compute to show what they cost. If a step can have fewer than twice as many
@@ -33,12 +35,12 @@ tokens, half of its limit is enough."""
 
 
 class LoadPolicy:
-    """Used by the scheduler's thread. O(1) for each choice, O(requests) for each step.
+    """Chooses the way of each load. Used by the scheduler's thread. O(1) for each choice, O(requests) for each step.
 
-    Where no load can go by layer, the reason is `setting` (the user wants none) or `engine` (this engine allows none).
+    If no load can go by layer, the reason is `setting` (the user wants none) or `engine` (this engine allows none).
 
-    Tokens that were loaded or found on the GPU are not computed, and do not count. The engine waits for loads before
-    the step while any is under way and no step is: other requests that run meanwhile hide it.
+    Tokens that were loaded or found on the GPU are not computed, so they do not count. The engine counts as waiting
+    while a load before the step is under way and no step is, because other requests that run hide the load.
     """
 
     def __init__(
@@ -52,24 +54,26 @@ class LoadPolicy:
         block_tokens: int = 16,
         least_tokens: int = LEAST_TOKENS,
     ) -> None:
-        """`step_budget`: seconds that loads by layer may add to a step of other requests. `slot_bytes`: on the rank
-        where they are largest. `is_possible`: whether this engine can load by layer. `block_tokens`: in a slot."""
+        """`step_budget`: seconds that loads by layer may add to a step of other requests. `slot_bytes`: bytes of a slot
+        on the rank where slots are largest. `is_possible`: whether this engine can load by layer. `block_tokens`:
+        tokens in a slot."""
         self._path, self._budget, self._clock, self._is_possible = path, step_budget, clock, is_possible
         self._loads, self._steps = LoadTimes(slot_bytes, clock), StepTimes(block_tokens, least_tokens)
         self.requests: Mapping[str, TrackedRequest] = {}
-        """Those that vLLM has, by name."""
+        """The requests that vLLM has, by name."""
         self.off: str | None = None
-        """Why loads by layer are off on some rank."""
+        """Why loads by layer are off on some rank; None if they are off on none."""
         self.counts: Counter[Choice] = Counter()
-        """Loads that began, by how they went and why."""
+        """How many loads began, by the choice made for them."""
         self._not_made, self._computed = 0, ""
-        """Loads that would have taken longer than computing, not told yet; and the last request that was computed."""
+        """How many loads were not made because computing takes less time, since the last news, and the name of the last
+        request for which that was decided."""
         self._running: set[str] = set()
-        self._by_layer = self._queued = 0  # blocks: of the step that is being planned; of other loads under way
+        self._by_layer = self._queued = 0  # blocks of loads by layer in the step being planned, and of loads before it
         self._waiting = 0  # blocks of loads by layer that wait for their slots, or for vLLM to ask for them
-        self._seen_at = 0.0  # until then, waiting was counted
-        self._told: PrefillCost | None = None
-        self._hits, self._waited = PromptPart(), 0.0  # not told yet
+        self._seen_at = 0.0  # waiting for loads is counted up to this moment
+        self._told: PrefillCost | None = None  # the cost in the last news
+        self._hits, self._waited = PromptPart(), 0.0  # since the last news
 
     # -- the choice -----------------------------------------------------------------------------------------
 
@@ -82,9 +86,9 @@ class LoadPolicy:
         had_no_room: bool = False,
         rest: PromptPart = _NOTHING,
     ) -> Choice:
-        """For a load of so many blocks. `rest`: what is computed behind it. `is_whole`: of the whole prompt, after
-        which vLLM would have nothing to compute in this step. `had_no_room`: it was to go by layer, and vLLM had no
-        blocks for the request."""
+        """Choose the way of a load of `num_blocks` blocks. `rest`: the tokens that are computed after it. `is_whole`:
+        whether it loads the whole prompt, so that vLLM would have nothing to compute in this step. `had_no_room`:
+        whether it was promised by layer before, and vLLM had no blocks for the request."""
         obstacles = {
             "setting": self._path == "async",
             "engine": not self._is_possible,
@@ -99,7 +103,7 @@ class LoadPolicy:
 
     def _faster(self, request_id: str, num_blocks: int, rest: PromptPart) -> Choice:
         others, before = len(self._running) - (request_id in self._running), self._blocks_before
-        hidden = self._steps.shortest if others else 0.0  # a step of others lasts so long anyway
+        hidden = self._steps.shortest if others else 0.0  # a step of others takes this time anyway
         step, blocks = max(hidden, self._steps.seconds(rest)), num_blocks + before
         by_layer, whole = (self._loads.seconds(blocks, by_layer=way) for way in (True, False))
         is_slower = self._loads.delay + whole + step < max(step, by_layer) + _LAYER_DELAY
@@ -116,8 +120,9 @@ class LoadPolicy:
     def is_worth_it(
         self, request_id: str, choice: Choice, num_blocks: int, prompt: PromptPart, rest: PromptPart
     ) -> bool:
-        """Whether to load so many blocks, of all that the request has to compute, `prompt`, and then compute the
-        `rest`. Beside others always, since the computation would be theirs as well. `choice`: of this load."""
+        """Whether to load `num_blocks` blocks and then compute the `rest`, instead of computing all of the `prompt`.
+        True if other requests run, because they would wait for the computation, too. `choice`: the way of this
+        load."""
         if self._path != "auto" or self._steps.cost is None or not self._is_alone(request_id):
             return True
         step, load = self._steps.seconds(rest), self._loads.seconds(num_blocks, by_layer=choice.by_layer)
@@ -137,13 +142,14 @@ class LoadPolicy:
 
     @property
     def _blocks_before(self) -> int:
-        """Of loads that share the link with the next one."""
+        """The number of blocks of all loads that share the link with the next one."""
         return self._by_layer + self._queued + self._waiting
 
     @property
     def loads_last_block(self) -> bool:
-        """Whether the last block of a prompt is loaded if it alone is missing: only if that, and a step that decodes,
-        take less than a step that computes the block's tokens. Not before both kinds of step were measured."""
+        """Whether to load the last block of a prompt if only that one is missing. This is so if the load and a step
+        that decodes take less time than a step that computes the block's tokens. False until both kinds of steps are
+        measured."""
         steps = self._steps
         if not steps.tail or not steps.decode:
             return False
@@ -153,8 +159,8 @@ class LoadPolicy:
     # -- loads ----------------------------------------------------------------------------------------------
 
     def waits(self, num_blocks: int) -> None:
-        """The slots of a load by layer were asked for before the load is promised to vLLM. Once it is planned or given
-        up, `num_blocks` is negative."""
+        """Note that slots were requested for a load by layer of `num_blocks` blocks, before the load is promised to
+        vLLM. When it is planned or given up, `num_blocks` is negative."""
         self._waiting += num_blocks
 
     def begun(self, choice: Choice, num_blocks: int) -> None:
@@ -168,21 +174,21 @@ class LoadPolicy:
             self._queued += num_blocks
 
     def ended(self, num_blocks: int, seconds: float | None = None) -> None:
-        """A load that does not go by layer has ended on all ranks, `seconds` after it had begun."""
+        """Note that a load before the step has ended on all ranks, `seconds` after its begin; None if it has failed."""
         self._look()
         if seconds is not None:
             self._loads.has_taken(seconds, self._queued)  # the others share the link with it
         self._queued -= num_blocks
 
     def measured(self, num_bytes: int, seconds: float, *, by_layer: bool) -> None:
-        """A load on some rank was so fast."""
+        """Note how long a load on some rank took."""
         self._loads.measured(num_bytes, seconds, by_layer=by_layer)
 
     def loaded(self, tokens: PromptPart) -> None:
         self._hits = self._hits.with_part(tokens)
 
     def _look(self) -> float:
-        """Count the time since the last look, if the engine has waited since. Returns the time."""
+        """Count the time since the last call as waiting, if the engine has waited for loads. Returns the time now."""
         now = self._clock()
         if self._queued and not self._steps.is_under_way:
             self._waited += now - self._seen_at
@@ -192,8 +198,9 @@ class LoadPolicy:
     # -- steps ----------------------------------------------------------------------------------------------
 
     def planned(self, number: int, step: Any) -> bool:
-        """Steps have ascending numbers. `step`: vLLM's `SchedulerOutput`, before vLLM counts its tokens as computed.
-        Returns whether `step_ended` is to be called: not for steps that compute nothing."""
+        """Note that a step is planned. Steps have ascending numbers. `step`: vLLM's `SchedulerOutput`, before vLLM
+        counts its tokens as computed. Returns whether `step_ended` must be called, which is not so for steps that
+        compute nothing."""
         scheduled: Mapping[str, int] = step.num_scheduled_tokens
         load_seconds = self._loads.seconds(self._by_layer, by_layer=True)
         self._by_layer, self._running = 0, set(scheduled)
@@ -219,7 +226,8 @@ class LoadPolicy:
         self._running.discard(request_id)
 
     def take_news(self) -> PrefillNews | None:
-        """For the control plane: what is new since the last call; None while it is not known what prompts cost."""
+        """What is new since the last call, for the control plane. None if nothing is new, or while the cost of prompts
+        is unknown."""
         cost = self._steps.cost
         if cost is None or (cost == self._told and not (self._hits.tokens or self._waited or self._not_made)):
             return None

@@ -1,7 +1,7 @@
 """Loads: how many of a request's tokens the pool has, and the copies into the request's GPU blocks.
 
-Requests that share a prefix load it once: one of them loads it, the others wait for it and find it on the GPU. What
-happens to a failed load that the engine cannot handle stands at the end."""
+Requests that share a prefix load it once: one of them loads it, and the others wait for it and find it on the GPU.
+`FailedLoads` deals with failed loads that the engine cannot handle itself."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from kvstow_service.connectors.engine_core.trackedrequests import (
 )
 
 WAIT_SECONDS = 5.0
-"""How long a request waits at most. All loads that fit into a GPU's cache together take less."""
+"""How many seconds a request waits at most. All loads that fit into a GPU's cache together take less."""
 
 
 class SharedLoads:
@@ -66,18 +66,18 @@ class SharedLoads:
         return not self._is_over(load) and load.start <= local < end and self._clock() < deadline
 
     def begun(self, tracked: TrackedRequest, num_tokens: int) -> None:
-        """The load of the `num_tokens` tokens after `tracked.start` is planned."""
+        """Note that the load of the `num_tokens` tokens after `tracked.start` is planned."""
         end = (tracked.start + num_tokens) // self._groups.alignment * self._groups.alignment
         if self._are_found:
             self._loads[tracked] = SharedLoad(tracked.request, tracked.start, end)
 
     def done(self, tracked: TrackedRequest) -> None:
-        """The load is done. vLLM has yet to schedule its request, but it may ask about others first."""
+        """Note that the load is done. vLLM has yet to schedule its request, but it may ask about others first."""
         if (load := self._loads.get(tracked)) is not None:
             load.done_in = self._draft.number
 
     def ended(self, tracked: TrackedRequest) -> None:
-        """The load has failed, or its request continues or has ended. Idempotent."""
+        """Note that the load has failed, or that its request continues or has ended. Idempotent."""
         if (load := self._loads.pop(tracked, None)) is not None:
             load.is_over = True
 
@@ -98,8 +98,8 @@ class SharedLoads:
         return best
 
     def _shared_end(self, request: Request, load: SharedLoad, half: int, end: int) -> int:
-        """Up to which token the load brings what the request needs, at `half` or later; 0 if that is not enough. If
-        some layers need only a part of the prefix, the load brings what the token after its end reads, and no more."""
+        """The token, at `half` or later, up to which the load brings what the request needs; 0 if it brings too little.
+        If some layers need only a part of the prefix, the load brings only what the token after its own end reads."""
         step, most = self._groups.alignment, min(end, load.end)
         if not self._groups.is_plain:
             return most if most == load.end and self._share(request, load, most) else 0
@@ -119,7 +119,7 @@ logger = logging.getLogger("kvstow.vllm")
 
 
 class _Load(NamedTuple):
-    """A load before the step, of these tokens into the blocks `targets`, asked for at the time `at`."""
+    """A load before the step, of these tokens into the blocks `targets`, which was requested at the time `at`."""
 
     tracked: TrackedRequest
     tokens: PromptPart
@@ -132,7 +132,7 @@ class Loads:
     """Looks requests up, holds the blocks that it finds, plans loads, and follows them. Used by the scheduler's thread.
 
     vLLM may ask about a request many times before it admits it, with a local prefix that changes. The request's hit is
-    kept as long as it fits, so asking again costs O(1), and nothing is held twice. A group that attends to everything
+    kept as long as it fits, so asking again costs O(1), and no block is held twice. A group that attends to all tokens
     needs all blocks of the hit. A group with a window needs the blocks that the next token reads. Blocks below the
     local prefix are already on the GPU.
 
@@ -159,14 +159,14 @@ class Loads:
         self._null_block, self._observe = null_block, observe
         self._shared = SharedLoads(draft, groups, clock, drafts=drafts)
         self._finder = control.hit_finder(groups)
-        self._asked: deque[_Load] = deque()  # those that the pool has not agreed to yet
+        self._asked: deque[_Load] = deque()  # loads that the pool has not agreed to yet
         self._under_way: dict[int, _Load] = {}  # by op
         self._policy, self._clock = policy, clock
         self._layered: dict[int, PromptPart] = {}  # tokens of the loads by layer under way, by op
         self._begun: dict[TrackedRequest, bool] = {}
         """Requests with a load that has begun, and whether vLLM has asked for the request in this step."""
-        self._promised: list[TrackedRequest] = []  # those whose load was promised to vLLM in this step
-        self._unwanted: list[Awaited[Op | None]] = []
+        self._promised: list[TrackedRequest] = []  # requests whose load was promised to vLLM in this step
+        self._unwanted: list[Awaited[Op | None]] = []  # loads by layer that were given up
 
     @property
     def are_under_way(self) -> bool:
@@ -180,15 +180,16 @@ class Loads:
     # -- lookup --------------------------------------------------------------------------------------------
 
     def expect(self, tracked: TrackedRequest) -> None:
-        """The request has arrived. The node service is asked now for what `hold_hit` will return."""
+        """Ask the node service, when the request arrives, for what `hold_hit` will return."""
         tracked.start = 0
         if (end := self._longest_end(tracked)) > 0:
             self._finder.expect(tracked, end)
 
     def hold_hit(self, tracked: TrackedRequest, local: int) -> int | None:
-        """How many tokens after the first `local` can be loaded; they are held for the request. None: not known yet, or
-        the request waits for another one's load. A hit without blocks to load, as at the start of a chunk, counts as no
-        hit, because vLLM waits for the end of each load. `tracked.choice` says which way the load would go."""
+        """How many tokens after the first `local` can be loaded; they are held for the request. None if that is not
+        known yet, or if the request waits for another one's load. A hit without blocks to load, as at the start of a
+        chunk, counts as no hit, because vLLM waits for the end of each load. `tracked.choice` says which way the load
+        would go."""
         tracked.start, tracked.choice = local, None
         if (begun := tracked.begun) is not None:
             if begun.start == local:
@@ -216,10 +217,10 @@ class Loads:
             tracked.choice = None
             self.release_hit(tracked)
             return 0
-        if choice.by_layer:  # it needs no other request's load, and vLLM keeps it in this step
+        if choice.by_layer:  # vLLM caches its blocks in this step, so there is no need to wait for others
             if self._control.begins_loads_at_once:
                 return hit.end - local
-            # Another one's load by layer waits for its slots: in the next step, its blocks are on the GPU.
+            # If another request's load by layer waits for its slots, its blocks are on the GPU in the next step.
             return None if self._shared.must_wait(tracked, local, hit.end) else self._begin_early(tracked, hit, choice)
         return None if self._shared.must_wait(tracked, local, hit.end) else hit.end - local
 
@@ -229,7 +230,7 @@ class Loads:
         return is_last and not self._policy.loads_last_block
 
     def _begin_early(self, tracked: TrackedRequest, hit: Hit, choice: Choice) -> int | None:
-        """Ask for the slots of a load by layer, whose blocks are not known yet."""
+        """Request the slots of a load by layer, before the GPU blocks of the load are known."""
         tracked.hit = None
         places = self._groups.places(tracked.start, hit.end)
         answer = self._begin_load(tracked, hit, hit.end, places, [-1] * len(places))
@@ -241,9 +242,9 @@ class Loads:
         return self._begun_hit(tracked, begun)
 
     def _begun_hit(self, tracked: TrackedRequest, begun: BegunLoad) -> int | None:
-        """How much the load brings; None while its slots are not known, or a rank might refuse it. A session begins
-        only between two passes of vLLM's scheduler. So no rank that holds its gate refuses a load of the session that
-        is the current one now."""
+        """How many tokens the load brings; None while its slots are unknown, or while a rank might refuse it. A session
+        begins only between two passes of vLLM's scheduler. So a rank that holds its gate refuses no load of the session
+        that is current now."""
         self._begun[tracked] = True
         if not self._control.wait_for_slots(begun.answer):
             return None
@@ -272,8 +273,8 @@ class Loads:
             self._unwanted.append(begun.answer)
 
     def drop_unused(self) -> None:
-        """The step's requests have their blocks. A load by layer that vLLM had no blocks for is given up, and so is one
-        whose request vLLM has not asked for in this step: if it stayed, its slots would, too."""
+        """Give up loads by layer that this step does not use, once its requests have their blocks: loads for which vLLM
+        had no blocks, and loads whose requests vLLM has not asked about. If they stayed, their slots would, too."""
         for tracked in self._promised:
             if tracked.begun is not None:
                 tracked.had_no_room = True
@@ -292,7 +293,7 @@ class Loads:
         self._unwanted = unknown
 
     def count_hit(self, tracked: TrackedRequest, num_tokens: int) -> None:
-        """The request is admitted, and uses `num_tokens` of what was found."""
+        """Count the lookup of a request that is admitted, and that uses `num_tokens` of the tokens found."""
         end = self._longest_end(tracked)
         queried = end - tracked.start
         if queried > 0 and not self._is_computed(tracked, end):
@@ -301,7 +302,7 @@ class Loads:
             self._control.count_lookup(queried // alignment, num_tokens // alignment)
 
     def ended(self, tracked: TrackedRequest) -> None:
-        """The request continues without a load, or has ended."""
+        """Note that the request continues without a load, or has ended."""
         self._shared.ended(tracked)
         self.release_hit(tracked)
 
@@ -396,16 +397,16 @@ class Loads:
                 self._lose(tracked, targets)
 
     def lose_load(self, tracked: TrackedRequest, num_tokens: int) -> None:
-        """The load of the `num_tokens` tokens after `tracked.start` is impossible."""
+        """Note that the load of the `num_tokens` tokens after `tracked.start` is impossible."""
         places = self._groups.places(tracked.start, tracked.start + num_tokens)
         self._lose(tracked, tuple([tracked.tables[group][number] for group, number in places]))
 
     def goes_by_layer(self, op_id: int) -> bool | None:
-        """None if this is no load under way."""
+        """Whether this load goes by layer; None if the op is no load under way."""
         return True if op_id in self._layered else False if op_id in self._under_way else None
 
     def load_settled(self, op_id: int, *, failed: bool) -> None:
-        """A load has ended on every rank."""
+        """Note that a load has ended on every rank."""
         tokens = self._layered.pop(op_id, None)
         if (load := self._under_way.pop(op_id, None)) is not None:
             tracked, tokens, targets, _, at = load
@@ -423,7 +424,8 @@ class Loads:
     def _begin_load(
         self, tracked: TrackedRequest, hit: Hit, end: int, places: list[tuple[int, int]], targets: Sequence[int]
     ) -> Awaited[Op | None] | None:
-        """None if some of what the request needs was not found; nothing is held in that case."""
+        """Ask the pool to begin the load. Returns None if the hit lacks a block that the request needs. Then nothing is
+        held."""
         held = places
         if (tracked.start, end) != (hit.start, hit.end):
             held = self._groups.places(hit.start, hit.end)

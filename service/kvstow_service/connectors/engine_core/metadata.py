@@ -20,9 +20,9 @@ from kvstow_service.connectors.engine_core.stepplan import BootCompletions, Load
 
 
 class LoadedFiles(NamedTuple):
-    """What a rank has loaded. `weights` and `files` are digests of what lay behind the paths of the weights, and of the
-    model's other files, after vLLM had loaded them (`Trail`). `changed_weights` and `changed_files`: a place on these
-    paths that changed meanwhile; empty if none did. `problem`: why that is unknown, as a phrase."""
+    """Which files a rank has loaded. `weights` and `files` are digests of the places to which the paths of the weights,
+    and of the model's other files, led after vLLM had loaded them (`Trail`). `changed_weights` and `changed_files`: a
+    place on these paths that changed meanwhile; empty if none did. `problem`: why that is unknown, as a phrase."""
 
     weights: str
     files: str
@@ -51,9 +51,9 @@ class RankHello(KVConnectorHandshakeMetadata):
 @dataclass(frozen=True)
 class KVStowMetadata(KVConnectorMetadata):
     """Sent by the scheduler side with every step. `plan` is None until the scheduler side knows all ranks. `desired`
-    answers ranks that have reported with a step. `ticket` is that of the session with the node service, and `hold` has
-    the ranks let its ops through. `launches` are for ranks on JAX: they come before the plan. `lost`: why the step
-    cannot load what it computes with; None if it can. `weight_changes`: how many calls that may change weights the
+    answers ranks that have reported with a step. `ticket` is that of the session with the node service, and `hold`
+    makes the ranks accept its ops. `launches` are for ranks on JAX, which launch them before the plan. `lost`: why the
+    step cannot load what it computes with; None if it can. `weight_changes`: how many calls that may change weights the
     scheduler side knows of, by rank."""
 
     plan: PlannedStep | None = None

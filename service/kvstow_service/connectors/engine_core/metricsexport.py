@@ -16,7 +16,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 
 from kvstow_service.connectors.engine_core.offloadmetrics import FAMILY, PREFIX, changes_between, merge
 
-_PERIOD = 0.1  # seconds
+_PERIOD = 0.1
+"""How many seconds pass between two readings of the counters."""
 
 logger = logging.getLogger("kvstow.vllm")
 
@@ -34,7 +35,7 @@ class KVStowStats(KVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """For the log: histograms as count and sum, without the configuration."""
+        """The changes for vLLM's log: histograms as count and sum, without the configuration."""
         reduced: dict[str, int | float] = {}
         for name, value in self.data.items():
             if FAMILY[name].kind == "histogram":
@@ -48,7 +49,7 @@ class KVStowStats(KVConnectorStats):
 
 
 class StatsFeed:
-    """Turns counters into the changes that vLLM asks for, twice a step. Used on the scheduler's thread.
+    """Turns counters into the changes that vLLM asks for, which it does twice a step. Used by the scheduler's thread.
 
     Reading the counters takes 22 us, so they are read ten times a second. They are also read when the last transfer has
     ended, because vLLM may make no further step after that.

@@ -26,7 +26,7 @@ Observe = Callable[[str, float], None]
 
 
 class Metric(NamedTuple):
-    """`labelnames` come after those that vLLM gives every metric."""
+    """A metric of the family. `labelnames` come after those that vLLM gives every metric."""
 
     kind: Literal["counter", "gauge", "histogram", "info"]
     help: str

@@ -28,11 +28,11 @@ from kvstow_service.duration import parse_duration
 logger = logging.getLogger("kvstow.vllm")
 
 DEFAULT_SHARE = 4
-"""Without a size, a pool takes this fraction of what the machine or the container has."""
+"""If no size is set, the pool's size is the memory of the machine or the container, divided by this."""
 _DEFAULT_BYTES = 8 << 30
-"""Where nobody can read how much that is."""
+"""The pool's size in bytes if none is set and that memory cannot be read."""
 _ALIASES = {"async_init": "async_register_cache"}
-"""Of SimpleCPUOffloadConnector, whose keys keep their meaning."""
+"""Keys of SimpleCPUOffloadConnector, which keep their meaning, by the option that they set."""
 _OF_VLLM = frozenset({"enable_cross_layers_blocks"})
 """Keys that vLLM itself reads from the same mapping."""
 _PREFIX = "kv_connector_extra_config: "
@@ -285,6 +285,6 @@ class ConnectorOptions:
         )
 
     def public(self) -> dict[str, Any]:
-        """For every reader of the admin API, so it leaves out paths of this machine."""
+        """The options that every reader of the admin API may see. Paths of this machine are left out."""
         values = {each.name: getattr(self, each.name) for each in fields(self)}
         return {name: value for name, value in values.items() if not isinstance(value, Path)}

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 _MOST_LINKS = 40
-"""The kernel follows no more on one path."""
+"""How many links the kernel follows on one path."""
 _lstat = os.lstat
 
 
 class Stamp(NamedTuple):
-    """What changes if something else stands in a place. The times are in nanoseconds. Programs can set `written`, and
-    cannot set `changed`. `size`: -1 for a folder."""
+    """Identifies what is at a place: it changes if something else takes the place. The times are in nanoseconds.
+    Programs can set `written`, but not `changed`. `size` is -1 for a folder."""
 
     device: int
     inode: int
@@ -34,15 +34,15 @@ class Stamp(NamedTuple):
         return self.size < 0
 
     def may_differ_from(self, earlier: Stamp) -> bool:
-        """Whether another thing may have stood there in between. A new entry changes both times of a folder; to rename
-        the folder changes only the second."""
+        """Whether something else may have been at the place in between. A new entry changes both times of a folder;
+        renaming the folder changes only the second."""
         if self.is_folder and self[:2] == earlier[:2]:
             return self.changed != earlier.changed and self.written == earlier.written
         return self != earlier
 
 
 class Trail:
-    """The stamps of all places on some paths, by place. A place without anything has None."""
+    """The stamps of all places on some paths, by place. The stamp is None if nothing is there."""
 
     def __init__(self, stamps: Mapping[str, Stamp | None]) -> None:
         self.stamps = stamps
@@ -64,11 +64,11 @@ class Trail:
         return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:32]
 
     def changed_place(self) -> str | None:
-        """A place that has changed since, and None if none has. One `lstat` for each place."""
+        """A place that has changed since; None if none has. Costs one `lstat` for each place."""
         return next((place for place, stamp in self.stamps.items() if _may_differ(stamp, stamp_of(place))), None)
 
     def differences(self, later: Trail) -> Iterator[str]:
-        """The places whose stamp in `later` is another one, or that only one of both has."""
+        """The places whose stamp in `later` differs, and those that only one of both trails has."""
         for place in {**self.stamps, **later.stamps}:
             is_in_both = place in self.stamps and place in later.stamps
             if not is_in_both or _may_differ(self.stamps[place], later.stamps[place]):
@@ -82,7 +82,8 @@ class Trail:
         )
 
     def moved_after(self, moment: float) -> Iterator[str]:
-        """The folders that were renamed after `moment` and have got no entry since: a new entry sets both times."""
+        """The folders that were renamed after `moment` and have got no entry since, because a new entry sets both
+        times."""
         newest = moment * 1e9
         for place, stamp in self.stamps.items():
             if stamp and stamp.is_folder and stamp.changed > newest and stamp.changed > stamp.written:
@@ -91,8 +92,8 @@ class Trail:
     def folders_newer_than(self, moment: float, known: Trail, mounts: frozenset[str]) -> Iterator[str]:
         """The folders that may have been put there after `moment`.
 
-        A folder's own time changes when it is renamed, but also when it gets an entry. So the time does not count for a
-        folder that is the same one in `known`, or where the same file system is mounted as in `mounts`.
+        A folder's own time changes when it is renamed, but also when it gets an entry. So the time does not count if
+        `known` has the same folder, or if the same file system is mounted on it as in `mounts`.
         """
         newest, kept = moment * 1e9, mounts & mount_points()
         for place, stamp in self.stamps.items():
@@ -105,7 +106,7 @@ class Trail:
 
 
 def stamp_of(place: str | Path) -> Stamp | None:
-    """None if nothing stands there. A link is not followed."""
+    """The stamp of a place; None if nothing is there. A link is not followed."""
     try:
         found = _lstat(place)
     except OSError:

@@ -16,12 +16,12 @@ _STATUSES: dict[str, Status] = {
 }
 INTERRUPTED = Ending("interrupted")
 _MOST_ENDED = 64
-"""Requests whose blocks are known after their end."""
+"""How many requests are remembered after their end, with their GPU blocks."""
 
 
 def ending_of(request: Any) -> Ending:
     """How vLLM's request has ended. Its `stop_reason` is None after a plain end of text, and stop strings reach the
-    engine as aborts, so what a model does next is known by its last two tokens."""
+    engine as aborts. So only its last two tokens tell what its client is likely to do next."""
     status = _STATUSES.get(getattr(getattr(request, "status", None), "name", ""), "other")
     tokens = getattr(request, "output_token_ids", None)
     if status != "stop" or tokens is None or len(tokens) < 2:
@@ -30,8 +30,9 @@ def ending_of(request: Any) -> Ending:
 
 
 class RunningRequests:
-    """Used by the scheduler's thread. Only blocks of groups that attend to everything are used by a running request:
-    those of windows and recurrent states have left its tables by then, and count when it ends."""
+    """Tells the pool which blocks running requests use. Used by the scheduler's thread. While a request runs, only its
+    blocks of groups that attend to all tokens count as used. Blocks of windows and recurrent states leave its tables
+    meanwhile, so they count when it ends."""
 
     def __init__(self, control: ControlPlane, groups: KVGroups) -> None:
         self._control, self._alignment = control, groups.alignment
@@ -39,10 +40,10 @@ class RunningRequests:
         self._all = groups
         self._blocks_per_stride = sum(groups.alignment // group.block_tokens for group in groups.full)
         self._ended: dict[int, list[int]] = {}
-        """The GPU blocks of requests that have ended and lacked nothing, as far as was known, by number."""
+        """The GPU blocks, by number, of requests that have ended and of which the pool seemed to have all blocks."""
 
     def admitted(self, tracked: TrackedRequest) -> None:
-        """The request has its GPU blocks. Its chain is known as far as its prompt goes; it is told once."""
+        """Tell the pool, once, the keys of a request that has its GPU blocks, as far as its prompt goes."""
         if tracked.number is not None or tracked.withheld or not tracked.has_keys:
             return
         first = self._all.groups[0]
@@ -53,8 +54,8 @@ class RunningRequests:
         tracked.number = self._control.admit(keys, looked_up=looked_up, hints=tracked.hints, salt=tracked.salt)
 
     def ended(self, tracked: TrackedRequest, ending: Ending) -> bool:
-        """The request has ended, or vLLM has taken its GPU blocks away. Returns whether the pool lacks blocks of it
-        that are worth storing now."""
+        """Tell the pool that the request has ended, or that vLLM has taken its GPU blocks away. Returns whether the
+        pool lacks blocks of it that are worth storing now."""
         number, tracked.number = tracked.number, None
         if number is None:
             return False
@@ -71,16 +72,16 @@ class RunningRequests:
         return is_incomplete
 
     def late_blocks(self) -> list[int]:
-        """The GPU blocks of requests of which the pool has lent some before their end, as it has said only since. By
-        now they may have another content."""
+        """The GPU blocks of ended requests for which the pool has reported only since that it had lent some of their
+        slots before their end. By now these GPU blocks may have another content."""
         return [block for number in self._control.take_late() for block in self._ended.pop(number, ())]
 
     def _whole(self, tracked: TrackedRequest, num_tokens: int) -> int:
-        """Of so many tokens, those that are in whole strides of `alignment`, and that the pool may have."""
+        """How many of the first `num_tokens` tokens are in whole strides of `alignment`, and may be in the pool."""
         if not tracked.may_store:
             num_tokens = min(num_tokens, tracked.computed_from)
         return num_tokens // self._alignment * self._alignment
 
     def _position(self, num_tokens: int) -> int:
-        """How many keys a chain has before the block that begins after so many tokens."""
+        """How many keys a chain has before the block that begins after `num_tokens` tokens."""
         return num_tokens // self._alignment * self._blocks_per_stride

@@ -38,7 +38,7 @@ class SchedulerHost(ABC):
     """
 
     _lazy_steps = 2
-    """Lazy stores look ahead as far as this many steps can evict: a store holds its GPU blocks for as many steps."""
+    """Lazy stores look ahead as far as this many steps can evict, because a store holds its GPU blocks that long."""
 
     def __init__(
         self,
@@ -52,9 +52,9 @@ class SchedulerHost(ABC):
     ) -> None:
         """Starts nothing. `by_layer`: whether ranks can load layer by layer."""
         self.side: SchedulerSide | None = None
-        """None until every rank is known."""
+        """The scheduler side; None until every rank is known."""
         self.stats: StatsFeed
-        """Made with the side."""
+        """The statistics, which are made with the side."""
         self._options, self._process, self._groups = options, process, groups
         self._vllm_config, self._kv_cache_config = vllm_config, kv_cache_config
         self._pool: BlockPool | None = None
@@ -74,8 +74,8 @@ class SchedulerHost(ABC):
 
     @abstractmethod
     def _make_side(self, pool: BlockPool, hellos: list[RankHello]) -> SchedulerSide | None:
-        """`hellos` of all ranks, in order. Also makes the `stats`. Returns None, after logging why, if there can be no
-        offload."""
+        """Make the scheduler side and the `stats`. `hellos` are those of all ranks, in order. Returns None, after
+        logging why, if there can be no offload."""
 
     def _take_report(self, report: RankReport) -> DesiredState | None:
         """Take a report that a rank sent with a step. The ranks of an attached engine report to the service."""
@@ -96,7 +96,7 @@ class SchedulerHost(ABC):
         return None
 
     def hold_of(self, plan: PlannedStep | None) -> GateHold:
-        """What the ranks are told with this step of the session's ops; call it once for each step."""
+        """The hold that is sent to the ranks with this step. It is called once for each step."""
         return NO_HOLD
 
     @property
@@ -136,7 +136,7 @@ class SchedulerHost(ABC):
         self.ask("change of weights", lambda side: side.reset(self._weights_changed), False)
 
     def _follow_resets(self) -> None:
-        """vLLM does not tell the connector when it empties only the GPU's cache."""
+        """Also forget blocks whenever vLLM empties only the GPU's cache, of which it does not tell the connector."""
         if self._pool is None:
             return
         reset = self._pool.reset_prefix_cache
@@ -157,8 +157,9 @@ class SchedulerHost(ABC):
     def ask(self, what: str, call: Callable[[SchedulerSide], T], otherwise: T, *, admits: bool = False) -> T:
         """The result of `call`. Returns `otherwise` while a rank is unknown, or if `call` raises. The error would end
         vLLM's process, so vLLM continues without offload. Log, counter and readiness report that the error occurred in
-        `what`. `admits`: the call stands between a lookup and the admission of its request. A change of weights that
-        another thread has noticed has to wait then, because it would take away a load by layer that is promised."""
+        `what`. `admits`: whether the call is between a lookup and the admission of its request. A change of weights
+        that another thread has noticed has to wait then, because it would take away a load by layer that is
+        promised."""
         if self.side is None:
             return otherwise
         if self._unheard and not admits:
@@ -260,7 +261,7 @@ class SchedulerHost(ABC):
         )
 
     def _make_adapters(self, settings: str) -> Adapters:
-        """Called before vLLM loads any."""
+        """Make the adapters, before vLLM loads any."""
         folders = [Path(str(self._vllm_config.model_config.model)), *adapter_folders()]
         return Adapters(settings, EngineStart.now(process_start(), folders))
 

@@ -28,7 +28,7 @@ from kvstow_service.connectors.engine_core.stores import (
 from kvstow_service.connectors.engine_core.trackedrequests import Request, TrackedRequest
 
 STEP_BLOCKS = 1024
-"""How many blocks one step offers to the pool by default: 1 ms."""
+"""How many blocks one step offers to the pool by default, which takes 1 ms."""
 
 
 class SchedulerSide:
@@ -88,8 +88,8 @@ class SchedulerSide:
             self._loads.expect(self._tracked(request))
 
     def find_hit(self, request: Request, local: int) -> int | None:
-        """How many tokens after the first `local` the pool can load; None to be asked again in the next step, because
-        that is not known yet or another request is loading them. Idempotent. The blocks that it finds are held.
+        """How many tokens after the first `local` the pool can load. None makes vLLM ask again in the next step,
+        because that is not known yet or another request is loading them. Idempotent. The blocks that it finds are held.
 
         A request whose load has failed is computed. vLLM, at least up to 0.32, counts the blocks that such a request
         needs against its own next load, and may never admit it.
@@ -113,11 +113,11 @@ class SchedulerSide:
         return choice is not None and choice.by_layer
 
     def admit(self, request: Request, tables: Sequence[Sequence[int]], load_tokens: int) -> Literal[True]:
-        """The request has its GPU blocks. `load_tokens` of what `find_hit` found are to be loaded into them.
+        """Plan the load of a request that has its GPU blocks: `load_tokens` of the tokens that `find_hit` found.
 
-        Called again, with none to load, when a load has ended, and when a streamed request has got more input. Its
-        blocks are then offered to the pool, except those that the load brought: blocks that the pool still has count
-        as used, and blocks that it has lost are stored again.
+        vLLM calls it again, with nothing to load, when a load has ended, and when a streamed request has got more
+        input. The request's blocks are then offered to the pool, except those that the load brought. Blocks that the
+        pool still has count as used, and blocks that it has lost are stored again.
         """
         tracked = self._tracked(request)
         tracked.give_tables(tables, self._draft.number)
@@ -157,15 +157,16 @@ class SchedulerSide:
         return self.control.store_below
 
     def fail_admission(self, request: Request, tables: Sequence[Sequence[int]], load_tokens: int) -> None:
-        """`admit` has raised. vLLM waits for the load anyway, so the next step reports it as failed."""
+        """Report the load of a request as failed with the next step, because `admit` has raised, and vLLM waits for the
+        load anyway."""
         tracked = self._tracked(request)
         tracked.give_tables(tables, self._draft.number)
         tracked.hit = None
         self._loads.lose_load(tracked, load_tokens)
 
     def finish(self, request: Request, tables: Sequence[Sequence[int]]) -> None:
-        """The request ends, for any reason: store what is complete, and forget the request. Its loads end on their
-        own."""
+        """Store the complete blocks of a request that ends, for any reason, and forget the request. Its loads end on
+        their own."""
         tracked = self._requests.pop(request.request_id, None)
         if tracked is None:
             return
@@ -177,7 +178,7 @@ class SchedulerSide:
             self._gpu.unstored.end(tracked)
         if tracked.adapter is not None:
             tracked.adapter.check(now=True)
-        if tracked.has_run and self._groups.partial:  # what is being stored is given to the request that ends
+        if tracked.has_run and self._groups.partial:  # first, so that the stores count as the request's
             self._finder.offer_last(tracked, tables)
         is_incomplete = self._running.ended(tracked, ending_of(request))
         if tracked.has_run and (is_incomplete or not self._groups.partial):
@@ -207,7 +208,8 @@ class SchedulerSide:
     # -- one step -------------------------------------------------------------------------------------------
 
     def plan_step(self, step: Any) -> PlannedStep:
-        """What starts with this step: loads of the requests admitted in it, and stores of what older steps computed."""
+        """Plan what starts with this step: loads of the requests that are admitted in it, and stores of blocks that
+        older steps have computed."""
         if self._adapters is not None:
             self._adapters.move_on()
         self._loads.take_begun(wait=True)
@@ -223,23 +225,23 @@ class SchedulerSide:
         self._finder.offer_due(step, self._draft.number, self._states.blocks_computed(step), room)
         self._states.follow_step(step)
         if self._adapters is not None:
-            self._adapters.move_on()  # lookups before the next step compare, too
+            self._adapters.move_on()  # so that lookups before the next step compare files, too
         is_timed = self.policy.planned(self._draft.number + 1, step)
         return self._draft.take()._replace(is_timed=is_timed)
 
     def take_planned(self) -> PlannedStep:
-        """The step with what was planned for it so far."""
+        """The plan of the step as far as it was made. It is used if `plan_step` has raised."""
         self._loads.take_begun()
         return self._draft.take()
 
     def step_ended(self, number: int) -> None:
-        """Rank 0 has computed the step."""
+        """Note that rank 0 has computed the step."""
         self.policy.step_ended(number)
         if (news := self.policy.take_news()) is not None:
             self.control.note_prefill(news)
 
     def measure(self, completions: Iterable[Completion]) -> None:
-        """Ops have ended on some rank: how fast loads are decides which way the next ones go."""
+        """Note how fast loads were that have ended on some rank, which decides the way of the next ones."""
         for one in completions:
             if one.mark == "done" and (by_layer := self._loads.goes_by_layer(one.op_id)) is not None:
                 self.policy.measured(one.num_bytes, one.seconds, by_layer=by_layer)
@@ -247,7 +249,7 @@ class SchedulerSide:
     # -- completion -----------------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Act on results that have become final: release GPU blocks that every rank has read."""
+        """Act on results that have become final, and release GPU blocks that every rank has read."""
         for settled in self.control.take_settled():
             if settled.mark == "done":
                 self._observe(f"{settled.direction}_size", len(settled.blocks) * self.control.slot_bytes)
@@ -259,7 +261,7 @@ class SchedulerSide:
     @property
     def has_pending_stores(self) -> bool:
         """Whether steps are needed to start stores, to learn of their end, or to offer blocks again for which the pool
-        has room by now. Abandoned stores need none."""
+        has room by now. Abandoned stores need no steps."""
         self.settle()
         return (
             self.control.awaited_transfers > 0
@@ -280,16 +282,16 @@ class SchedulerSide:
         return self._gpu.has_sources or self._states.are_waiting
 
     def release_gpu_blocks(self) -> None:
-        """Release all GPU blocks, even if stores still read them. Only for an engine that has failed: it serves nothing
-        of what is stored, so it does not matter if a block is reused meanwhile."""
+        """Release all GPU blocks, even if stores still read them. This is only for an engine that has failed: it loads
+        nothing any more, so it does not matter if a block is reused while it is stored."""
         self._stores.free_all_sources()
         self._states.forget_states()
 
     def take_back(self, bad_blocks: Collection[int]) -> None:
-        """The last step has computed with these GPU blocks, which were not loaded. vLLM computes their first request
-        again from the first of them on, which may take several steps. Meanwhile all blocks that it has, and those that
-        were computed with them, are in the GPU's prefix cache, and other requests of the step count them as computed.
-        So they leave the cache, and each of these requests computes them by itself."""
+        """Take GPU blocks back that were not loaded, although the last step has computed with them. vLLM computes the
+        first request that has them again, from the first of them on, which may take several steps. Meanwhile these
+        blocks, and all that were computed with them, are in the GPU's prefix cache, and other requests of the step
+        count them as computed. So they leave the cache, and each of these requests computes them by itself."""
         bad, blocks = {*bad_blocks}, set[int]()
         for tracked in self._requests.values():
             (table,) = tracked.tables
@@ -301,11 +303,11 @@ class SchedulerSide:
         self._gpu.forget(blocks)
 
     def reset(self, reason: str = "") -> bool:
-        """Forget every block for good: what is in flight never becomes visible. Returns False while loads are under
-        way, because they would bring old blocks into new requests.
+        """Forget every block for good, so that stores in flight never become visible. Returns False while loads are
+        under way, because they would bring old blocks into new requests.
 
-        `reason`: why this engine has nothing in common with others any more, as a sentence. Then blocks are forgotten
-        even while loads are under way: their requests are computed with old and new weights in any case.
+        `reason`: why this engine has nothing in common with others any more, as a sentence. With a reason, blocks are
+        forgotten even while loads are under way, because their requests are computed with old and new weights anyway.
         """
         self.settle()
         if self._loads.are_under_way and not reason:

@@ -1,4 +1,4 @@
-"""The plan of a step: what the ranks do in one step of vLLM, besides computing, and what they report of it."""
+"""The plan of a step: what the ranks do in one step of vLLM in addition to computing, and what they report of it."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class PlannedStep(NamedTuple):
 
 
 class StepDraft:
-    """What was planned for the next step so far. Used by the scheduler's thread."""
+    """The plan of the next step, as far as it was made. Used by the scheduler's thread."""
 
     def __init__(self) -> None:
         self.number = 0
-        """Steps planned so far."""
+        """How many steps were planned so far."""
         self._clear()
 
     def _clear(self) -> None:
@@ -47,7 +47,7 @@ class StepDraft:
         self._load_requests.append(request_id)
 
     def drop_load(self, op: Op) -> None:
-        """Have the ranks end a load that has begun and that nobody needs: they touch nothing of it."""
+        """Make the ranks end a load that has begun but is not needed. They touch none of its blocks and slots."""
         self.stores.append(replace(op, blocks=(), slots=()))
 
     def take(self) -> PlannedStep:
@@ -60,7 +60,7 @@ class StepDraft:
 
 
 class LoadId(NamedTuple):
-    """A load. A request has at most one in a step."""
+    """Identifies a load. A request has at most one load in a step."""
 
     request_id: str
     step: int

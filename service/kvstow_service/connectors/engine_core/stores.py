@@ -20,6 +20,7 @@ from kvstow_service.connectors.engine_core.stepplan import StepDraft
 from kvstow_service.connectors.engine_core.trackedrequests import TrackedRequest
 
 _LONGEST_PAUSE = 256
+"""The longest pause between two offers of the same blocks, in steps."""
 
 
 class RetryPause:
@@ -35,7 +36,8 @@ class RetryPause:
         self._left = max(0, self._left - 1)
 
     def failed(self) -> None:
-        """A store has failed. Ignored during a pause, because that store was planned before the pause began."""
+        """Note that a store has failed. It does not count during a pause, because that store was planned before the
+        pause began."""
         if not self._left:
             self._left, self._next = self._next, min(max(1, 2 * self._next), _LONGEST_PAUSE)
 
@@ -44,7 +46,7 @@ class RetryPause:
 
 
 class _AskedStore(NamedTuple):
-    """Store `number`, for which the pool has not found slots yet. `origins`: what its KV events are made of."""
+    """Store `number`, for which the pool has not found slots yet. `origins`: the source of its KV events."""
 
     number: int
     offer: Offer
@@ -55,7 +57,7 @@ class _AskedStore(NamedTuple):
 class Stores:
     """Plans stores and follows them to their end. Used by the scheduler's thread.
 
-    The blocks of a store are referenced from the moment the store is asked for until every rank has read them.
+    The blocks of a store are referenced from the moment the store is requested until every rank has read them.
     """
 
     def __init__(
@@ -119,7 +121,7 @@ class Stores:
                 self.offer_again([offer.blocks[index] for index in grant.unplaced])
 
     def store_settled(self, settled: Settled) -> None:
-        """Every rank has read the blocks of a store, or has finished it."""
+        """Note that every rank has read the blocks of a store, or has finished it."""
         self._gpu.free_sources(settled.op_id, to_front=self._to_front)
         if settled.mark == "source_free":
             return
@@ -188,9 +190,9 @@ class EagerStores:
         self._due[tracked.request.request_id] = tracked
 
     def offer_due(self, step: Any, number: int, states: Sequence[int], room: int) -> int:
-        """Offer what older steps have completed for the requests that run in step `number`, and then the backlog, as
-        far as the pool has `room`. `states`: blocks of recurrent layers that the step computes. Returns how many blocks
-        were offered."""
+        """Offer the blocks that older steps have completed for the requests that run in step `number`, and then the
+        backlog, as far as the pool has `room`. `states`: blocks of recurrent layers that the step computes. Returns how
+        many blocks were offered."""
         self._follow_tables(step.scheduled_cached_reqs, number)
         self._planned, self._written_blocks = (number, step.num_scheduled_tokens, states), None
         offer, left = self._completed(step.num_scheduled_tokens)
@@ -228,9 +230,9 @@ class EagerStores:
         return self._written_blocks
 
     def offer_last(self, tracked: TrackedRequest, tables: Sequence[Sequence[int]], *, again: bool = False) -> None:
-        """Offer what is complete at the end of a request, whose blocks are in `tables`. The request still references
-        them. Blocks beyond the limit of one step go to the backlog, which keeps them for a while. `again`: all of its
-        blocks, because the pool lacks some that it had, or that it has refused before the end.
+        """Offer the complete blocks of a request that ends, which are in `tables`. The request still references them.
+        Blocks beyond the limit of one step go to the backlog, which keeps them for a while. With `again`, all of its
+        blocks are offered, because the pool lacks some that it had, or that it refused before.
 
         vLLM has removed from `tables` the blocks that left a window in the request's last step, although it still
         caches them. For a group with a window, this method therefore uses the blocks that the request was given.
@@ -248,8 +250,8 @@ class EagerStores:
         self._stores.plan_store(offer, tracked.request.request_id)
 
     def preempted(self, tracked: TrackedRequest) -> None:
-        """vLLM has taken the blocks of a request away, of which the pool lacks some. They stay on the GPU until it
-        needs their room."""
+        """Put the blocks of a preempted request, of which the pool lacks some, into the backlog. They stay on the GPU
+        until it needs their room."""
         if tracked.has_run:
             end, groups = tracked.offered_tokens, self._groups
             self._backlog.add_blocks(
@@ -257,12 +259,12 @@ class EagerStores:
             )
 
     def _follow_tables(self, running: Any, number: int) -> None:
-        """Running requests got more GPU blocks, for the tokens of the step that is being planned."""
+        """Add the GPU blocks that running requests have got for the tokens of the step that is being planned."""
         for request_id, new_blocks in zip(running.req_ids, running.new_block_ids, strict=True):
             if new_blocks is None:
                 continue
             tracked = self._requests.get(request_id)
-            if tracked is None or tracked.admitted_at == number:  # at admission, the whole table was given
+            if tracked is None or tracked.admitted_at == number:  # its admission gave the whole table
                 continue
             for table, blocks in zip(tracked.tables, new_blocks, strict=True):
                 table.extend(blocks)
@@ -298,8 +300,8 @@ class EagerStores:
         return end // self._alignment * self._alignment
 
     def _expects_more(self, tracked: TrackedRequest) -> bool:
-        """Whether there are complete blocks, or may be before the request gets another block: the next one has been
-        started."""
+        """Whether there are complete blocks, or may be before the request gets another block, because it already has
+        the next one."""
         stride_end = tracked.offered_tokens + self._alignment
         if any(len(tracked.tables[group.index]) * group.block_tokens > stride_end for group in self._groups):
             return True
@@ -412,7 +414,7 @@ class LazyStores:
         """Does nothing: the blocks of an ended request join the free queue."""
 
     def preempted(self, tracked: TrackedRequest) -> None:
-        """Does nothing, for the same reason."""
+        """Does nothing, because these blocks join the free queue, too."""
 
     def _offer_again(self, block_ids: Sequence[int]) -> None:
         for block_id in block_ids:
@@ -475,8 +477,8 @@ class RecurrentStates:
         return [block_id for states in _handed_over(step).values() for _, block_id, _ in states]
 
     def follow_step(self, step: Any) -> None:
-        """Store what the previous step handed over, as far as vLLM still caches it. Then take over the states of this
-        step."""
+        """Store the states that the previous step handed over, as far as vLLM still caches them. Then take over the
+        states of this step."""
         waiting, self._waiting = self._waiting, []
         cached = [(block, block_hash) for block, block_hash in waiting if block.block_hash == block_hash]
         hashes = [block_hash for _, block_hash in cached]

@@ -42,7 +42,7 @@ class Choice(NamedTuple):
 
     by_layer: bool
     reason: str
-    """setting, alone, budget, burst, rate, trial, whole_prompt, no_room, engine or rank"""
+    """One of setting, alone, budget, burst, rate, trial, whole_prompt, no_room, engine, rank."""
 
     @property
     def label(self) -> str:
@@ -51,8 +51,9 @@ class Choice(NamedTuple):
 
 
 class Hit(NamedTuple):
-    """Host blocks held for a request: `KVGroups.places(start, end)`, in that order, starting at number `first` of the
-    lease. `fetched`: the tokens of those that the fleet tier has brought for this lookup; the ranges may overlap."""
+    """Host blocks that are held for a request: `KVGroups.places(start, end)`, in that order, starting at number `first`
+    of the lease. `fetched`: the tokens of the blocks that the fleet tier has brought for this lookup; the ranges may
+    overlap."""
 
     start: int
     end: int
@@ -70,8 +71,8 @@ class Hit(NamedTuple):
 
 
 class BegunLoad(NamedTuple):
-    """A load by layer of the tokens from `start` to the end of `hit`, in `num_blocks` blocks, whose slots were asked
-    for at the time `at`. That has used up the hit's lease."""
+    """A load by layer of the tokens from `start` to the end of `hit`, in `num_blocks` blocks. Its slots were requested
+    at the time `at`, which has used up the hit's lease."""
 
     start: int
     hit: Hit
@@ -85,19 +86,23 @@ class BegunLoad(NamedTuple):
 class TrackedRequest:
     """A request between its arrival and its end. Used by the scheduler's thread.
 
-    `tables[group]`: its GPU blocks in order. `offered_tokens`: the blocks of the tokens before it were offered to the
-    pool. `hit`: what is held for the next admission; `begun`: a load by layer that the pool was asked for instead.
-    `had_no_room`: such a load was promised to vLLM, which had no blocks for it. `choice`: which way its load goes, as
-    vLLM learned last. `wait`: the wait for another request's load, begun since the last admission. `start`: how many
-    tokens were on the GPU when the hit was looked up. `looked_up`: the tokens that the first admission looked up.
-    `loading`: the admission began with a load, of the tokens `loaded`. `fetched_tokens`: how many of those came from
-    the fleet tier. `load_failed`: some of them were not written. `withheld`: its blocks belong to weights that were
-    replaced, and are never offered. `deferred_at`: when its lookup was first deferred to a later step; None if none is.
-    `admitted_at`: the step that gave the tables. `has_run`: it was computed since, so its tokens are more than the
-    promise of a load. `adapter`: its LoRA adapter, which is part of its keys; None if it has none. `known_hashes`: how
-    many of its hashes `KnownHashes` has. `hints`: what its client says of its blocks. `computed_from`: it has computed
-    no token before this one. `number`: the pool's for it, from its admission to its end; None if the pool does not know
-    it. `told_tokens`: how many of its tokens the pool was told of at the admission.
+    Blocks. `tables[group]`: its GPU blocks in order. `admitted_at`: the step that gave the tables. `has_run`: whether
+    it was computed since then, so that its tokens are more than the promise of a load. `offered_tokens`: the blocks of
+    the tokens before this one were offered to the pool. `computed_from`: it has computed no token before this one.
+    `withheld`: whether its blocks belong to weights that were replaced, and must not be offered. `known_hashes`: how
+    many of its hashes `KnownHashes` has.
+
+    Loads. `start`: how many tokens were on the GPU when the hit was looked up. `hit`: the hit that is held for the next
+    admission. `begun`: the load by layer that was requested instead of holding a hit. `had_no_room`: whether such a
+    load was promised to vLLM, which then had no blocks for it. `choice`: the way of its load that vLLM was given last.
+    `wait`: the wait for another request's load that has begun since the last admission. `deferred_at`: when its lookup
+    was first deferred to a later step; None if none is deferred. `loading`: whether the admission began with a load, of
+    the tokens `loaded`. `fetched_tokens`: how many of these came from the fleet tier. `load_failed`: whether some of
+    them were not written. `looked_up`: the tokens that the first admission looked up.
+
+    The request. `adapter`: its LoRA adapter, which is part of its keys; None if it has none. `hints`: the hints of its
+    client. `number`: its number in the pool, from its admission to its end; None if the pool does not know it.
+    `told_tokens`: how many of its tokens the pool learned of at the admission.
     """
 
     request: Request
@@ -133,7 +138,7 @@ class TrackedRequest:
 
     @property
     def confirmed_tokens(self) -> int:
-        """Tokens whose KV older steps have written. A step in flight may still reject its own."""
+        """How many tokens have KV that older steps have written. A step in flight may still reject its own tokens."""
         return self.request.num_computed_tokens - self.request.num_output_placeholders
 
     @property
@@ -143,7 +148,7 @@ class TrackedRequest:
 
     @property
     def has_keys(self) -> bool:
-        """Whether its blocks have keys: not if it is unknown which version of its adapter computes them."""
+        """Whether its blocks have keys. They have none if it is unknown which version of its adapter computes them."""
         return self.adapter is None or self.adapter.is_named
 
     @property
@@ -184,7 +189,7 @@ class TrackedRequest:
         return in_token_order([(first, run), *runs])
 
     def forget_stale_keys(self, groups: KVGroups) -> None:
-        """Forget the keys of a streamed request that continues with another prompt: it has other hashes."""
+        """Forget the keys of a streamed request that continues with another prompt, and so has other hashes."""
         hashes = self.request.block_hashes
         for group in groups.groups:
             known = self._keys[group.index]
@@ -196,7 +201,7 @@ class TrackedRequest:
                 self.known_hashes = 0
 
     def give_tables(self, tables: Sequence[Sequence[int]], step: int) -> None:
-        """The request now has these GPU blocks, and no others. None of them has been offered yet."""
+        """Give the request these GPU blocks, and no others. None of them has been offered yet."""
         self.tables = [list(table) for table in tables]
         self.offered_tokens, self.wait = 0, None
         self.admitted_at, self.has_run = step, False
@@ -204,8 +209,9 @@ class TrackedRequest:
 
 @dataclass(slots=True, eq=False)
 class SharedLoad:
-    """A load of the request's tokens `start` to `end` that others may wait for. `done_in`: how many steps were planned
-    when it was done; None before. `is_over`: it will put nothing into the GPU's cache that is not there yet."""
+    """A load of the request's tokens `start` to `end` that other requests may wait for. `done_in`: how many steps were
+    planned when it was done; None before that. `is_over`: whether all that it brings is in the GPU's cache by now, or
+    will never be there."""
 
     request: Request
     start: int
@@ -215,7 +221,7 @@ class SharedLoad:
 
 
 class LoadWait(NamedTuple):
-    """A request waits for `load`, which brings its tokens up to `end`, until the time `deadline`."""
+    """The wait of a request for `load`, which brings its tokens up to `end`. It ends at the time `deadline`."""
 
     load: SharedLoad
     end: int

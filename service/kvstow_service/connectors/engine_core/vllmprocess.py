@@ -1,7 +1,7 @@
 """The vLLM process that the connector runs in: its configuration, its node, its log, when it began, and the local
 cache of the Hugging Face Hub that it reads.
 
-What has changed since a process began may differ from what vLLM has read."""
+The time when it began matters because a file that has changed since may differ from what vLLM has read."""
 
 from __future__ import annotations
 
@@ -27,11 +27,12 @@ class VLLMProcess:
     `engine_id` is the same in all processes of the engine, and in no other engine. `rank` counts the workers of the
     engine over all its nodes; 0 in the scheduler's process. `max_requests` is the limit of one step. `frees_late`: vLLM
     hands out a freed block only after every step in flight has ended, so a load never writes a block that an older step
-    still writes. `replicated`: all ranks have the same KV (MLA). `drafts`: it has a drafter. With EAGLE or MTP, vLLM
-    computes the last block of a prefix that it finds on the GPU again. `lora_settings`: those that decide how an
-    adapter is applied; None if requests have no adapters. `may_load_by_layer`: a step may compute with what it loads
-    itself. `takes_steps_back`: vLLM discards what a step has computed for a request with blocks that it reports as
-    invalid, and computes them again.
+    still writes. `recomputes`: whether vLLM computes a request whose load has failed. `replicated`: whether all ranks
+    have the same KV (MLA). `drafts`: whether it has a drafter. With EAGLE or MTP, vLLM computes the last block of a
+    prefix that it finds on the GPU again. `lora_settings`: the settings that decide how an adapter is applied; None if
+    requests have no adapters. `may_load_by_layer`: whether a step may compute with what it loads itself.
+    `takes_steps_back`: whether vLLM discards what a step has computed for a request with blocks that are reported as
+    invalid, and computes it again.
     """
 
     engine_id: str
@@ -69,7 +70,7 @@ class VLLMProcess:
         # A drafter writes blocks after its step's output is known, and so does a step that only zeroes blocks.
         drafts = config.speculative_config is not None
         writes_late = drafts or kv_cache_config.needs_kv_cache_zeroing
-        # vLLM's `max_concurrent_batches > 1`, which takes 0.08 s: it reads the entry points of all packages.
+        # The same as vLLM's `max_concurrent_batches > 1`, which takes 0.08 s to read the entry points of all packages.
         overlaps = config.scheduler_config.async_scheduling or parallel.pipeline_parallel_size > 1
         return cls(
             engine_id=f"{config.instance_id}-{transfer.engine_id}",  # users may set the second part
@@ -103,8 +104,9 @@ _LORA_SETTINGS = (
 
 
 def _has_simple_steps(config: Any, transfer: Any, engine_transfer: Any) -> bool:
-    """A load within a step was tried with one pipeline stage, without micro-batches, as vLLM's only connector. A rank
-    that sleeps loses its memory, and a step that was planned before could not load it."""
+    """Whether the engine's steps are of the kind with which loads within a step were tried: one pipeline stage, no
+    micro-batches, and no other connector. A rank that sleeps loses its memory, and a step that was planned before could
+    not load from it."""
     parallel = config.parallel_config
     return (
         parallel.pipeline_parallel_size == 1
@@ -116,9 +118,10 @@ def _has_simple_steps(config: Any, transfer: Any, engine_transfer: Any) -> bool:
 
 
 def _rewinds_requests(config: Any, kv_cache_config: Any) -> bool:
-    """vLLM knows an invalid block's requests only with one KV group. Model runner V2 ignores that a running request has
-    fewer computed tokens than before (vLLM 0.33), so its answers would be wrong. With asynchronous scheduling, the next
-    step of the request is under way, and its output would be used."""
+    """Whether a request with invalid blocks can be computed again. vLLM finds the requests of an invalid block only if
+    there is one KV group. Model runner V2 ignores that a running request has fewer computed tokens than before (vLLM
+    0.33), so its answers would be wrong. With asynchronous scheduling, the next step of the request is under way, and
+    its output would be used."""
     is_v2 = getattr(config, "use_v2_model_runner", True)  # vLLM 0.30 has it
     return not is_v2 and len(kv_cache_config.kv_cache_groups) == 1
 
@@ -131,7 +134,8 @@ def _is_replicated(parallel: Any, kv_cache_config: Any) -> bool:
 
 
 def this_node() -> str:
-    """Name of the machine or container that this process runs in. Processes of the same node share a file system."""
+    """The name of the machine or container that this process runs in. Processes of the same node share a file
+    system."""
     return f"{socket.gethostname()}/{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
 
 
@@ -162,8 +166,8 @@ def process_start() -> float:
 
 
 def program_start() -> float:
-    """When the process that has started this one began, if it is vLLM's, too: it reads the model's configuration and
-    the files of its processor before it starts engines."""
+    """When the process that has started this one began, if that is vLLM's, too, because it reads the model's
+    configuration and the files of its processor before it starts engines."""
     parent = multiprocessing.parent_process()
     if parent is None or parent.pid is None:
         return process_start()
@@ -181,13 +185,13 @@ def _start_of(process: str) -> float:
 
 COMMIT = re.compile("[0-9a-f]{40}")
 _BLOB = re.compile("[0-9a-f]{40}|[0-9a-f]{64}")
-"""The names of blobs: the SHA-1 that Git knows a file by, or the SHA-256 of a large file."""
+"""The names of blobs: Git's SHA-1 of a file, or the SHA-256 of a large file."""
 _SNAPSHOT = re.compile(r"/models--(?P<repository>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})/(?P<path>.*)$")
 
 
 def find_snapshot(repository: str, revision: str | None, cache: str | None = None) -> Path | None:
     """The folder of a repository's files at a revision, by default the latest that the cache knows; None if it is not
-    in the cache. `cache`: another folder than the usual one."""
+    in the cache. `cache`: the folder of the cache, if it is not the usual one."""
     reference, folder = reference_of(repository, revision, cache), _folder(repository, cache)
     commit = (revision or "") if reference is None else reference.read_text().strip()
     if folder is None or not COMMIT.fullmatch(commit) or not (folder / "snapshots" / commit).is_dir():
@@ -247,7 +251,7 @@ def is_in_hub(place: str) -> bool:
 
 
 def adapter_folders() -> list[Path]:
-    """Where vLLM finds adapters that are not named by a path."""
+    """The folders where vLLM finds adapters that are not named by a path."""
     from huggingface_hub import constants  # type: ignore[import-not-found, unused-ignore]
 
     resolver = os.environ.get("VLLM_LORA_RESOLVER_CACHE_DIR")

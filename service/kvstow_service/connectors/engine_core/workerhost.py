@@ -25,7 +25,8 @@ from kvstow_service.connectors.engine_core.workerside import (
     wait_until_pinned,
 )
 
-_REPORT_SECONDS = 1.5  # the agent reports every second
+_REPORT_SECONDS = 1.5
+"""How many seconds pass before a rank reports with a step, because its agent, which reports every second, has not."""
 
 logger = logging.getLogger("kvstow.vllm")
 
@@ -53,35 +54,36 @@ class WorkerHost(ABC):
             takes_back=process.takes_steps_back,
         )
         self.hello: RankHello | None = None
-        """None until the KV cache is registered."""
+        """The rank's hello; None until the KV cache is registered."""
 
     # What hosts differ in.
 
     @abstractmethod
     def _read_geometry(self, kv_cache: Any) -> Any:
-        """Where a block's bytes lie in the engine's KV cache: its `layout` is a `KVLayout`. Raises `ConfigError`."""
+        """Find out where a block's bytes lie in the engine's KV cache. The result has a `layout`, which is a
+        `KVLayout`. Raises `ConfigError`."""
 
     def _fence_of(self, kv_cache: Any) -> Callable[[], Fence | None]:
-        """Makes fences for the steps launched so far. None if the copies need none."""
+        """Returns a function that makes a fence for the steps launched so far, or None if copies need no fence."""
         return lambda: None
 
     @abstractmethod
     def _make_plane(self, geometry: Any) -> RankDataPlane:
-        """Pins nothing yet. If it raises, nothing is left behind."""
+        """Make the data plane, which pins nothing yet. If it raises, it leaves nothing behind."""
 
     @abstractmethod
     def _make_hello(self, slot_bytes: int) -> RankHello: ...
 
     def _start(self, plane: RankDataPlane) -> None:
-        plane.start(at_ease=True)  # at the full pace, the rest of vLLM's start took 0.3 to 1.5 s longer
+        plane.start(at_ease=True)  # at full pace, the rest of vLLM's start took 0.3 to 1.5 s longer
 
     @abstractmethod
     def follow(self, metadata: KVStowMetadata) -> None:
-        """Handle what came with a step, besides its plan."""
+        """Handle the parts of a step's metadata other than its plan."""
 
     @abstractmethod
     def news(self) -> RankUpdate:
-        """What the scheduler's half gets after a step, besides what has ended on this rank."""
+        """The update for the scheduler's half after a step, without the ops that have ended on this rank."""
 
     def register(self, kv_cache: Any) -> None:
         """Build the data plane around the engine's KV cache, and begin to pin. Returns before pinning is done, unless
@@ -94,13 +96,13 @@ class WorkerHost(ABC):
         self._start(plane)
 
     def suspend(self) -> None:
-        """vLLM is about to take its KV cache away."""
+        """Drop the data plane, because vLLM is about to take its KV cache away."""
         if self.hello is not None:
             slot_bytes = self.hello.slot_bytes
             self._restart(lambda: NoDataPlane(self._process.rank, slot_bytes, sender=self._sender))
 
     def resume(self) -> None:
-        """The KV cache is back, with nothing in it: the rank restarts."""
+        """Restart the rank, because the KV cache is back, with nothing in it."""
         if self.hello is not None and (plane := self._restart(lambda: self._build(refusals=())[0])) is not None:
             self._start(plane)
 
@@ -119,7 +121,8 @@ class WorkerHost(ABC):
         return plane
 
     def _build(self, refusals: tuple[type[Exception], ...]) -> tuple[RankDataPlane, int]:
-        """The data plane or its replacement, and the size of its slots. Raises the `refusals`."""
+        """Build the data plane, or what replaces it after an error. Returns it, and the size of its slots in bytes.
+        Raises the `refusals`."""
         process, slot_bytes = self._process, self.hello.slot_bytes if self.hello is not None else 1
         try:
             geometry = self._read_geometry(self._kv_cache)
@@ -144,7 +147,7 @@ class PoolWorkerHost(WorkerHost):
         self._max_bytes = options.reserved_bytes_of_rank(self._node_bytes)
         self._rendezvous = Rendezvous(process.engine_id)
         self.agent: RankAgent | None = None
-        self._reports_sent = 0  # reports that the agent had brought to the admin server
+        self._reports_sent = 0  # how many reports the agent had sent to the admin server
         self._report_at = 0.0
 
     def follow(self, metadata: KVStowMetadata) -> None:
@@ -159,8 +162,7 @@ class PoolWorkerHost(WorkerHost):
             logger.exception("rank %d cannot apply the desired state", self._process.rank)
 
     def news(self) -> RankUpdate:
-        """What the agent would report, once a second while it reaches no server, because serving depends on no
-        server."""
+        """The report that the agent would send, while it reaches no server, because serving must not depend on one."""
         now = time.monotonic()
         if self.agent is None or now < self._report_at:
             return RankUpdate()

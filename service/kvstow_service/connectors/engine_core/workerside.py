@@ -1,5 +1,5 @@
-"""The worker side: one rank's data plane, driven by the steps of its vLLM worker, what replaces the data plane while
-there is none, and the memory of the rank's pool."""
+"""The worker side: one rank's data plane, driven by the steps of its vLLM worker. It also has the object that replaces
+the data plane while there is none, and decides on the memory of the rank's pool."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ def require_memory(options: ConnectorOptions, process: VLLMProcess) -> int:
 
 
 def rank_pool_config(options: ConnectorOptions, slot_bytes: int, pool_bytes: int, max_bytes: int) -> PoolConfig:
-    """The pool of a rank, which gets `pool_bytes` at first and may grow to `max_bytes`. Raises `ConfigError`."""
+    """The configuration of a rank's pool, which gets `pool_bytes` at first and may grow to `max_bytes`. Raises
+    `ConfigError`."""
     if (most := max(pool_bytes, max_bytes)) < slot_bytes:
         raise refusal("cpu_bytes_to_use", most, f"at least one block, {slot_bytes} bytes on this rank")
     return options.pool_config(slot_bytes, max(slot_bytes, pool_bytes), max_bytes)
@@ -61,7 +62,7 @@ def wait_until_pinned(pool: SlotPool) -> None:
 
 
 class NoDataPlane:
-    """Replaces the data plane of a rank that has none: before it has one, while vLLM sleeps, or after an error.
+    """Replaces the data plane of a rank before it has one, while vLLM sleeps, and after an error.
 
     It fails every op, so that each load ends for vLLM. Used like a `DataPlane`.
     """
@@ -107,7 +108,7 @@ class NoDataPlane:
         )
 
     def apply(self, desired: DesiredState) -> None:
-        """Remember the desired state: the next data plane begins with it."""
+        """Remember the desired state, with which the next data plane begins."""
         self._newest.apply_if_newer(desired, lambda _: None)
 
     @property
@@ -122,13 +123,13 @@ RankDataPlane: TypeAlias = "DataPlane | AttachedWorker | NoDataPlane"
 
 
 class LayerWaits:
-    """The load of a step by layer, as one rank's computation waits for it. `part_of[layer]` is the part of the KV cache
+    """Makes one rank's computation wait for the load by layer of its step. `part_of[layer]` is the part of the KV cache
     that the layer reads last.
 
-    vLLM calls a hook before a layer attends, on the thread that launches it: in data-parallel micro-batches that is
-    more than one, each with a stream of its own. So each wait is made again, also if another thread has made it before.
-    Layers whose hook was never called (as those in CUDA graphs that hold them, or those that do not attend) are waited
-    for before the computation begins.
+    vLLM calls a hook before a layer attends, on the thread that launches the layer. With data-parallel micro-batches
+    there are several such threads, each with a stream of its own. So each thread waits, even if another one has done so
+    before. Some layers have never called their hook, because they are in CUDA graphs, or do not attend. The computation
+    waits for these before it begins.
     """
 
     def __init__(self) -> None:
@@ -137,7 +138,7 @@ class LayerWaits:
         self._load: LayeredLoad | None = None
 
     def begin(self, load: LayeredLoad, num_parts: int, *, hooks_run: bool) -> None:
-        """The computation of this load begins. `hooks_run`: whether layers call their hooks in this step."""
+        """Begin the computation that uses this load. `hooks_run`: whether layers call their hooks in this step."""
         self._load = load
         hooked = self._hooked if hooks_run else set()
         missing = [part for layer, part in self.part_of.items() if layer not in hooked]
@@ -150,8 +151,8 @@ class LayerWaits:
             self._load.wait(part)
 
     def end(self, num_parts: int) -> None:
-        """The computation has been launched. What follows it waits for all of the load: later requests find the blocks
-        on the GPU, and freed ones are written again."""
+        """Make all work after the computation, which is launched by now, wait for the whole load: later requests find
+        the blocks on the GPU, and freed blocks are written again."""
         load, self._load = self._load, None
         if load is not None:
             load.wait(num_parts - 1)
@@ -179,11 +180,11 @@ class WorkerSide:
         """`takes_back`: whether vLLM can take back a step whose load by layer was refused (`VLLMProcess`)."""
         self.rank, self.plane, self._takes_back = rank, plane, takes_back
         self._refused: set[int] = set()
-        """GPU blocks that this step computes with, and that were not loaded."""
+        """GPU blocks that this step computes with, although they were not loaded."""
         self.fence: Callable[[], Fence | None] = lambda: None
-        """Makes a fence for all work given to the compute stream so far. None if that work is always done."""
+        """Makes a fence for all work given to the compute stream so far. Returns None if that work is always done."""
         self.stores_fail_because: str | None = None
-        """Why no store may begin now; None if they may."""
+        """Why no store may begin now; None if stores may begin."""
         self.ended_loads: tuple[LoadId, ...] = ()
         """The last result of `take_finished_loads`, load by load."""
         self._loads_wait = loads_wait
@@ -192,7 +193,7 @@ class WorkerSide:
         self._done: list[_Load] = []
         self._failed: list[_Load] = []
         self._completed: tuple[BootCompletions, ...] = ()
-        self._layered = StepPlan()  # to begin before this step computes
+        self._layered = StepPlan()  # loads that have to begin before this step computes
         self.waits = LayerWaits()
         self._is_off_reported = False
         self._replacing = threading.Lock()
@@ -215,13 +216,13 @@ class WorkerSide:
         fence = self.fence() if step.stores.ops or self._loads_wait else None
         if step.loads.ops:
             self.plane.submit(step.loads, fence if self._loads_wait else None)
-            self.plane.drive()  # a request waits for it
+            self.plane.drive()  # a request waits for these loads
         if step.stores.ops:
             self.plane.submit(step.stores, fence)
 
     def _without_stores(self, step: PlannedStep, reason: str) -> PlannedStep:
-        """The stores fail. The loads among them, which nobody needs any more, end as usual: a load that fails takes its
-        blocks from all engines that share them."""
+        """Fail the stores of a step. Loads among them, which were given up, end as usual, because a load that fails
+        takes its blocks from all engines that share them."""
         stores = [op for op in step.stores.ops if op.direction == "store"]
         failed = tuple([Completion(op.op_id, "failed", reason) for op in stores])
         self._completed += (BootCompletions(self.plane.boot_id, failed),)
@@ -254,7 +255,7 @@ class WorkerSide:
         self.waits.layer(name)
 
     def take_layers_off(self) -> str | None:
-        """Why this rank loads nothing by layer any more, once."""
+        """Why this rank loads nothing by layer any more. Returned once; None otherwise."""
         layered = self.plane.layered
         if layered is None or layered.failure is None or self._is_off_reported:
             return None
@@ -262,14 +263,15 @@ class WorkerSide:
         return layered.failure
 
     def launched(self) -> None:
-        """vLLM has launched the forward pass of a step. It does not call this in steps without a forward pass."""
+        """Called when vLLM has launched the forward pass of a step. It is not called in steps without a forward
+        pass."""
         if (layered := self.plane.layered) is not None:
             self.waits.end(layered.num_parts)
         self.plane.launched(self.fence() if self.plane.is_pinning else None)
 
     def take_finished_loads(self) -> FinishedLoads:
-        """Loads that have ended since the last call, done and failed in one snapshot. `take_boot_completions` returns
-        the same completions. vLLM calls it at the end of each step."""
+        """The loads that have ended since the last call, done and failed in one snapshot. `take_boot_completions`
+        returns the completions of the same snapshot. vLLM calls it at the end of each step."""
         self.plane.end_step()
         self.plane.drive()
         self._collect()
@@ -284,14 +286,14 @@ class WorkerSide:
         )
 
     def take_boot_completions(self) -> tuple[BootCompletions, ...]:
-        """For the scheduler side: what `take_finished_loads` has collected since the last call."""
+        """The completions that were collected since the last call, for the scheduler side."""
         completed, self._completed = self._completed, ()
         return completed
 
     def close_plane(self) -> bool:
-        """Close the data plane: ops under way fail, and it touches no memory after that. Returns False while a copy
-        hangs in the device. Call `replace_plane` only after it has returned True, because a new boot is the report that
-        the old one has ended."""
+        """Close the data plane. Ops under way fail, and it touches no memory after that. Returns False while a copy
+        hangs in the device. Call `replace_plane` only after it has returned True, because the control plane takes a new
+        boot as the sign that the old one has ended."""
         ended = self.plane.close()
         self._collect()
         return ended
@@ -317,7 +319,7 @@ class WorkerSide:
         with self._replacing:
             plane = self.plane
             plane.apply(desired)
-        plane.start()  # an engine that answers has started
+        plane.start()  # at full pace, because an engine that answers has started
 
     def add_listener(self, callback: Callable[[], None]) -> None:
         self._callbacks.append(callback)

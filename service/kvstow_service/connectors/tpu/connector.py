@@ -2,8 +2,9 @@
 
 A rank is a host process with all its devices, whatever the tensor parallelism. tpu-inference hands over its model
 runner instead of tensors, and carries no handshake, so ranks send their hello with their first step. In each step, it
-calls `bind_connector_metadata` before it takes the KV cache from the runner. At that point, stores gather what older
-steps have computed, and loads that the step names are written: those whose bytes are in staging memory on every rank.
+calls `bind_connector_metadata` before it takes the KV cache from the runner. At that point, stores gather the blocks
+that older steps have computed, and the loads that the step names are written to their blocks. A step names loads whose
+bytes are in staging memory on every rank.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ logger = logging.getLogger("kvstow.vllm")
 
 
 class TPUOffloadConnector(OffloadConnector):
-    """The worker's half starts with `register_runner`, the scheduler's half when all hosts have made a step."""
+    """The connector for tpu-inference. The worker's half starts with `register_runner`, and the scheduler's half when
+    all hosts have made a step."""
 
     _options = TPUOptions
     _rank: RunnerHost
@@ -68,7 +70,7 @@ class TPUOffloadConnector(OffloadConnector):
     # -- both halves ----------------------------------------------------------------------------------------
 
     def get_finished_count(self) -> int | None:
-        """The number of workers that vLLM waits for to learn that a load has ended. No worker reports ends here:
+        """How many workers have to report a load before vLLM takes it as ended. No worker reports one, because
         `update_connector_output` does."""
         return 1
 

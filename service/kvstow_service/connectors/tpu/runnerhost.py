@@ -24,8 +24,8 @@ from kvstow_service.connectors.tpu.support import TPUOptions
 
 
 class Runner(Protocol):
-    """The part of tpu-inference's `TPUModelRunner` that is used. `kv_caches`: one array for each layer, or group of
-    layers that share memory; each step replaces the list. `kv_cache_manager` frees and makes the arrays."""
+    """The part of tpu-inference's `TPUModelRunner` that is used. `kv_caches`: one array for each layer, or for each
+    group of layers that share memory; each step replaces the list. `kv_cache_manager` frees and makes the arrays."""
 
     kv_caches: list[jax.Array]
     kv_cache_manager: Any
@@ -40,9 +40,10 @@ logger = logging.getLogger("kvstow.vllm")
 
 
 class RunnerHost(PoolWorkerHost):
-    """`register` takes the model runner. The rank has no data plane while the runner has no KV cache: tpu-inference
-    frees the cache and makes a new one when weights change, and calls no connector. The blocks of the old weights are
-    dropped with it. As a `KVCell`, this leaves the arrays with the runner, whose next step takes them from there."""
+    """The worker's half of one host. The rank has no data plane while the runner has no KV cache: tpu-inference frees
+    the cache and makes a new one when weights change, and calls no connector. The blocks of the old weights are dropped
+    with the data plane. As a `KVCell`, this object leaves the arrays with the runner, whose next step takes them from
+    there."""
 
     def __init__(self, options: TPUOptions, process: VLLMProcess, num_blocks: int) -> None:
         super().__init__(options, process)

@@ -1,5 +1,5 @@
-"""What tpu-inference leaves to the connector: refusing what KVStow does not support there, before anything starts, and
-knowing which loads have ended on every host."""
+"""Tasks that tpu-inference leaves to the connector: refusing what KVStow does not support there, before anything
+starts, and knowing which loads have ended on every host."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _OF_TENSORS = {
 
 @dataclass(frozen=True, slots=True)
 class TPUOptions(ConnectorOptions):
-    """`bytes_in_flight` is the device memory of a host that stores may use at once; loads may use as much again. The
-    host's devices share it. tpu-inference sets nothing aside for it."""
+    """The options on TPUs. `bytes_in_flight` is the device memory, in bytes, that the stores of a host may use at once;
+    its loads may use as much again. The host's devices share it. tpu-inference sets nothing aside for it."""
 
     bytes_in_flight: Annotated[int, size] = 512 << 20
 
@@ -82,7 +82,7 @@ class EndedLoads:
             self._waiting[LoadId(request_id, plan.number)] = set()
 
     def add(self, rank: int, loads: Iterable[LoadId], num_ranks: int) -> None:
-        """`rank` of `num_ranks` has reported these."""
+        """Note that `rank`, one of `num_ranks`, has reported the end of these loads."""
         for load in loads:
             ranks = self._waiting.get(load)
             if ranks is None or rank in ranks:
@@ -94,6 +94,6 @@ class EndedLoads:
                 self._ended.add(load.request_id)
 
     def take_ended(self) -> set[str]:
-        """Requests whose loads have ended since the last call."""
+        """The requests whose loads have ended since the last call."""
         ended, self._ended = self._ended, set()
         return ended

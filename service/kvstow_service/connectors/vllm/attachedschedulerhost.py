@@ -39,9 +39,9 @@ from kvstow_service.connectors.engine_core.vllmprocess import VLLMProcess, hash_
 from kvstow_service.connectors.vllm import engineidentity
 
 LOOKING_SECONDS = 2.0
-"""How long an engine without requests makes steps to find a service, after its start."""
+"""For how many seconds after its start an engine without requests makes steps to find a service."""
 JOINING_SECONDS = 10.0
-"""How long it makes steps until its ranks have memory, after it has attached."""
+"""For how many seconds after it has attached an engine makes steps until its ranks have memory."""
 
 logger = logging.getLogger("kvstow.vllm")
 
@@ -66,7 +66,7 @@ class AttachedSchedulerHost(SchedulerHost):
         self._model = engineidentity.read_model(vllm_config, options.weights_id)
         self._control: AttachedControl | None = None
         self._blocks: AttachedBlocks | None = None
-        """Set if vLLM publishes KV events."""
+        """The source of KV events; None if vLLM publishes none."""
         self._sessions: dict[int, RankSession] = {}
         self._number = 0
         self._looking_until: float | None = None
@@ -83,8 +83,9 @@ class AttachedSchedulerHost(SchedulerHost):
 
     @property
     def wants_steps(self) -> bool:
-        """The ranks learn of a session only in steps, so an engine that has just started or attached makes some. They
-        also learn so that no more ops come: an idle rank that waited for some would keep the service's memory."""
+        """Whether vLLM should make steps without requests. The ranks learn of a session only in steps, so an engine
+        that has just started or attached makes some. The ranks also learn only in steps that no more ops come. An idle
+        rank that waited for some would keep the service's memory."""
         if self._control is None:
             return False
         if self._control.holds.is_begun and self.side is not None and not self.side.has_requests:
@@ -114,7 +115,7 @@ class AttachedSchedulerHost(SchedulerHost):
 
     def _make_side(self, pool: BlockPool, hellos: list[RankHello]) -> SchedulerSide | None:
         for hello in hellos:
-            if not hello.regions:  # it has logged why
+            if not hello.regions:  # the rank has logged why
                 logger.error("rank %d has no data plane, so this engine does not attach", hello.rank)
                 self._has_failed = True
                 return None
@@ -153,7 +154,8 @@ class AttachedSchedulerHost(SchedulerHost):
         return self._new_side(control, pool, events)
 
     def _read_figures(self, control: AttachedControl, identity: PoolIdentity) -> dict[str, Any]:
-        """`read_family` of this engine's session. The service's own metrics have the figures of the whole pool."""
+        """The figures of `read_family` for this engine's session. The service's own metrics have those of the whole
+        pool."""
         values: dict[str, Any] = {"allocation_failure": control.refused_stores["dropped_cpu_full"]}
         slot_bytes, (slots, is_whole) = sum(identity.slot_bytes), self._memory()
         for direction in DIRECTIONS:
@@ -174,7 +176,7 @@ class AttachedSchedulerHost(SchedulerHost):
         return values
 
     def _find_namespace(self) -> NamespaceIdentity:
-        """Called when vLLM has its block hashes."""
+        """The namespace of this engine. It is called when vLLM has initialized its block hashes."""
         hash_tokens = hash_block_tokens(self._vllm_config, self._kv_cache_config)
         loaded = [self._hellos[rank].loaded for rank in range(self.num_ranks)]
         namespace = engineidentity.namespace_identity(self._vllm_config, hash_tokens, self._model, loaded)
@@ -200,7 +202,7 @@ class AttachedSchedulerHost(SchedulerHost):
         return slots > 0 and is_whole
 
     def _memory(self) -> tuple[int, bool]:
-        """The slots that all ranks have in the current session, and whether no more will come."""
+        """How many slots all ranks have in the current session, and whether no more will come."""
         ranks = [self._sessions.get(rank, RankSession()) for rank in range(self._process.num_ranks)]
         if any(rank.number != self._number for rank in ranks):
             return 0, False

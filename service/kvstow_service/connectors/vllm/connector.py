@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 
 class KVStowConnector(OffloadConnector):
-    """The worker's half starts with `register_kv_caches`, the scheduler's half with the ranks' handshake.
+    """The connector for vLLM. The worker's half starts with `register_kv_caches`, and the scheduler's half with the
+    ranks' handshake.
 
     Raises `ConfigError` in a vLLM older than 0.30, which has no way to report that the load of a request has failed.
     """
@@ -38,12 +39,12 @@ class KVStowConnector(OffloadConnector):
         self._watch = weightwatch.watch_of(vllm_config)
         super().__init__(vllm_config, role, kv_cache_config)
         self._finished = FinishedLoads(set(), set(), set())
-        self._expected_changes = 0  # of weights, as far as the scheduler side knows
+        self._expected_changes = 0  # how many changes of weights the scheduler side knows of
 
     def _make_host(
         self, options: Any, process: VLLMProcess, groups: KVGroups, vllm_config: Any, kv_cache_config: Any
     ) -> SchedulerHost:
-        # Imported only if it is used: with the engine that it imports, the first adds 0.03 s to vLLM's start.
+        # Each is imported only if it is used. The first imports the engine, which adds 0.03 s to vLLM's start.
         if options.attach is None:
             from kvstow_service.connectors.engine_core.embeddedschedulerhost import EmbeddedSchedulerHost
 
@@ -96,7 +97,7 @@ class KVStowConnector(OffloadConnector):
 
     def _make_update(self) -> RankUpdate:
         update, noticed = super()._make_update(), self._watch.noticed
-        if noticed <= self._expected_changes:  # a call of a method that no rank has is noticed by none
+        if noticed <= self._expected_changes:  # no rank notices a call of a method that none has
             return update
         return update._replace(weight_changes=(noticed, self._watch.last))
 
@@ -104,8 +105,8 @@ class KVStowConnector(OffloadConnector):
         self._begin_step(kv_connector_metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Begins what this step computes with. A CUDA graph that holds the attention calls no hooks when it is
-        replayed; its step has a context without metadata in model runner V2."""
+        """Begin the loads that this step computes with. A CUDA graph that holds the attention calls no hooks when it is
+        replayed. In model runner V2, the context of such a step has no metadata."""
         mode = getattr(forward_context.cudagraph_runtime_mode, "name", "NONE")
         self._rank.side.load_layers(hooks_run=bool(forward_context.attn_metadata) and mode != "FULL")
 
@@ -117,12 +118,12 @@ class KVStowConnector(OffloadConnector):
         return None, self._finished.done or None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        """Like `get_finished`. Reports failed loads by request if blocks do not say enough."""
+        """Like `get_finished`. Reports failed loads by request if vLLM cannot handle bad blocks."""
         _, done = self.get_finished(finished_req_ids)
         failed = self._finished.failed if self._fails_requests else set()
         return base.KVConnectorTransferResults(finished_recving=done or set(), failed_recving=failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Bad blocks of the loads that `get_finished` has just returned. Each is returned once."""
+        """The bad blocks of the loads that `get_finished` has just returned. Each is returned once."""
         finished, self._finished = self._finished, FinishedLoads(set(), set(), set())
         return set() if self._fails_requests else finished.bad_blocks

@@ -1,5 +1,5 @@
-"""The identity of a vLLM engine: whose memory it can share, and whose blocks, on its node and on others, and why no
-other engine may share the blocks of this one."""
+"""The identity of a vLLM engine, which decides with which engines it shares memory and blocks, on its node and on
+others. If no other engine may share its blocks, this module says why."""
 
 from __future__ import annotations
 
@@ -28,12 +28,13 @@ from kvstow_service.connectors.vllm.valuesettings import (
 )
 
 _PROBE_BLOCKS = 3
+"""How many blocks `hash_probe` hashes for each kind of extra key."""
 
 
 def pool_identity(
     config: Any, kv_cache_config: Any, groups: KVGroups, hellos: Sequence[RankHello], *, replicated: bool
 ) -> PoolIdentity:
-    """`hellos` of all ranks, in order."""
+    """The identity of the pool that this engine uses. `hellos` are those of all ranks, in order."""
     parallel = config.parallel_config
     first, *others = hellos
     layers = {index: group.layer_names for index, group in enumerate(kv_cache_config.kv_cache_groups)}
@@ -52,9 +53,9 @@ def pool_identity(
 
 
 class EngineModel(NamedTuple):
-    """What the engine computes from, read when its ranks have loaded it. `settings`: see `value_settings`.
-    `unreadable`: why no other engine may share because files cannot be read, as a sentence; empty if they can.
-    `trails`: what lies behind the paths of the model."""
+    """The model of the engine, read when its ranks have loaded it. `settings`: see `value_settings`. `unreadable`: why
+    no other engine may share its blocks because files cannot be read, as a sentence; empty if they can. `trails`: the
+    places to which the paths of the model lead."""
 
     weights: Weights
     drafter: Weights | None
@@ -65,8 +66,8 @@ class EngineModel(NamedTuple):
 
 
 def read_model(config: Any, weights_id: str | None) -> EngineModel:
-    """`weights_id`: as configured. Reads samples of weights that no blobs of the Hub's cache name
-    (`digest_of_weights`)."""
+    """Read the model. `weights_id`: the configured one. Reads samples of weights that have no names of blobs in the
+    cache of the Hub (`digest_of_weights`)."""
     trails = ModelTrails.of(config)
     unknown_weights, unreadable, settings = "", "", dict[str, str]()
     try:
@@ -91,7 +92,8 @@ def read_model(config: Any, weights_id: str | None) -> EngineModel:
 def namespace_identity(
     config: Any, hash_tokens: int, model: EngineModel, loaded: Sequence[LoadedFiles | None]
 ) -> NamespaceIdentity:
-    """Call it once vLLM has initialized its block hashes. `loaded`: by each rank."""
+    """The identity of the engine's namespace. Call it after vLLM has initialized its block hashes. `loaded`: the files
+    that each rank has loaded."""
     probe = hash_probe(config.cache_config.prefix_caching_hash_algo, hash_tokens)
     unshared = (
         model.unreadable or why_unshared(config, model.weights, model.drafter) or _why_not_loaded(config, model, loaded)
@@ -131,7 +133,7 @@ _UNSEEN = "KVStow's plugin was not loaded: name kvstow in VLLM_PLUGINS, or do no
 
 
 def _why_not_loaded(config: Any, model: EngineModel, loaded: Sequence[LoadedFiles | None]) -> str:
-    """Why it is not certain that every rank has loaded what `model` says."""
+    """Why it is not certain that every rank has loaded the files of `model`, as a sentence; empty if it is."""
     kinds = {model.weights.source, model.drafter.source if model.drafter else ""}
     are_files = not are_dummies(config) and not kinds.isdisjoint({"snapshot", "files"})
     if not (are_files or model.trails.files.stamps):
@@ -155,7 +157,8 @@ def _why_not_loaded(config: Any, model: EngineModel, loaded: Sequence[LoadedFile
 
 
 def hash_probe(algorithm: str, hash_tokens: int) -> str:
-    """The hashes that this process computes for known tokens, and for a name that a hash may cover."""
+    """A digest of the hashes that this process computes for known tokens and known extra keys. Two engines hash alike
+    if their digests are equal."""
     function = get_hash_fn_by_name(algorithm)
     parts = [b"tagged" if tags_extra_keys() else b""]
     for extra_keys in (None, ("kvstow-lora",), (("image-hash", 0),), ("kvstow-salt", "kvstow-embedding")):
@@ -206,11 +209,12 @@ _FROM_THE_MODEL = {
     "safetensors",
     "sharded_state",
 }
-"""Load formats that take the weights from where the model is. Others, and those of plugins, may take any."""
+"""Load formats that read the weights from where the model is. Other formats, such as those of plugins, may read them
+from anywhere."""
 
 
 def why_unshared(config: Any, weights: Weights, drafter: Weights | None) -> str:
-    """The reason, as a sentence; empty if others may share them."""
+    """Why no other engine may share the blocks of this one, as a sentence; empty if others may."""
     if not _are_reproducible(config.cache_config.prefix_caching_hash_algo):
         return (
             "hashes_not_reproducible: this vLLM hashes tokens with a seed of its own; set PYTHONHASHSEED to the same "
@@ -248,7 +252,7 @@ def tags_extra_keys() -> bool:
 
 
 def _why_not_known(config: Any, model: Any, weights: Weights) -> str:
-    """Why it is not certain which weights the engine has loaded."""
+    """Why it is not certain which weights the engine has loaded, as a sentence; empty if it is."""
     if not weights.weights_id:
         return unknown(weights, config)
     if weights.source == "configured":
@@ -265,7 +269,8 @@ def _why_not_known(config: Any, model: Any, weights: Weights) -> str:
 
 
 def _has_moved(load: Any, model: Any, weights: Weights) -> bool:
-    """Whether the commit may be another one than that which was loaded. A path and a commit mean one for good."""
+    """Whether the commit may differ from the one that was loaded. It does not if the model is a path, or the revision a
+    commit."""
     if Path(model.model).exists() or COMMIT.fullmatch(str(model.revision)):
         return False
     read = getattr(model.hf_config, "_commit_hash", None)

@@ -1,4 +1,4 @@
-"""The paths of a vLLM model: where its weights and other files are, and what lies behind them while vLLM loads."""
+"""The paths of a vLLM model: where its weights and other files are, and where these paths lead while vLLM loads."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from kvstow_service.connectors.vllm.valuesettings import counted_files, drafter_
 
 
 def snapshot_finder(config: Any) -> FindSnapshot:
-    """Finds snapshots where vLLM downloads weights to."""
+    """Returns a function that finds snapshots in the folder to which vLLM downloads weights."""
     return partial(find_snapshot, cache=getattr(config.load_config, "download_dir", None))
 
 
 class ModelTrails(NamedTuple):
-    """What lies behind the paths of the model at one time. `weights` includes those of a drafter. `files` are those of
-    `model_files`. `problem`: why they cannot be followed, as a phrase."""
+    """The places to which the paths of the model lead at one time. `weights` includes the weights of a drafter. `files`
+    are those of `model_files`. `problem`: why the paths cannot be followed, as a phrase; empty if they can."""
 
     weights: Trail
     files: Trail
@@ -28,7 +28,7 @@ class ModelTrails(NamedTuple):
 
     @classmethod
     def of(cls, config: Any) -> ModelTrails:
-        """Never raises."""
+        """Follow the paths. Never raises."""
         try:
             weights: list[Path] = []
             for model in (config.model_config, drafter_of(config)):
@@ -39,7 +39,7 @@ class ModelTrails(NamedTuple):
             return cls(Trail({}), Trail({}), f"{type(error).__name__}: {error}")
 
     def compare(self, later: ModelTrails) -> LoadedFiles:
-        """What vLLM has read between both."""
+        """The files that vLLM has loaded, if it loaded them between these trails and the `later` ones."""
         problem = self.problem or later.problem
         weights, files = _changed(self.weights, later.weights), _changed(self.files, later.files)
         return LoadedFiles(later.weights.digest, later.files.digest, weights, files, problem)
@@ -56,7 +56,7 @@ def _changed(before: Trail, after: Trail) -> str:
 
 
 def _weight_paths(config: Any, model: Any) -> list[Path]:
-    """As they are spelled: links are followed by the trail."""
+    """The paths of a model's weights. Links in them are kept, because the trail follows them."""
     path = Path(model.model)
     place = path if path.exists() else snapshot_finder(config)(model.model, getattr(model, "revision", None))
     return [] if place is None else [place, *(weight_files(place) or ())]

@@ -1,8 +1,9 @@
-"""What identifies a model's weights. Engines share KV only if they have the same weights.
+"""Identifies a model's weights. Engines share KV only if they have the same weights.
 
-Files in the cache of the Hugging Face Hub are known by their path below the snapshot and by the names of their blobs,
-which are digests of their content. A commit alone names no weights: a repository may hold several models. Other files
-are known on their node by what changes with them, and in the fleet by a digest of their settings and of samples."""
+Files in the cache of the Hugging Face Hub are identified by their path below the snapshot and by the names of their
+blobs, which are digests of their content. A commit alone does not identify weights, because a repository may hold
+several models. Other files are identified on their node by names, sizes, times and inodes, and in the fleet by a digest
+of their settings and of samples of their content."""
 
 from __future__ import annotations
 
@@ -22,9 +23,12 @@ WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz", ".index.json"
 """The suffixes of weight files."""
 _SETTINGS = ("config.json", "params.json", "hf_quant_config.json", "quantize_config.json", "quant_config.json")
 SAMPLE_BYTES = 64 << 10
+"""The size of a sample, in bytes."""
 _MOST, _FEWEST, _OF_ALL_FILES = 32, 4, 512
+"""How many samples are read of one file at most, of one file at least, and of all files together. The same number is
+read of tensors."""
 _MAX_HEADER = 100_000_000
-"""The limit of the safetensors format."""
+"""The longest header that the safetensors format allows, in bytes."""
 
 
 class _Span(NamedTuple):
@@ -33,12 +37,13 @@ class _Span(NamedTuple):
 
 
 def digest_of_weights(path: Path) -> str | None:
-    """`path`: the model's folder, or its single file. None without weight files. Raises `OSError`.
+    """A digest of a model's weights; None if there are no weight files. `path`: the model's folder, or its single file.
+    Raises `OSError`.
 
     The digest covers names, sizes, settings and the headers of safetensors files in full. It covers the other bytes by
     samples of 64 KiB, at places that depend on the sizes alone. The places are evenly spread from a file's start to its
     end. As many tensors are sampled: the first at its start, the last at its end, and the others in between. At most 4
-    MiB of a file are read, and at most 64 MiB of 128 files together; with more files, 512 KiB of each.
+    MiB of a file are read, and at most 64 MiB of 128 files together. With more files, 512 KiB of each are read.
     """
     files = weight_files(path)
     if files is None:
@@ -50,8 +55,9 @@ def digest_of_weights(path: Path) -> str | None:
 
 
 def weight_files(path: Path) -> list[Path] | None:
-    """What vLLM reads weights from, and the settings beside them, in order. `path`: the model's folder, or its file,
-    which may be one of several parts, or have a projector beside it. None without weights. Raises `OSError`."""
+    """The files from which vLLM reads weights, and the files of settings beside them, in order. `path`: the model's
+    folder, or its file, which may be one of several parts, or have a projector beside it. None if there are no weights.
+    Raises `OSError`."""
     if path.is_file():
         part = _PART.fullmatch(path.name)
         parts = [] if part is None else path.parent.glob(f"{glob.escape(part[1])}-*-of-{part[2]}{part[3]}")
@@ -62,7 +68,7 @@ def weight_files(path: Path) -> list[Path] | None:
 
 
 _PART = re.compile(r"(.*)-[0-9]+-of-([0-9]+)(\.[a-z]+)")
-"""One file of several."""
+"""The name of one part of a model that is split into several files."""
 
 
 def _samples_of(files: Sequence[Path]) -> int:
@@ -71,7 +77,7 @@ def _samples_of(files: Sequence[Path]) -> int:
 
 
 def _digest_of_content(file: Path, name: str, most: int) -> bytes:
-    """Settings are read in full."""
+    """A digest of a file's content. Settings are read in full, and weights by samples."""
     if file.name.endswith(WEIGHTS):
         return _digest_of_file(file, name, most)
     settings = file.read_bytes()
@@ -94,7 +100,7 @@ def _digest_of_file(path: Path, name: str, most: int) -> bytes:
 
 
 def _header(file: BinaryIO, size: int) -> bytes:
-    """The header of a safetensors file: what the file holds and where. Empty for other files."""
+    """The header of a safetensors file, which lists its tensors and their places. Empty for other files."""
     length = int.from_bytes(file.read(8), "little")
     return file.read(length) if 0 < length <= min(size, _MAX_HEADER) else b""
 
@@ -139,9 +145,10 @@ FindSnapshot = Callable[[str, str | None], Path | None]
 
 
 class Weights(NamedTuple):
-    """`weights_id` is empty if nothing identifies them. `source`: `configured`, `snapshot`, `files` or `unknown`.
-    `path`: where `files` are. `commit`: that of the snapshot in which they are, if they are in one. `spelled`: the last
-    part of the name of the model that a user has given, without links followed."""
+    """The weights of a model. `weights_id` is empty if nothing identifies them. `source`: `configured`, `snapshot`,
+    `files` or `unknown`. `path`: where they are, if the source is `files`. `commit`: the commit of the snapshot in
+    which they are, if they are in one. `spelled`: the name of the model as the user has given it, with no links
+    followed."""
 
     model: str
     weights_id: str
@@ -176,8 +183,8 @@ def place_of_weights(model: str, revision: str | None, find_snapshot: FindSnapsh
 
 
 def identify_weights(model: str, revision: str | None, configured: str | None, find_snapshot: FindSnapshot) -> Weights:
-    """`model`: a path, or a repository of the Hugging Face Hub. Files in no snapshot are identified without reading
-    them, by name, size, times and inode. Raises `OSError`."""
+    """Identify the weights of a model. `model`: a path, or a repository of the Hugging Face Hub. Files that are in no
+    snapshot are identified by name, size, times and inode, without reading them. Raises `OSError`."""
     place = place_of_weights(model, revision, find_snapshot)
     snapshot = None if place is None else in_snapshot(place)
     if snapshot is not None:
@@ -196,7 +203,8 @@ def identify_weights(model: str, revision: str | None, configured: str | None, f
 
 
 def _digest_in_snapshot(files: Sequence[Path], snapshot: InSnapshot) -> str:
-    """Real files, which were copied or written there, have no blob that names their content."""
+    """A digest of the files of a snapshot. A real file, which was copied or written there, has no blob that names its
+    content, so its content is read."""
     digest, most = hashlib.sha256(), _samples_of(files)
     for file in files:
         name, blob = file.relative_to(snapshot.snapshot).as_posix(), blob_of(file)

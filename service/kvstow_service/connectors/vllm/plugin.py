@@ -1,5 +1,5 @@
-"""vLLM plugin that registers KVStowConnector by name, because MultiConnector looks its children up by name, and that
-watches which files ranks load, which is possible only before they do."""
+"""The plugin for vLLM. It registers KVStowConnector by name, because MultiConnector looks its children up by name. It
+also begins to watch which files ranks load, because that has to begin before they do."""
 
 from __future__ import annotations
 

@@ -35,9 +35,10 @@ if TYPE_CHECKING:
 
 
 class KVGeometry(NamedTuple):
-    """`tensors[i]` is region `i` of `layout`: uint8, `[num_blocks, page_bytes]`, a view of vLLM's own memory.
-    `contents[i]` is a digest of which layers lie where in its pages, and how. `parts` are what one layer after the
-    other reads; `part_of[layer]` is the last part that it reads: layers that share memory share a part."""
+    """Where a block's bytes lie in the KV cache. `tensors[i]` is region `i` of `layout`: uint8, `[num_blocks,
+    page_bytes]`, a view of vLLM's own memory. `contents[i]` is a digest of which layers lie where in its pages, and
+    how. `parts` are the bytes that one layer after the other reads. `part_of[layer]` is the last part that the layer
+    reads. Layers that share memory share a part."""
 
     layout: KVLayout
     tensors: tuple[torch.Tensor, ...]
@@ -99,7 +100,8 @@ def kv_geometry(kv_caches: Mapping[str, Any], num_blocks: int) -> KVGeometry:
 def _parts(
     of_layers: Mapping[str, Sequence[tuple[int, _Run]]], places: Sequence[tuple[int, _Run]]
 ) -> tuple[tuple[Part, ...], dict[str, int]]:
-    """Each byte of a page belongs to the first layer that reads it. `places[i]` is region `i`."""
+    """The parts, and the last part of each layer. Each byte of a page belongs to the part of the first layer that reads
+    it. `places[i]` is the storage and the run of region `i`."""
     parts: list[Part] = []
     part_of: dict[str, int] = {}
     taken: list[list[tuple[int, int, int]]] = [[] for _ in places]  # by region: start, end, part; ascending
@@ -121,7 +123,7 @@ def _parts(
 
 
 def _free(taken: Sequence[tuple[int, int, int]], start: int, end: int) -> tuple[list[tuple[int, int]], list[int]]:
-    """What of `start` to `end` nobody has taken, and the parts that have the rest."""
+    """The ranges between `start` and `end` that no part has taken, and the parts that have taken the others."""
     free, owners = [], []
     for first, last, part in taken:
         if last <= start or end <= first:
@@ -136,7 +138,7 @@ def _free(taken: Sequence[tuple[int, int, int]], start: int, end: int) -> tuple[
 
 
 def _runs_of(layer: str, tensor: torch.Tensor, num_blocks: int) -> Iterable[_Run]:
-    """The bytes of block 0. A block may consist of several kernel blocks, one after the other."""
+    """The bytes of block 0, as runs. A block may consist of several kernel blocks, one after the other."""
     itemsize = tensor.element_size()
     dims = [(int(size), int(stride) * itemsize) for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
     axis = _block_axis(layer, tensor.shape, num_blocks)
@@ -154,7 +156,7 @@ def _runs_of(layer: str, tensor: torch.Tensor, num_blocks: int) -> Iterable[_Run
 
 
 def _block_axis(layer: str, shape: Sequence[int], num_blocks: int) -> int:
-    """The dimension that counts blocks: the first, or the second if the first is K and V."""
+    """The dimension that counts blocks. It is the first one, or the second one if the first is K and V."""
     if shape[0] % num_blocks == 0 and not (shape[0] == 2 and len(shape) > 1 and shape[1] == num_blocks):
         return 0
     if len(shape) > 1 and shape[0] == 2 and shape[1] % num_blocks == 0:
@@ -215,8 +217,8 @@ def build_plane(
     kv: KVGeometry,
     sender: ReportSequence | None = None,
 ) -> DataPlane:
-    """A rank's data plane around `kv`. It does not pin anything yet. Leaves nothing behind if it raises a
-    `KvstowError`."""
+    """Build a rank's data plane around `kv`. It does not pin anything yet. If it raises a `KvstowError`, it leaves
+    nothing behind."""
     config = rank_pool_config(options, kv.layout.slot_bytes, pool_bytes, max_bytes)
 
     def make_pool(registrar: Registrar, numa_node: int | None) -> HostPool:
@@ -259,8 +261,8 @@ def plane_around(
 
 
 def fence_of(kv_caches: Mapping[str, Any]) -> Callable[[], Fence | None]:
-    """Makes fences for the work given to the KV cache's compute stream so far. On the CPU, that work is done when its
-    call returns."""
+    """Returns a function that makes a fence for the work given to the KV cache's compute stream so far. On the CPU, it
+    returns None, because that work is done when its call returns."""
     first = next(iter(kv_caches.values()))
     device = (first if isinstance(first, torch.Tensor) else first[0]).device
     if device.type != "cuda":

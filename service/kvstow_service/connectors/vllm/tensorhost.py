@@ -29,6 +29,7 @@ from kvstow_service.connectors.vllm.rankdataplane import (
 )
 
 _REPORT_SECONDS = 0.5
+"""How many seconds pass between two reports of more memory."""
 
 
 class _TensorHost(WorkerHost):
@@ -78,7 +79,8 @@ class AttachedWorkerHost(_TensorHost):
             plane.keep_open(metadata.hold)
 
     def news(self) -> RankUpdate:
-        """Reports a new session, and what it holds, at once, and more memory twice a second."""
+        """The session of this rank, if it has changed. A new session, its first memory and its hold are reported at
+        once, and more memory twice a second."""
         plane = self.side.plane
         session = plane.session if isinstance(plane, AttachedWorker) else RankSession()
         if session == self._reported:

@@ -1,10 +1,10 @@
 """The settings of a vLLM engine, and the files of its model besides weights and configuration, that change the values
 in its KV cache beyond rounding.
 
-The order of a sum, and with it the last bits of its result, differs between batches of one engine already. Which kernel
-computes does not count, unless it computes with another precision, or approximates. Settings that change where memory
-lies belong to `PoolIdentity`. `tests/vllm/valuesources.py` has a verdict on every setting of vLLM. The files are those
-of the quantization, of the processor for images, sound and video, and remote code."""
+The order of a sum, and with it the last bits of its result, already differs between batches of one engine. So the
+choice of a kernel does not count, unless the kernel computes with another precision, or approximates. Settings that
+change where memory lies belong to `PoolIdentity`. `tests/vllm/valuesources.py` has a verdict on every setting of vLLM.
+The files are those of the quantization, of the processor for images, sound and video, and remote code."""
 
 from __future__ import annotations
 
@@ -80,8 +80,8 @@ FIELDS: Final[Mapping[str, tuple[str, ...]]] = {
         "use_heterogeneous_vocab",
     ),
 }
-"""By part of the configuration. A part without names counts as a whole. vLLM's hash of an image covers the settings of
-its request, and not those of the engine."""
+"""The settings that count, by part of the configuration. A part without names counts as a whole. Settings of the
+processor count because vLLM's hash of an image covers the settings of its request, but not those of the engine."""
 VARIABLES: Final = (
     "NVIDIA_TF32_OVERRIDE",
     "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
@@ -129,16 +129,16 @@ VARIABLES: Final = (
     "VLLM_USE_FLASHINFER_MOE_INT4",
     "VLLM_VIDEO_LOADER_BACKEND",
 )
-"""Variables of the environment, which count as they are written."""
+"""The environment variables that count, with the text of their values."""
 _OF_NO_VALUE = {"_name_or_path", "transformers_version", "torch_dtype", "dtype"}
-"""Fields of a model's configuration that change no KV, or that are settings of their own."""
+"""Fields of a model's configuration that do not change KV, or that count as settings of their own."""
 _LONG_ROPES = {"longrope", "su", "dynamic"}
 """Kinds of rope scaling that depend on the longest request."""
 
 
 def value_settings(config: Any) -> dict[str, str]:
-    """Those that are set, by name. What is off or automatic is the same as in versions that do not have the setting.
-    Raises `OSError` for a file of scales that cannot be read."""
+    """The settings that are set, by name. A setting that is off or automatic is left out, as in versions of vLLM that
+    do not have it. Raises `OSError` for a file of scales that cannot be read."""
     settings = {"hf_config": described_digest(config.model_config)}
     for part, names in FIELDS.items():
         if part == "speculative_config" and drafts_from_prompt(config):
@@ -175,7 +175,7 @@ def drafter_of(config: Any) -> Any:
 
 
 def described_digest(model: Any) -> str:
-    """Of the model's configuration as vLLM has it, with all overrides."""
+    """A digest of the model's configuration as vLLM has it, with all overrides."""
     described = model.hf_config.to_dict()
     return digest_of({name: value for name, value in described.items() if name not in _OF_NO_VALUE})
 
@@ -217,19 +217,22 @@ _OF_TOKENS = {
     "tokenizer.json",
     "vocab.json",
 }
-"""They decide which tokens there are, which every key covers, or how tokens are drawn. vLLM has read `config.json` into
-its own configuration, which is part of the identity."""
+"""Files that do not count. They decide which tokens there are, and every key covers these, or how tokens are drawn.
+vLLM has read `config.json` into its own configuration, which is part of the identity."""
 _QUANTIZATION = {"hf_quant_config.json", "quant_config.json", "quantize_config.json"}
+"""Files of the quantization."""
 _DEPTH = 3
+"""How many folders deep files are looked for."""
 _MOST_FILES, _MOST_BYTES = 512, 64 << 20
+"""How many files are read at most, and how many bytes of all of them."""
 _OTHER_REPOSITORY = re.compile(rb'"[\w.-]+/[\w.-]+--[\w.]+"')
-"""Code of another repository in an `auto_map`."""
+"""A reference to code of another repository in an `auto_map`."""
 
 
 class ModelFiles(NamedTuple):
-    """`digest` covers names and contents, wherever the files lie; empty without files. `names_others`: whether code of
-    another repository is named. `changed`: a place on their paths that has changed since vLLM started; empty if none
-    has."""
+    """The files of a model. `digest` covers names and contents, wherever the files are; it is empty if there are none.
+    `names_others`: whether they name code of another repository. `changed`: a place on their paths that has changed
+    since vLLM started; empty if none has."""
 
     digest: str
     names_others: bool
@@ -245,14 +248,14 @@ class ModelFiles(NamedTuple):
 
 
 def model_files(config: Any, started: float) -> ModelFiles | None:
-    """Those of a `VllmConfig`; None if they are nowhere on this node, and only those of quantization would count.
-    `started`: a moment before vLLM has read any, in seconds since the epoch. Raises `OSError`."""
+    """The files of a `VllmConfig`; None if they are nowhere on this node, and only those of quantization would count.
+    `started`: a moment before vLLM has read any of them, in seconds since the epoch. Raises `OSError`."""
     wanted = _wanted_files(config)
     if not wanted.places:
         return None
     found = read_model_files(wanted.places, processor=wanted.processor, code=wanted.code, loaded_by=started)
     model = config.model_config
-    codes = dict(getattr(model.hf_config, "auto_map", None) or {}).values()  # of a repository, each names one
+    codes = dict(getattr(model.hf_config, "auto_map", None) or {}).values()  # each may name another repository
     others = wanted.code and any("--" in str(code) and str(code).partition("--")[0] != model.model for code in codes)
     return found._replace(names_others=found.names_others or others)
 
@@ -268,7 +271,8 @@ def counted_files(config: Any) -> list[Path]:
 
 
 class _WantedFiles(NamedTuple):
-    """`places`: folders. `processor` and `code`: whether those of the processor, and remote code, count."""
+    """`places`: the folders with the files. `processor` and `code`: whether files of the processor, and remote code,
+    count."""
 
     places: Sequence[Path]
     processor: bool
@@ -293,9 +297,9 @@ def _wanted_files(config: Any) -> _WantedFiles:
 
 
 def read_model_files(places: Sequence[Path], *, processor: bool, code: bool, loaded_by: float) -> ModelFiles:
-    """`places`: folders. `processor` and `code`: whether those of the processor, and remote code, count. Raises
-    `OSError`, also for files that are too many or too large to be read. `loaded_by`, in seconds since the epoch, does
-    not count for what the cache of the Hub names by its content."""
+    """Read the files in the folders `places`. `processor` and `code`: whether files of the processor, and remote code,
+    count. `loaded_by`: a change of a file after this moment, in seconds since the epoch, is reported, unless the cache
+    of the Hub names the file by its content. Raises `OSError`, also if there are too many files, or too large ones."""
     digest, others, size = hashlib.sha256(), False, 0
     found: list[Path] = []
     for place in places:

@@ -1,9 +1,9 @@
-"""What happens to an engine's weights in this process: which files its rank has loaded, and whether anything may have
-changed the weights since.
+"""Watches an engine's weights in this process: which files its rank has loaded, and whether anything may have changed
+the weights since.
 
-vLLM asks its ranks by remote procedure calls (RPCs), by the name of a method of the worker or with a function. Those
-that vLLM makes itself change no weights. Any other may, so it is noticed before it runs: by the engine's executor,
-which sends it, and by the rank, which looks the method up.
+vLLM's remote procedure calls (RPCs) to its ranks name a method of the worker, or carry a function. The calls that vLLM
+makes itself change no weights. Any other call may, so it is noticed before it runs, both in the engine's executor,
+which sends it, and in the rank, which looks the method up.
 """
 
 from __future__ import annotations
@@ -67,12 +67,13 @@ HARMLESS: Final = frozenset(
         "wake_up",
     }
 )
-"""The methods that vLLM's own code calls on ranks, and that change no weights. Adapters are followed by their files."""
+"""The methods that vLLM's own code calls on ranks, and that change no weights. Changes of adapters are noticed by their
+files instead."""
 _OWN_FUNCTIONS = {("vllm.distributed.ec_transfer.ec_connector.encoder_output_width", "_measure_on_worker")}
 
 
 def ignore(reason: str) -> None:
-    """What listens to an engine that has no scheduler's half in this process."""
+    """The listener of an engine whose scheduler's half is not in this process. It does nothing."""
 
 
 class WeightWatch:
@@ -80,18 +81,18 @@ class WeightWatch:
 
     def __init__(self) -> None:
         self.loaded: LoadedFiles | None = None
-        """None if this process has loaded no weights, or not as far as it knows."""
+        """The files that this process has loaded; None if it has loaded none, or does not know of it."""
         self.asked = 0
-        """Calls by name that this process has sent to ranks, and that may have changed weights."""
+        """How many calls by name that may have changed weights this process has sent to ranks."""
         self.noticed = 0
-        """Such calls that the rank in this process has received."""
+        """How many such calls the rank in this process has received."""
         self.last = ""
-        """The last of them, as a sentence."""
+        """The last such call, as a sentence."""
         self.listener: Callable[[str], None] = ignore
         """Called before the weights change, on the thread that changes them."""
 
     def asks(self, method: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """The engine's executor is about to send a call."""
+        """Note that the engine's executor is about to send a call."""
         if not isinstance(method, str):
             if (getattr(method, "__module__", ""), getattr(method, "__qualname__", "")) not in _OWN_FUNCTIONS:
                 self._change(f"the function {getattr(method, '__qualname__', method)!s}")
@@ -108,13 +109,13 @@ class WeightWatch:
             self._change(method)
 
     def notices(self, method: str) -> None:
-        """The rank of this process is about to run a method that is not harmless."""
+        """Note that the rank of this process is about to run a method that is not harmless."""
         self.noticed += 1
-        if self.noticed > self.asked:  # nobody has asked for it in this process
+        if self.noticed > self.asked:  # this process has not sent the call
             self._change(method)
 
     def begin_serving(self) -> None:
-        """The rank has its weights. What happened before was part of loading them."""
+        """Count from now on, because the rank has its weights. Calls before this were part of loading them."""
         self.noticed = 0
 
     def _change(self, what: str) -> None:
@@ -126,12 +127,12 @@ _watches: dict[str, WeightWatch] = {}
 
 
 def watch_of(config: Any) -> WeightWatch:
-    """That of the engine with this `VllmConfig`."""
+    """The watch of the engine with this `VllmConfig`."""
     return _watches.setdefault(str(config.instance_id), WeightWatch())
 
 
 def watch_ranks() -> None:
-    """Notice what ranks of this process do from now on. Idempotent. Call it before vLLM loads weights."""
+    """Notice the calls that ranks of this process run from now on. Idempotent. Call it before vLLM loads weights."""
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
     find = WorkerWrapperBase.__getattr__
@@ -150,8 +151,8 @@ def watch_ranks() -> None:
 
 
 def watch_executors() -> None:
-    """Notice what executors of this process ask of ranks from now on. Idempotent. Call it when the engine's executor
-    has been made: vLLM imports only the class that it uses."""
+    """Notice the calls that executors of this process send to ranks from now on. Idempotent. Call it after the engine's
+    executor was made, because vLLM imports only the class that it uses."""
     from vllm.v1.executor.abstract import Executor
 
     for kind in _subclasses(Executor):
@@ -197,7 +198,7 @@ def _noticed(wrapper: Any, name: str, found: Callable[..., Any]) -> Callable[...
 
 
 def _load(config: Any, watch: WeightWatch, load: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Load the weights, and compare what lies behind the paths of the model before and after that."""
+    """Load the weights, and compare the places to which the paths of the model lead before and after that."""
     from kvstow_service.connectors.vllm.modelpaths import ModelTrails
 
     before = ModelTrails.of(config)
