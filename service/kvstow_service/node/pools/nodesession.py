@@ -243,23 +243,23 @@ class NodeSession(MemoryHolder):
             self._waiting.add(self)
         return answer
 
-    def _look_up(
-        self, call: Lookup, later: Later | None, *, is_prompt: bool, has_waited: bool = False
-    ) -> Steps[Found | Pending]:
-        """Look up blocks. First wait for those in memory that the ranks are about to register. Then, while the store
-        below the pool may have more, hold the blocks that the pool has."""
+    def _look_up(self, call: Lookup, later: Later | None, *, is_prompt: bool) -> Steps[Found | Pending]:
+        """Look up blocks, after waiting for those in memory that the ranks are about to register."""
         if later is None or call.hold == Hold.ALL:
             return (yield from self._find(call))
         slots: list[int] = []
-        for part in _parts(call.keys if not has_waited else ()):
+        for part in _parts(call.keys):
             slots += self.control.out_of_reach(part)
             yield
         if slots:
             tokens = len(slots) * max((group.block_tokens for group in self.pool.identity.groups), default=0)
-            steps = self._look_up(call, later, is_prompt=is_prompt, has_waited=True)
-            again = partial(result_of, steps)
-            if self.waits.put(max(slots) + 1, tokens, partial(self._answer, later, again)):
+            then = partial(result_of, self._look_below(call, later, is_prompt=is_prompt))
+            if self.waits.put(max(slots) + 1, tokens, partial(self._answer, later, then)):
                 return Pending()
+        return (yield from self._look_below(call, later, is_prompt=is_prompt))
+
+    def _look_below(self, call: Lookup, later: Later, *, is_prompt: bool) -> Steps[Found | Pending]:
+        """Look up blocks, and wait for those that the store below the pool may have, while the pool's own are held."""
         tier = self.tier
         if tier is None or not tier.pool.is_on(tier.of) or (call.hold == Hold.NOTHING and not is_prompt):
             return (yield from self._find(call))
