@@ -467,7 +467,7 @@ MUTANTS = [
         "uses_begin_behind_the_gpus_hit",
         f"{ENGINE_CORE}/runningrequests.py",
         "keys = tracked.keys_between(self._full, 0, tracked.told_tokens)",
-        "keys = tracked.keys_between(self._full, tracked.start, tracked.told_tokens)",
+        "keys = tracked.keys_between(self._full, tracked.load.start, tracked.told_tokens)",
         "tests/service/connectors/engine_core/test_eviction.py"
         "::test_each_request_uses_its_whole_chain_once_what_the_gpu_had_of_it_included",
     ),
@@ -1361,8 +1361,8 @@ MUTANTS = [
     Mutant(
         "slots_of_a_load_that_vllm_has_no_blocks_for_stay",
         f"{ENGINE_CORE}/loads.py",
-        "                tracked.had_no_room = True\n                self._drop_begun(tracked)\n",
-        "                tracked.begun = None\n",
+        "                tracked.load.had_no_room = True\n                self._drop_begun(tracked)\n",
+        "                tracked.load.begun = None\n",
         "tests/service/connectors/vllm/test_attached.py::test_a_load_by_layer_that_vllm_has_no_blocks_for_is_given_up_and_goes_before_a_step",
     ),
     Mutant(
@@ -2940,7 +2940,7 @@ MUTANTS = [
     Mutant(
         "a_request_loads_again_after_a_failure",
         "service/kvstow_service/connectors/engine_core/schedulerside.py",
-        "        if tracked.load_failed:\n            tracked.start = local\n            return 0\n",
+        "        if tracked.load.has_failed:\n            tracked.load.start = local\n            return 0\n",
         "",
         "tests/service/connectors/engine_core/test_loads.py"
         "::test_a_request_whose_load_failed_is_computed_even_if_its_blocks_are_there_again",

@@ -59,17 +59,17 @@ class SharedLoads:
     def must_wait(self, tracked: TrackedRequest, local: int, end: int) -> bool:
         """Whether the request, which could load its tokens `local` to `end`, waits for another one's load. O(1) for a
         request that waits or has waited, otherwise O(loads under way)."""
-        if tracked.wait is None:
-            tracked.wait = self._find(tracked.request, local, end)
-            return tracked.wait is not None
-        load, end, deadline = tracked.wait
+        if tracked.load.wait is None:
+            tracked.load.wait = self._find(tracked.request, local, end)
+            return tracked.load.wait is not None
+        load, end, deadline = tracked.load.wait
         return not self._is_over(load) and load.start <= local < end and self._clock() < deadline
 
     def begun(self, tracked: TrackedRequest, num_tokens: int) -> None:
-        """Note that the load of the `num_tokens` tokens after `tracked.start` is planned."""
-        end = (tracked.start + num_tokens) // self._groups.alignment * self._groups.alignment
+        """Note that the load of the `num_tokens` tokens after `tracked.load.start` is planned."""
+        end = (tracked.load.start + num_tokens) // self._groups.alignment * self._groups.alignment
         if self._are_found:
-            self._loads[tracked] = SharedLoad(tracked.request, tracked.start, end)
+            self._loads[tracked] = SharedLoad(tracked.request, tracked.load.start, end)
 
     def done(self, tracked: TrackedRequest) -> None:
         """Note that the load is done. vLLM has yet to schedule its request, but it may ask about others first."""
@@ -181,21 +181,21 @@ class Loads:
 
     def expect(self, tracked: TrackedRequest) -> None:
         """Ask the node service, when the request arrives, for what `hold_hit` will return."""
-        tracked.start = 0
+        tracked.load.start = 0
         if (end := self._longest_end(tracked)) > 0:
             self._finder.expect(tracked, end)
 
     def hold_hit(self, tracked: TrackedRequest, local: int) -> int | None:
         """How many tokens after the first `local` can be loaded; they are held for the request. None if that is not
         known yet, or if the request waits for another one's load. A hit without blocks to load, as at the start of a
-        chunk, counts as no hit, because vLLM waits for the end of each load. `tracked.choice` says which way the load
+        chunk, counts as no hit, because vLLM waits for the end of each load. The load's `choice` says which way it
         would go."""
-        tracked.start, tracked.choice = local, None
-        if (begun := tracked.begun) is not None:
+        tracked.load.start, tracked.load.choice = local, None
+        if (begun := tracked.load.begun) is not None:
             if begun.start == local:
                 return self._begun_hit(tracked, begun)
             self._drop_begun(tracked)
-        hit, end = tracked.hit, self._longest_end(tracked)
+        hit, end = tracked.load.hit, self._longest_end(tracked)
         if local % self._groups.alignment or local >= end or self._is_computed(tracked, end):
             self.release_hit(tracked)
             return 0
@@ -204,17 +204,17 @@ class Loads:
             found = self._look_up(tracked, local, end)
             if found is LATER:
                 return None
-            tracked.hit = hit = found
+            tracked.load.hit = hit = found
         if hit is None:
             return 0
         num_blocks, is_whole = (hit.end - local) // self._groups.alignment, hit.end >= tracked.request.num_tokens
         name, num_tokens = tracked.request.request_id, tracked.request.num_tokens
         rest = PromptPart.between(hit.end, num_tokens)
-        tracked.choice = choice = self._policy.choose(
-            name, num_blocks, is_whole=is_whole, had_no_room=tracked.had_no_room, rest=rest
+        tracked.load.choice = choice = self._policy.choose(
+            name, num_blocks, is_whole=is_whole, had_no_room=tracked.load.had_no_room, rest=rest
         )
         if not self._policy.is_worth_it(name, choice, num_blocks, PromptPart.between(local, num_tokens), rest):
-            tracked.choice = None
+            tracked.load.choice = None
             self.release_hit(tracked)
             return 0
         if choice.by_layer:  # vLLM caches its blocks in this step, so there is no need to wait for others
@@ -226,19 +226,19 @@ class Loads:
 
     def _is_computed(self, tracked: TrackedRequest, end: int) -> bool:
         """Whether only the last block of the whole prompt is missing on the GPU, and computing it takes less time."""
-        is_last = end == tracked.request.num_tokens and end - tracked.start == self._groups.alignment
+        is_last = end == tracked.request.num_tokens and end - tracked.load.start == self._groups.alignment
         return is_last and not self._policy.loads_last_block
 
     def _begin_early(self, tracked: TrackedRequest, hit: Hit, choice: Choice) -> int | None:
         """Request the slots of a load by layer, before the GPU blocks of the load are known."""
-        tracked.hit = None
-        places = self._groups.places(tracked.start, hit.end)
+        tracked.load.hit = None
+        places = self._groups.places(tracked.load.start, hit.end)
         answer = self._begin_load(tracked, hit, hit.end, places, [-1] * len(places))
         if answer is None:
             return 0
-        tracked.begun = begun = BegunLoad(tracked.start, hit, answer, choice, len(places), self._clock())
+        tracked.load.begun = begun = BegunLoad(tracked.load.start, hit, answer, choice, len(places), self._clock())
         self._policy.waits(begun.num_blocks)
-        self._shared.begun(tracked, hit.end - tracked.start)
+        self._shared.begun(tracked, hit.end - tracked.load.start)
         return self._begun_hit(tracked, begun)
 
     def _begun_hit(self, tracked: TrackedRequest, begun: BegunLoad) -> int | None:
@@ -256,12 +256,12 @@ class Loads:
                 return None
             self._drop_begun(tracked)
             return 0
-        tracked.choice = begun.choice
+        tracked.load.choice = begun.choice
         self._promised.append(tracked)
         return begun.hit.end - begun.start
 
     def _take_begun(self, tracked: TrackedRequest) -> BegunLoad | None:
-        begun, tracked.begun = tracked.begun, None
+        begun, tracked.load.begun = tracked.load.begun, None
         if begun is not None:
             del self._begun[tracked]
             self._shared.ended(tracked)
@@ -276,8 +276,8 @@ class Loads:
         """Give up loads by layer that this step does not use, once its requests have their blocks: loads for which vLLM
         had no blocks, and loads whose requests vLLM has not asked about. If they stayed, their slots would, too."""
         for tracked in self._promised:
-            if tracked.begun is not None:
-                tracked.had_no_room = True
+            if tracked.load.begun is not None:
+                tracked.load.had_no_room = True
                 self._drop_begun(tracked)
         self._promised.clear()
         for tracked, is_asked_for in [*self._begun.items()]:
@@ -295,9 +295,9 @@ class Loads:
     def count_hit(self, tracked: TrackedRequest, num_tokens: int) -> None:
         """Count the lookup of a request that is admitted, and that uses `num_tokens` of the tokens found."""
         end = self._longest_end(tracked)
-        queried = end - tracked.start
+        queried = end - tracked.load.start
         if queried > 0 and not self._is_computed(tracked, end):
-            tracked.looked_up = tracked.looked_up or range(tracked.start, end)
+            tracked.looked_up = tracked.looked_up or range(tracked.load.start, end)
             alignment = self._groups.alignment
             self._control.count_lookup(queried // alignment, num_tokens // alignment)
 
@@ -313,12 +313,12 @@ class Loads:
         self._finder.forget(tracked)
 
     def _release_lease(self, tracked: TrackedRequest) -> None:
-        if tracked.hit is not None:
-            self._control.release_lease(tracked.hit.lease)
-            tracked.hit = None
+        if tracked.load.hit is not None:
+            self._control.release_lease(tracked.load.hit.lease)
+            tracked.load.hit = None
 
     def _longest_end(self, tracked: TrackedRequest) -> int:
-        """Where the longest hit beyond `tracked.start` would end.
+        """Where the longest hit beyond `tracked.load.start` would end.
 
         The last token is always computed. If the hit is the whole prompt, vLLM computes that token again. A step of one
         token decodes, which is faster than computing the token's block (27 ms instead of 37: H200, 8b of `bench.vllm`).
@@ -337,44 +337,44 @@ class Loads:
         self._observe("lookup_sync_delay_seconds", time.perf_counter() - begun)
         if found is not LATER:
             self._end_deferral(tracked)
-        elif tracked.deferred_at is None:
-            tracked.deferred_at = begun
+        elif tracked.load.deferred_at is None:
+            tracked.load.deferred_at = begun
         return found
 
     def _end_deferral(self, tracked: TrackedRequest) -> None:
-        if tracked.deferred_at is not None:
-            self._observe("lookup_async_delay_seconds", time.perf_counter() - tracked.deferred_at)
-            tracked.deferred_at = None
+        if tracked.load.deferred_at is not None:
+            self._observe("lookup_async_delay_seconds", time.perf_counter() - tracked.load.deferred_at)
+            tracked.load.deferred_at = None
 
     # -- load -----------------------------------------------------------------------------------------------
 
     def plan_load(self, tracked: TrackedRequest, num_tokens: int) -> None:
-        """Load the `num_tokens` tokens after `tracked.start` into the request's tables, the way that `tracked.choice`
+        """Load the `num_tokens` tokens after the load's `start` into the request's tables, the way that its `choice`
         says. Uses up the hit. Raises `LeaseError` if a load by layer is impossible."""
-        hit, tracked.hit = tracked.hit, None
-        begun, tracked.load_failed = self._take_begun(tracked), False
-        end = tracked.start + num_tokens
-        places = self._groups.places(tracked.start, end)
+        hit, tracked.load.hit = tracked.load.hit, None
+        begun, tracked.load.has_failed = self._take_begun(tracked), False
+        end = tracked.load.start + num_tokens
+        places = self._groups.places(tracked.load.start, end)
         targets = tuple([tracked.tables[group][number] for group, number in places])
         answer: Awaited[Op | None] | None = None
         if begun is not None:
             hit = begun.hit
-            if (begun.start, hit.end) == (tracked.start, end) and self._null_block not in targets:
+            if (begun.start, hit.end) == (tracked.load.start, end) and self._null_block not in targets:
                 answer = begun.answer
         elif hit is not None:
             answer = self._begin_load(tracked, hit, end, places, targets)
-        tracked.fetched_tokens = 0 if hit is None else hit.fetched_tokens(tracked.start, end)
-        choice = tracked.choice  # None: the request was not looked up
+        tracked.load.fetched_tokens = 0 if hit is None else hit.fetched_tokens(tracked.load.start, end)
+        choice = tracked.load.choice  # None: the request was not looked up
         if choice is not None and choice.by_layer:
             if end % self._groups.alignment or answer is None or not answer.done or answer.value is None:
                 raise LeaseError(f"a load by layer cannot begin: {answer and answer.error}")
             self._draft.layered.append(replace(answer.value, blocks=targets))
-            self._layered[answer.value.op_id] = PromptPart.between(tracked.start, end)
+            self._layered[answer.value.op_id] = PromptPart.between(tracked.load.start, end)
         elif choice is None or answer is None:
             self._lose(tracked, targets)
             return
         else:
-            tokens = PromptPart.between(tracked.start, end)
+            tokens = PromptPart.between(tracked.load.start, end)
             self._asked.append(_Load(tracked, tokens, targets, answer, time.perf_counter()))
             self._shared.begun(tracked, num_tokens)
         self._policy.begun(choice, len(targets))
@@ -397,8 +397,8 @@ class Loads:
                 self._lose(tracked, targets)
 
     def lose_load(self, tracked: TrackedRequest, num_tokens: int) -> None:
-        """Note that the load of the `num_tokens` tokens after `tracked.start` is impossible."""
-        places = self._groups.places(tracked.start, tracked.start + num_tokens)
+        """Note that the load of the `num_tokens` tokens after `tracked.load.start` is impossible."""
+        places = self._groups.places(tracked.load.start, tracked.load.start + num_tokens)
         self._lose(tracked, tuple([tracked.tables[group][number] for group, number in places]))
 
     def goes_by_layer(self, op_id: int) -> bool | None:
@@ -411,13 +411,13 @@ class Loads:
         if (load := self._under_way.pop(op_id, None)) is not None:
             tracked, tokens, targets, _, at = load
             self._policy.ended(len(targets), None if failed else time.perf_counter() - at)
-            tracked.load_failed = failed
+            tracked.load.has_failed = failed
             (self._shared.ended if failed else self._shared.done)(tracked)
         if tokens is not None and not failed:
             self._policy.loaded(tokens)
 
     def _lose(self, tracked: TrackedRequest, targets: tuple[int, ...]) -> None:
-        tracked.load_failed = True
+        tracked.load.has_failed = True
         self._shared.ended(tracked)
         self._draft.lost_loads[tracked.request.request_id] = targets
 
@@ -427,12 +427,12 @@ class Loads:
         """Ask the pool to begin the load. Returns None if the hit lacks a block that the request needs. Then nothing is
         held."""
         held = places
-        if (tracked.start, end) != (hit.start, hit.end):
+        if (tracked.load.start, end) != (hit.start, hit.end):
             held = self._groups.places(hit.start, hit.end)
         first = held.index(places[0]) if places and places[0] in held else len(held)
         if held[first : first + len(places)] == places and self._null_block not in targets:
-            assert tracked.choice is not None  # made when the request was looked up
-            name, choice = tracked.request.request_id, tracked.choice.label
+            assert tracked.load.choice is not None  # made when the request was looked up
+            name, choice = tracked.request.request_id, tracked.load.choice.label
             return self._control.begin_load(hit.lease, targets, first=hit.first + first, request_id=name, choice=choice)
         self._control.release_lease(hit.lease)
         return None
@@ -457,7 +457,7 @@ class FailedLoads:
     def continuing(self, ended: Collection[str]) -> set[str]:
         """The requests that may continue, out of those whose loads have `ended`. Also contains requests that were held
         back and have been aborted since."""
-        failed = {name for name in ended if name in self._requests and self._requests[name].load_failed}
+        failed = {name for name in ended if name in self._requests and self._requests[name].load.has_failed}
         stuck = {name for name in failed if not self._rewind(self._requests[name])}
         if stuck:
             self._strand(stuck)
@@ -469,12 +469,12 @@ class FailedLoads:
         """Let the request continue after its local prefix. Returns False if it lacks something that the next token
         reads."""
         for group in self._groups.partial:
-            first, end = group.first_block(tracked.start), tracked.start // group.block_tokens
+            first, end = group.first_block(tracked.load.start), tracked.load.start // group.block_tokens
             if self._null_block in tracked.tables[group.index][first:end]:
                 return False
-        if tracked.start:
-            tracked.request.num_computed_tokens = tracked.start
-        return tracked.start > 0
+        if tracked.load.start:
+            tracked.request.num_computed_tokens = tracked.load.start
+        return tracked.load.start > 0
 
     def _strand(self, stuck: set[str]) -> None:
         self._stranded |= stuck

@@ -97,19 +97,19 @@ class SchedulerSide:
         if request.skip_reading_prefix_cache:
             return 0
         tracked = self._tracked(request)
-        tracked.loading, tracked.choice = False, None
+        tracked.load.is_under_way, tracked.load.choice = False, None
         if tracked.adapter is not None and self._adapters is not None:
             tracked.adapter.check()
             if self._adapters.must_wait(tracked.adapter):
                 return None
-        if tracked.load_failed:
-            tracked.start = local
+        if tracked.load.has_failed:
+            tracked.load.start = local
             return 0
         return self._loads.hold_hit(tracked, local)
 
     def loads_by_layer(self, request: Request) -> bool:
         """Whether what `find_hit` has just found is loaded within the step that computes with it."""
-        choice = self._tracked(request).choice
+        choice = self._tracked(request).load.choice
         return choice is not None and choice.by_layer
 
     def admit(self, request: Request, tables: Sequence[Sequence[int]], load_tokens: int) -> Literal[True]:
@@ -121,35 +121,39 @@ class SchedulerSide:
         """
         tracked = self._tracked(request)
         tracked.give_tables(tables, self._draft.number)
-        first = tracked.start + load_tokens
-        if tracked.loading and not load_tokens:  # the load has ended, and vLLM continues after its last good block
+        first = tracked.load.start + load_tokens
+        if (
+            tracked.load.is_under_way and not load_tokens
+        ):  # the load has ended, and vLLM continues after its last good block
             first = request.num_computed_tokens
         tracked.computed_from = min(tracked.computed_from, first)
         if load_tokens:
             self._loads.count_hit(tracked, load_tokens)
-            tracked.loaded = range(tracked.start, tracked.start + load_tokens)
-            by_layer = tracked.choice is not None and tracked.choice.by_layer
-            tracked.loading, tracked.withheld = not by_layer, False
+            tracked.load.tokens = range(tracked.load.start, tracked.load.start + load_tokens)
+            by_layer = tracked.load.choice is not None and tracked.load.choice.by_layer
+            tracked.load.is_under_way, tracked.withheld = not by_layer, False
             self._loads.plan_load(tracked, load_tokens)
             if by_layer:  # no other call follows
                 self._finder.admitted(tracked)
             self._running.admitted(tracked)
             return True
-        if not tracked.loading and request.num_computed_tokens == 0:  # otherwise it keeps the blocks that it had
+        if (
+            not tracked.load.is_under_way and request.num_computed_tokens == 0
+        ):  # otherwise it keeps the blocks that it had
             tracked.withheld = False
             if not request.skip_reading_prefix_cache:
                 self._loads.count_hit(tracked, 0)
         self._loads.ended(tracked)
-        if not tracked.loading or tracked.load_failed:
-            tracked.loaded = range(0)
-        tracked.loading = tracked.load_failed = False
+        if not tracked.load.is_under_way or tracked.load.has_failed:
+            tracked.load.tokens = range(0)
+        tracked.load.is_under_way = tracked.load.has_failed = False
         self._finder.admitted(tracked)
         self._running.admitted(tracked)
         return True
 
     def fetched_tokens(self, request: Request) -> int:
         """How many of the tokens that the request loads in this admission came from the store below the pool."""
-        return self._tracked(request).fetched_tokens
+        return self._tracked(request).load.fetched_tokens
 
     @property
     def store(self) -> str:
@@ -161,7 +165,7 @@ class SchedulerSide:
         load anyway."""
         tracked = self._tracked(request)
         tracked.give_tables(tables, self._draft.number)
-        tracked.hit = None
+        tracked.load.hit = None
         self._loads.lose_load(tracked, load_tokens)
 
     def finish(self, request: Request, tables: Sequence[Sequence[int]]) -> None:

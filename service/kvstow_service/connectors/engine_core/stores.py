@@ -223,7 +223,7 @@ class EagerStores:
                 if (tracked := self._requests.get(request_id)) is not None:
                     first = max(0, tracked.confirmed_tokens)
                     if tracked.admitted_at == number:  # another child of MultiConnector may load within this step
-                        first = min(first, tracked.start)
+                        first = min(first, tracked.load.start)
                     for group in self._groups:
                         found.update(tracked.tables[group.index][first // group.block_tokens :])
             self._written_blocks = found
@@ -242,7 +242,7 @@ class EagerStores:
             if group.is_full:
                 tracked.tables[group.index] = list(tables[group.index])
         if again:
-            tracked.offered_tokens, tracked.loaded = 0, range(0)
+            tracked.offered_tokens, tracked.load.tokens = 0, range(0)
         offer = Offer([], [])
         if self._left_for_ends > 0:
             self._left_for_ends -= self._take_next(tracked, self._left_for_ends, offer)
@@ -321,7 +321,7 @@ class EagerStores:
         for group in self._groups:
             first, last = start // group.block_tokens, end // group.block_tokens
             loaded = range(0)
-            if tokens := tracked.loaded:
+            if tokens := tracked.load.tokens:
                 loaded = range(tokens.start // group.block_tokens, -(-tokens.stop // group.block_tokens))
             for numbers in (range(first, min(last, loaded.start)), range(max(first, loaded.stop), last)):
                 if numbers:

@@ -82,47 +82,55 @@ class BegunLoad(NamedTuple):
     at: float
 
 
+@dataclass(slots=True)
+class RequestLoad:
+    """What is looked up and loaded for a request, in three states. While it waits, `hit` is the hit that is held for
+    the next admission; or `begun` is the load by layer that was requested instead of holding a hit. Once it was
+    admitted, `is_under_way` says whether the admission began with a load, which its blocks wait for.
+
+    `start`: how many tokens were on the GPU when the hit was looked up. `choice`: the way of the load that vLLM was
+    given last. `had_no_room`: whether a load by layer was promised to vLLM, which then had no blocks for it. `wait`:
+    the wait for another request's load that has begun since the last admission. `deferred_at`: when the look-up was
+    first deferred to a later step; None if it is not deferred. `tokens`: those that the last admission loads;
+    `fetched_tokens` of them came from the store below the pool. `has_failed`: whether some of them were not written.
+    """
+
+    start: int = 0
+    hit: Hit | None = None
+    begun: BegunLoad | None = None
+    choice: Choice | None = None
+    had_no_room: bool = False
+    wait: LoadWait | None = None
+    deferred_at: float | None = None
+    tokens: range = range(0)
+    fetched_tokens: int = 0
+    is_under_way: bool = False
+    has_failed: bool = False
+
+
 @dataclass(slots=True, eq=False)
 class TrackedRequest:
     """A request between its arrival and its end. Used by the scheduler's thread.
 
-    Blocks. `tables[group]`: its GPU blocks in order. `admitted_at`: the step that gave the tables. `has_run`: whether
-    it was computed since then, so that its tokens are more than the promise of a load. `offered_tokens`: the blocks of
-    the tokens before this one were offered to the pool. `computed_from`: it has computed no token before this one.
-    `withheld`: whether its blocks belong to weights that were replaced, and must not be offered. `known_hashes`: how
-    many of its hashes `KnownHashes` has.
+    `tables[group]`: its GPU blocks in order. `admitted_at`: the step that gave the tables. `has_run`: whether it was
+    computed since then, so that its tokens are more than the promise of a load. `looked_up`: the tokens that the first
+    admission looked up. `offered_tokens`: the blocks of the tokens before this one were offered to the pool.
+    `computed_from`: it has computed no token before this one. `withheld`: whether its blocks belong to weights that
+    were replaced, and must not be offered. `known_hashes`: how many of its hashes `KnownHashes` has.
 
-    Loads. `start`: how many tokens were on the GPU when the hit was looked up. `hit`: the hit that is held for the next
-    admission. `begun`: the load by layer that was requested instead of holding a hit. `had_no_room`: whether such a
-    load was promised to vLLM, which then had no blocks for it. `choice`: the way of its load that vLLM was given last.
-    `wait`: the wait for another request's load that has begun since the last admission. `deferred_at`: when its lookup
-    was first deferred to a later step; None if none is deferred. `loading`: whether the admission began with a load, of
-    the tokens `loaded`. `fetched_tokens`: how many of these came from the fleet tier. `load_failed`: whether some of
-    them were not written. `looked_up`: the tokens that the first admission looked up.
-
-    The request. `adapter`: its LoRA adapter, which is part of its keys; None if it has none. `hints`: the hints of its
-    client. `number`: its number in the pool, from its admission to its end; None if the pool does not know it.
-    `told_tokens`: how many of its tokens the pool learned of at the admission.
+    `adapter`: its LoRA adapter, which is part of its keys; None if it has none. `hints`: the hints of its client.
+    `number`: its number in the pool, from its admission to its end; None if the pool does not know it. `told_tokens`:
+    how many of its tokens the pool learned of at the admission.
     """
 
     request: Request
     num_groups: InitVar[int]
     adapter: Adapter | None = None
     hints: Hints | None = None
+    load: RequestLoad = field(default_factory=RequestLoad)
     offered_tokens: int = 0
-    hit: Hit | None = None
-    begun: BegunLoad | None = None
-    choice: Choice | None = None
-    had_no_room: bool = False
-    wait: LoadWait | None = None
-    start: int = 0
-    loaded: range = range(0)
-    fetched_tokens: int = 0
     looked_up: range = range(0)
-    loading: bool = False
-    load_failed: bool = False
     withheld: bool = False
-    deferred_at: float | None = None
     admitted_at: int = -1
     has_run: bool = False
     known_hashes: int = 0
@@ -203,7 +211,7 @@ class TrackedRequest:
     def give_tables(self, tables: Sequence[Sequence[int]], step: int) -> None:
         """Give the request these GPU blocks, and no others. None of them has been offered yet."""
         self.tables = [list(table) for table in tables]
-        self.offered_tokens, self.wait = 0, None
+        self.offered_tokens, self.load.wait = 0, None
         self.admitted_at, self.has_run = step, False
 
 

@@ -129,7 +129,7 @@ def test_the_last_block_alone_is_never_worth_a_load() -> None:
     tracked = pool.track()
     assert pool.loads.hold_hit(tracked, 22) == 4
     assert pool.loads.hold_hit(tracked, 24) == 0
-    assert (tracked.hit, pool.leases) == (None, 0)
+    assert (tracked.load.hit, pool.leases) == (None, 0)
 
 
 def test_a_look_up_counts_the_blocks_that_would_be_loaded() -> None:
@@ -171,10 +171,10 @@ def test_asking_again_holds_nothing_twice() -> None:
     pool = Pool(KINDS["window"], [*keys_of(PROMPT), *keys_of(PROMPT, WINDOW)])
     tracked = pool.track()
     assert pool.loads.hold_hit(tracked, 0) == 24
-    hit, lookups = tracked.hit, pool.engine.stats().lookups.seconds
+    hit, lookups = tracked.load.hit, pool.engine.stats().lookups.seconds
     for _ in range(5):
         assert pool.loads.hold_hit(tracked, 0) == 24
-    assert tracked.hit is hit
+    assert tracked.load.hit is hit
     assert pool.engine.stats().lookups.seconds == lookups
     assert pool.leases == 1
     assert pool.held == {*keys_of(PROMPT)[:12], *keys_of(PROMPT, WINDOW)[10:12]}
@@ -184,10 +184,10 @@ def test_a_local_prefix_that_grew_is_served_from_what_is_held() -> None:
     pool = Pool(present=keys_of(PROMPT))
     tracked = pool.track()
     pool.loads.hold_hit(tracked, 4)
-    hit = tracked.hit
+    hit = tracked.load.hit
     assert pool.loads.hold_hit(tracked, 10) == 16
-    assert tracked.hit is hit
-    assert (tracked.start, pool.leases) == (10, 1)
+    assert tracked.load.hit is hit
+    assert (tracked.load.start, pool.leases) == (10, 1)
 
 
 def test_a_local_prefix_that_shrank_is_looked_up_again() -> None:
@@ -196,7 +196,7 @@ def test_a_local_prefix_that_shrank_is_looked_up_again() -> None:
     assert pool.loads.hold_hit(tracked, 10) == 16
     assert pool.loads.hold_hit(tracked, 4) == 22
     assert pool.held == set(keys_of(PROMPT)[2:])
-    assert (tracked.start, pool.leases) == (4, 1)
+    assert (tracked.load.start, pool.leases) == (4, 1)
 
 
 def test_a_local_prefix_beyond_the_hit_releases_it() -> None:
@@ -204,7 +204,7 @@ def test_a_local_prefix_beyond_the_hit_releases_it() -> None:
     tracked = pool.track()
     assert pool.loads.hold_hit(tracked, 0) == 10
     assert pool.loads.hold_hit(tracked, 10) == 0
-    assert (tracked.hit, pool.leases) == (None, 0)
+    assert (tracked.load.hit, pool.leases) == (None, 0)
 
 
 @pytest.mark.parametrize("held", [False, True])
@@ -222,7 +222,7 @@ def test_a_hit_of_nothing_but_the_start_of_a_chunk_loads_nothing_and_is_none() -
     pool = Pool(KINDS["chunked alone"])
     tracked = pool.track(PROMPT[:9])
     assert pool.loads.hold_hit(tracked, 0) == 0
-    assert tracked.hit is None
+    assert tracked.load.hit is None
 
 
 def test_a_request_that_continues_with_another_prompt_is_looked_up_by_that() -> None:

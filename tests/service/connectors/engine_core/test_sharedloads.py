@@ -374,8 +374,8 @@ def requests_wait_again(patch: pytest.MonkeyPatch) -> None:
     must_wait = SharedLoads.must_wait
 
     def wait(self: SharedLoads, tracked: TrackedRequest, local: int, end: int) -> bool:
-        if tracked.wait is not None and not must_wait(self, tracked, local, end):
-            tracked.wait = None
+        if tracked.load.wait is not None and not must_wait(self, tracked, local, end):
+            tracked.load.wait = None
         return must_wait(self, tracked, local, end)
 
     patch.setattr(SharedLoads, "must_wait", wait)
@@ -385,9 +385,9 @@ def waits_are_never_forgotten(patch: pytest.MonkeyPatch) -> None:
     give_tables = TrackedRequest.give_tables
 
     def give(self: TrackedRequest, *args: object) -> None:
-        wait = self.wait
+        wait = self.load.wait
         give_tables(self, *args)  # type: ignore[arg-type]
-        self.wait = wait
+        self.load.wait = wait
 
     patch.setattr(TrackedRequest, "give_tables", give)
 

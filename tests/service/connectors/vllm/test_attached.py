@@ -237,7 +237,7 @@ def test_random_requests_over_sessions_that_end_get_the_right_bytes(seed: int, l
                     hit = 0
             host.copy()
             host.side.settle()
-            if hit and not host.side._requests[request.request_id].load_failed:
+            if hit and not host.side._requests[request.request_id].load.has_failed:
                 loads += 1
                 assert host.contents(request)[: hit // 2] == keys_of(request.tokens)[: hit // 2]
             else:
@@ -365,11 +365,11 @@ def test_slots_of_one_prefix_are_asked_for_once() -> None:
     for _ in range(10):
         found = host.ask_now(first)
         assert host.ask_now(second) is None
-        assert host.side._requests["second"].begun is None
+        assert host.side._requests["second"].load.begun is None
         if found is not None:
             break
         host.step()
-    assert (found, host.side._requests["second"].wait is not None) == (12, True)
+    assert (found, host.side._requests["second"].load.wait is not None) == (12, True)
     host.admit(first, load=12)
     assert len(host.step().layered.ops) == 1
     assert host.ask_now(second, 12) == 0, "vLLM finds the blocks on the GPU"
@@ -395,7 +395,7 @@ def test_the_slots_of_a_request_that_ends_before_they_are_known_are_given_up() -
     host, request = by_layer(delay=2), FakeRequest("r", PROMPT)
     while host.control.open_transfers == 0 and not host.side._loads.are_awaited:
         assert host.ask_now(request) is None
-        if request.request_id in host.side._requests and host.side._requests["r"].begun is not None:
+        if request.request_id in host.side._requests and host.side._requests["r"].load.begun is not None:
             break
         host.step()
     host.side.finish(request, request.block_ids)
@@ -410,7 +410,7 @@ def test_a_prefix_that_the_gpu_has_meanwhile_gives_up_the_slots() -> None:
     host, cached, request = by_layer(), FakeRequest("c", PROMPT[:4]), FakeRequest("r", PROMPT)
     assert host.answer(request) == 12
     host.run(cached)
-    host.side._requests["r"].had_no_room = False
+    host.side._requests["r"].load.had_no_room = False
     assert host.answer(request, 4) == 8
     host.admit(request, local=4, load=8)
     assert len(host.step().layered.ops) == 1
@@ -423,7 +423,7 @@ def test_without_the_service_a_request_whose_slots_were_asked_for_is_computed() 
     host, request = by_layer(delay=1), FakeRequest("r", PROMPT)
     for _ in range(5):
         assert host.ask_now(request) is None
-        if host.side._requests["r"].begun is not None:
+        if host.side._requests["r"].load.begun is not None:
             break
         host.step()
     host.service.is_up = False
@@ -436,7 +436,7 @@ def begun_by_layer(**options: Any) -> tuple[AttachedVllmHost, FakeRequest]:
     host, request = by_layer(delay=2, **options), FakeRequest("r", PROMPT)
     for _ in range(5):
         assert host.ask_now(request) is None
-        if host.side._requests["r"].begun is not None:
+        if host.side._requests["r"].load.begun is not None:
             return host, request
         host.step()
     raise AssertionError("the lookup has no answer")
@@ -447,7 +447,7 @@ def test_slots_that_a_lost_session_gave_are_not_used() -> None:
     host.step()
     assert host.ask_now(request) is None
     host.step()  # the answer comes with it
-    begun = host.side._requests["r"].begun
+    begun = host.side._requests["r"].load.begun
     assert begun is not None
     assert begun.answer.value is not None
     host.service.lose()
@@ -593,7 +593,7 @@ def test_of_many_loads_whose_slots_come_late_only_the_first_is_alone() -> None:
     for _ in range(8):
         for request in requests:
             if request.request_id not in ways and host.ask_now(request):
-                choice = host.side._requests[request.request_id].choice
+                choice = host.side._requests[request.request_id].load.choice
                 assert choice is not None
                 ways[request.request_id] = choice.label
                 host.admit(request, load=12)
