@@ -78,7 +78,8 @@ class Host:
         for rank, worker in enumerate(self.subject.workers):
             source = QuietRank(rank, SLOT_BYTES, slots)
             source.boot_id = worker.boot_id
-            agent = RankAgent(rank, source, AdminAddress(listeners.url, _AGENT_TOKEN))
+            agent = RankAgent(rank, source, find=lambda: None)
+            agent.offer(AdminAddress(listeners.url, _AGENT_TOKEN))
             agent.start()
             running.callback(agent.stop)
         self.port = listeners.port

@@ -14,8 +14,9 @@ from kvstow.bytesize import parse_size
 from kvstow.config import EngineConfig, PoolConfig
 from kvstow.control.engine import OffloadEngine
 from kvstow_service.admin.adminhost import AdminOptions
-from kvstow_service.admin.agent import RankAgent, Rendezvous
+from kvstow_service.admin.agent import RankAgent
 from kvstow_service.admin.embedded import EmbeddedAdmin
+from kvstow_service.admin.rendezvous import Rendezvous
 from kvstow_service.process.logwriter import configure_logs
 from kvstow_service.process.stop import StopRequests
 from kvstow_service.replay.driver import ReplayDriver, blocks_needed

@@ -57,6 +57,8 @@ RECORDS = "service/kvstow_service/node/pools/noderecords.py"
 SURVIVORS = "service/kvstow_service/node/survival/roster.py"
 SURVIVAL = "tests/service/node/survival/test_survival.py"
 AUTH = "api/kvstow_api/auth.py"
+AGENT = "service/kvstow_service/admin/agent.py"
+RANK_SOCKET = "service/kvstow_service/admin/ranksocket.py"
 ADMISSION = "api/kvstow_api/middleware.py"
 HEADER = "service/kvstow_service/stores/mooncake/objectheader.py"
 MOONCAKE_BLOCKS = "service/kvstow_service/stores/mooncake/mooncakeblocks.py"
@@ -1567,17 +1569,88 @@ MUTANTS = [
     ),
     Mutant(
         "older_desired_states_are_applied",
-        "engine/kvstow/messageorder.py",
-        "                if desired.number <= before.number:\n                    return False\n",
-        "",
-        "tests/engine/test_messageorder.py",
+        "engine/kvstow/messages.py",
+        "        return self.engine_id != applied.engine_id or self.number > applied.number\n",
+        "        return True\n",
+        "tests/engine/test_dataplane.py::test_a_late_desired_state_reverts_nothing",
     ),
     Mutant(
-        "a_replaced_engine_is_obeyed",
-        "engine/kvstow/messageorder.py",
-        "            elif desired.engine_id in self._left:\n",
-        "            elif desired.engine_id is None:\n",
-        "tests/engine/test_messageorder.py",
+        "late_reports_are_believed",
+        f"{CONTROL_CODE}/ranktable.py",
+        "            return report.number <= last.number\n",
+        "            return False\n",
+        f"{CONTROL}/test_ranktable.py::test_a_late_report_of_the_same_boot_is_counted_and_changes_nothing",
+    ),
+    Mutant(
+        "reports_may_have_anything",
+        "engine/kvstow/attach/calls.py",
+        "        if not _is_sound(getattr(message, name)):\n",
+        "        if False:\n",
+        "tests/engine/attach/test_rankreports.py",
+    ),
+    Mutant(
+        "reports_have_no_numbers",
+        AGENT,
+        "        link.send(Report.now(self._numbers.number(report)))\n",
+        "        link.send(Report.now(report))\n",
+        "tests/service/admin/test_agent.py::test_a_change_is_reported_at_once",
+    ),
+    Mutant(
+        "changes_wait_for_the_next_report",
+        RANK_SOCKET,
+        "        self._engine.pool.on_wanted = self._wake.set\n",
+        "        self._engine.pool.on_wanted = lambda: None\n",
+        "tests/service/admin/test_ranksocket.py::"
+        "test_a_change_of_the_desired_state_is_sent_at_once_and_once_to_each_rank",
+    ),
+    Mutant(
+        "any_user_may_report",
+        RANK_SOCKET,
+        "        if uid not in (0, os.geteuid()):\n",
+        "        if False:\n",
+        "tests/service/admin/test_ranksocket.py::test_processes_of_other_users_may_not_report",
+    ),
+    Mutant(
+        "connections_of_ranks_have_no_bound",
+        RANK_SOCKET,
+        "        if len(self._clients) >= self._engine.config.num_ranks + _SPARE_CLIENTS:\n",
+        "        if False:\n",
+        "tests/service/admin/test_ranksocket.py::test_connections_have_a_bound",
+    ),
+    Mutant(
+        "an_error_ends_the_thread_of_the_ranks_socket",
+        RANK_SOCKET,
+        "            except Exception:  # nothing may end the thread\n",
+        "            except KvstowError:\n",
+        "tests/service/admin/test_ranksocket.py::test_no_error_ends_the_thread",
+    ),
+    Mutant(
+        "an_error_ends_the_thread_of_an_agent",
+        AGENT,
+        "            except Exception as error:  # noqa: BLE001 - nothing may end the thread\n",
+        "            except KvstowError as error:\n",
+        "tests/service/admin/test_agent.py::test_the_thread_outlives_a_rank_that_raises",
+    ),
+    Mutant(
+        "an_agent_waits_forever_for_an_answer",
+        AGENT,
+        "        if self._sent_at is not None and now >= self._due():\n",
+        "        if False:\n",
+        "tests/service/admin/test_agent.py::test_an_engine_that_does_not_answer_is_a_failure_and_the_link_is_new",
+    ),
+    Mutant(
+        "reports_do_not_wait_for_answers",
+        AGENT,
+        "        if self._sent_at is None and now >= self._due():\n",
+        "        if now >= (self._next_look if self._is_changed else self._next_report):\n",
+        "tests/service/admin/test_agent.py::test_a_report_waits_until_the_one_before_is_answered",
+    ),
+    Mutant(
+        "sockets_of_living_engines_are_removed",
+        "service/kvstow_service/admin/rendezvous.py",
+        "            if not is_listening(path):\n",
+        "            if True:\n",
+        "tests/service/admin/test_rendezvous.py::test_sockets_of_killed_hosts_are_ignored_replaced_and_removed",
     ),
     # -- copies ----------------------------------------------------------------------------------------------
     Mutant(
@@ -2608,7 +2681,7 @@ MUTANTS = [
     Mutant(
         "an_agent_may_change_everything",
         AUTH,
-        '    if actor == "agent" and not _REPORT_PATH.fullmatch(scope["path"]):\n',
+        '    if actor == "agent" and not is_report(scope["path"]):\n',
         '    if actor == "agent" and False:\n',
         "tests/api/test_auth.py::test_the_agent_token_allows_only_the_report",
     ),
@@ -2636,7 +2709,7 @@ MUTANTS = [
     Mutant(
         "reports_need_no_token",
         AUTH,
-        "        if caller is not None and caller != self._nobody and not is_report:\n",
+        '        if caller is not None and caller != self._nobody and not is_report(scope["path"]):\n',
         "        if caller is not None and caller != self._nobody:\n",
         "tests/api/test_auth.py::test_a_report_needs_a_credential_where_changes_need_none",
     ),
@@ -2650,8 +2723,8 @@ MUTANTS = [
     Mutant(
         "the_overflow_uid_makes_changes",
         AUTH,
-        "        if caller is not None and caller != self._nobody and not is_report:\n",
-        "        if caller is not None and not is_report:\n",
+        '        if caller is not None and caller != self._nobody and not is_report(scope["path"]):\n',
+        '        if caller is not None and not is_report(scope["path"]):\n',
         "tests/api/test_auth.py::test_the_overflow_uid_is_nobodys",
     ),
     Mutant(

@@ -215,11 +215,10 @@ def test_jax_is_imported_by_its_device_and_its_hosts_alone() -> None:
 
 
 def test_msgspec_is_imported_for_messages_and_identities_alone() -> None:
-    """A bare checkout runs the devices, and so an engine that embeds KVStow, without it: `kvstow.messages` imports it
-    when it reads a message."""
+    """A bare checkout runs the devices without it."""
     engine = ROOT / "engine/kvstow"
     users = [path for path in engine.rglob("*.py") if any(is_of(one, {"msgspec"}) for one in imports_of(path))]
-    assert {path.relative_to(engine).parts[0] for path in users} == {"attach", "tier", "messages.py"}
+    assert {path.relative_to(engine).parts[0] for path in users} == {"attach", "tier"}
 
 
 def test_mooncake_is_imported_by_a_child_process_alone() -> None:

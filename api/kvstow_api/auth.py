@@ -74,6 +74,11 @@ def is_probe(path: str) -> bool:
     return _PROBE_PATH.fullmatch(path) is not None
 
 
+def is_report(path: str) -> bool:
+    """Whether this is the path of a rank's report."""
+    return _REPORT_PATH.fullmatch(path) is not None
+
+
 def is_stranger(scope: Scope) -> bool:
     """Whether the request neither has an admin's credential nor came through a Unix socket. Only those who may make
     changes can open that."""
@@ -215,15 +220,14 @@ class AuthMiddleware:
         if token is not None and self._is_agent(token):
             return "agent"
         caller = scope.get("state", {}).get(CALLER)
-        is_report = _REPORT_PATH.fullmatch(scope["path"]) is not None
-        if caller is not None and caller != self._nobody and not is_report:
+        if caller is not None and caller != self._nobody and not is_report(scope["path"]):
             return f"{_CALLER_ACTOR}{caller}"
         return None if token is None else known.kind_of(token)
 
     def _refusal(self, scope: Scope, reading: bool, has_token: bool, shows_keys: bool) -> Response:
         """Return 401 if a token or a certificate would help, and otherwise 403. Both name the socket that needs
         none."""
-        if _REPORT_PATH.fullmatch(scope["path"]):
+        if is_report(scope["path"]):
             return _unauthorized(scope, reading, has_token, "")
         caller = scope.get("state", {}).get(CALLER)
         if caller is not None:
@@ -267,7 +271,7 @@ class _Renewal:
 
 def _beyond_rights(scope: Scope, reading: bool, actor: str) -> Response | None:
     """Return the refusal of a request that this known actor may not make, or None if it may."""
-    if actor == "agent" and not _REPORT_PATH.fullmatch(scope["path"]):
+    if actor == "agent" and not is_report(scope["path"]):
         return problem(scope, 403, "an agent's token allows only the report of a rank")
     if actor == "viewer" and not reading:
         return problem(scope, 403, "a viewer's token allows only reading")

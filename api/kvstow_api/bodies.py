@@ -11,7 +11,6 @@ from pydantic import (
     ConfigDict,
     Field,
     PlainValidator,
-    TypeAdapter,
     WithJsonSchema,
     model_validator,
 )
@@ -22,9 +21,7 @@ from kvstow.control.recording import MOST_BYTES, MOST_SECONDS
 from kvstow.errors import ConfigError, InvalidRequestError
 from kvstow.hints import CONTEXT_BYTES, LONGEST_PAUSE
 from kvstow.keys import BlockKey, parse_key
-from kvstow.messages import RankReport
 from kvstow.status import DrainMode
-from kvstow_api.openapi import EXAMPLES
 
 _MAX_LOOKUP_KEYS = 4096
 
@@ -89,9 +86,6 @@ ContextId = Annotated[bytes, PlainValidator(_to_context), WithJsonSchema(_CONTEX
 """The id of a context, given as hex."""
 KeyList = Annotated[list[Key], Field(min_length=1, fail_fast=True)]
 """Keys. Only the first wrong one is reported, because a body of 1 MiB could have half a million of them."""
-
-REPORT_SCHEMA: dict[str, Any] = {**TypeAdapter(RankReport).json_schema(), "examples": [EXAMPLES["RankReport"]]}
-"""The JSON schema of the body that `RankReport.from_json` reads."""
 
 
 def _policy(value: Any) -> str:

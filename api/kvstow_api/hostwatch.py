@@ -102,21 +102,16 @@ class HostWatch:
 
 
 class RankClocks:
-    """Differences between the ranks' clocks and the server's, from their last reports. Used on the event loop."""
+    """Differences between the server's clock and those of ranks on other hosts, from their last reports. Used on the
+    event loop."""
 
     def __init__(self, now: Callable[[], float] = time.time) -> None:
         self._now = now
         self._offsets: dict[int, float] = {}
 
-    def note(self, rank: int, sent: str | None) -> None:
-        """Record the time that rank `rank` sent, in seconds since the epoch. Values that are no finite number are
-        ignored."""
-        try:
-            moment = float(sent or "")
-        except ValueError:
-            return
-        if abs(moment) < float("inf"):
-            self._offsets[rank] = moment - self._now()
+    def note(self, rank: int, sent: float) -> None:
+        """Record the time that rank `rank` sent, in seconds since 1970."""
+        self._offsets[rank] = sent - self._now()
 
     def offsets(self) -> Mapping[int, float]:
         """Return how far each rank's clock is ahead of the server's, in seconds, less the time that its report took."""

@@ -19,8 +19,9 @@ from starlette.responses import Response
 from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from kvstow.attach.wire import CONTENT_TYPE
 from kvstow.stats import Histogram
-from kvstow_api.auth import ACTOR, READING_METHODS, is_admin, is_known, is_polled, is_reading, is_stranger
+from kvstow_api.auth import ACTOR, READING_METHODS, is_admin, is_known, is_polled, is_reading, is_report, is_stranger
 from kvstow_api.hostsettings import is_loopback, normal_host
 from kvstow_api.journal import Journal
 from kvstow_api.problems import REQUEST_ID, internal_problem, method_not_allowed, problem
@@ -370,8 +371,8 @@ _MERGE_PATCH = "application/merge-patch+json"
 
 class BodyMiddleware:
     """Reads the body before the route runs. Answers 413 to more than `limit` bytes (`reading_limit` for unauthenticated
-    requests that only read), 408 if the body takes longer than `seconds`, and 415 if its content type is not JSON. It
-    needs the actor, so it runs after `AuthMiddleware`."""
+    requests that only read), 408 if the body takes longer than `seconds`, and 415 if its content type is not JSON, or
+    that of a packed message for a rank's report. It needs the actor, so it runs after `AuthMiddleware`."""
 
     def __init__(
         self,
@@ -391,7 +392,7 @@ class BodyMiddleware:
             return
         is_bounded = is_reading(scope["method"], scope["path"]) and is_stranger(scope)
         limit = self._reading_limit if is_bounded else self._limit
-        headers, allowed = Headers(scope=scope), [_JSON, *([_MERGE_PATCH] if scope["method"] == "PATCH" else [])]
+        headers, allowed = Headers(scope=scope), _content_types(scope)
         try:
             async with asyncio.timeout(self._seconds):
                 body = await _read(scope, receive, limit)
@@ -412,6 +413,13 @@ class BodyMiddleware:
         else:
             scope[BODY] = body
             await self._app(scope, _replay(body, receive), send)
+
+
+def _content_types(scope: Scope) -> Sequence[str]:
+    """The content types that a request of this method to this path may have."""
+    if is_report(scope["path"]):
+        return (CONTENT_TYPE,)
+    return (_JSON, _MERGE_PATCH) if scope["method"] == "PATCH" else (_JSON,)
 
 
 async def _read(scope: Scope, receive: Receive, limit: int) -> bytes | None:

@@ -4,7 +4,7 @@ Import rules (checked by `tests/test_layering.py`):
 
     kvstow_service -> kvstow_api -> kvstow
     kvstow: errors, bytesize, keys, layout, config,
-            messages, messageorder, callbacks,
+            messages, callbacks,
             results, stats, status, memfd               import only each other
             attach.identity                             imports the above
             tier                                        imports the above; never torch

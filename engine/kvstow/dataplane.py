@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -17,7 +18,6 @@ from kvstow.devices.base import Device, Fence, Launcher, LayerDevice
 from kvstow.errors import CopyError
 from kvstow.layeredloads import LayeredLoads
 from kvstow.memory.slotpool import PoolStatus, SlotPool
-from kvstow.messageorder import NewestDesiredState, ReportSequence
 from kvstow.messages import (
     Completion,
     CopyFigures,
@@ -53,19 +53,18 @@ class DataPlane:
         *,
         launcher: Launcher | None = None,
         layers: LayerDevice | None = None,
-        reports: ReportSequence | None = None,
         max_queued: int = 65536,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """If this raises, the caller still owns pool and device. `launcher`: that of the device, if it has one; then
-        `submit` belongs to the host's thread. `layers`: the same device, if it can load by layer. `reports`: the
-        sequence of the previous boot in this process, which this one continues."""
+        `submit` belongs to the host's thread. `layers`: the same device, if it can load by layer."""
         self.rank = rank
         self.boot_id = secrets.token_hex(8)
         self.pool = pool
         self._listeners = Callbacks()
-        self._newest = NewestDesiredState()
-        self._reports = reports or ReportSequence()
+        self._applying = threading.Lock()
+        self.applied = DesiredState("", 0, number=0)
+        """The desired state in effect."""
         self._excess: str | None = None
         self._closed = False
         self._device, self._may_drive = device.name, device.copies_alone
@@ -174,18 +173,17 @@ class DataPlane:
         self._listeners.register(callback)
 
     def apply(self, desired: DesiredState) -> None:
-        """Apply `desired` to the pool, unless this or a newer one is applied already. A capacity above the pool's
-        `max_slots` is met as far as possible, and the report says so."""
-        if self._newest.apply_if_newer(desired, self._apply):
-            self._listeners.call()
-
-    @property
-    def applied(self) -> DesiredState:
-        """The desired state in effect."""
-        return self._newest.applied
+        """Apply `desired` to the pool, unless this or a newer one of its engine is applied already. A capacity above
+        the pool's `max_slots` is met as far as possible, and the report says so."""
+        with self._applying:
+            if not desired.replaces(self.applied):
+                return
+            self._apply(desired)
+            self.applied = desired  # last, so that no report counts slots which this state has given up
+        self._listeners.call()
 
     def _apply(self, desired: DesiredState) -> None:
-        before = self._newest.applied
+        before = self.applied
         wanted, most = desired.capacity_slots, self.pool.max_slots
         excess = f"the capacity is {wanted} slots; max_bytes of this rank's pool allows {most}"
         self._excess = excess if wanted > most else None
@@ -195,11 +193,8 @@ class DataPlane:
             self.pool.retry()
 
     def report(self) -> RankReport:
-        """The current state. Reports are numbered in the order in which they are made, whatever path they take."""
-        return self._reports.next_report(self._make_report)
-
-    def _make_report(self) -> RankReport:
-        applied = self._newest.applied  # read before the slots are counted: a newer one may arrive meanwhile
+        """The current state, without a number: the sender of the report adds it."""
+        applied = self.applied  # read before the slots are counted: a newer one may arrive meanwhile
         pool, copies, failure = self.pool.status(), self._copies.statistics(), self._copies.failure
         reason, error = self._trouble(pool, failure)
         return RankReport(
@@ -215,10 +210,7 @@ class DataPlane:
             numa_bytes={str(node): num_bytes for node, num_bytes in pool.numa_bytes.items()},
             engine_id=applied.engine_id,
             applied=applied.number,
-            stale_desired_states=self._newest.stale,
             device=self._device,
-            sender="",
-            number=0,
         )
 
     def close(self, timeout: float = 5.0) -> bool:

@@ -1,17 +1,14 @@
 """The messages between the control plane and the data plane.
 
-Frozen dataclasses of plain values: picklable for an inference engine's own channel; `RankReport` and
-`DesiredState` also travel as JSON between an agent and the admin server (`to_json` / `from_json`).
+Frozen dataclasses of plain values. Those of a step are picklable, because an inference engine's own channel carries
+them. A `RankReport` and the `DesiredState` that answers it have one form in bytes: see `kvstow.attach.calls`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, TypeVar, get_args
-
-from kvstow.errors import InvalidRequestError
-from kvstow.plaintext import MOST_TEXT, is_plain, plain
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
 
 Direction = Literal["store", "load"]
 TierDirection = Literal["read", "write"]
@@ -165,11 +162,9 @@ class LayerFigures:
 class RankFigures(LayerFigures, CopyFigures, PoolFigures, RankProcess):
     """What a rank knows of itself. The fields of its process come first, because those of the last base do.
 
-    `stale_desired_states` counts desired states that it ignored because a newer one had arrived first. `numa_bytes`:
-    the pool's memory by NUMA node; empty if the kernel does not report it.
+    `numa_bytes`: the pool's memory by NUMA node; empty if the kernel does not report it.
     """
 
-    stale_desired_states: int = 0
     numa_bytes: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -177,16 +172,17 @@ class RankFigures(LayerFigures, CopyFigures, PoolFigures, RankProcess):
 class RankReport(RankFigures):
     """The figures of one rank, sent every second and on change.
 
-    `sender` identifies the rank's process, and `number` grows with each of its reports, whatever path they take. So a
-    report is newer than all reports with smaller numbers. `engine_id` and `applied`: the engine and the number of the
-    desired state that the rank had last applied when it counted its slots; "" and 0 if it had applied none.
+    `engine_id` and `applied`: the engine and the number of the desired state that the rank had last applied when it
+    counted its slots; "" and 0 if it had applied none. `sender` identifies the rank's process, and `number` grows with
+    each report that it sends, so a report is newer than all reports with smaller numbers. What sends a report sets both
+    (see `ReportNumbers`). They are empty in a report that is not sent.
     """
 
     boot_id: str
     engine_id: str = ""
     applied: int = 0
-    sender: str
-    number: int
+    sender: str = ""
+    number: int = 0
 
     @classmethod
     def without_pool(
@@ -209,33 +205,18 @@ class RankReport(RankFigures):
             target_slots=0,
             pinned_bytes=0,
             target_bytes=0,
-            sender="",
-            number=0,
             error_reason=error_reason,
             error=error,
         )
-
-    def to_json(self) -> dict[str, Any]:
-        """The report as plain values. Its sentences are made printable, because messages of exceptions may have several
-        lines, and a receiver refuses text that is not printable."""
-        value = asdict(self)
-        for name in ("error", "notice"):
-            value[name] = None if value[name] is None else plain(value[name])
-        return value
-
-    @classmethod
-    def from_json(cls, value: Any) -> RankReport:
-        """Raises `InvalidRequestError`, which names the field that is unknown, missing, or has a wrong value."""
-        return _from_json(cls, value)
 
 
 @dataclass(frozen=True, slots=True)
 class DesiredState:
     """What the control plane wants from a rank.
 
-    `engine_id` identifies one life of the engine, and `number` grows with each change in it, so a rank ignores smaller
-    numbers (`NewestDesiredState`). `capacity_slots`: the rank pins up to it, and frees the memory above.
-    `paused`: the rank starts no further chunk. `pin_attempt`: when it grows, the rank tries a failed chunk again.
+    `engine_id` identifies one life of the engine, and `number` grows with each change in it. `capacity_slots`: the rank
+    pins so many slots, and frees the memory above. `paused`: the rank starts no further chunk. `pin_attempt`: when it
+    grows, the rank tries a failed chunk again.
     """
 
     engine_id: str
@@ -244,47 +225,12 @@ class DesiredState:
     pin_attempt: int = 0
     number: int = field(kw_only=True)
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, value: Any) -> DesiredState:
-        """Raises `InvalidRequestError`, which names the field that is unknown, missing, or has a wrong value."""
-        return _from_json(cls, value)
-
-
-_MAX_ENTRIES = 64
-"""Entries that a mapping in a message may have. There are few reasons of failures, and few NUMA nodes."""
-
-_Message = TypeVar("_Message", RankReport, DesiredState)
+    def replaces(self, applied: DesiredState) -> bool:
+        """Whether a rank that has applied `applied` applies this one. Applying an older one of the same engine would
+        undo a growth while copies use the slots, or restore a pause that has ended."""
+        return self.engine_id != applied.engine_id or self.number > applied.number
 
 
 def figures_of(kind: type[RankFigures | PoolFigures | CopyFigures | LayerFigures], of: Any) -> dict[str, Any]:
     """The fields of `kind`, which is a base of the class of `of`, as keyword arguments."""
     return {name: getattr(of, name) for name in kind.__dataclass_fields__}
-
-
-def _from_json(cls: type[_Message], value: Any) -> _Message:
-    from msgspec import ValidationError, convert  # only receivers of messages need msgspec; devices work without it
-
-    known = cls.__dataclass_fields__
-    if isinstance(value, dict) and (unknown := sorted(set(value) - set(known))):
-        raise InvalidRequestError(f"{cls.__name__} has unknown fields {unknown}; allowed: {sorted(known)}")
-    try:
-        message = convert(value, cls)
-    except (ValidationError, UnicodeEncodeError) as error:  # the latter from a lone surrogate
-        raise InvalidRequestError(f"{cls.__name__}: {plain(str(error))}") from error
-    for name in known:
-        if not _is_sound(getattr(message, name)):
-            allowed = f"numbers of 0 or more, and up to {MOST_TEXT} printable characters or {_MAX_ENTRIES} entries"
-            raise InvalidRequestError(f"{cls.__name__}.{name} is {value[name]!a:.200}; allowed: {allowed}")
-    return message
-
-
-def _is_sound(value: Any) -> bool:
-    """Whether a value may be in a message. Negative numbers make no sense in any field, and NaN is refused, too."""
-    if isinstance(value, str):
-        return is_plain(value)
-    if isinstance(value, Mapping):
-        return len(value) <= _MAX_ENTRIES and all(map(_is_sound, (*value, *value.values())))
-    return value is None or 0 <= value < 1 << 63

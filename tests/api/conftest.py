@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, closing, contextmanager
 from functools import partial
 from itertools import count
@@ -19,6 +19,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from tests.api.tieredhost import TieredHost
 from tests.quickstop import servers_stop_at_once
 
+from kvstow.attach.calls import Report
+from kvstow.attach.wire import CONTENT_TYPE
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
 from kvstow.messages import Completion, Mark, Op, RankReport
@@ -44,6 +46,16 @@ AGENT = {"Authorization": f"Bearer {AGENT_TOKEN}"}
 """Headers of a rank's agent."""
 CALLER_UID = 1234
 """The user at the other end of the Unix socket."""
+
+
+async def send_report(
+    client: httpx.AsyncClient, content: RankReport | bytes, *, rank: object = 0, headers: Mapping[str, str] = AGENT
+) -> httpx.Response:
+    """Report as an agent on another host does. `content`: the report, or the bytes that stand for one."""
+    body = Report.now(content).pack() if isinstance(content, RankReport) else content
+    return await client.post(
+        f"/v1/ranks/{rank}/report", content=body, headers={"Content-Type": CONTENT_TYPE, **headers}
+    )
 
 
 _numbers = count(1)

@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.api.conftest import AGENT, AGENT_TOKEN, CALLER_UID
+from tests.api.conftest import AGENT, AGENT_TOKEN, CALLER_UID, send_report
 
 from kvstow.attach.peer import overflow_uid
 from kvstow.errors import ConfigError
@@ -156,11 +156,11 @@ async def test_a_change_without_a_valid_token_is_refused(guarded: httpx.AsyncCli
 
 
 async def test_the_admin_token_allows_every_change(guarded: httpx.AsyncClient) -> None:
-    assert refused(await statuses(guarded, CHANGES, ADMIN), (200, 202, 404, 409, 422)) == {}
+    assert refused(await statuses(guarded, CHANGES, ADMIN), (200, 202, 404, 409, 415, 422)) == {}
 
 
 async def test_the_agent_token_allows_only_the_report(guarded: httpx.AsyncClient) -> None:
-    expected = all_are(403, CHANGES) | {REPORT[:2]: 422}
+    expected = all_are(403, CHANGES) | {REPORT[:2]: 415}
     assert await statuses(guarded, CHANGES, AGENT) == expected
 
 
@@ -352,8 +352,7 @@ async def test_a_report_needs_a_credential_where_changes_need_none(
 ) -> None:
     ranks.store(keys[:4])
     client: httpx.AsyncClient = await launch(agent_token=agent_token)
-    forged = ranks.make_report(0, boot_id="forged").to_json()
-    answer = await client.post("/v1/ranks/0/report", json=forged, headers=headers)
+    answer = await send_report(client, ranks.make_report(0, boot_id="forged"), headers=headers)
     assert (answer.status_code, answer.json()["code"]) == (401, "unauthorized")
     assert ranks.engine.readiness().ranks[0].boot_id == "boot-0"
     assert all(ranks.engine.contains(keys[:4]))
@@ -487,7 +486,7 @@ async def test_a_slow_file_system_does_not_delay_other_requests(
     waiting = [asyncio.create_task(guarded.delete("/v1/drain", headers=ADMIN)) for _ in range(50)]
     try:
         assert (await guarded.get("/livez")).status_code == 200
-        report = await guarded.post("/v1/ranks/0/report", headers={"Authorization": f"Bearer {AGENT_TOKEN}"}, json={})
+        report = await send_report(guarded, b"none")
         assert report.status_code == 422, "the agent's token is in no file"
         assert not any(task.done() for task in waiting)
     finally:

@@ -8,7 +8,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 from starlette.types import Message, Scope
-from tests.api.conftest import AGENT, CALLER_UID
+from tests.api.conftest import CALLER_UID, send_report
 
 from kvstow_api.auth import CALLER
 
@@ -61,7 +61,7 @@ async def test_an_absent_body_is_a_missing_field(client: httpx.AsyncClient) -> N
     (error,) = answer.json()["errors"]
     assert error["field"] == "body"
     assert error["allowed"] == "slots, bytes, idle_seconds, context, dry_run"
-    assert (await client.post("/v1/ranks/0/report", headers=AGENT)).status_code == 422
+    assert (await send_report(client, b"")).status_code == 422
 
 
 async def test_a_body_declared_too_large_is_not_read(client: httpx.AsyncClient) -> None:

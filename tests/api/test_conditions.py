@@ -12,8 +12,9 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
-from tests.api.conftest import AGENT
+from tests.api.conftest import send_report
 
+from kvstow.attach.calls import Report
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
 from kvstow.messages import DesiredState
@@ -55,7 +56,6 @@ RANK = RankStatus(
     queued_stores=0,
     queued_loads=0,
     uncollected_completions=0,
-    stale_desired_states=0,
     store_bytes_total=2 * GIB,
     load_bytes_total=2 * GIB,
     store_busy_seconds=0.1,
@@ -316,8 +316,8 @@ def test_the_worst_comes_first() -> None:
 
 def test_clocks_are_compared_when_ranks_send_their_time() -> None:
     clocks = RankClocks(now=lambda: 100.0)
-    for rank, told in ((0, "103.5"), (1, None), (2, "noon"), (3, "nan"), (4, "inf"), (5, "90")):
-        clocks.note(rank, told)
+    for rank, sent in ((0, 103.5), (5, 90.0)):
+        clocks.note(rank, sent)
     assert clocks.offsets() == {0: 3.5, 5: -10.0}
 
 
@@ -325,8 +325,7 @@ def test_clocks_are_compared_when_ranks_send_their_time() -> None:
 async def test_the_route_gathers_the_evidence(launch: Any, ranks: Any) -> None:
     hosts = {"host_memory": lambda: HOST._replace(huge_pages="never"), "certificate_ends": lambda: time.time() + DAY}
     client: httpx.AsyncClient = await launch(**hosts)
-    headers = {**AGENT, "X-KVStow-Clock": "0"}
-    await client.post("/v1/ranks/0/report", json=ranks.make_report(0).to_json(), headers=headers)
+    await send_report(client, Report(ranks.make_report(0), clock=0.0).pack())
     ranks.engine.admin.set_bypass(load=True, store=False, ttl_seconds=None)
     body = (await client.get("/v1/doctor")).json()
     assert {one["name"] for one in body["conditions"]} == {"certificate", "huge_pages", "clocks", "bypass"}

@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.api.conftest import AGENT
+from tests.api.conftest import send_report
 from tests.api.tieredhost import TieredHost
 
 from kvstow.config import EngineConfig
@@ -260,7 +260,7 @@ async def test_operations_and_changes_enter_the_journal(client: httpx.AsyncClien
     over = (await other.get("/v1/operations")).json()["items"][0]["id"]
     await other.post(f"/v1/operations/{over}/cancel")
     await other.patch("/v1/pools/host", json={"policy": "lru", "dry_run": True})
-    await other.post("/v1/ranks/0/report", json=ranks.make_report(0).to_json(), headers=AGENT)
+    await send_report(other, ranks.make_report(0))
     entries, lost = apps[0].state.kvstow.journal.after(0)
     told = [
         (entry.type, entry.data.get("path") or entry.data["state"], entry.data.get("dry_run"))

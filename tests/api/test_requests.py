@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 from fastapi import FastAPI
-from tests.api.conftest import AGENT
+from tests.api.conftest import send_report
 
 pytestmark = pytest.mark.anyio
 
@@ -127,7 +127,7 @@ async def test_reports_are_audited_at_debug_level(
     client: httpx.AsyncClient, ranks: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, "kvstow.audit"):
-        await client.post("/v1/ranks/0/report", json=ranks.make_report(0).to_json(), headers=AGENT)
+        await send_report(client, ranks.make_report(0))
     assert not [record for record in caplog.records if record.name == "kvstow.audit"]
 
 

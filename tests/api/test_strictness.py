@@ -7,7 +7,6 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.api.conftest import AGENT
 
 from kvstow.control.engine import OffloadEngine
 from kvstow_api.problems import MAX_ERRORS
@@ -123,10 +122,3 @@ async def test_the_field_of_a_number_that_is_too_large_is_named(
 async def test_errors_in_one_answer_are_limited(client: httpx.AsyncClient) -> None:
     body = {f"unknown_{number}": 1 for number in range(1000)}
     assert len((await client.post(EVICT, json=body)).json()["errors"]) == MAX_ERRORS
-
-
-async def test_a_count_in_a_report_has_at_most_64_bits(client: httpx.AsyncClient, ranks: Any) -> None:
-    """A larger one would be no number of a metric."""
-    message = ranks.make_report(0).to_json() | {"pin_failures": {"driver": 1 << 63}}
-    answer = await client.post("/v1/ranks/0/report", json=message, headers=AGENT)
-    assert (answer.status_code, "pin_failures is" in answer.json()["detail"]) == (422, True)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pickle
-from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -13,7 +11,6 @@ from kvstow.config import EngineConfig, PoolConfig
 from kvstow.errors import ConfigError, InvalidRequestError, KvstowError, PinError
 from kvstow.keys import chain_keys, format_key, make_key, parse_key
 from kvstow.layout import KVLayout, Region
-from kvstow.messages import DesiredState, RankReport
 from kvstow.testing.rank import ready_report
 
 REPORT = ready_report(4096, 8)
@@ -135,65 +132,7 @@ def test_a_pool_has_whole_slots_and_never_more_than_configured() -> None:
     assert PoolConfig(slot_bytes=100, pool_bytes=1099).max_slots == 10
 
 
-def test_messages_survive_json() -> None:
-    report = replace(REPORT, error="no memory", pin_rate_bytes_per_second=1.5)
-    assert RankReport.from_json(report.to_json()) == report
-    assert RankReport.from_json({**REPORT.to_json(), "pin_elapsed_seconds": 2}).pin_elapsed_seconds == 2
-    desired = DesiredState("engine", 7, paused=True, pin_attempt=2, number=3)
-    assert DesiredState.from_json(desired.to_json()) == desired
-    assert DesiredState.from_json({"engine_id": "e", "capacity_slots": 1, "number": 2}) == DesiredState(
-        "e", 1, number=2
-    )
-
-
-@pytest.mark.parametrize(
-    ("change", "complaint"),
-    [
-        ({"rank": True}, r"RankReport: Expected `int`, got `bool` - at `\$\.rank`"),
-        ({"rank": -1}, "RankReport.rank is -1; allowed: numbers of 0 or more"),
-        ({"rank": 1 << 63}, "RankReport.rank is 9223372036854775808"),
-        ({"boot_id": None}, r"Expected `str`, got `null` - at `\$\.boot_id`"),
-        ({"state": "fine"}, r"Invalid enum value 'fine' - at `\$\.state`"),
-        ({"state": "\ud800"}, "RankReport: "),
-        ({"pin_elapsed_seconds": float("nan")}, "pin_elapsed_seconds is nan; allowed: numbers of 0 or more"),
-        ({"error": 5}, r"Expected `str \| null`, got `int` - at `\$\.error`"),
-        ({"error": "x" * 4097}, "RankReport.error is 'x.*; allowed: .* 4096 printable characters"),
-        ({"numa_bytes": [1]}, r"Expected `object`, got `array` - at `\$\.numa_bytes`"),
-        ({"pin_failures": {"driver": -1}}, "RankReport.pin_failures is {'driver': -1}"),
-        ({"pin_failures": {str(n): 1 for n in range(65)}}, "RankReport.pin_failures is "),
-        ({"more": 1}, r"unknown fields \['more'\]"),
-    ],
-)
-def test_a_message_of_the_wrong_shape_is_refused_by_field(change: dict[str, object], complaint: str) -> None:
-    with pytest.raises(InvalidRequestError, match=complaint):
-        RankReport.from_json({**REPORT.to_json(), **change})
-
-
-def test_an_incomplete_message_is_refused() -> None:
-    with pytest.raises(InvalidRequestError, match="DesiredState: Object missing required field `engine_id`"):
-        DesiredState.from_json({"capacity_slots": 1})
-    with pytest.raises(InvalidRequestError, match="RankReport: Object missing required field `number`"):
-        RankReport.from_json({name: value for name, value in REPORT.to_json().items() if name != "number"})
-    with pytest.raises(InvalidRequestError, match="DesiredState: Expected `object`, got `array`"):
-        DesiredState.from_json([])
-    with pytest.raises(InvalidRequestError, match=r"Expected `bool`, got `int` - at `\$\.paused`"):
-        DesiredState.from_json({"engine_id": "e", "capacity_slots": 1, "paused": 1, "number": 1})
-
-
 @pytest.mark.parametrize("error", [ConfigError("key", 1, "2"), PinError("memlock", "refused"), KvstowError("x")])
 def test_errors_cross_processes(error: KvstowError) -> None:
     copy = pickle.loads(pickle.dumps(error))
     assert (type(copy), str(copy), vars(copy)) == (type(error), str(error), vars(error))
-
-
-@pytest.mark.parametrize("change", [{"host": "a\ud800"}, {"boot_id": "a\nb"}, {"numa_bytes": {"\x1b[2J": 1}}])
-def test_text_in_a_report_is_printable(change: dict[str, Any]) -> None:
-    """A lone surrogate cannot be encoded in an answer, and the end of a line would forge one of the log."""
-    with pytest.raises(InvalidRequestError, match=f"RankReport.{next(iter(change))} is ") as refused:
-        RankReport.from_json({**REPORT.to_json(), **change})
-    assert str(refused.value).isprintable()
-
-
-def test_the_error_in_a_report_may_have_several_lines() -> None:
-    value = replace(REPORT, error="the driver says:\nout of memory").to_json()
-    assert RankReport.from_json(value).error == "the driver says: out of memory"

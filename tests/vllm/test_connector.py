@@ -17,7 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiCo
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvstow.errors import ConfigError, CopyError
-from kvstow.messages import DesiredState, LoadLaunch, StepPlan
+from kvstow.messages import LoadLaunch, StepPlan
 from kvstow_service.admin.agent import AdminAddress
 from kvstow_service.connectors.engine_core import connector as shared
 from kvstow_service.connectors.engine_core import embeddedschedulerhost
@@ -247,18 +247,14 @@ def test_a_rank_introduces_itself_with_its_first_update_and_once() -> None:
     assert worker.build_connector_worker_meta() is None
 
 
-def test_ranks_without_a_server_get_their_messages_with_the_steps() -> None:
-    """The address for other nodes with each step, a rank's desired state once."""
+def test_ranks_get_the_address_for_their_reports_with_each_step() -> None:
     setup = Setup("address")
     config = make_config(setup, lock=False)
     scheduler, worker = (make(config, setup, role) for role in (KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER))
-    address, wanted = AdminAddress("http://node-0:9595", "token"), {0: DesiredState("engine", 1, number=1)}
-    followed: list[KVStowMetadata] = []
-    answers = iter([wanted, {}])
+    address, followed = AdminAddress("http://node-0:9595", "token"), list[KVStowMetadata]()
     scheduler._host = SimpleNamespace(
         ask=lambda what, call, otherwise: otherwise,
-        address_for_remote_ranks=address,
-        take_desired=lambda: next(answers),
+        address_for_ranks=address,
         expected_weight_changes=dict,
         ticket=None,
     )
@@ -266,7 +262,6 @@ def test_ranks_without_a_server_get_their_messages_with_the_steps() -> None:
     for hook in (worker.handle_preemptions, worker.bind_connector_metadata):
         hook(scheduler.build_connector_meta(None))
     assert [metadata.admin for metadata in followed] == [address, address]
-    assert [metadata.desired for metadata in followed] == [wanted, {}]
 
 
 def test_a_step_that_cannot_load_what_it_computes_with_says_so_apart_from_launches() -> None:
@@ -306,8 +301,7 @@ def test_the_ticket_of_a_step_is_that_of_the_session_in_which_its_loads_began() 
 
     made._host = Host(
         ask=lambda what, call, otherwise: plan(None),
-        address_for_remote_ranks=None,
-        take_desired=dict,
+        address_for_ranks=None,
         expected_weight_changes=dict,
     )
     assert made.build_connector_meta(None).ticket == "old"

@@ -16,18 +16,17 @@ from kvstow.control.engine import OffloadEngine
 from kvstow.dataplane import DataPlane
 from kvstow.errors import ConfigError
 from kvstow.messages import Completion
-from kvstow.testing.fakes import FakeClock
 from kvstow.testing.rank import FakeRank
 from kvstow_service.admin.adminhost import AdminOptions
-from kvstow_service.connectors.engine_core import embeddedschedulerhost, schedulerhost, workerhost
+from kvstow_service.connectors.engine_core import embeddedschedulerhost, schedulerhost
 from kvstow_service.connectors.engine_core.embeddedschedulerhost import EmbeddedSchedulerHost
 from kvstow_service.connectors.engine_core.kvgroups import KVGroup, KVGroups
-from kvstow_service.connectors.engine_core.metadata import KVStowMetadata, RankHello, RankUpdate
+from kvstow_service.connectors.engine_core.metadata import RankHello, RankUpdate
 from kvstow_service.connectors.engine_core.options import ConnectorOptions
 from kvstow_service.connectors.engine_core.schedulerside import SchedulerSide
 from kvstow_service.connectors.engine_core.stepplan import BootCompletions
 from kvstow_service.connectors.engine_core.vllmprocess import this_node
-from kvstow_service.connectors.engine_core.workerside import NoDataPlane, wait_until_pinned
+from kvstow_service.connectors.engine_core.workerside import wait_until_pinned
 from kvstow_service.connectors.vllm.tensorhost import EmbeddedWorkerHost
 
 pytestmark = pytest.mark.vllm
@@ -45,7 +44,8 @@ def make_hello(
 class FakeAdmin:
     """Serves nothing."""
 
-    address_for_remote_ranks = "an address"
+    address_for_ranks = "an address"
+    ranks_failure: str | None = None
     made: list[FakeAdmin]
 
     def __init__(self, engine: Any, options: AdminOptions, **arguments: Any) -> None:
@@ -148,11 +148,13 @@ def test_only_ranks_of_other_nodes_are_sent_an_address(
     admins: list[FakeAdmin], node: str | None, address: str | None
 ) -> None:
     host = make_host(num_ranks=2)
-    assert host.address_for_remote_ranks is None
+    assert host.address_for_ranks is None
     for rank in range(2):
         host.add_rank(make_hello(rank, 100, 9, node if rank else None))
-    assert host.address_for_remote_ranks == address
+    assert host.address_for_ranks == address
     assert bool(admins[0].arguments["node_host"]) == bool(address)
+    admins[0].ranks_failure = "no folder"
+    assert host.address_for_ranks == "an address", "its own ranks find no socket either"
 
 
 @pytest.mark.parametrize(("lazy", "blocks"), [(False, None), (True, 2 * (62 + 31 + 2 * 8))])
@@ -181,17 +183,6 @@ def test_updates_of_a_rank_reach_the_engine() -> None:
     assert engine_of(host).lookup([b"key"]) == 1
 
 
-def test_a_report_that_comes_with_a_step_is_accepted_and_a_wrong_one_is_counted() -> None:
-    host = make_host()
-    host.add_rank(make_hello())
-    rank = NoDataPlane(0, 100, "cuda", "no device")
-    host.receive(0, RankUpdate(report=rank.report()))
-    assert engine_of(host).ranks.boots == (rank.boot_id,)
-    host.receive(0, RankUpdate(report=NoDataPlane(7, 100).report()))
-    assert engine_of(host).stats().faults.errors["rank_report"] == 1
-    assert engine_of(host).ranks.boots == (rank.boot_id,)
-
-
 def test_a_host_that_cannot_be_built_in_a_step_leaves_vllm_without_offload(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -212,9 +203,8 @@ def test_a_host_that_cannot_be_built_in_a_step_leaves_vllm_without_offload(
     ]
 
 
-@pytest.mark.parametrize("method", ["report", "complete"])
 def test_an_error_in_an_update_closes_the_pool_and_frees_the_gpu_blocks(
-    method: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     host, released = make_host(), []
     host.add_rank(make_hello())
@@ -227,10 +217,9 @@ def test_an_error_in_an_update_closes_the_pool_and_frees_the_gpu_blocks(
     def fail(*_: Any) -> None:
         raise MemoryError("injected")
 
-    monkeypatch.setattr(engine_of(host) if method == "report" else host.side.control, method, fail)
-    report = NoDataPlane(0, 100).report()
+    monkeypatch.setattr(host.side.control, "complete", fail)
     for _ in range(2):
-        host.receive(0, RankUpdate((BootCompletions(rank.boot_id, (Completion(1, "done"),)),), report=report))
+        host.receive(0, RankUpdate((BootCompletions(rank.boot_id, (Completion(1, "done"),)),)))
     assert engine_of(host).store_room() == 0
     assert engine_of(host).stats().faults.errors["host"] == 2
     assert len(released) == 2
@@ -272,8 +261,8 @@ def test_ranks_with_slots_of_different_sizes_all_reach_the_capacity(admins: list
             assert worker.hello is not None
             host.add_rank(worker.hello)
         assert engine_of(host).config.capacity_slots == admins[0].arguments["max_capacity_slots"] == 2
-        for rank, worker in enumerate(workers):
-            worker.follow(KVStowMetadata(desired={rank: engine_of(host).report(worker.side.report())}))
+        for worker in workers:
+            worker.side.apply(engine_of(host).report(worker.side.report()))
             assert isinstance(worker.side.plane, DataPlane)
             wait_until_pinned(worker.side.plane.pool)
             engine_of(host).report(worker.side.report())
@@ -281,35 +270,6 @@ def test_ranks_with_slots_of_different_sizes_all_reach_the_capacity(admins: list
     finally:
         for worker in workers:
             worker.close()
-
-
-def test_a_rank_whose_agent_finds_no_server_is_resized_with_the_steps(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    clock = FakeClock(100.0)
-    monkeypatch.setattr(workerhost, "time", SimpleNamespace(monotonic=clock))
-    options = make_options(cpu_bytes_to_use=5 * PAGE)
-    worker = EmbeddedWorkerHost(options, make_process(), BLOCKS)
-    worker.register({"layer": torch.zeros(BLOCKS, PAGE, dtype=torch.uint8)})
-    assert worker.agent is not None
-    worker.agent.stop()
-    host = make_host(options)
-    host.add_rank(make_hello(0, PAGE, 5))
-
-    def step() -> None:
-        clock.advance(1.6)
-        host.receive(0, RankUpdate(report=worker.news().report))
-        worker.follow(KVStowMetadata(desired=host.take_desired()))
-
-    step()
-    assert engine_of(host).stats().pool.usable_slots == 5
-    nothing = host.take_desired()
-    engine_of(host).admin.resize(3).run()
-    step()
-    said = worker.side.report()
-    worker.close()
-    assert (said.target_slots, said.pinned_slots, said.applied) == (3, 3, 2)
-    assert nothing == {}, "what was handed over belongs to its step"
 
 
 # -- weights that change ----------------------------------------------------------------------------------------------

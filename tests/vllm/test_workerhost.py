@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,9 +14,9 @@ from tests.service.connectors.engine_core.processes import make_process
 from kvstow.dataplane import DataPlane
 from kvstow.errors import ConfigError, InsufficientMemoryError
 from kvstow.messages import DesiredState, Op, StepPlan
-from kvstow.testing.fakes import FakeClock
+from kvstow_service.admin.agent import AdminAddress
 from kvstow_service.connectors.engine_core import workerhost as shared
-from kvstow_service.connectors.engine_core.metadata import KVStowMetadata
+from kvstow_service.connectors.engine_core.metadata import KVStowMetadata, RankUpdate
 from kvstow_service.connectors.engine_core.options import ConnectorOptions
 from kvstow_service.connectors.engine_core.stepplan import PlannedStep
 from kvstow_service.connectors.vllm import tensorhost
@@ -153,8 +152,6 @@ def test_a_rank_that_sleeps_fails_loads_and_wakes_as_another(worker: EmbeddedWor
     awake = worker.side.report()
     assert (awake.state, awake.pinned_slots) == ("ready", 5)
     assert len({before, asleep.boot_id, awake.boot_id}) == 3
-    assert asleep.sender == awake.sender
-    assert asleep.number < awake.number
 
 
 def test_a_rank_sleeps_only_when_its_data_plane_has_ended(
@@ -181,9 +178,9 @@ def test_a_rank_sleeps_only_when_its_data_plane_has_ended(
 
 def test_a_rank_that_wakes_pins_the_latest_desired_state(worker: EmbeddedWorkerHost) -> None:
     worker.register(kv_caches())
-    worker.follow(KVStowMetadata(desired={0: DesiredState("engine", 5, number=1)}))
+    worker.side.apply(DesiredState("engine", 5, number=1))
     worker.suspend()
-    worker.follow(KVStowMetadata(desired={0: DesiredState("engine", 3, number=2)}))
+    worker.side.apply(DesiredState("engine", 3, number=2))
     worker.resume()
     report = worker.side.report()
     assert (report.applied, report.target_slots, report.pinned_slots) == (2, 3, 3)
@@ -210,41 +207,16 @@ def test_a_rank_that_was_never_registered_neither_sleeps_nor_wakes(worker: Embed
     worker.suspend()
     worker.resume()
     worker.close()
-    assert worker.news().report is None
+    assert worker.news() == RankUpdate()
 
 
-def test_a_rank_reports_with_its_steps_while_its_agent_finds_no_server(
+def test_the_address_that_comes_with_a_step_reaches_the_agent(
     worker: EmbeddedWorkerHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    address, offered = AdminAddress("http://node-0:9595", "token"), list[AdminAddress]()
+    worker.follow(KVStowMetadata(admin=address))  # there is no agent yet
     worker.register(kv_caches())
-    assert worker.agent is not None
-    worker.agent.stop()
-    clock = FakeClock(100.0)
-    monkeypatch.setattr(shared, "time", SimpleNamespace(monotonic=clock))
-    for _ in range(2):
-        clock.advance(1.6)
-        report = worker.news().report
-        assert report is not None
-        assert report.pinned_slots == 5
-        assert worker.news().report is None
-    monkeypatch.setattr(worker, "agent", SimpleNamespace(sent=1, stop=worker.agent.stop))
-    clock.advance(1.6)
-    assert worker.news().report is None
-    clock.advance(1.6)
-    assert worker.news().report is not None
-
-
-def test_a_rank_applies_its_own_desired_state_and_no_error_reaches_the_step(
-    own_log: None, worker: EmbeddedWorkerHost, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    worker.follow(KVStowMetadata(desired={0: DesiredState("engine", 1, number=1)}))
-    worker.register(kv_caches())
-    worker.follow(KVStowMetadata(desired={1: DesiredState("engine", 1, number=1)}))
-    assert worker.side.report().target_slots == 5
-
-    def fail(self: DataPlane, desired: DesiredState) -> None:
-        raise RuntimeError("no such pool")
-
-    monkeypatch.setattr(DataPlane, "apply", fail)
-    worker.follow(KVStowMetadata(desired={0: DesiredState("engine", 1, number=1)}))
-    assert "rank 0 cannot apply the desired state" in caplog.text
+    monkeypatch.setattr(worker.agent, "offer", offered.append)
+    for metadata in (KVStowMetadata(), KVStowMetadata(admin=address)):
+        worker.follow(metadata)
+    assert offered == [address]

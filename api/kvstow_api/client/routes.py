@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvstow import messages, stats, status
+from kvstow import stats, status
 from kvstow_api import answers
 from kvstow_api.client.client import ProbeResult, Route
 
@@ -19,7 +19,6 @@ get_readiness = Route("GET", "/v1/readiness", answers.ReadinessView)
 get_stats = Route("GET", "/v1/stats", stats.EngineStats)
 list_ranks = Route("GET", "/v1/ranks", answers.RanksView)
 get_rank = Route("GET", "/v1/ranks/{rank}", status.RankStatus)
-report = Route("POST", "/v1/ranks/{rank}/report", messages.DesiredState)
 list_transfers = Route("GET", "/v1/transfers", answers.TransfersView)
 get_drain = Route("GET", "/v1/drain", status.DrainStatus)
 start_drain = Route("PUT", "/v1/drain", status.DrainStatus)

@@ -369,7 +369,7 @@ THRASHING_REUSE = 0.1
 @condition("clocks", "host")
 def find_clocks(evidence: Evidence) -> Found:
     if not evidence.clock_offsets:
-        raise NothingToMeasure("no rank has sent its time")
+        raise NothingToMeasure("no rank on another host has reported")
     for rank, offset in sorted(evidence.clock_offsets.items()):
         if abs(offset) > CLOCK_SECONDS:
             yield make_condition(

@@ -19,7 +19,7 @@ _HEAD = '''"""The routes of the API for `Client.call`. Written by `python -m kvs
 
 from __future__ import annotations
 
-from kvstow import messages, stats, status
+from kvstow import stats, status
 from kvstow_api import answers
 from kvstow_api.client.client import ProbeResult, Route
 '''
@@ -49,7 +49,7 @@ def _routes() -> Iterator[tuple[str, type, bool, str, str]]:
     """Yield the name, the answer's type, whether an operation may be answered, the method and the path of each
     route."""
     routes: list[Any] = [route for router in ROUTERS for route in router.routes]
-    for route in routes:
+    for route in (one for one in routes if one.include_in_schema or one.path in _TEXTS):
         (method,) = route.methods
         if route.path in _TEXTS:
             yield route.path.removeprefix("/"), _TEXTS[route.path], False, method, route.path

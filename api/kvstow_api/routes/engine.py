@@ -4,14 +4,15 @@ store below the pools."""
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Annotated
 
-from fastapi import Body, Header, HTTPException, Path, Query
-from pydantic import WithJsonSchema
+from fastapi import Body, HTTPException, Path, Query, Response
 from starlette.concurrency import run_in_threadpool
 
-from kvstow.errors import ConflictError, InvalidRequestError, NotFoundError
-from kvstow.messages import DesiredState, Direction, RankReport
+from kvstow.attach.calls import Desired, Report
+from kvstow.attach.wire import CONTENT_TYPE
+from kvstow.errors import ConflictError, InvalidRequestError, NotFoundError, ProtocolError
+from kvstow.messages import Direction
 from kvstow.stats import EngineStats
 from kvstow.status import BypassStatus, DrainStatus, RankStatus, TransferState, TransferStatus
 from kvstow_api.answers import (
@@ -24,7 +25,7 @@ from kvstow_api.answers import (
     TransfersView,
 )
 from kvstow_api.appstate import App, AppState
-from kvstow_api.bodies import REPORT_SCHEMA, BypassBody, DrainBody
+from kvstow_api.bodies import BypassBody, DrainBody
 from kvstow_api.directory import HostedPool, Switches, host_readiness, live_ranks
 from kvstow_api.openapi import changing, reading
 from kvstow_api.queries import AnyPool, ChosenPool, Session, StrictRouter
@@ -32,11 +33,8 @@ from kvstow_api.readings import sessions_now, tier_view, transfers_view
 
 router = StrictRouter(prefix="/v1", tags=["engine"])
 
+Packed = Annotated[bytes, Body(media_type=CONTENT_TYPE)]
 RankNumber = Annotated[int, Path(ge=0, description="Its number, from 0")]
-Clock = Annotated[
-    str | None, Header(alias="X-KVStow-Clock", description="The rank's time of day, in seconds since 1970")
-]
-Report = Annotated[dict[str, Any], Body(), WithJsonSchema(REPORT_SCHEMA)]
 
 _SCANNED = 2000  # how many ops are searched for a direction or state; some ms, with the engine's lock held
 _DRAIN_ALL = DrainBody(deadline_seconds=None)
@@ -81,9 +79,10 @@ async def get_rank(app: App, rank: RankNumber, pool: AnyPool, session: Session =
     return found[0]
 
 
-@router.post("/ranks/{rank}/report", responses=changing(404), openapi_extra={"security": [{"token": []}]})
-async def report(app: App, rank: RankNumber, body: Report, clock: Clock = None) -> DesiredState:
-    """Take a rank's report, and answer with the rank's desired state."""
+@router.post("/ranks/{rank}/report", include_in_schema=False)
+async def report(app: App, rank: RankNumber, body: Packed) -> Response:
+    """Take the report of a rank on another host, and answer with its desired state. Both are the bytes that ranks of
+    this host exchange with the engine over a Unix socket, so the OpenAPI document does not have them."""
     take_report = app.directory.take_report
     if take_report is None:
         raise HTTPException(
@@ -91,12 +90,16 @@ async def report(app: App, rank: RankNumber, body: Report, clock: Clock = None) 
             "ranks report over their attach socket here; nobody may report over HTTP",
             {"WWW-Authenticate": "Bearer"},
         )
-    message = RankReport.from_json(body)
-    if message.rank != rank:
-        raise InvalidRequestError(f"RankReport.rank is {message.rank}; allowed: {rank}, as in the path")
-    app.clocks.note(rank, clock)
+    try:
+        message = Report.unpack(body)
+    except ProtocolError as error:
+        raise InvalidRequestError(str(error)) from error
+    if message.report.rank != rank:
+        raise InvalidRequestError(f"RankReport.rank is {message.report.rank}; allowed: {rank}, as in the path")
+    app.clocks.note(rank, message.clock)
     # In a thread, because removing all blocks of a restarted rank may take long.
-    return await run_in_threadpool(take_report, message)
+    desired = await run_in_threadpool(take_report, message.report)
+    return Response(Desired(desired).pack(), media_type=CONTENT_TYPE)
 
 
 @router.get("/transfers", responses=reading(404))

@@ -11,7 +11,7 @@ extent mapped any more.
 
 from __future__ import annotations
 
-import json
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from enum import IntEnum
@@ -31,7 +31,6 @@ from kvstow.attach.wire import (
     Digest,
     Keys,
     Kind,
-    Message,
     Packed,
     PackedPart,
     Runs,
@@ -43,9 +42,10 @@ from kvstow.attach.wire import (
     decoded,
 )
 from kvstow.endings import Status
+from kvstow.errors import ProtocolError
 from kvstow.hints import CONTEXT_BYTES, LONGEST_PAUSE, MOST_NAME_CHARS, Hints
 from kvstow.messages import Completion, DesiredState, Direction, Mark, RankReport
-from kvstow.plaintext import is_plain, plain
+from kvstow.plaintext import MOST_TEXT, is_plain, plain
 from kvstow.prefill import PrefillCost, PrefillNews
 from kvstow.stats import HINTS_IGNORED, LOAD_CHOICES
 
@@ -421,32 +421,85 @@ class ReleasedExtents(Packed, frozen=True):
     extent_ids: U64s
 
 
-class Report(Message, frozen=True):
-    """Report the state of a rank. The service answers with `Desired`."""
+class Report(Packed, frozen=True):
+    """Report the state of a rank. The answer is `Desired`.
+
+    `clock` is the sender's time of day, in seconds since 1970. A receiver on another host compares it with its own.
+    """
 
     KIND: ClassVar = Kind.REPORT
     report: RankReport
+    clock: float = 0.0
+
+    @classmethod
+    def now(cls, report: RankReport) -> Self:
+        """Make a message of a report. The sentences become printable, because receivers refuse others, and messages of
+        exceptions may have several lines."""
+        error, notice = (None if words is None else plain(words) for words in (report.error, report.notice))
+        return cls(replace(report, error=error, notice=notice), time.time())
 
     def pack(self) -> bytes:
-        return _dump(self.report.to_json())
+        return _packed((self.clock, self.report), "report")
 
     @classmethod
     def _unpack_whole(cls, payload: bytes) -> Self:
-        return cls(decoded(lambda data: RankReport.from_json(msgspec.json.decode(data)), payload, "report"))
+        clock, report = decoded(_read_report, payload, "report")
+        return cls(decoded(lambda _: _checked(RankReport, report), payload, "report"), clock)
 
 
-class Desired(Message, frozen=True):
-    """The desired state of a rank. It is the answer to a report, and the service also sends it when it changes."""
+class Desired(Packed, frozen=True):
+    """The desired state of a rank. It is the answer to a report. An embedded engine also sends it whenever it
+    changes."""
 
     KIND: ClassVar = Kind.DESIRED
     desired: DesiredState
 
     def pack(self) -> bytes:
-        return _dump(self.desired.to_json())
+        return _packed(self.desired, "desired state")
 
     @classmethod
-    def unpack(cls, payload: bytes) -> Self:
-        return cls(decoded(lambda data: DesiredState.from_json(msgspec.json.decode(data)), payload, "desired state"))
+    def _unpack_whole(cls, payload: bytes) -> Self:
+        return cls(decoded(lambda data: _checked(DesiredState, _read_map(data)), payload, "desired state"))
+
+
+_MAX_ENTRIES = 64
+"""The limit for the entries of a mapping in a report: reasons of failures, and NUMA nodes."""
+_Clock = Annotated[float, Meta(ge=0, lt=1e12)]
+_read_report = msgspec.msgpack.Decoder(tuple[_Clock, dict[str, Any]]).decode
+_read_map = msgspec.msgpack.Decoder(dict[str, Any]).decode
+_S = TypeVar("_S", RankReport, DesiredState)
+
+
+def _packed(value: Any, what: str) -> bytes:
+    """Pack a report or a desired state. They are maps of their fields, so that an error can name the field. Raises
+    `ProtocolError` for a value that cannot be sent."""
+    try:
+        return msgspec.msgpack.encode(value)
+    except (UnicodeError, OverflowError) as error:
+        raise ProtocolError("malformed", f"{what}: {error}") from error
+
+
+def _checked(kind: type[_S], value: dict[str, Any]) -> _S:
+    """Make a report or a desired state of its fields. These types belong to the data plane, which does without msgspec,
+    so their limits are checked here. Raises `ValueError` that names the field which is unknown, missing or wrong."""
+    known = kind.__dataclass_fields__
+    if unknown := sorted(set(value) - set(known)):
+        raise ValueError(f"{kind.__name__} has unknown fields {unknown}; allowed: {sorted(known)}")
+    message = msgspec.convert(value, kind)
+    for name in known:
+        if not _is_sound(getattr(message, name)):
+            allowed = f"numbers of 0 or more, and up to {MOST_TEXT} printable characters or {_MAX_ENTRIES} entries"
+            raise ValueError(f"{kind.__name__}.{name} is {value[name]!a:.200}; allowed: {allowed}")
+    return message
+
+
+def _is_sound(value: Any) -> bool:
+    """Say whether a field's value makes sense. Negative numbers never do, and NaN is not 0 or more either."""
+    if isinstance(value, str):
+        return is_plain(value)
+    if isinstance(value, Mapping):
+        return len(value) <= _MAX_ENTRIES and all(map(_is_sound, (*value, *value.values())))
+    return value is None or 0 <= value < 1 << 63
 
 
 class Detach(Packed, frozen=True):
@@ -460,7 +513,3 @@ def listed(rows: Sequence[_T]) -> Iterator[tuple[_T, ...]]:
     """Divide the rows into pieces that are short enough for one message."""
     for start in range(0, len(rows), MOST_LISTED):
         yield tuple(rows[start : start + MOST_LISTED])
-
-
-def _dump(value: Mapping[str, Any]) -> bytes:
-    return json.dumps(value, separators=(",", ":")).encode()

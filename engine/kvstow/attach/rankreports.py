@@ -1,13 +1,18 @@
-"""What a rank reports to the node service in one session."""
+"""What a rank reports, and when: to the node service in one session here, and to an embedded engine in
+`kvstow_service.admin.agent`."""
 
 from __future__ import annotations
 
+import os
+import secrets
+import socket
 from collections.abc import Callable
+from dataclasses import replace
+from itertools import count
 from typing import TYPE_CHECKING
 
 from kvstow.attach.calls import Desired, ExtentSlots, RegisteredExtents, ReleasedExtents, Report, listed
 from kvstow.attach.connection import AttachConnection, Call
-from kvstow.messageorder import is_news
 from kvstow.messages import RankReport
 
 if TYPE_CHECKING:
@@ -17,8 +22,29 @@ if TYPE_CHECKING:
 REPORT_SECONDS = 1.0
 """The longest pause between two reports of a rank."""
 GAP_SECONDS = 0.05
-"""The pause between two checks of the slots that the pool has registered. On a busy host, each check costs a handover
-of the interpreter."""
+"""The pause between two looks at what has changed. On a busy host, each look costs a handover of the interpreter."""
+_NEWS = ("boot_id", "state", "error", "notice", "target_slots", "engine_id", "applied")
+
+
+def is_news(report: RankReport, reported: RankReport | None) -> bool:
+    """Whether the change since the last report is worth a report of its own. More pinned memory, after the first, and
+    new counters are not, because they change all the time."""
+    if reported is None or any(getattr(report, name) != getattr(reported, name) for name in _NEWS):
+        return True
+    return report.pinned_slots > 0 and not reported.pinned_slots
+
+
+class ReportNumbers:
+    """Numbers the reports that one process sends. Only the thread that sends them uses it, so a larger number means
+    newer state."""
+
+    def __init__(self) -> None:
+        self._sender, self._numbers = secrets.token_hex(8), count(1)
+
+    def number(self, report: RankReport) -> RankReport:
+        """The report with its number, and with the process that sends it."""
+        host, pid = socket.gethostname(), os.getpid()
+        return replace(report, sender=self._sender, number=next(self._numbers), host=host, pid=pid)
 
 
 class RankReports:
@@ -33,6 +59,7 @@ class RankReports:
         self.is_changed = False
         """The pool or the rank has changed since the last check."""
         self._connection, self._plane, self._pool, self._clock = connection, plane, pool, clock
+        self._numbers = ReportNumbers()
         self._calls: list[Call] = []
         """The reports whose answers have not been applied."""
         self._last: RankReport | None = None
@@ -74,6 +101,6 @@ class RankReports:
         report = self._plane.report()
         if released or now >= self._next_report or is_news(report, self._last):
             self._next_report, self._last = now + REPORT_SECONDS, report
-            self._calls.append(self._connection.call(Report(report)))
+            self._calls.append(self._connection.call(Report.now(self._numbers.number(report))))
         for extent_ids in listed(released):
             self._connection.send(ReleasedExtents(extent_ids))

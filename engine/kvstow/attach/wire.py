@@ -28,7 +28,10 @@ Role = Literal["scheduler", "worker"]
 Sender = Literal["scheduler", "worker", "service"]
 
 
-VERSION: Final = 5
+VERSION: Final = 6
+
+CONTENT_TYPE: Final = "application/msgpack"
+"""The content type of a packed message in a request over HTTP, and of its answer."""
 
 
 class Kind(IntEnum):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import select
 import socket
 import threading
 import time
@@ -24,6 +23,7 @@ from kvstow.attach.connection import AttachConnection
 from kvstow.attach.hello import GateHold, Hello, RankSession, SessionTicket, Welcome
 from kvstow.attach.opgate import OpGate
 from kvstow.attach.rankreports import RankReports
+from kvstow.attach.wake import Wake
 from kvstow.attach.wire import Kind
 from kvstow.errors import AttachError, KvstowError, PinError
 from kvstow.messages import Completion, DesiredState, RankReport, StepPlan
@@ -73,38 +73,6 @@ class _JoinedSession:
     @property
     def is_over(self) -> bool:
         return self.end_time is not None
-
-
-class _Wake:
-    """Wakes a thread that waits for a socket. Any thread may call `set`, even after `close`."""
-
-    def __init__(self) -> None:
-        self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._lock = threading.Lock()
-
-    def set(self) -> None:
-        """End the present `wait`, or the next one."""
-        with self._lock, suppress(BlockingIOError):
-            if self._fd >= 0:
-                os.eventfd_write(self._fd, 1)
-
-    def wait(self, socket_fd: int, seconds: float) -> None:
-        """Wait for up to `seconds` until the socket can be read, or another thread calls `set`. The socket may be
-        -1."""
-        poll = select.poll()
-        poll.register(self._fd, select.POLLIN)
-        if socket_fd >= 0:
-            poll.register(socket_fd, select.POLLIN)
-        for fd, _ in poll.poll(1000 * seconds):
-            if fd == self._fd:
-                with suppress(BlockingIOError):
-                    os.eventfd_read(self._fd)
-
-    def close(self) -> None:
-        """Close the descriptor. No thread waits any more."""
-        with self._lock:
-            os.close(self._fd)
-            self._fd = -1
 
 
 class AttachedWorker:
@@ -170,7 +138,7 @@ class AttachedWorker:
         self._ended: bool | None = None
         """What `close` has returned."""
         self._closing = threading.Lock()
-        self._wake = _Wake()
+        self._wake = Wake()
         self._thread = threading.Thread(target=self._run, name=f"kvstow-attach-{plane.rank}", daemon=True)
         plane.add_listener(self._on_change)
 

@@ -261,6 +261,8 @@ class Pool:
         self.events = BlockEventLog(config.event_buffer, lambda: self.desired.capacity_slots)
         self.desired = DesiredState(secrets.token_hex(8), config.capacity_slots, number=1)
         """The desired state of every rank; ranks free memory only when its capacity is lowered. See `want`."""
+        self.on_wanted: Callable[[], object] = lambda: None
+        """Called when the desired state has changed, with the lock held. It must not block."""
         self.ceiling = config.capacity_slots
         """Slots at or above it are not allocated; below `capacity` while a resize vacates them."""
         self.resizing = False
@@ -622,6 +624,7 @@ class Pool:
         self.desired = replace(desired, number=self.desired.number + 1)
         for session in self.sessions:
             session.ranks.want(self.desired)
+        self.on_wanted()
 
     def silent_ranks(self) -> list[int]:
         """Ranks that have to report before the pool has memory, and have not."""

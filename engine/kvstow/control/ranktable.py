@@ -68,7 +68,10 @@ class RankTable:
             )
 
     def is_late(self, report: RankReport) -> bool:
-        """Whether a newer report has arrived before this one."""
+        """Whether a newer report has arrived before this one. A report without a sender never is: whoever makes it
+        calls in order."""
+        if not report.sender:
+            return False
         last = self._ranks[report.rank].report
         if last.sender == report.sender:
             return report.number <= last.number

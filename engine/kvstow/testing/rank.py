@@ -11,11 +11,11 @@ from typing import Any
 from kvstow.control.engine import OffloadEngine
 from kvstow.control.session import Session
 from kvstow.endings import NO_ENDING, Ending
-from kvstow.messageorder import NewestDesiredState
 from kvstow.messages import Completion, DesiredState, Mark, Op, RankReport, RankState
 
 Content = bytes | None
 
+NOTHING_DESIRED = DesiredState("", 0, number=0)
 _boots = count(1)
 
 
@@ -53,7 +53,7 @@ class FakeRank:
         self.state: RankState = "ready"
         self.error: str | None = None
         self.pinned = 0
-        self.newest = NewestDesiredState()
+        self.applied = NOTHING_DESIRED
         self.sender, self.reports = self.boot_id, 0
         self.received: deque[DesiredState] = deque(maxlen=8)
         self.sent: deque[RankReport] = deque(maxlen=8)
@@ -82,8 +82,8 @@ class FakeRank:
             host="host",
             pid=1000 + self.rank,
             device=f"fake:{self.rank}",
-            engine_id=self.newest.applied.engine_id,
-            applied=self.newest.applied.number,
+            engine_id=self.applied.engine_id,
+            applied=self.applied.number,
             sender=boot_id or self.sender,
             number=self.reports,
         )
@@ -96,7 +96,9 @@ class FakeRank:
 
     def receive(self, desired: DesiredState) -> None:
         """Get a desired state, possibly late."""
-        self.newest.apply_if_newer(desired, lambda new: self._keep(min(self.pinned, new.capacity_slots)))
+        if desired.replaces(self.applied):
+            self._keep(min(self.pinned, desired.capacity_slots))
+            self.applied = desired
 
     def pin(self, num_slots: int) -> DesiredState:
         """Pin the slots below `num_slots`, and report it. Contents above are lost."""
@@ -113,7 +115,7 @@ class FakeRank:
         reports continue."""
         self.boot_id = f"boot-{next(_boots)}"
         self.state, self.error = "ready", None
-        self.newest = NewestDesiredState()
+        self.applied = NOTHING_DESIRED
         if not same_process:
             self.sender, self.reports = self.boot_id, 0
         if self.has_memory:

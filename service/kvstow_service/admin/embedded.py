@@ -22,7 +22,9 @@ from kvstow.control.engine import OffloadEngine
 from kvstow.errors import ConflictError, KvstowError
 from kvstow_api.hostsettings import is_loopback
 from kvstow_service.admin.adminhost import AdminOptions, Ticker, make_api_host
-from kvstow_service.admin.agent import AdminAddress, Rendezvous
+from kvstow_service.admin.agent import AdminAddress
+from kvstow_service.admin.ranksocket import RankSocket
+from kvstow_service.admin.rendezvous import ADMIN, Rendezvous
 from kvstow_service.admin.sockets import AdminSockets, PortTakenError, TcpAddress, tcp_url
 from kvstow_service.admin.tls import ServerTls
 from kvstow_service.process.logwriter import LogWriter
@@ -42,7 +44,8 @@ _ANY_ADDRESS = ("0.0.0.0", "::")
 
 
 class EmbeddedAdmin:
-    """Serves the admin API of `engine`, and ticks the engine, on threads of its own.
+    """Serves the admin API of `engine`, takes the reports of its ranks, and ticks the engine, on threads of its own.
+    The ranks of this host do not depend on the API: see `RankSocket`.
 
     `identity` is any text that no other engine on this machine uses. The ranks' agents use it for their `Rendezvous`.
     `node_host` is this machine's name or address for other nodes. It is needed if the server listens on all addresses.
@@ -85,6 +88,7 @@ class EmbeddedAdmin:
         self._ticker = Ticker(engine.tick, renew_tls=None if options.tls is None else self._renew_tls)
         self._sockets = AdminSockets(secure=options.tls is not None)
         self._rendezvous = Rendezvous(identity, environ)
+        self._ranks = RankSocket(engine, self._rendezvous)
         self._server: AdminServer | None = None
         self._max_capacity_slots = max_capacity_slots
         self._mode, self._settings, self._build = mode, settings, build
@@ -95,6 +99,7 @@ class EmbeddedAdmin:
 
     def start(self) -> None:
         try:
+            self._ranks.start()
             self._ticker.start()
             self._opening.start()
         except RuntimeError as error:  # the thread cannot be started
@@ -108,8 +113,14 @@ class EmbeddedAdmin:
         server, self._server = self._server, None
         if server is not None:
             server.stop()
-        self._close()
+        self._sockets.close()
+        self._ranks.stop()
         self._ticker.stop()
+
+    @property
+    def ranks_failure(self) -> str | None:
+        """Why this host's ranks cannot report over a Unix socket; None if they can, or may soon."""
+        return self._ranks.failure
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -118,14 +129,15 @@ class EmbeddedAdmin:
         return self._sockets.addresses if self._server is not None and self.failure is None else ()
 
     @property
-    def address_for_remote_ranks(self) -> AdminAddress | None:
-        """The address at which agents on other nodes reach the server. None if they cannot, or cannot yet.
+    def address_for_ranks(self) -> AdminAddress | None:
+        """The address for agents that do not find the ranks' socket. None if they cannot reach it, or cannot yet.
 
-        Read it only if there are such agents, because an address that they can never reach is logged once as a warning.
-        Hosts read it in every step, which is how agents learn of a renewed certificate, so it reads no file.
+        Read it only if there are such agents, because an address that agents on other nodes can never reach is logged
+        once as a warning. Hosts read it in every step, which is how agents learn of a renewed certificate, so it reads
+        no file.
         """
         host = self._sockets.host
-        if is_loopback(host or self._options.host):
+        if is_loopback(host or self._options.host) and self.ranks_failure is None:
             self._warn_of_loopback()
             return None
         if not self.addresses or host is None:
@@ -192,8 +204,8 @@ class EmbeddedAdmin:
         """Open every socket that can be opened. Raises `ConflictError` if none can be opened."""
         sockets = self._sockets
         self._try(self._listen_on_tcp, "has no TCP socket")
-        without = "has no Unix socket: this machine's ranks cannot reach it, and changes need a token"
-        self._try(lambda: self._rendezvous.publish(sockets, self._token), without)
+        publish = partial(self._rendezvous.publish, ADMIN, sockets.listen_unix)
+        self._try(publish, "has no Unix socket, so changes need a token")
         if not sockets.sockets:
             raise ConflictError("no socket can be opened; the log says why")
 
@@ -222,8 +234,4 @@ class EmbeddedAdmin:
                 self._engine.count_error("admin_server")
                 logger.error("%s; the engine continues without it", reason)
                 self.failure = reason
-        self._close()
-
-    def _close(self) -> None:
         self._sockets.close()
-        self._rendezvous.withdraw()

@@ -9,9 +9,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 import httpx
 import pytest
-from tests.api.conftest import AGENT_TOKEN
 
-from kvstow.messages import DesiredState
 from kvstow.stats import EngineStats
 from kvstow.status import BlockStatus, BypassStatus, DrainStatus, LookupResult, RankStatus
 from kvstow_api.answers import (
@@ -35,7 +33,7 @@ from kvstow_api.answers import (
     TierView,
     TransfersView,
 )
-from kvstow_api.client import ApiError, Client, Endpoint, ProbeResult, Route, routes
+from kvstow_api.client import ApiError, Client, ProbeResult, Route, routes
 from kvstow_api.client import client as client_module
 from kvstow_api.routes import clienttable
 
@@ -154,12 +152,6 @@ def test_an_operation_is_followed_to_its_end(kvstow: Client, ranks: Any, keys: l
     with pytest.raises(ApiError) as gone:
         kvstow.call(routes.get_operation, operation_id=started.id)
     assert gone.value.status == 404
-
-
-def test_a_report_is_answered_with_what_is_wanted(serve: Any, ranks: Any) -> None:
-    with Client(Endpoint(serve().url, token=AGENT_TOKEN)) as agent:
-        answer = agent.call(routes.report, ranks.make_report(0).to_json(), headers={"X-KVStow-Clock": "1.5"}, rank=0)
-    assert answer == DesiredState(ranks.engine.engine_id, 16, number=1)
 
 
 def test_a_problem_comes_as_an_error_that_carries_it(kvstow: Client) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.api.conftest import AGENT
+from tests.api.conftest import AGENT, send_report
 from tests.api.fakenode import RANKS, SLOTS, FakeNode
 from tests.api.node.conftest import KEYS, NAMES, get
 
@@ -285,6 +285,6 @@ async def test_nobody_reports_over_http(launch: Any, node: FakeNode, tmp_path: A
     token.write_text("admin")
     client = await launch(directory=node, agent_token=None, token_file=token)
     for headers in ({}, AGENT, {"Authorization": "Bearer admin"}):
-        answer = await client.post("/v1/ranks/0/report", json={}, headers=headers)
+        answer = await send_report(client, b"any", headers=headers)
         assert answer.status_code == 401, headers
         assert answer.headers["www-authenticate"].startswith("Bearer")

@@ -27,7 +27,6 @@ from kvstow.control.slots import SlotMap
 from kvstow.endings import STATUSES, Ending
 from kvstow.errors import LeaseError
 from kvstow.hints import Hints, context_id
-from kvstow.messageorder import NewestDesiredState
 from kvstow.messages import Completion, DesiredState, Mark, Op
 from kvstow.results import Lease, Settled
 from kvstow.testing.fakes import FakeClock
@@ -439,12 +438,7 @@ def resize_does_not_wait(patch: pytest.MonkeyPatch) -> None:
 
 
 def late_desired_states_are_obeyed(patch: pytest.MonkeyPatch) -> None:
-    def obey(self: NewestDesiredState, desired: DesiredState, apply: Callable[[DesiredState], None]) -> bool:
-        apply(desired)
-        self.applied = desired
-        return True
-
-    patch.setattr(NewestDesiredState, "apply_if_newer", obey)
+    patch.setattr(DesiredState, "replaces", lambda self, applied: True)
 
 
 def shrinks_are_forgotten(patch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import logging
 import pickle
 import socket
@@ -8,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import Path
@@ -16,14 +16,21 @@ from typing import Any
 import pytest
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
+from kvstow.attach.calls import Desired, Report
+from kvstow.attach.channel import Channel
+from kvstow.attach.hello import CallError
+from kvstow.attach.wire import Kind
+from kvstow.errors import DisconnectedError
 from kvstow.messages import DesiredState, RankReport, RankState
+from kvstow.testing.fakes import FakeClock
 from kvstow.testing.rank import ready_report
-from kvstow_service.admin.agent import AdminAddress, FindAdmin, RankAgent
+from kvstow_service.admin.agent import AdminAddress, FindEngine, RankAgent
 
-LONG = 60.0  # an interval that no test waits for
+LONG = 3600.0  # an interval that no test waits for
+WANTED = DesiredState("engine", 8, number=1)
 
 
 @dataclass
@@ -60,23 +67,53 @@ class FakeRank:
         self.callback()
 
 
-@dataclass
-class FakeAdmin:
-    """Takes reports, and answers with the desired state or the status that a test sets."""
+class FakeEngine:
+    """Listens on a Unix socket, takes reports on a thread, and answers them with what a test sets."""
 
-    desired: dict[str, Any] = field(default_factory=lambda: DesiredState("engine", 8, number=1).to_json())
-    status: int = 200
-    reports: list[RankReport] = field(default_factory=list)
-    tokens: set[str | None] = field(default_factory=set)
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.desired: Any = Desired(WANTED)
+        """The answer; None for none."""
+        self.reports: list[RankReport] = []
+        self.channel: Channel | None = None
+        """The newest connection."""
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(str(path))
+        self._listener.listen()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
 
-    async def take(self, request: Request) -> Response:
-        assert request.path_params["rank"] == "1"
-        self.tokens.add(request.headers.get("authorization"))
-        self.reports.append(RankReport.from_json(await request.json()))
-        return JSONResponse(self.desired, self.status)
+    def _run(self) -> None:
+        while True:
+            try:
+                connected, _ = self._listener.accept()
+            except OSError:
+                return
+            self.channel = Channel(connected)
+            connected.setblocking(True)
+            try:
+                while True:
+                    for frame in self.channel.receive():
+                        self.reports.append(Report.unpack(frame.payload).report)
+                        if self.desired is not None:
+                            self.channel.send(self.desired.KIND, self.desired.pack(), frame.request_id)
+            except (DisconnectedError, OSError, ValueError):
+                self.channel.close()
 
-    def app(self) -> Starlette:
-        return Starlette(routes=[Route("/v1/ranks/{rank}/report", self.take, methods=["POST"])])
+    def send(self, desired: DesiredState) -> None:
+        """Send a change of the desired state."""
+        assert self.channel is not None
+        self.channel.send(Kind.DESIRED, Desired(desired).pack())
+
+    def stop(self) -> None:
+        """Idempotent."""
+        self.path.unlink(missing_ok=True)
+        if self._listener.fileno() >= 0:
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        if self.channel is not None and self.channel.fileno() >= 0:
+            self.channel._socket.shutdown(socket.SHUT_RDWR)
+        self._thread.join(60)
 
 
 @pytest.fixture
@@ -85,135 +122,183 @@ def rank() -> FakeRank:
 
 
 @pytest.fixture
-def admin() -> FakeAdmin:
-    return FakeAdmin()
+def running() -> Iterator[ExitStack]:
+    with ExitStack() as running:
+        yield running
 
 
 @pytest.fixture
-def start(rank: FakeRank) -> Iterator[Callable[..., RankAgent]]:
-    agents: list[RankAgent] = []
+def make_engine(tmp_path: Path, running: ExitStack) -> Callable[[], FakeEngine]:
+    def make() -> FakeEngine:
+        engine = FakeEngine(tmp_path / "ranks")
+        running.callback(engine.stop)
+        return engine
 
-    def start_agent(url: str | FindAdmin, *, uds: Path | None = None, interval: float = LONG) -> RankAgent:
-        server = AdminAddress(url, "secret", uds) if isinstance(url, str) else url
-        agents.append(RankAgent(1, rank, server, interval=interval))
-        agents[-1].start()
-        return agents[-1]
-
-    yield start_agent
-    for agent in agents:
-        agent.stop()
+    return make
 
 
-def test_the_first_report_is_sent_at_once_with_the_token(
-    serving: Any, start: Any, rank: FakeRank, admin: FakeAdmin, eventually: Any
+@pytest.fixture
+def engine(make_engine: Callable[[], FakeEngine]) -> FakeEngine:
+    return make_engine()
+
+
+@pytest.fixture
+def start(rank: FakeRank, running: ExitStack, tmp_path: Path) -> Callable[..., RankAgent]:
+    """Starts an agent that finds the engine's socket whenever it is there."""
+
+    def there() -> Path | None:
+        path = tmp_path / "ranks"
+        return path if path.exists() else None
+
+    def start_agent(find: FindEngine = there, **options: Any) -> RankAgent:
+        agent = RankAgent(1, rank, find, **{"interval": LONG, **options})
+        running.callback(agent.stop)
+        agent.start()
+        return agent
+
+    return start_agent
+
+
+def test_the_first_report_is_sent_at_once_and_numbered(
+    engine: FakeEngine, start: Any, rank: FakeRank, eventually: Any
 ) -> None:
-    _, listeners = serving(admin.app())
-    agent = start(listeners.url)
-    eventually(lambda: rank.applied, "the desired state at the rank")
-    assert rank.applied == [DesiredState("engine", 8, number=1)]
-    assert (admin.reports, admin.tokens) == ([rank.report()], {"Bearer secret"})
+    agent = start()
     eventually(lambda: agent.sent == 1)
+    assert rank.applied == [WANTED]
+    (report,) = engine.reports
+    assert (report.rank, report.number, report.sender != "") == (1, 1, True)
 
 
-def test_a_unix_socket_is_preferred(
-    serving: Any, start: Any, rank: FakeRank, admin: FakeAdmin, eventually: Any, tmp_path: Path
-) -> None:
-    uds = tmp_path / "admin.sock"
-    serving(admin.app(), uds=uds)
-    start("http://127.0.0.1:1", uds=uds)
-    eventually(lambda: rank.applied, "a report over the Unix socket")
-
-
-def test_a_change_is_reported_at_once(
-    serving: Any, start: Any, rank: FakeRank, admin: FakeAdmin, eventually: Any
-) -> None:
-    _, listeners = serving(admin.app())
-    start(listeners.url)
+def test_a_change_is_reported_at_once(engine: FakeEngine, start: Any, rank: FakeRank, eventually: Any) -> None:
+    start()
     eventually(lambda: rank.applied)
     rank.change(pinned=5)
-    eventually(lambda: [report.pinned_slots for report in admin.reports] == [0, 5], "the second report")
+    eventually(lambda: [report.pinned_slots for report in engine.reports] == [0, 5], "the second report")
+    assert [report.number for report in engine.reports] == [1, 2]
 
 
-def test_reports_are_sent_without_a_change(
-    serving: Any, start: Any, rank: FakeRank, admin: FakeAdmin, eventually: Any
+def test_a_desired_state_that_the_engine_sends_is_applied_without_a_report(
+    engine: FakeEngine, start: Any, rank: FakeRank, eventually: Any
 ) -> None:
-    _, listeners = serving(admin.app())
-    start(listeners.url, interval=0.01)
-    eventually(lambda: len(admin.reports) >= 3, "three beats")
+    agent = start()
+    eventually(lambda: agent.sent)
+    engine.send(DesiredState("engine", 3, number=2))
+    eventually(lambda: rank.applied[1:] == [DesiredState("engine", 3, number=2)], "the change")
+    assert (agent.sent, len(engine.reports)) == (1, 1)
 
 
-def test_many_changes_share_few_reports(
-    serving: Any, start: Any, rank: FakeRank, admin: FakeAdmin, eventually: Any
-) -> None:
-    _, listeners = serving(admin.app())
-    start(listeners.url, interval=0.5)
+def test_reports_are_sent_without_a_change(engine: FakeEngine, start: Any, eventually: Any) -> None:
+    start(interval=0.01)
+    eventually(lambda: len(engine.reports) >= 3, "three reports")
+
+
+def test_many_changes_share_few_reports(engine: FakeEngine, start: Any, rank: FakeRank, eventually: Any) -> None:
+    start(interval=0.5)
     for pinned in range(1, 1001):
         rank.change(pinned)
-    eventually(lambda: admin.reports and admin.reports[-1].pinned_slots == 1000, "the last change")
-    assert len(admin.reports) < 100
+    eventually(lambda: engine.reports and engine.reports[-1].pinned_slots == 1000, "the last change")
+    assert len(engine.reports) < 100
 
 
 def test_only_a_little_more_memory_waits_for_the_next_report(
-    serving: Any, start: Any, rank: FakeRank, admin: FakeAdmin, eventually: Any
+    engine: FakeEngine, start: Any, rank: FakeRank, eventually: Any
 ) -> None:
-    _, listeners = serving(admin.app())
     rank.target = 1000
-    start(listeners.url, interval=3600.0)
-    eventually(lambda: admin.reports)
+    start()
+    eventually(lambda: engine.reports)
     news = [(1, None), (103, "no more"), (104, None)]
     for pinned, error in sorted([*news, (102, None), (999, None)], key=itemgetter(0)):
         looks = rank.looks
         rank.error = error
         rank.change(pinned)
         eventually(lambda looks=looks: rank.looks > looks)
-    assert [report.pinned_slots for report in admin.reports] == [0, *(pinned for pinned, _ in news)]
+    eventually(lambda: len(engine.reports) > len(news))
+    assert [report.pinned_slots for report in engine.reports] == [0, *(pinned for pinned, _ in news)]
 
 
-def test_an_unreachable_server_is_retried_and_logged_once(
-    serving: Any, start: Any, rank: FakeRank, admin: FakeAdmin, eventually: Any, caplog: pytest.LogCaptureFixture
+def test_a_report_waits_until_the_one_before_is_answered(
+    engine: FakeEngine, start: Any, rank: FakeRank, eventually: Any
+) -> None:
+    """An engine that is late must not get a queue of them."""
+    engine.desired = None
+    agent = start(interval=0.01)
+    eventually(lambda: engine.reports)
+    for pinned in (1, 2, 3):
+        rank.change(pinned)
+    assert engine.channel is not None
+    engine.desired = Desired(WANTED)
+    engine.channel.send(Kind.DESIRED, Desired(WANTED).pack(), 1)
+    eventually(lambda: agent.sent >= 2)
+    assert [report.pinned_slots for report in engine.reports[:2]] == [0, 3]
+
+
+def test_an_engine_that_does_not_answer_is_a_failure_and_the_link_is_new(
+    engine: FakeEngine, start: Any, eventually: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine.desired, clock = None, FakeClock()
+    agent = start(clock=clock)
+    eventually(lambda: engine.reports)
+    first = engine.channel
+    clock.advance(5.0)
+    agent._wake.set()
+    eventually(lambda: agent.failed == 1, "a failure")
+    assert "rank 1: report failed, will retry: the engine has not answered within 5 s" in caplog.text
+    engine.desired = Desired(WANTED)
+    clock.advance(LONG)
+    agent._wake.set()
+    eventually(lambda: agent.sent == 1, "a report on another connection")
+    assert engine.channel is not first
+
+
+def test_an_unreachable_engine_is_retried_and_logged_once(
+    engine: FakeEngine, make_engine: Any, start: Any, eventually: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "kvstow.agent")
-    server, listeners = serving(admin.app())
-    agent = start(listeners.url, interval=0.01)
+    agent = start(interval=0.01)
     eventually(lambda: agent.sent)
-    server.stop()
+    engine.stop()
     eventually(lambda: agent.failed >= 3, "failures")
     assert agent.is_failing
     sent = agent.sent
-    serving(admin.app(), port=listeners.port)
-    eventually(lambda: agent.sent > sent, "reports after the server came back")
+    make_engine()
+    eventually(lambda: agent.sent > sent, "reports after the engine came back")
     eventually(lambda: not agent.is_failing, "the agent to note it")
     messages = [record.getMessage() for record in caplog.records if "report" in record.getMessage()]
     assert [message.split(":")[1].split(" ")[1] for message in messages] == ["report", "reports"]
 
 
-@pytest.mark.parametrize("desired", [{"engine_id": "e"}, {"engine_id": "e", "capacity_slots": -1}, []])
-def test_a_malformed_response_is_not_applied(
-    serving: Any, start: Any, rank: FakeRank, admin: FakeAdmin, eventually: Any, desired: Any
-) -> None:
-    admin.desired = desired
-    _, listeners = serving(admin.app())
-    agent = start(listeners.url, interval=0.01)
-    eventually(lambda: agent.failed)
-    assert rank.applied == []
+class Garbage:
+    """An answer that is none."""
+
+    KIND = Kind.DESIRED
+
+    def pack(self) -> bytes:
+        return b"\x80"
 
 
-def test_a_refused_report_counts_as_failed(
-    serving: Any, start: Any, rank: FakeRank, admin: FakeAdmin, eventually: Any
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (Garbage(), "desired state: Object missing required field `engine_id`"),
+        (CallError("invalid_request", "another pool"), "another pool"),
+        (Report(ready_report(1, 1)), "a frame of kind 48 came instead of a desired state"),
+    ],
+)
+def test_an_answer_that_is_no_desired_state_is_a_failure_and_not_applied(
+    engine: FakeEngine, start: Any, rank: FakeRank, eventually: Any, caplog: Any, answer: Any, words: str
 ) -> None:
-    admin.status = 401
-    _, listeners = serving(admin.app())
-    agent = start(listeners.url, interval=0.01)
+    engine.desired = answer
+    agent = start(interval=0.01)
     eventually(lambda: agent.failed)
     assert rank.applied == []
+    assert words in caplog.text
 
 
 def test_the_thread_outlives_a_rank_that_raises(
-    serving: Any, start: Any, rank: FakeRank, admin: FakeAdmin, eventually: Any, caplog: pytest.LogCaptureFixture
+    engine: FakeEngine, start: Any, rank: FakeRank, eventually: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     rank.fails = True
-    _, listeners = serving(admin.app())
-    agent = start(listeners.url, interval=0.01)
+    agent = start(interval=0.01)
     eventually(lambda: agent.failed >= 2)
     rank.fails = False
     eventually(lambda: rank.applied, "reports after the rank came to its senses")
@@ -221,14 +306,13 @@ def test_the_thread_outlives_a_rank_that_raises(
 
 
 def test_a_change_of_the_ranks_state_is_logged_once(
-    serving: Any, start: Any, rank: FakeRank, admin: FakeAdmin, eventually: Any, caplog: pytest.LogCaptureFixture
+    engine: FakeEngine, start: Any, rank: FakeRank, eventually: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "kvstow.agent")
-    _, listeners = serving(admin.app())
-    agent = start(listeners.url, interval=0.01)
+    agent = start(interval=0.01)
     eventually(lambda: agent.sent >= 2)
     rank.error = "memlock is 64 KiB"
-    eventually(lambda: admin.reports[-1].error)
+    eventually(lambda: engine.reports[-1].error)
     agent.stop()
     assert [(record.levelname, record.getMessage()) for record in caplog.records if "rank 1 is" in record.message] == [
         ("INFO", "rank 1 is pinning: 0 B of 32 KiB pinned (none)"),
@@ -236,9 +320,8 @@ def test_a_change_of_the_ranks_state_is_logged_once(
     ]
 
 
-def test_stop_is_idempotent_and_ends_the_thread(serving: Any, start: Any, admin: FakeAdmin, eventually: Any) -> None:
-    _, listeners = serving(admin.app())
-    agent = start(listeners.url)
+def test_stop_is_idempotent_and_ends_the_thread(engine: FakeEngine, start: Any, eventually: Any) -> None:
+    agent = start()
     agent.stop()
     agent.stop()
     eventually(lambda: not is_running())
@@ -252,20 +335,21 @@ def test_stop_does_not_wait_for_a_hanging_server_and_its_late_response_is_ignore
     start: Any, rank: FakeRank, eventually: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        agent = start(f"http://127.0.0.1:{listener.getsockname()[1]}")
+        agent = start(lambda: None)
+        agent.offer(AdminAddress(f"http://127.0.0.1:{listener.getsockname()[1]}", "secret"))
         connection, _ = listener.accept()
         with connection:
             assert connection.recv(1 << 16)
             agent.stop()
-            assert is_running(), "the beat is under way: nobody has waited for it"
-            answer = json.dumps(DesiredState("engine", 8, number=1).to_json()).encode()
+            assert is_running(), "the report is under way: nobody has waited for it"
+            answer = Desired(WANTED).pack()
             connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(answer), answer))
             eventually(lambda: not is_running())
     assert rank.applied == []
     assert caplog.records == []
 
 
-def test_a_report_that_never_ends_does_not_delay_the_exit_of_the_process(child_environ: dict[str, str]) -> None:
+def test_a_search_that_never_ends_does_not_delay_the_exit_of_the_process(child_environ: dict[str, str]) -> None:
     code = (
         "import threading; from types import SimpleNamespace; from kvstow_service.admin.agent import RankAgent\n"
         "looking = threading.Event()\n"
@@ -281,120 +365,28 @@ def test_a_report_that_never_ends_does_not_delay_the_exit_of_the_process(child_e
 
 
 def test_an_agent_that_was_never_started_can_be_stopped(rank: FakeRank) -> None:
-    RankAgent(1, rank, AdminAddress("http://127.0.0.1:1", "secret")).stop()
+    agent = RankAgent(1, rank, lambda: None)
+    agent.stop()
+    agent.stop()
+    rank.change(1)
 
 
-@dataclass
-class Whereabouts:
-    """Where the server is, as a test says; counts who asks."""
-
-    address: AdminAddress | None = None
-    asked: int = 0
-
-    def __call__(self) -> AdminAddress | None:
-        self.asked += 1
-        return self.address
-
-
-def test_the_agent_waits_silently_for_a_late_server(
-    serving: Any, start: Any, rank: FakeRank, admin: FakeAdmin, eventually: Any, caplog: pytest.LogCaptureFixture
+def test_the_agent_waits_silently_for_a_late_engine(
+    make_engine: Any, rank: FakeRank, start: Any, tmp_path: Path, eventually: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    where = Whereabouts()
-    agent = start(where, interval=0.01)
-    eventually(lambda: where.asked >= 3, "three looks for the server")
+    agent = start()
+    eventually(lambda: rank.looks >= 2, "two searches")
     assert (agent.sent, agent.failed, agent.is_failing, rank.applied) == (0, 0, False, [])
-    _, listeners = serving(admin.app())
-    where.address = AdminAddress(listeners.url, "secret")
+    make_engine()
     eventually(lambda: rank.applied, "a report")
     assert agent.failed == 0
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
-def test_no_client_is_imported_before_there_is_a_server() -> None:
-    """Its 0.3 s would fall into the host's own start."""
-    code = (
-        "import sys, threading; from types import SimpleNamespace; from kvstow_service.admin.agent import RankAgent\n"
-        "looked = threading.Event()\n"
-        "report = SimpleNamespace(\n"
-        "    state='pinning', error=None, notice=None, pinned_bytes=0, target_bytes=1, pin_mode='')\n"
-        "rank = SimpleNamespace(report=lambda: report, add_listener=lambda callback: None)\n"
-        "agent = RankAgent(0, rank, lambda: looked.set())\n"
-        "agent.start(); assert looked.wait(60); agent.stop(); assert agent.failed == 0\n"
-        "print([name for name in ('httpx', 'kvstow_api.client') if name in sys.modules])"
-    )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
-
-
-def test_address_changed_triggers_a_search_at_once(
-    serving: Any, start: Any, rank: FakeRank, admin: FakeAdmin, eventually: Any
-) -> None:
-    where = Whereabouts()
-    agent = start(where)
-    eventually(lambda: where.asked)
-    _, listeners = serving(admin.app())
-    where.address = AdminAddress(listeners.url, "secret")
-    agent.address_changed()
-    eventually(lambda: rank.applied, "a report long before the next beat")
-
-
-def test_an_offered_address_is_used_if_none_is_found(
-    serving: Any, start: Any, rank: FakeRank, admin: FakeAdmin, eventually: Any
-) -> None:
-    where = Whereabouts()
-    agent = start(where)
-    eventually(lambda: where.asked)
-    _, listeners = serving(admin.app())
-    for _ in range(2):
-        agent.offer(AdminAddress(listeners.url, "secret"))
-    eventually(lambda: rank.applied, "a report long before the next beat")
-
-
-def test_a_second_offered_address_replaces_the_first(
-    serving: Any, start: Any, admin: FakeAdmin, eventually: Any
-) -> None:
-    another = FakeAdmin()
-    (_, first), (_, second) = serving(admin.app()), serving(another.app())
-    agent = start(Whereabouts())
-    for listeners, server in ((first, admin), (second, another)):
-        agent.offer(AdminAddress(listeners.url, "secret"))
-        eventually(lambda server=server: server.reports, "a report long before the next beat")
-    assert agent.failed == 0
-
-
-def test_a_found_address_is_preferred_to_an_offered_one(
-    serving: Any, start: Any, rank: FakeRank, admin: FakeAdmin, eventually: Any
-) -> None:
-    _, listeners = serving(admin.app())
-    where = Whereabouts()
-    agent = start(where)
-    eventually(lambda: where.asked)
-    where.address = AdminAddress(listeners.url, "secret")
-    agent.offer(AdminAddress("http://127.0.0.1:1", "wrong"))
-    eventually(lambda: rank.applied)
-    assert (agent.failed, admin.tokens) == (0, {"Bearer secret"})
-
-
-def test_a_server_that_disappears_is_a_failure(
-    serving: Any, start: Any, rank: FakeRank, admin: FakeAdmin, eventually: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    server, listeners = serving(admin.app())
-    where = Whereabouts(AdminAddress(listeners.url, "secret"))
-    agent = start(where, interval=0.01)
-    eventually(lambda: agent.sent)
-    where.address = None
-    server.stop()
-    eventually(lambda: agent.failed >= 3)
-    assert agent.is_failing
-    assert len([record for record in caplog.records if record.levelno >= logging.WARNING]) == 1
-    _, listeners = serving(admin.app())
-    where.address = AdminAddress(listeners.url, "secret")
-    eventually(lambda: not agent.is_failing, "reports to the new server")
-
-
 def test_a_search_that_raises_is_a_failure_like_any_other(
     start: Any, eventually: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def find() -> AdminAddress | None:
+    def find() -> Path | None:
         raise PermissionError("not for you")
 
     agent = start(find, interval=0.01)
@@ -402,7 +394,100 @@ def test_a_search_that_raises_is_a_failure_like_any_other(
     assert "rank 1: report failed, will retry: not for you" in caplog.text
 
 
+# -- ranks on other hosts ----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class FakeAdmin:
+    """Takes reports over HTTP, and answers with the bytes and the status that a test sets."""
+
+    answer: bytes = Desired(WANTED).pack()
+    status: int = 200
+    reports: list[RankReport] = field(default_factory=list)
+    headers: set[tuple[str | None, str | None]] = field(default_factory=set)
+
+    async def take(self, request: Request) -> Response:
+        assert request.path_params["rank"] == "1"
+        self.headers.add((request.headers.get("authorization"), request.headers.get("content-type")))
+        self.reports.append(Report.unpack(await request.body()).report)
+        return Response(self.answer, self.status)
+
+    def app(self) -> Starlette:
+        return Starlette(routes=[Route("/v1/ranks/{rank}/report", self.take, methods=["POST"])])
+
+
+@pytest.fixture
+def admin() -> FakeAdmin:
+    return FakeAdmin()
+
+
+def test_a_rank_that_finds_no_engine_reports_to_the_offered_address(
+    serving: Any, start: Any, rank: FakeRank, admin: FakeAdmin, eventually: Any
+) -> None:
+    _, listeners = serving(admin.app())
+    agent = start(lambda: None)
+    for _ in range(2):
+        agent.offer(AdminAddress(listeners.url, "secret"))
+    eventually(lambda: agent.sent == 1, "a report long before the next one is due")
+    assert rank.applied == [WANTED]
+    assert admin.headers == {("Bearer secret", "application/msgpack")}
+    rank.change(pinned=5)
+    eventually(lambda: [report.pinned_slots for report in admin.reports] == [0, 5], "the second report")
+
+
+def test_a_second_offered_address_replaces_the_first(
+    serving: Any, start: Any, admin: FakeAdmin, eventually: Any
+) -> None:
+    another = FakeAdmin()
+    (_, first), (_, second) = serving(admin.app()), serving(another.app())
+    agent = start(lambda: None)
+    for listeners, server in ((first, admin), (second, another)):
+        agent.offer(AdminAddress(listeners.url, "secret"))
+        eventually(lambda server=server: server.reports, "a report long before the next one is due")
+    assert agent.failed == 0
+
+
+def test_the_engine_on_this_host_is_preferred_to_an_offered_address(
+    engine: FakeEngine, start: Any, eventually: Any
+) -> None:
+    agent = start()
+    agent.offer(AdminAddress("http://127.0.0.1:1", "wrong"))
+    eventually(lambda: agent.sent)
+    assert (agent.failed, len(engine.reports) >= 1) == (0, True)
+
+
+@pytest.mark.parametrize(
+    ("status", "answer", "words"),
+    [
+        (401, b'{"detail": "a token is needed"}', 'answers with status 401: {"detail": "a token is needed"}'),
+        (200, b"\x80", "desired state: "),
+        (200, b"x" * (1 << 17), "desired state: "),
+    ],
+)
+def test_a_refused_report_and_a_malformed_answer_count_as_failed(
+    serving: Any, start: Any, rank: FakeRank, eventually: Any, caplog: Any, status: int, answer: bytes, words: str
+) -> None:
+    _, listeners = serving(FakeAdmin(answer, status).app())
+    agent = start(lambda: None, interval=0.01)
+    agent.offer(AdminAddress(listeners.url, "secret"))
+    eventually(lambda: agent.failed)
+    assert rank.applied == []
+    assert words in caplog.text
+
+
+def test_a_server_that_does_not_speak_http_counts_as_failed(start: Any, eventually: Any, caplog: Any) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        agent = start(lambda: None)
+        agent.offer(AdminAddress(f"http://127.0.0.1:{listener.getsockname()[1]}", "secret"))
+        connection, _ = listener.accept()
+        with connection:
+            connection.sendall(b"SSH-2.0-OpenSSH\r\n")
+            eventually(lambda: agent.failed, "a failure")
+    assert "the admin server does not answer as HTTP demands" in caplog.text
+    assert "Traceback" not in caplog.text
+
+
 def test_an_address_is_picklable_and_its_repr_hides_the_token() -> None:
-    address = AdminAddress("http://10.0.0.1:9595", "s3cret", Path("/run/admin.sock"))
+    address = AdminAddress("http://10.0.0.1:9595", "s3cret")
     assert pickle.loads(pickle.dumps(address)) == address
     assert "s3cret" not in f"{address!r} {address}"

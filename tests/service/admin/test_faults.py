@@ -22,8 +22,9 @@ from kvstow.memory.hostpool import HostPool
 from kvstow.messages import Op, StepPlan
 from kvstow.testing.fakes import FakeClock, FakeDevice, FakeRegistrar
 from kvstow_service.admin.adminhost import AdminOptions, Ticker
-from kvstow_service.admin.agent import RankAgent, Rendezvous
+from kvstow_service.admin.agent import RankAgent
 from kvstow_service.admin.embedded import EmbeddedAdmin
+from kvstow_service.admin.rendezvous import Rendezvous
 
 # httpcore leaks the socket of a Unix connection that is refused
 pytestmark = pytest.mark.filterwarnings(r"ignore:unclosed <socket.socket fd=\d+, family=1, type=1, proto=0>")

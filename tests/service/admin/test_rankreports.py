@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from kvstow_api.app import create_app
 from kvstow_api.directory import EmbeddedDirectory
 from kvstow_api.host import ApiHost
 from kvstow_service.admin.agent import AdminAddress, RankAgent
+from kvstow_service.admin.ranksocket import RankSocket
+from kvstow_service.admin.rendezvous import Rendezvous
 from kvstow_service.replay.ranks import LocalRank, build_ranks
 
 SLOT, SLOTS, RANKS = 16 << 10, 32, 2
@@ -31,26 +34,44 @@ def engine() -> Iterator[OffloadEngine]:
 
 
 @pytest.fixture
-def client(engine: OffloadEngine, serving: Any, tmp_path: Path) -> Iterator[httpx.Client]:
+def uds(tmp_path: Path) -> Path:
+    return tmp_path / "admin.sock"
+
+
+@pytest.fixture
+def url(engine: OffloadEngine, serving: Any, uds: Path) -> str:
+    """Where the server of the engine listens over TCP."""
     host = ApiHost(directory=EmbeddedDirectory(engine, 2 * SLOTS), version="1", mode="vllm", agent_token="secret")
-    uds = tmp_path / "admin.sock"
-    serving(create_app(host), uds=uds)
+    _, listeners = serving(create_app(host), uds=uds)
+    return str(listeners.url)
+
+
+@pytest.fixture
+def client(url: str, uds: Path) -> Iterator[httpx.Client]:
     with httpx.Client(base_url="http://kvstow", transport=httpx.HTTPTransport(uds=str(uds))) as client:
         yield client
 
 
 @pytest.fixture
-def ranks(client: httpx.Client, tmp_path: Path) -> Iterator[list[LocalRank]]:
-    """Ranks that pin and report."""
+def ranks(
+    client: httpx.Client, url: str, engine: OffloadEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[list[LocalRank]]:
+    """Ranks that pin and report, the first one as on the engine's host, the other as on another host."""
     ranks = build_ranks(RANKS, POOL, 8)
+    rendezvous = Rendezvous("engine", {"XDG_RUNTIME_DIR": str(tmp_path)})
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    sockets = RankSocket(engine, rendezvous)
+    sockets.start()
     agents = []
     for number, rank in enumerate(ranks):
-        agents.append(RankAgent(number, rank.worker, AdminAddress("http://kvstow", "secret", tmp_path / "admin.sock")))
+        agents.append(RankAgent(number, rank.worker, rendezvous if number == 0 else lambda: None))
+        agents[-1].offer(AdminAddress(url, "secret"))
         agents[-1].start()
         rank.worker.start()
     yield ranks
     for agent in agents:
         agent.stop()
+    sockets.stop()
     for rank in ranks:
         rank.worker.close()
 

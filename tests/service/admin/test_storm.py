@@ -54,7 +54,9 @@ class Storm:
         server = AdminServer(create_app(context), listeners.sockets, pytest.fail)
         ticker = Ticker(self.engine.tick, interval=0.05)
         self.url = listeners.url
-        agents = [RankAgent(n, rank.worker, AdminAddress(self.url, "agent")) for n, rank in enumerate(self.ranks)]
+        agents = [RankAgent(n, rank.worker, lambda: None) for n, rank in enumerate(self.ranks)]
+        for agent in agents:
+            agent.offer(AdminAddress(self.url, "agent"))
         running.callback(listeners.close)
         for rank in self.ranks:
             running.callback(rank.worker.close)

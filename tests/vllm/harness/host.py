@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from itertools import count
 from random import Random
 from typing import Any
 
@@ -64,7 +63,7 @@ class Host:
         patch.setattr(f"{CONNECTOR}.rankdataplane.DataPlane", self._make_worker)
         patch.setattr(f"{SHARED}.embeddedschedulerhost.OffloadEngine", self._make_engine)
         patch.setattr(f"{SHARED}.schedulerhost.SchedulerHost._step_blocks", setup.step_blocks)
-        patch.setattr(f"{SHARED}.workerhost.RankAgent", BusyAgent)
+        patch.setattr(f"{SHARED}.workerhost.RankAgent", NoThread)
         patch.setattr(f"{SHARED}.embeddedschedulerhost.EmbeddedAdmin", NoThread)
         if setup.by_layer:  # with so few blocks, most requests would go the other way after their first try
             choose = LoadPolicy.choose
@@ -126,24 +125,13 @@ class Host:
 
 
 class NoThread:
-    """Stands for an admin server."""
+    """Stands for an admin server, and for an agent: `exchange_reports` brings the reports."""
 
     address = None
-    failure = None
+    failure = ranks_failure = None
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
     def start(self) -> None: ...
 
     def stop(self) -> None: ...
-
-
-class BusyAgent(NoThread):
-    """An agent whose reports always arrive: `exchange_reports` brings them."""
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        self._sent = count()
-
-    @property
-    def sent(self) -> int:
-        return next(self._sent)

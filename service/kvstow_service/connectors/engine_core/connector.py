@@ -230,9 +230,7 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
         if lost is None and wanted > (0 if plan is None else len(plan.layered.ops)):
             lost = "the plan of the step is incomplete"
         changes = host.expected_weight_changes()
-        return KVStowMetadata(
-            plan, host.address_for_remote_ranks, host.take_desired(), ticket, hold, lost=lost, weight_changes=changes
-        )
+        return KVStowMetadata(plan, host.address_for_ranks, ticket, hold, lost=lost, weight_changes=changes)
 
     def update_connector_output(self, connector_output: Any) -> None:
         metadata = connector_output.kv_connector_worker_meta

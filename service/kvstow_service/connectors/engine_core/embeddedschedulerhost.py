@@ -13,8 +13,7 @@ from vllm.utils.network_utils import get_ip
 import kvstow
 from kvstow.bytesize import format_size
 from kvstow.control.engine import OffloadEngine
-from kvstow.errors import ConfigError, KvstowError
-from kvstow.messages import DesiredState, RankReport
+from kvstow.errors import ConfigError
 from kvstow_service.admin.adminhost import AdminOptions
 from kvstow_service.admin.agent import AdminAddress
 from kvstow_service.admin.embedded import EmbeddedAdmin
@@ -32,8 +31,8 @@ from kvstow_service.connectors.engine_core.schedulerside import SchedulerSide
 from kvstow_service.connectors.engine_core.vllmprocess import VLLMProcess, this_node
 
 _HEAD_START_SECONDS = 1.0
-"""The delay, in seconds, with which the admin server starts, so that vLLM's own start ends first. Until then, ranks
-report with the steps."""
+"""The admin server's start waits for this long, because vLLM's own start ends soon after. Ranks of this host do not
+wait for it."""
 
 logger = logging.getLogger("kvstow.vllm")
 
@@ -62,23 +61,16 @@ class EmbeddedSchedulerHost(SchedulerHost):
         self._spans_nodes = False
 
     @property
-    def address_for_remote_ranks(self) -> AdminAddress | None:
-        return self.admin.address_for_remote_ranks if self.admin is not None and self._spans_nodes else None
+    def address_for_ranks(self) -> AdminAddress | None:
+        if self.admin is None or not (self._spans_nodes or self.admin.ranks_failure):
+            return None
+        return self.admin.address_for_ranks
 
     def close(self) -> None:
         if self.admin is not None:
             self.admin.stop()
         if self.engine is not None:
             self.engine.close()
-
-    def _take_report(self, report: RankReport) -> DesiredState | None:
-        assert self.engine is not None
-        try:
-            return self.engine.report(report)
-        except KvstowError as error:
-            self.engine.count_error("rank_report")
-            logger.warning("rank %d: its report is not accepted: %s", report.rank, error)
-            return None
 
     def _make_side(self, pool: BlockPool, hellos: list[RankHello]) -> SchedulerSide:
         sizes = [hello.slot_bytes for hello in hellos]

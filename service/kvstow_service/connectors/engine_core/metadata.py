@@ -14,7 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvstow.attach.hello import NO_HOLD, GateHold, RankSession, SessionTicket
 from kvstow.attach.identity import RegionIdentity
-from kvstow.messages import DesiredState, LoadLaunch, RankReport, StagedLoad
+from kvstow.messages import LoadLaunch, StagedLoad
 from kvstow_service.admin.agent import AdminAddress
 from kvstow_service.connectors.engine_core.stepplan import BootCompletions, LoadId, PlannedStep
 
@@ -50,15 +50,14 @@ class RankHello(KVConnectorHandshakeMetadata):
 
 @dataclass(frozen=True)
 class KVStowMetadata(KVConnectorMetadata):
-    """Sent by the scheduler side with every step. `plan` is None until the scheduler side knows all ranks. `desired`
-    answers ranks that have reported with a step. `ticket` is that of the session with the node service, and `hold`
-    makes the ranks accept its ops. `launches` are for ranks on JAX, which launch them before the plan. `lost`: why the
-    step cannot load what it computes with; None if it can. `weight_changes`: how many calls that may change weights the
-    scheduler side knows of, by rank."""
+    """Sent by the scheduler side with every step. `plan` is None until the scheduler side knows all ranks. `admin` is
+    the address for the reports of ranks that do not find the engine on their own host. `ticket` is that of the session
+    with the node service, and `hold` has the ranks let its ops through. `launches` are for ranks on JAX: they come
+    before the plan. `lost`: why the step cannot load what it computes with; None if it can. `weight_changes`: how many
+    calls that may change weights the scheduler side knows of, by rank."""
 
     plan: PlannedStep | None = None
     admin: AdminAddress | None = None
-    desired: Mapping[int, DesiredState] = field(default_factory=dict)
     ticket: SessionTicket | None = None
     hold: GateHold = NO_HOLD
     launches: tuple[LoadLaunch, ...] = ()
@@ -67,8 +66,8 @@ class KVStowMetadata(KVConnectorMetadata):
 
 
 class RankUpdate(NamedTuple):
-    """What a rank sends after a step. `hello` comes with the first update. `report` is sent while the rank's agent does
-    not reach the admin server, and `session` when it has changed. `ended_loads` is sent if vLLM does not count the
+    """What a rank sends after a step. `hello` comes with the first update. `session` is sent when it has changed.
+    `ended_loads` is sent if vLLM does not count the
     ranks itself, and `staged` by ranks on JAX. `timed_step` is the number of a step that is timed; rank 0 sends it when
     the step has ended. `layers_off`: why this rank loads nothing by layer any more, sent once.
     `weight_changes`: how many calls this rank has noticed that may change its weights, and the last one as a sentence;
@@ -76,7 +75,6 @@ class RankUpdate(NamedTuple):
 
     completions: tuple[BootCompletions, ...] = ()
     hello: RankHello | None = None
-    report: RankReport | None = None
     session: RankSession | None = None
     ended_loads: tuple[LoadId, ...] = ()
     timed_step: int = 0

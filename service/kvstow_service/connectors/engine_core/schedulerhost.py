@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from kvstow.attach.hello import NO_HOLD, GateHold, SessionTicket
-from kvstow.messages import DesiredState, RankReport
 from kvstow_service.admin.agent import AdminAddress
 from kvstow_service.connectors.engine_core.adapters import Adapters, EngineStart
 from kvstow_service.connectors.engine_core.controlplane import ControlPlane
@@ -59,7 +58,6 @@ class SchedulerHost(ABC):
         self._vllm_config, self._kv_cache_config = vllm_config, kv_cache_config
         self._pool: BlockPool | None = None
         self._hellos: dict[int, RankHello] = {}
-        self._desired: dict[int, DesiredState] = {}  # answers to what ranks have reported with their steps
         self._has_failed = False
         self.calls_asked: Callable[[], int] = lambda: 0
         """How many calls by name that may change weights this process has sent to the ranks."""
@@ -77,17 +75,13 @@ class SchedulerHost(ABC):
         """Make the scheduler side and the `stats`. `hellos` are those of all ranks, in order. Returns None, after
         logging why, if there can be no offload."""
 
-    def _take_report(self, report: RankReport) -> DesiredState | None:
-        """Take a report that a rank sent with a step. The ranks of an attached engine report to the service."""
-        return None
-
     @abstractmethod
     def close(self) -> None:
         """Idempotent; vLLM does not always call it."""
 
     @property
-    def address_for_remote_ranks(self) -> AdminAddress | None:
-        """The admin server's address, for the agents of other nodes, which cannot find it themselves."""
+    def address_for_ranks(self) -> AdminAddress | None:
+        """The admin server's address, for agents that do not find the engine on their own host."""
         return None
 
     @property
@@ -178,20 +172,11 @@ class SchedulerHost(ABC):
         except Exception as error:  # noqa: BLE001 - vLLM must go on
             self._fail(f"update of rank {rank}", error)
 
-    def take_desired(self) -> Mapping[int, DesiredState]:
-        """The desired states for ranks that have reported with a step since the last call."""
-        desired, self._desired = self._desired, {}
-        return desired
-
     def _process_update(self, rank: int, update: RankUpdate) -> None:
         if update.hello is not None:
             self.add_rank(update.hello)
         if self.side is None:
             return
-        if update.report is not None:
-            desired = self._take_report(update.report)
-            if desired is not None:
-                self._desired[rank] = desired
         if update.layers_off is not None:
             self.side.policy.off = f"rank {rank}: {update.layers_off}"
         for boot_id, completions in update.completions:

@@ -4,7 +4,6 @@ scheduler."""
 from __future__ import annotations
 
 import logging
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
@@ -12,8 +11,8 @@ from typing import Any
 from kvstow.dataplane import DataPlane
 from kvstow.devices.base import Fence
 from kvstow.errors import ConfigError, InsufficientMemoryError
-from kvstow.messageorder import ReportSequence
-from kvstow_service.admin.agent import RankAgent, Rendezvous
+from kvstow_service.admin.agent import RankAgent
+from kvstow_service.admin.rendezvous import Rendezvous
 from kvstow_service.connectors.engine_core.metadata import KVStowMetadata, RankHello, RankUpdate
 from kvstow_service.connectors.engine_core.options import ConnectorOptions
 from kvstow_service.connectors.engine_core.vllmprocess import VLLMProcess, this_node
@@ -24,9 +23,6 @@ from kvstow_service.connectors.engine_core.workerside import (
     require_memory,
     wait_until_pinned,
 )
-
-_REPORT_SECONDS = 1.5
-"""How many seconds pass before a rank reports with a step, because its agent, which reports every second, has not."""
 
 logger = logging.getLogger("kvstow.vllm")
 
@@ -45,7 +41,6 @@ class WorkerHost(ABC):
                 "it is computed instead"
             )
         self._options, self._process = options, process
-        self._sender = ReportSequence()
         self._kv_cache: Any = None
         self.side = WorkerSide(
             process.rank,
@@ -99,7 +94,7 @@ class WorkerHost(ABC):
         """Drop the data plane, because vLLM is about to take its KV cache away."""
         if self.hello is not None:
             slot_bytes = self.hello.slot_bytes
-            self._restart(lambda: NoDataPlane(self._process.rank, slot_bytes, sender=self._sender))
+            self._restart(lambda: NoDataPlane(self._process.rank, slot_bytes))
 
     def resume(self) -> None:
         """Restart the rank, because the KV cache is back, with nothing in it."""
@@ -133,7 +128,7 @@ class WorkerHost(ABC):
         except Exception as error:
             logger.exception("rank %d has no data plane; vLLM serves without offload", process.rank)
             reason = getattr(error, "code", "internal")
-            return NoDataPlane(process.rank, slot_bytes, reason, repr(error), self._sender), slot_bytes
+            return NoDataPlane(process.rank, slot_bytes, reason, repr(error)), slot_bytes
         return plane, slot_bytes
 
 
@@ -147,28 +142,13 @@ class PoolWorkerHost(WorkerHost):
         self._max_bytes = options.reserved_bytes_of_rank(self._node_bytes)
         self._rendezvous = Rendezvous(process.engine_id)
         self.agent: RankAgent | None = None
-        self._reports_sent = 0  # how many reports the agent had sent to the admin server
-        self._report_at = 0.0
 
     def follow(self, metadata: KVStowMetadata) -> None:
         if metadata.admin is not None and self.agent is not None:
             self.agent.offer(metadata.admin)
-        own = metadata.desired.get(self._process.rank)
-        if own is None or self.hello is None:
-            return
-        try:  # as the agent does with the answers to its own reports
-            self.side.apply(own)
-        except Exception:  # vLLM's step continues; the next report is answered again
-            logger.exception("rank %d cannot apply the desired state", self._process.rank)
 
     def news(self) -> RankUpdate:
-        """The report that the agent would send, while it reaches no server, because serving must not depend on one."""
-        now = time.monotonic()
-        if self.agent is None or now < self._report_at:
-            return RankUpdate()
-        self._report_at = now + _REPORT_SECONDS
-        before, self._reports_sent = self._reports_sent, self.agent.sent
-        return RankUpdate(report=self.side.report() if self._reports_sent == before else None)
+        return RankUpdate()  # the agent reports, also while the engine makes no steps
 
     def close(self) -> None:
         if self.agent is not None:

@@ -17,7 +17,6 @@ from kvstow.errors import InsufficientMemoryError, LoadRefusedError
 from kvstow.memory.limits import limits_of
 from kvstow.memory.region import round_up
 from kvstow.memory.slotpool import SlotPool
-from kvstow.messageorder import NewestDesiredState, ReportSequence
 from kvstow.messages import Completion, DesiredState, RankReport, RankState, StepPlan
 from kvstow_service.connectors.engine_core.options import ConnectorOptions, refusal
 from kvstow_service.connectors.engine_core.stepplan import BootCompletions, FinishedLoads, LoadId, PlannedStep
@@ -70,22 +69,15 @@ class NoDataPlane:
     is_pinning = False
     layered: None = None
 
-    def __init__(
-        self,
-        rank: int,
-        slot_bytes: int,
-        reason: str | None = None,
-        error: str | None = None,
-        sender: ReportSequence | None = None,
-    ) -> None:
+    def __init__(self, rank: int, slot_bytes: int, reason: str | None = None, error: str | None = None) -> None:
         self.boot_id = secrets.token_hex(8)
         state: RankState = "stopped" if error is None else "failed"
         self._report = RankReport.without_pool(rank, self.boot_id, state, slot_bytes, error_reason=reason, error=error)
-        self._newest = NewestDesiredState()
-        self._sender = sender or ReportSequence()
+        self.applied = DesiredState("", 0, number=0)
+        """The desired state with which the next data plane begins."""
         self._completions: list[Completion] = []
 
-    # There is nothing to pin, no copy is under way, and the report never changes.
+    # There is nothing to pin, no copy is under way, and the report changes only with the desired state.
     def start(self, *, at_ease: bool = False) -> None: ...
     def launched(self, work: Fence | None = None) -> None: ...
     def begin_step(self) -> None: ...
@@ -101,19 +93,11 @@ class NoDataPlane:
         return completions
 
     def report(self) -> RankReport:
-        applied = self._newest.applied
-        current = {"engine_id": applied.engine_id, "applied": applied.number}
-        return self._sender.next_report(
-            lambda: replace(self._report, **current, stale_desired_states=self._newest.stale)  # type: ignore[arg-type]
-        )
+        return replace(self._report, engine_id=self.applied.engine_id, applied=self.applied.number)
 
     def apply(self, desired: DesiredState) -> None:
-        """Remember the desired state, with which the next data plane begins."""
-        self._newest.apply_if_newer(desired, lambda _: None)
-
-    @property
-    def applied(self) -> DesiredState:
-        return self._newest.applied
+        if desired.replaces(self.applied):
+            self.applied = desired
 
     def close(self, timeout: float = 5.0) -> bool:
         return True
@@ -310,7 +294,7 @@ class WorkerSide:
             plane.add_listener(callback)
             callback()
 
-    # -- for the agent, or for the steps where it reaches no server -----------------------------------------
+    # -- for the agent --------------------------------------------------------------------------------------
 
     def report(self) -> RankReport:
         return self.plane.report()

@@ -121,7 +121,7 @@ class RunnerHost(PoolWorkerHost):
             undo.callback(pool.close)
             device = JaxDevice(pool, self, JaxOptions(bytes_in_flight=self._in_flight))
             undo.callback(device.close)
-            plane = DataPlane(self._process.rank, pool, device, launcher=device, reports=self._sender)
+            plane = DataPlane(self._process.rank, pool, device, launcher=device)
             undo.pop_all()
         self._device, self._thread = device, threading.get_ident()
         return plane

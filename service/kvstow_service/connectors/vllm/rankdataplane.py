@@ -26,7 +26,6 @@ from kvstow.layout import KVLayout, Part, Region, Span
 from kvstow.memory.hostpool import HostPool
 from kvstow.memory.pinning import Registrar, cpu_registrar
 from kvstow.memory.slotpool import SlotPool
-from kvstow.messageorder import ReportSequence
 from kvstow_service.connectors.engine_core.options import ConnectorOptions
 from kvstow_service.connectors.engine_core.workerside import rank_pool_config
 
@@ -215,7 +214,6 @@ def build_plane(
     max_bytes: int,
     options: ConnectorOptions,
     kv: KVGeometry,
-    sender: ReportSequence | None = None,
 ) -> DataPlane:
     """Build a rank's data plane around `kv`. It does not pin anything yet. If it raises a `KvstowError`, it leaves
     nothing behind."""
@@ -224,7 +222,7 @@ def build_plane(
     def make_pool(registrar: Registrar, numa_node: int | None) -> HostPool:
         return HostPool(config, registrar, numa_node=numa_node)
 
-    return plane_around(rank, kv, config, options, make_pool, sender)
+    return plane_around(rank, kv, config, options, make_pool)
 
 
 def plane_around(
@@ -233,7 +231,6 @@ def plane_around(
     config: PoolConfig,
     options: ConnectorOptions,
     make_pool: MakePool,
-    sender: ReportSequence | None,
 ) -> DataPlane:
     """See `build_plane`; `make_pool` makes the pool."""
     by_layer = options.load_path != "async"
@@ -255,7 +252,7 @@ def plane_around(
         else:
             raise ConfigError("device of the KV cache", str(device), "cuda or cpu")
         undo.callback(mover.close)
-        plane = DataPlane(rank, pool, mover, reports=sender, layers=mover if by_layer else None)
+        plane = DataPlane(rank, pool, mover, layers=mover if by_layer else None)
         undo.pop_all()
     return plane
 

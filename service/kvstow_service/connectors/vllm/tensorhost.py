@@ -52,7 +52,7 @@ class _TensorHost(WorkerHost):
 class EmbeddedWorkerHost(_TensorHost, PoolWorkerHost):
     def _make_plane(self, geometry: KVGeometry) -> RankDataPlane:
         pool_bytes = self._options.bytes_of_rank(self._process.num_ranks)
-        return build_plane(self._process.rank, pool_bytes, self._max_bytes, self._options, geometry, self._sender)
+        return build_plane(self._process.rank, pool_bytes, self._max_bytes, self._options, geometry)
 
     def _make_hello(self, slot_bytes: int) -> RankHello:
         return replace(super()._make_hello(slot_bytes), regions=self._regions)
@@ -101,7 +101,7 @@ class AttachedWorkerHost(_TensorHost):
             numa.append(numa_node)
             return MappedPool(slot_bytes, registrar if config.lock else PopulateOnly(), pace=partial(pace_of, config))
 
-        plane = plane_around(process.rank, geometry, config, options, make_pool, self._sender)
+        plane = plane_around(process.rank, geometry, config, options, make_pool)
         assert isinstance(plane.pool, MappedPool)
         assert options.attach is not None
         return AttachedWorker(

@@ -18,8 +18,9 @@ from kvstow.control.engine import OffloadEngine
 from kvstow.messages import DesiredState, RankReport
 from kvstow.testing.rank import ready_report
 from kvstow_service.admin.adminhost import AdminOptions
-from kvstow_service.admin.agent import RankAgent, Rendezvous
+from kvstow_service.admin.agent import RankAgent
 from kvstow_service.admin.embedded import EmbeddedAdmin
+from kvstow_service.admin.rendezvous import Rendezvous
 from kvstow_service.admin.sockets import AdminSockets, TcpAddress
 
 SLOT = 4096

@@ -48,19 +48,24 @@ def test_an_address_of_another_machine_leaves_the_unix_socket(launch: Any, tmp_p
     token.write_text("t")
     admin = launch(AdminOptions(host="192.0.2.1", port=9595, token_file=token))
     assert [address.partition(":")[0] for address in admin.addresses] == ["unix"]
-    assert admin.address_for_remote_ranks is None
+    assert admin.address_for_ranks is None
 
 
-def test_the_server_does_without_sockets_that_cannot_be_opened(
-    launch: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_without_unix_sockets_the_server_has_its_port_and_the_ranks_get_its_address(
+    launch: Any, report: Any, engine: OffloadEngine, eventually: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """There is no place for the Unix socket."""
+    """There is no place for them."""
     (tmp_path / f"kvstow-{os.geteuid()}").write_text("")
     admin = launch(AdminOptions(port=0))
     assert httpx.get(admin.addresses[0] + "/livez").status_code == 200
     assert len(admin.addresses) == 1
     starts = [message.partition(":")[0] for message in caplog.messages]
-    assert "the admin server has no Unix socket" in starts
+    assert "the admin server has no Unix socket, so changes need a token" in starts
+    eventually(lambda: admin.ranks_failure, "the failure of the ranks' socket")
+    agent = report()
+    agent.offer(admin.address_for_ranks)
+    eventually(lambda: agent.sent, "a report over TCP")
+    assert engine.readiness().usable_slots == engine.config.capacity_slots
 
 
 def test_without_any_socket_the_host_continues(

@@ -26,9 +26,7 @@ from kvstow.control.engine import OffloadEngine
 from kvstow.errors import ConfigError
 from kvstow_api import app
 from kvstow_api import app as app_module
-from kvstow_service.admin import embedded as embedded_module
 from kvstow_service.admin.adminhost import AdminOptions
-from kvstow_service.admin.agent import Rendezvous
 from kvstow_service.admin.server import AdminServer
 from kvstow_service.admin.sockets import AdminSockets, TcpAddress
 
@@ -129,7 +127,7 @@ def test_a_rank_in_another_process_reports(
     code = """
 import sys
 from kvstow_service.admin.agent import RankAgent
-from kvstow_service.admin.agent import Rendezvous
+from kvstow_service.admin.rendezvous import Rendezvous
 from kvstow.testing.rank import ready_report
 class Rank:
     def add_listener(self, callback): pass
@@ -159,9 +157,9 @@ def test_the_ranks_need_no_tcp_and_no_token_of_the_file(
         url = f"http://127.0.0.1:{admin.addresses[0].rpartition(':')[2]}/v1/drain"
         refused = httpx.put(url, json={})
         allowed = httpx.put(url, json={}, headers={"Authorization": "Bearer of-people"})
-        agents = Rendezvous("engine", {"XDG_RUNTIME_DIR": str(tmp_path)})()
-        assert agents is not None
-        forbidden = client.put("/v1/drain", json={}, headers={"Authorization": f"Bearer {agents.token}"})
+        address = admin.address_for_ranks
+        assert address is not None
+        forbidden = client.put("/v1/drain", json={}, headers={"Authorization": f"Bearer {address.token}"})
     assert (refused.status_code, forbidden.status_code) == (401, 403)
     assert uds_of(admin).as_posix() in refused.json()["detail"]
     assert {local.status_code, allowed.status_code} <= {200, 202}
@@ -174,7 +172,7 @@ def test_a_server_that_cannot_be_built_does_not_reach_the_host(
     eventually: Any,
     engine: OffloadEngine,
     caplog: pytest.LogCaptureFixture,
-    environ: dict[str, str],
+    report: Any,
     error: Exception,
 ) -> None:
     def fail(context: Any) -> Any:
@@ -187,7 +185,8 @@ def test_a_server_that_cannot_be_built_does_not_reach_the_host(
     assert str(error) in admin.failure
     assert f"{admin.failure}; the engine continues without it" in caplog.messages
     assert engine.stats().faults.errors["admin_server"] == 1
-    eventually(lambda: Rendezvous("engine", environ)() is None, "the end of the Unix socket")
+    agent = report()
+    eventually(lambda: agent.sent, "a report to an engine without an admin server")
 
 
 def test_a_server_that_does_not_start_is_logged_once(
@@ -213,7 +212,6 @@ def test_a_server_that_dies_is_noticed_and_its_sockets_are_closed(
     eventually: Any,
     engine: OffloadEngine,
     caplog: pytest.LogCaptureFixture,
-    environ: dict[str, str],
 ) -> None:
     dying = threading.Event()
 
@@ -232,8 +230,9 @@ def test_a_server_that_dies_is_noticed_and_its_sockets_are_closed(
     assert admin.failure == "the admin server ended: RuntimeError('the loop broke')"
     assert admin.addresses == ()
     assert engine.stats().faults.errors["admin_server"] == 1
-    eventually(lambda: agent.is_failing, "a report that fails")
-    eventually(lambda: Rendezvous("engine", environ)() is None, "the end of the Unix socket")
+    sent = agent.sent
+    eventually(lambda: agent.sent > sent + 1, "reports without the server")
+    assert agent.failed == 0
     AdminSockets(TcpAddress.resolve("127.0.0.1", port)).close()
     admin.stop()
 
@@ -287,10 +286,9 @@ def test_stop_waits_for_a_start_in_progress(
     assert [thread.name for thread in threading.enumerate() if thread.name.startswith("kvstow")] == []
 
 
-def test_stop_before_the_import_opens_nothing(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(embedded_module, "_HEAD_START_SECONDS", 60.0)
-    monkeypatch.setattr(AdminSockets, "listen_unix", lambda *args: pytest.fail("it has opened a socket"))
-    admin = make()
+def test_stop_before_the_import_opens_no_port(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(AdminSockets, "listen_tcp", lambda *args: pytest.fail("it has opened a socket"))
+    admin = make(head_start=60.0)
     admin.start()
     admin.stop()
     assert admin.failure is None

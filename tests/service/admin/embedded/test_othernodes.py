@@ -13,11 +13,11 @@ import pytest
 import trustme
 from tests.service.admin.embedded.conftest import CAPACITY, PinnedRank
 
+from kvstow.attach.calls import Report
 from kvstow.control.engine import OffloadEngine
 from kvstow.errors import ConfigError
-from kvstow_api.client import ApiError, routes
 from kvstow_service.admin.adminhost import AdminOptions
-from kvstow_service.admin.agent import RankAgent
+from kvstow_service.admin.agent import HttpLink, RankAgent
 from kvstow_service.admin.tls import TlsFiles
 
 # httpcore leaks the socket of a Unix connection that is refused
@@ -36,8 +36,8 @@ def test_ranks_on_other_nodes_get_a_reachable_address(
     options = AdminOptions(host="0.0.0.0", port=0, token_file=token)
     admin = launch(options, node_host="127.0.0.1")
     port = admin.addresses[0].rpartition(":")[2]
-    address = admin.address_for_remote_ranks
-    assert (address.url, address.uds) == (f"http://127.0.0.1:{port}", None)
+    address = admin.address_for_ranks
+    assert address.url == f"http://127.0.0.1:{port}"
     agent = RankAgent(0, PinnedRank(), on_another_node)
     stack.callback(agent.stop)
     agent.offer(address)
@@ -54,18 +54,20 @@ def test_ranks_on_other_nodes_trust_the_servers_certificate(
     tls = TlsFiles(tmp_path / "server.pem", client_ca=tmp_path / "ca.pem")
     admin = launch(AdminOptions(host="0.0.0.0", port=0, tls=tls), node_host="127.0.0.1")
     assert admin.addresses[0].startswith("https://")
-    address = admin.address_for_remote_ranks
+    address = admin.address_for_ranks
     (tmp_path / "server.pem").unlink()  # as while certificates are renewed: scheduling asks on
-    assert admin.address_for_remote_ranks == address
+    assert admin.address_for_ranks == address
     assert "PRIVATE KEY" not in address.certificate
     another = replace(address, certificate=trustme.CA().cert_pem.bytes().decode())
-    with another.connect() as stranger, pytest.raises(ApiError, match="CERTIFICATE_VERIFY_FAILED"):
-        stranger.call(routes.get_info)
-    with address.connect() as agents:
-        assert agents.call(routes.get_info).name == "kvstow"
-        assert "kvstow_tls_certificate_expiry_timestamp_seconds " in agents.call(routes.metrics)
-    agent = RankAgent(0, PinnedRank(), address)
+    stranger = HttpLink(another, 0)
+    stack.callback(stranger.close)
+    with pytest.raises(OSError, match="CERTIFICATE_VERIFY_FAILED"):
+        stranger.send(Report(PinnedRank().report()))
+    with httpx.Client(base_url=address.url, verify=address.trusted()) as viewer:
+        assert "kvstow_tls_certificate_expiry_timestamp_seconds " in viewer.get("/metrics").text
+    agent = RankAgent(0, PinnedRank(), on_another_node)
     stack.callback(agent.stop)
+    agent.offer(address)
     agent.start()
     eventually(lambda: engine.stats().pool.usable_slots == CAPACITY, "the report over TLS")
 
@@ -82,7 +84,7 @@ def test_ranks_on_other_nodes_learn_of_a_renewed_certificate(
     issue()
     options = AdminOptions(host="0.0.0.0", port=0, token_file=token, tls=TlsFiles(path))
     admin = launch(options, node_host="127.0.0.1")
-    first = admin.address_for_remote_ranks
+    first = admin.address_for_ranks
     running, late = (RankAgent(0, PinnedRank(), on_another_node, interval=0.02) for _ in range(2))
     for agent in (running, late):
         stack.callback(agent.stop)
@@ -90,11 +92,11 @@ def test_ranks_on_other_nodes_learn_of_a_renewed_certificate(
     running.start()
     eventually(lambda: running.sent, "the first report")
     issue()
-    eventually(lambda: admin.address_for_remote_ranks != first, "the new certificate")
+    eventually(lambda: admin.address_for_ranks != first, "the new certificate")
     late.start()  # it has lost its connection, while no step has told it the new one
     eventually(lambda: late.failed, "a report that does not arrive")
     for agent in (running, late):
-        agent.offer(admin.address_for_remote_ranks)
+        agent.offer(admin.address_for_ranks)
         sent = agent.sent
         eventually(lambda agent=agent, sent=sent: agent.sent > sent + 2, "reports over the new certificate")
     assert running.failed == 0
@@ -117,14 +119,14 @@ def test_a_server_on_all_addresses_is_reached_by_the_node_host_or_the_machines_n
     token = tmp_path / "token"
     token.write_text("of-people")
     admin = launch(AdminOptions(host="0.0.0.0", port=0, token_file=token))
-    assert admin.address_for_remote_ranks.url.startswith(f"http://{socket.gethostname()}:")
+    assert admin.address_for_ranks.url.startswith(f"http://{socket.gethostname()}:")
 
 
 def test_a_loopback_address_is_not_given_to_other_nodes_and_logged_once(
     make: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     admin = make()
-    assert [admin.address_for_remote_ranks, admin.address_for_remote_ranks] == [None, None]
+    assert [admin.address_for_ranks, admin.address_for_ranks] == [None, None]
     assert caplog.messages == [
         "ranks on other nodes cannot report to 127.0.0.1: set admin_host to a reachable address, and token_file"
     ]
@@ -133,4 +135,4 @@ def test_a_loopback_address_is_not_given_to_other_nodes_and_logged_once(
 def test_other_nodes_get_no_address_before_the_server_listens(make: Any, tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.write_text("of-people")
-    assert make(AdminOptions(host="0.0.0.0", token_file=token)).address_for_remote_ranks is None
+    assert make(AdminOptions(host="0.0.0.0", token_file=token)).address_for_ranks is None
