@@ -33,7 +33,8 @@ OTHER = 0
 PAIRS = range(len(STATUSES), len(STATUSES) + MOST_PAIRS)
 """The states of requests that stopped with one of the most frequent pairs of last tokens."""
 RESUMES = range(PAIRS.stop, PAIRS.stop + _RESUME_TIMES)
-"""Requests whose client has said when it comes back, or for how long it wants the blocks kept, by that time."""
+"""The states of requests whose client has said when it comes back, or for how long it wants the blocks kept, by that
+time."""
 RELEASED = RESUMES.stop
 """The state of requests whose client has said that no other follows."""
 FETCHED = RELEASED + 1
@@ -48,9 +49,9 @@ RESUME_TIMES = (_FIRST_TIME / 2, *[bound * _TIME_FACTOR**0.5 for bound in _BOUND
 
 
 class Ending(NamedTuple):
-    """How a request has ended. `tokens`: its last two output tokens, of one that has stopped by itself; None if they
-    are unknown. `resume_in`: its client's next request comes so many seconds later, or its client wants its blocks kept
-    for so long. `release`: none comes."""
+    """How a request has ended. `tokens`: its last two output tokens, if it has stopped by itself and they are known.
+    `resume_in`: in how many seconds its client's next request comes, or for how many seconds its client wants the
+    blocks kept; None if unknown. `release`: whether no other request follows."""
 
     status: Status = "other"
     tokens: tuple[int, int] | None = None

@@ -10,18 +10,18 @@ CONTEXT_BYTES = 16
 MOST_NAME_CHARS = 256
 """The longest name of a context, in characters."""
 LONGEST_PAUSE = 7 * 24 * 3600.0
-"""The largest `resume_in`, in seconds."""
+"""The largest `resume_in` and `keep_for`, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hints:
     """Hints of one request; none of them changes what it computes.
 
-    `context`: see `context_id`; None for a request without a name. `resume_in`: the next request that continues this
-    one comes so many seconds after its end; None if the client does not know. `keep_for`: the client wants the blocks
-    kept for so many seconds, without saying when the next request comes. `release`: none comes. `store`: whether the
-    host may store the request's blocks; the host sees to that. `name`: what the client calls the context, for people.
-    `ignored`: the `HINTS_IGNORED` for which hints were left out.
+    `context`: see `context_id`; None for a request without a name. `resume_in`: how many seconds after its end the next
+    request comes that continues this one; None if the client does not know. `keep_for`: for how many seconds the client
+    wants the blocks kept, without saying when the next request comes; None if it does not say. `release`: whether no
+    request continues this one. `store`: whether the request's blocks may be stored, which the host ensures. `name`:
+    what the client calls the context, for people. `ignored`: the reasons (`HINTS_IGNORED`) why hints were left out.
     """
 
     context: bytes | None = None

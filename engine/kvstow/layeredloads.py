@@ -48,7 +48,8 @@ class _Share:
 
 
 class LayeredLoads:
-    """Used by the host's thread. `hold` keeps the memory of the slots below a number in place."""
+    """Makes loads that a computation waits for. Used by the host's thread. `hold` keeps the memory of the slots below a
+    number in place."""
 
     def __init__(
         self,

@@ -24,7 +24,7 @@ class Awaited(Protocol[_T_co]):
 
     @property
     def error(self) -> str | None:
-        """Why the answer is only the value that promises nothing; None if it is a real one."""
+        """Why there is no real answer, so that the value promises nothing; None if there is one."""
 
 
 @dataclass(frozen=True, slots=True)

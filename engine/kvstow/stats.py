@@ -50,8 +50,8 @@ LOAD_CHOICES = (
 )
 """Which way a load went, and why: by layer, within the step that computes with it, or before that step (async)."""
 HINTS_IGNORED = ("malformed", "unknown", "invalid", "rate")
-"""Why hints of a request were ignored: they are no object, one has an unknown name or a value that it cannot have, or
-an engine sent too many within a second."""
+"""Why hints of a request were ignored: they are not an object; one has an unknown name, or a value that it cannot have;
+or an engine sent too many within a second."""
 ERRORS = (
     "store_failed",
     "load_failed",

@@ -9,8 +9,8 @@ They come in `kv_transfer_params["kvstow"]`, which any OpenAI client can send, o
     release      nothing continues after this request
     store        false if no block of this request may be stored; it may still load
 
-What others call these is in `kvstow_service.connectors.otherwords`. It has one field more: `invalid`, for a word that
-could not be read. No hint can fail its request. Those that are unknown or wrong are counted and ignored.
+`kvstow_service.connectors.otherwords` knows what others call these hints. It has one field more: `invalid`, for a word
+that could not be read. No hint can fail its request. Hints that are unknown or wrong are counted and ignored.
 """
 
 from __future__ import annotations
