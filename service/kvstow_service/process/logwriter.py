@@ -1,5 +1,5 @@
-"""The log of our processes: text, or one JSON object a line, written on a thread of its own, so that a log which nobody
-reads can stop no other thread.
+"""The log of our processes: text, or one JSON object a line. A thread of its own writes it, so that no other thread
+waits if the log is not read.
 
 Only the loggers "kvstow", "uvicorn" and "asyncio" are configured; the root logger is left alone.
 """

@@ -33,7 +33,7 @@ _SIGNALS = tuple(sorted(set(signal.valid_signals()) - _LEFT_ALONE))
 
 
 class Stop(NamedTuple):
-    """A reason for the log, and the exit status."""
+    """A request to stop: the reason, for the log, and the exit status."""
 
     reason: str
     status: int

@@ -12,7 +12,7 @@ _SECONDS = 0.0005
 
 _changing = threading.Lock()
 _wanted: list[float] = []
-"""The intervals of those who are inside `short_switch_interval`."""
+"""The intervals that threads have set, which are inside `short_switch_interval` now."""
 _before = 0.0
 """The host's interval, while `_wanted` has any."""
 
