@@ -1,10 +1,10 @@
-"""What vLLM's API server drops of requests: hints in the words of others.
+"""Passes on hints in the words of others, which vLLM's API server drops from requests.
 
     vllm serve ... --middleware kvstow_service.connectors.middleware.HintsInBodies
 
-vLLM's server accepts fields such as `prompt_cache_key` or `nvext`, and forgets them: a connector sees
-`kv_transfer_params` and `session_id` alone. With this middleware it finds there what the other words mean
-(`kvstow_service.connectors.otherwords`). KVStow does nothing of this unless an operator names the middleware.
+vLLM's server accepts fields such as `prompt_cache_key` or `nvext`, but does not pass them on: a connector gets only
+`kv_transfer_params` and `session_id`. This middleware adds to `kv_transfer_params` what the other words mean
+(`kvstow_service.connectors.otherwords`). It runs only if an operator names it.
 
 A request is passed on as it came, byte for byte, unless it has such a word. Then one field is added at the end.
 """
@@ -27,8 +27,8 @@ Send = Callable[[Message], Awaitable[None]]
 ASGIApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 MOST_BYTES = 16 << 20
-"""Of a body that is read; hints in a longer one are not. To parse it takes 0.1 s of the server's event loop, which
-parses it once more."""
+"""The longest body, in bytes, in which hints are found. Parsing it takes 0.1 s of the server's event loop, which parses
+it once more."""
 _PATHS = ("/chat/completions", "/completions", "/responses", "/messages")
 _QUOTED_WORDS = tuple(f'"{word}"'.encode() for word in WORDS)
 _PARAMS, _FIELD = "kv_transfer_params", "kvstow"
@@ -59,8 +59,8 @@ class HintsInBodies:
 
 
 async def _read(receive: Receive) -> tuple[list[Message], bool]:
-    """The messages of a body, and whether they are all of it. Reading ends early at `MOST_BYTES`, and if the client
-    has gone."""
+    """The messages of a body, and whether they are the whole body. Reading ends early at `MOST_BYTES`, and if the
+    client has gone."""
     messages, size = list[Message](), 0
     while size <= MOST_BYTES:
         message = await receive()
@@ -75,10 +75,10 @@ async def _read(receive: Receive) -> tuple[list[Message], bool]:
 
 def with_hints(body: bytes, *, has_session: bool = False) -> bytes:
     """The body with its hints in `kv_transfer_params`; the same object if it has none, or cannot be read. A body that
-    vLLM would refuse is left for vLLM to refuse. `has_session`: the request's headers name its context.
+    vLLM would refuse is left for vLLM to refuse. `has_session`: whether the request's headers name its context.
 
-    What the client says in KVStow's own words counts more, and `session_id` more than another name."""
-    if not any(word in body for word in _QUOTED_WORDS):  # to find none takes a thousandth of the time of parsing
+    Hints in KVStow's own words take precedence, and `session_id` takes precedence over other names of the context."""
+    if not any(word in body for word in _QUOTED_WORDS):  # this takes a thousandth of the time of parsing
         return body
     try:
         fields = json.loads(body)
@@ -88,12 +88,12 @@ def with_hints(body: bytes, *, has_session: bool = False) -> bytes:
         return body
     if added is None:
         return body
-    # Of two fields with the same name, parsers of JSON take the last.
+    # If two fields have the same name, parsers of JSON take the last one.
     return b'%b,"%b":%b}' % (body.rstrip()[:-1], _PARAMS.encode(), added)
 
 
 def _params_with_hints(fields: dict[str, Any], has_session: bool) -> dict[str, Any] | None:
-    """The request's `kv_transfer_params` with the hints that its other words amount to; None if nothing changes."""
+    """The request's `kv_transfer_params` with the hints that its other words mean; None if there are none."""
     params = fields.get(_PARAMS, {})
     params = {} if params is None else params
     own = params.get(_FIELD, {}) if isinstance(params, dict) else None
@@ -110,5 +110,5 @@ def _has_session_header(scope: Scope) -> bool:
 
 
 def _with_length(headers: Any, size: int) -> list[tuple[bytes, bytes]]:
-    """A body that comes in pieces has no length, and needs none."""
+    """The headers with the new length of the body. A body that comes in pieces has no length, and needs none."""
     return [(name, b"%d" % size if name == b"content-length" else value) for name, value in headers]

@@ -1,11 +1,12 @@
-"""Hints in the words of others, as KVStow's own: the one place that knows them. The table is in docs/agents.md.
+"""Translates hints in the words of others to KVStow's own. Only this module knows these words; docs/agents.md has them
+as a table.
 
-Nothing is checked here but what decides the meaning: the values are checked where KVStow's hints are read. A word in a
-form that nobody has defined becomes the hint `invalid`, so that it is counted.
+This module checks only what decides the meaning of a word. Values are checked where KVStow's hints are read. A word in
+an unknown form becomes the hint `invalid`, so that it is counted.
 
-Five minutes is how long Anthropic, and those who took up its words, keep what is sent without a time. Clients send it
-with every request, so it tells no request from another, and is no hint: as one, it would hide how the request has
-ended, which says more.
+Anthropic, and others who use its words, keep a prompt for five minutes if no time is given. Clients send this time with
+every request, so it distinguishes no request from another and is not taken as a hint. If it were, it would hide how the
+request has ended, which tells more.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ HintFields = dict[str, Any]
 
 _INVALID: Final[HintFields] = {"invalid": True}
 _DEFAULT_SECONDS = 300.0
+"""The time that is not taken as a hint."""
 _DURATION = re.compile(r"([0-9]{1,6})(s|m|h|d)")
 _UNIT_SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
 
 
 def hints_in_body(body: Mapping[str, Any]) -> HintFields:
-    """The hints in the body of a request to an OpenAI or Anthropic API. Of two words for the same hint, the more
+    """The hints in the body of a request to an OpenAI or Anthropic API. If two words give the same hint, the more
     specific one counts."""
     found: HintFields = {}
     for word, read in _WORDS.items():
@@ -36,8 +38,8 @@ def hints_in_body(body: Mapping[str, Any]) -> HintFields:
 def hints_in_action(action_type: Any, payload: Any) -> HintFields | None:
     """The hints in an action of vLLM's `kv_hints`. None for an action of another kind, which is not for this connector.
 
-    `Demote` and `Prefetch` ask for what KVStow does by itself: it stores what the GPU is about to lose, and loads what
-    a request finds. So only their session counts."""
+    Only the session of `Demote` and `Prefetch` counts, because KVStow does by itself what they ask for: it stores
+    blocks that the GPU is about to lose, and loads blocks that a request needs."""
     if not isinstance(action_type, str) or action_type.lower() not in ("pin", "retain", "demote", "prefetch"):
         return None
     if not isinstance(payload, Mapping):
@@ -53,7 +55,7 @@ def _context(name: Any) -> HintFields:
 
 
 def _keep_for(given: Any) -> HintFields:
-    """From seconds, or a text such as `1h`."""
+    """The hint `keep_for` for a time in seconds, or for a text such as `1h`."""
     if given is None:
         return {}
     seconds = given
@@ -66,18 +68,19 @@ def _keep_for(given: Any) -> HintFields:
 
 
 def _cache_control(value: Any) -> HintFields:
-    """Of Anthropic, Dynamo and vLLM's `agent_hint`. Only of the whole request: marks inside of messages, tools and
-    system prompts concern a part of the prompt, and are sent whatever comes next."""
+    """The hints in `cache_control` of Anthropic, Dynamo and vLLM's `agent_hint`. Only that of the whole request is
+    read. Marks inside of messages, tools and system prompts concern a part of the prompt, and clients send them whether
+    or not another request follows."""
     return _keep_for(value.get("ttl")) if isinstance(value, Mapping) else dict(_INVALID)
 
 
 def _retention(value: Any) -> HintFields:
-    """OpenAI's `prompt_cache_retention`."""
+    """The hints in OpenAI's `prompt_cache_retention`."""
     return {} if value in ("in_memory", "in-memory") else _keep_for(value)
 
 
 def _agent_hint(value: Any) -> HintFields:
-    """Of a proposal for vLLM: "Session-Aware KV Cache Hints for Agentic Workloads"."""
+    """The hints in `agent_hint` of a proposal for vLLM, "Session-Aware KV Cache Hints for Agentic Workloads"."""
     if not isinstance(value, Mapping):
         return dict(_INVALID)
     found = _context(value.get("session_id"))
@@ -89,8 +92,8 @@ def _agent_hint(value: Any) -> HintFields:
 
 
 def _edits(management: Any) -> HintFields:
-    """`evict` of the whole context means that nothing continues it. KVStow stores and loads by itself what `offload`
-    and `prefetch` name."""
+    """The hints in edits of a context. `evict` of the whole context means that no request continues it. `offload` and
+    `prefetch` are no hints, because KVStow stores and loads by itself."""
     edits = management.get("edits", []) if isinstance(management, Mapping) else None
     if not isinstance(edits, list) or not all(isinstance(edit, Mapping) for edit in edits):
         return dict(_INVALID)
@@ -99,7 +102,8 @@ def _edits(management: Any) -> HintFields:
 
 
 def _nvext(value: Any) -> HintFields:
-    """Of Dynamo. Its `priority`, `osl` and the like are about queues: they say nothing of what comes next."""
+    """The hints in Dynamo's `nvext`. Fields such as `priority` and `osl` are about queues, and do not say whether
+    another request follows."""
     if not isinstance(value, Mapping):
         return dict(_INVALID)
     found: HintFields = {}
@@ -111,8 +115,8 @@ def _nvext(value: Any) -> HintFields:
 
 
 def _directives(value: Any) -> HintFields:
-    """llm-d's `retention_directives`: how long the range that is kept for the longest time is kept. A priority of 0
-    asks for nothing to be kept."""
+    """The hints in llm-d's `retention_directives`: the longest time for which a range is to be kept. A range with the
+    priority 0 need not be kept."""
     if not isinstance(value, list) or not all(isinstance(one, Mapping) for one in value):
         return dict(_INVALID)
     times = [one["duration"] for one in value if one.get("duration") is not None and one.get("priority") != 0]
@@ -131,6 +135,6 @@ _WORDS: Final[Mapping[str, Callable[[Any], HintFields]]] = {
     "prompt_cache_options": _cache_control,
     "prompt_cache_key": _context,
 }
-"""The fields of a body that have hints, the most specific first."""
+"""The fields of a body that may have hints, with the function that reads each. The most specific one comes first."""
 
 WORDS: Final = tuple(_WORDS)

@@ -100,7 +100,7 @@ class EmbeddedControl:
         others: Sequence[bytes] = (),
     ) -> bool:
         """End a request. Returns whether the pool lacks some of its blocks."""
-        self._engine.incomplete.clear()  # the return value says it
+        self._engine.incomplete.clear()  # the return value reports it
         return self._engine.end_request(number, ending, more=more, others=others).is_incomplete
 
     def take_late(self) -> list[int]:

@@ -61,11 +61,11 @@ class EmbeddedBlocks:
 
 
 class AttachedBlocks:
-    """The blocks of the session's namespace, whose events the node service is asked for, one page at a time. No call
+    """The blocks of the session's namespace. It asks the node service for their events, one page at a time. No call
     waits.
 
     A new session reads from the oldest event that the service keeps, so it also learns what other engines have stored
-    lately. What a session has reported is void when the session ends, and after a reset.
+    lately. The reports of a session no longer hold when the session ends, and after a reset.
     """
 
     def __init__(
@@ -114,9 +114,9 @@ BlockSource = EmbeddedBlocks | AttachedBlocks
 
 MEDIUM, LOCALITY = "CPU", "LOCAL"
 MAX_PLANNED = 65_536
-"""How many blocks are described while their store is under way: 60 MiB at 16 tokens per block."""
+"""How many blocks are described while their store is under way. They take 60 MiB at 16 tokens per block."""
 _CHECKS_PER_TAKE = 256
-"""How many blocks are looked up per step after events were lost: 0.8 ms."""
+"""How many blocks are looked up per step after events were lost, which takes 0.8 ms."""
 _WITHDRAWN_PER_TAKE = 1024
 """How many announcements are withdrawn per step after all blocks have gone at once."""
 

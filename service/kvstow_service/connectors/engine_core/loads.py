@@ -43,9 +43,9 @@ class SharedLoads:
     finds them there, and loads only what comes after them.
 
     A wait may cost the request at most one step. Therefore a request waits once per admission: when its wait is over,
-    however it has ended, it loads by itself. It waits only for a load that brings at least half of what it needs, and
-    that is no longer than what it needs and what both share, together. Such a load ends in time even if the request's
-    own load would get half of the link from now on.
+    however it has ended, it loads by itself. It waits only for a load that brings at least half of the tokens that it
+    needs, and that has no more tokens than it needs and both share, added up. Such a load ends in time even if the
+    request's own load would get half of the link from now on.
     """
 
     def __init__(self, draft: StepDraft, groups: KVGroups, clock: Callable[[], float], *, drafts: bool = False) -> None:
@@ -53,7 +53,7 @@ class SharedLoads:
         self._draft, self._groups, self._clock = draft, groups, clock
         group = groups.groups[0]
         self._hash_tokens = group.block_tokens // group.hashes_per_block
-        self._are_found = groups.is_plain or not drafts  # one block less, and the window before it was not loaded
+        self._are_found = groups.is_plain or not drafts  # vLLM drops a block, and the window before it is not loaded
         self._loads: dict[TrackedRequest, SharedLoad] = {}
 
     def must_wait(self, tracked: TrackedRequest, local: int, end: int) -> bool:

@@ -57,7 +57,7 @@ class Trail:
 
     @property
     def digest(self) -> str:
-        """The same for equal trails, in all processes that see the same mounts."""
+        """A digest that is the same for equal trails, in all processes that see the same mounts."""
         text = ""
         for place, stamp in sorted(self.stamps.items()):
             text += f"{place}\0{stamp if stamp is None else stamp[:2] if stamp.is_folder else stamp[:]}\0"

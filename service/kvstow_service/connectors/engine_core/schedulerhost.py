@@ -90,7 +90,7 @@ class SchedulerHost(ABC):
         return None
 
     def hold_of(self, plan: PlannedStep | None) -> GateHold:
-        """The hold that is sent to the ranks with this step. It is called once for each step."""
+        """The hold that is sent to the ranks with this step. Call this once for each step."""
         return NO_HOLD
 
     @property

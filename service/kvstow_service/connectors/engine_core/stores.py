@@ -186,7 +186,8 @@ class EagerStores:
         return bool(self._backlog)
 
     def admitted(self, tracked: TrackedRequest) -> None:
-        """The blocks that the GPU had cached for the request are offered, too: the pool may have lost them."""
+        """Offer the request's complete blocks in later steps. Blocks that the GPU had cached are offered, too, because
+        the pool may have lost them."""
         self._due[tracked.request.request_id] = tracked
 
     def offer_due(self, step: Any, number: int, states: Sequence[int], room: int) -> int:

@@ -237,7 +237,8 @@ def blob_of(file: Path) -> str | None:
 
 
 def is_in_hub(place: str) -> bool:
-    """Whether the library of the Hub has made this folder, this blob, or this link to one, and named it for good."""
+    """Whether this is a folder, a blob or a link to a blob that the library of the Hub has made. It never replaces one
+    by something else of the same name."""
     path = Path(place)
     if blob_of(path) is not None:
         return True

@@ -184,7 +184,7 @@ class WorkerSide:
         self._callbacks: list[Callable[[], None]] = []
 
     def begin_step(self, step: PlannedStep) -> None:
-        """Submit the ops of a step, once: later calls for the same step do nothing."""
+        """Submit the ops of a step. Later calls for the same step do nothing."""
         if step.number == self._step:
             return
         self._step = step.number

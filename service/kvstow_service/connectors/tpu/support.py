@@ -23,7 +23,7 @@ _OF_TENSORS = {
 @dataclass(frozen=True, slots=True)
 class TPUOptions(ConnectorOptions):
     """The options on TPUs. `bytes_in_flight` is the device memory, in bytes, that the stores of a host may use at once;
-    its loads may use as much again. The host's devices share it. tpu-inference sets nothing aside for it."""
+    its loads may use the same amount again. The host's devices share it. tpu-inference sets nothing aside for it."""
 
     bytes_in_flight: Annotated[int, size] = 512 << 20
 
