@@ -1,4 +1,4 @@
-"""`python -m bench`: run the benchmarks that are named, or all, and record their figures."""
+"""`python -m bench`: runs the named benchmarks, or all of them, and records their figures."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _conversations(options: argparse.Namespace) -> Path:
-    """The public trace of conversations, unless another one is given."""
+    """Return the public trace of conversations, unless another one is given."""
     return options.trace or policytraces.DATA / "conversation_trace.jsonl"
 
 

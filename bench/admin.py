@@ -1,6 +1,6 @@
-"""The admin server beside traffic: latency of `/metrics`, and what requests cost the scheduler's steps.
+"""The admin server beside traffic: the latency of `/metrics`, and what requests cost the scheduler's steps.
 
-Server and traffic share one process, as in production; the client is in this one.
+The server and the traffic share one process, as in production. The client is in this process.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from bench.report import Table, verdict
 
 RANKS = 8
 REQUESTS_PER_SECOND = 50
-_SCRAPES_PER_SECOND = 40  # far more than Prometheus asks for, so that a few seconds give a 99th percentile
-_PACED_REPLAY = 100.0  # requests a second: more than one engine serves
+_SCRAPES_PER_SECOND = 40  # many more than Prometheus makes, so that a few seconds give a 99th percentile
+_PACED_REPLAY = 100.0  # requests per second, which is more than one engine serves
 _METRICS_BAR = 0.010
 _STEP_BAR = 1.05
 _TURNS = 3
@@ -32,7 +32,7 @@ _MINUTE = 60.0
 _PATIENCE_SECONDS = 8.0
 _SETTLE_SECONDS = 1.0
 
-# What operators and their tools ask for; the last one changes something.
+# The requests of operators and their tools. The last one changes something.
 _MIX: tuple[tuple[str, str, Any], ...] = (
     ("GET", "/metrics", None),
     ("GET", "/readyz", None),
@@ -48,7 +48,7 @@ _MIX: tuple[tuple[str, str, Any], ...] = (
 
 
 class Host:
-    """The child process that serves."""
+    """The child process with the admin server."""
 
     def __init__(self, slots: int, running: ExitStack) -> None:
         self._process = running.enter_context(
@@ -63,7 +63,7 @@ class Host:
         self.port: int = self._answer()["port"]
 
     def switch(self, traffic: str, **options: Any) -> dict[str, Any]:
-        """Change the traffic; returns the figures of the traffic before."""
+        """Change the traffic. Returns the figures of the traffic before."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps({"traffic": traffic, **options}) + "\n")
         self._process.stdin.flush()
@@ -116,7 +116,7 @@ def _metrics(
 def _steps(
     host: Host, client: http.client.HTTPConnection, slots: int, seconds: float, say: Callable[[str], None]
 ) -> Table:
-    """By turns without and with requests; the steps of all turns are looked at together."""
+    """Measure steps with and without requests by turns. The steps of all turns are evaluated together."""
     found: dict[bool, dict[str, list[float]]] = {busy: {"calls": [], "steps": []} for busy in (False, True)}
     latencies: list[float] = []
     for _ in range(_TURNS):
@@ -161,8 +161,8 @@ def _minute(host: Host, client: http.client.HTTPConnection, slots: int, say: Cal
 def _paced(
     client: http.client.HTTPConnection, mix: Sequence[tuple[str, str, Any]], rate: float, seconds: float
 ) -> list[float]:
-    """Ask `rate` times a second; seconds from each request to the last byte of its answer."""
-    client.close()  # the server has closed what was idle; the next request connects again
+    """Make `rate` requests per second. Returns the seconds from each request to the last byte of its answer."""
+    client.close()  # the server has closed the idle connection; the next request connects again
     latencies: list[float] = []
     started = time.perf_counter()
     for number, (method, path, body) in enumerate(itertools.cycle(mix)):
@@ -188,7 +188,7 @@ def _ask(client: http.client.HTTPConnection, method: str, path: str, body: Any) 
 
 
 def _spread(values: Sequence[float]) -> tuple[float, float, float]:
-    """Median, 99th percentile, longest."""
+    """Return the median, the 99th percentile and the longest time."""
     cuts = quantiles(values, n=100)
     return cuts[49], cuts[98], max(values)
 

@@ -1,8 +1,9 @@
-"""The process whose admin server is measured: a full pool, its ranks' agents, and traffic on a thread of its own.
+"""The process whose admin server is measured. It has a full pool, its ranks' agents, and traffic on a separate thread.
 
-`python -m bench.admin_host SLOTS RANKS` prints `{"port": n}`, then obeys one JSON command a line, whose `traffic` is
-`idle`, `replay` (with `rate`: requests a second, or null for as fast as it can) or `steps`; with `freeze`, `gc.freeze`
-comes first. The traffic before it ends, and its figures are the answer. The end of the input ends the process.
+`python -m bench.admin_host SLOTS RANKS` prints `{"port": n}`. Then it obeys JSON commands, one on each line. `traffic`
+is `idle`, `steps`, or `replay` with `rate`, which is requests per second, or null for as many as possible. With
+`freeze`, `gc.freeze` is called first. The command ends the traffic before it, whose figures are the answer. The process
+ends with its input.
 """
 
 from __future__ import annotations
@@ -35,18 +36,18 @@ from kvstow_service.replay.trace import ReplayOptions, TraceShape, generate_trac
 
 _AGENT_TOKEN = "bench"
 ADMIN_TOKEN = "of-the-benchmark"
-_STEP_SECONDS = 0.02  # a step of the inference engine: it waits for the GPU meanwhile
+_STEP_SECONDS = 0.02  # a step of the inference engine, which waits for the GPU in that time
 
 
 class QuietRank(SimulatedWorker):
-    """A simulated rank whose report never changes, so that its agent sends one a second."""
+    """A simulated rank whose report never changes, so that its agent reports only once a second."""
 
     def add_listener(self, callback: Callable[[], None]) -> None:
-        """There is nothing to tell."""
+        """Do nothing, because there are no changes to report."""
 
 
 class Host:
-    """Engine, server and agents of one process, as an inference engine puts them together."""
+    """The engine, the server and the agents of one process, connected as in an inference engine."""
 
     def __init__(self, slots: int, ranks: int, running: ExitStack) -> None:
         self.subject = EngineSubject(slots, ranks=ranks)
@@ -88,7 +89,7 @@ class Host:
         self._figures: dict[str, Any] = {}
 
     def switch(self, traffic: str, rate: float | None) -> dict[str, Any]:
-        """End the traffic that runs, and start another; returns the figures of the former."""
+        """End the present traffic, and start another. Returns the figures of the former."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
@@ -101,7 +102,8 @@ class Host:
         return figures
 
     def _replay(self, rate: float | None) -> None:
-        """The driver of `kvstow replay` without bytes, over and over; other content each time, so that stores evict."""
+        """Run the driver of `kvstow replay` without bytes, again and again. Contents differ each time, so stores
+        evict."""
         subject = self.subject
         options = ReplayOptions(concurrency=8, rate=rate)
         kv_blocks = blocks_needed(self.trace, options.concurrency)
@@ -116,8 +118,8 @@ class Host:
         self._figures = {"requests_per_second": done / (time.perf_counter() - started)}
 
     def _step(self) -> None:
-        """Steps of a busy scheduler: it waits for the GPU, looks up and leases a long prefix, and stores 128 blocks
-        in place of 128 others."""
+        """Make the steps of a busy scheduler. Each waits for the GPU, looks up and leases a long prefix, and stores 128
+        blocks in place of 128 others."""
         subject, new = self.subject, self.slots
         calls, steps = [], []
         while not self._stop.is_set():
@@ -141,7 +143,7 @@ def main(slots: int, ranks: int) -> None:
         print(json.dumps({"port": host.port}), flush=True)
         for line in sys.stdin:
             command = json.loads(line)
-            if command.get("freeze"):  # what lives for long is not looked at by the collector any more
+            if command.get("freeze"):  # so that the collector skips long-lived objects
                 gc.collect()
                 gc.freeze()
             print(json.dumps(host.switch(command["traffic"], command.get("rate"))), flush=True)

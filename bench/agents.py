@@ -1,9 +1,10 @@
-"""Hits of real control planes on a trace of coding agents: by size, by what the clients say, beside LRU and MIN.
+"""Hits of real control planes on a trace of coding agents, by size and by the hints of clients, compared with LRU and
+MIN.
 
-Requests overlap as in the trace, which `kvstow trace import` makes of the sessions of kv-cache-tester. Blocks are those
-of a model with 128 KiB of KV a token (8B parameters, 8 KV heads, BF16). `names`: each request names its context.
-`exact`: its end also says when the context comes back, or that it never does. `rough`: the error of the logarithm of
-that time is normal with sigma 1. MIN knows the next use of every block.
+Requests overlap as in the trace, which `kvstow trace import` makes from sessions of kv-cache-tester. Blocks are those
+of a model with 128 KiB of KV per token (8B parameters, 8 KV heads, BF16). With `names`, each request names its context.
+With `exact`, its end also says when the context comes back, or that it never does. With `rough`, the logarithm of that
+time has a normal error with sigma 1. MIN knows the next use of every block.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ or name another one with --trace"""
 
 
 class Client:
-    """What the clients of a trace say at the ends of their requests."""
+    """The hints of a trace's clients at the ends of their requests."""
 
     def __init__(self, kind: str, requests: Sequence[TraceRequest]) -> None:
         self._kind, self._requests = kind, requests
         self._gaps: list[float | None] = [None] * len(requests)
-        """Seconds until the next request of the context; None if there is none."""
+        """Seconds until the next request of the context. None if there is none."""
         following: dict[str, float] = {}
         for number in range(len(requests) - 1, -1, -1):
             request = requests[number]
@@ -48,7 +49,7 @@ class Client:
                 following[request.context] = request.timestamp
 
     def hints(self, number: int) -> Hints | None:
-        """Of the request with this number."""
+        """Return the hints of the request with this number."""
         name, gap = self._requests[number].context, self._gaps[number]
         if name is None or self._kind not in ("names", "exact", "rough"):
             return None
@@ -67,14 +68,14 @@ def run(
     gpu_blocks: int | None,
     say: Callable[[str], None],
 ) -> list[Table]:
-    """A table of hits, and one of what was written. No tables, and a sentence, if there is no trace."""
+    """Return a table of hits, and one of writes. Without a trace, returns no tables and prints a sentence."""
     if not path.exists():
         say(_HOW_TO_GET_IT.format(path=path))
         return []
     requests = read_trace(str(path))
     blocks = sum(len(request.hash_ids) for request in requests)
     if gpu_blocks is not None:
-        clients = [kind for kind in clients if kind != FORESIGHT]  # it knows no cache before the pool
+        clients = [kind for kind in clients if kind != FORESIGHT]  # MIN cannot model a cache in front of the pool
     ids, keys = [request.hash_ids for request in requests], KeysById()
     shares, written = list[list[str]](), list[list[str]]()
     for size in slots:

@@ -1,5 +1,5 @@
-"""Look-ups of attached engines: over the wire to a real `kvstow serve` and in process; what several engines reach
-together; and how soon a killed service has its index again."""
+"""Lookups of attached engines, over the wire to a real `kvstow serve` and in process, the rate that several engines
+reach together, and how soon a killed service has its index again."""
 
 from __future__ import annotations
 
@@ -64,14 +64,14 @@ def run(repeats: int, say: Callable[[str], None]) -> list[Table]:
 
 
 def run_liar(say: Callable[[str], None]) -> Table:
-    """Look-ups beside an engine that sends the calls that take longest; part of `python -m bench holds`."""
+    """Measure lookups beside an engine that sends the slowest calls. This is a part of `python -m bench holds`."""
     say(f"look-ups beside an engine that sends the worst calls, {SLOTS:,} slots")
     with _filled_service(SLOTS, "worn") as service:
         return _liar_table(_answer("bench.liar", str(service.path), str(SLOTS)))
 
 
 class _Service:
-    """`kvstow serve` on paths of its own, with memory for so many slots."""
+    """A `kvstow serve` with its own paths, and with memory for a number of slots."""
 
     def __init__(self, folder: Path, slots: int) -> None:
         with socket.socket() as probe:
@@ -92,7 +92,7 @@ class _Service:
         self._process = subprocess.Popen(self._command)
 
     def wait_live(self) -> float:
-        """Seconds from the start until `/livez` says 200."""
+        """Return the seconds from the start until `/livez` answers 200."""
         while time.monotonic() < self.started + _START_SECONDS:
             try:
                 self.get("/livez")
@@ -108,7 +108,8 @@ class _Service:
 
     @property
     def anonymous_bytes(self) -> int:
-        """Of the process: without the pool and the journal, which are shared memory."""
+        """Return the anonymous memory of the process. The pool and the journal, which are shared memory, do not
+        count."""
         assert self._process is not None
         lines = Path(f"/proc/{self._process.pid}/status").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
@@ -152,7 +153,7 @@ def _answer(name: str, *arguments: str) -> Any:
 
 
 def _rate(service: _Service, count: int) -> tuple[float, list[float]]:
-    """Look-ups a second of `count` clients together, and the times of all their look-ups."""
+    """Return how many lookups per second `count` clients make together, and the times of all their lookups."""
     with _together(count, service) as clients:
         for client in clients:
             assert client.stdout is not None
@@ -177,7 +178,8 @@ def _together(count: int, service: _Service) -> Iterator[list[subprocess.Popen[s
 
 @contextmanager
 def _admin_requests(service: _Service) -> Iterator[list[float]]:
-    """What operators and their tools ask for, scrapes included, at a steady pace; the seconds that each took."""
+    """Make the requests of operators and their tools, including scrapes, at a steady pace. Yields the seconds that each
+    took."""
     pool = json.loads(service.get("/v1/pools"))["items"][0]["name"]
     paths = ["/metrics", "/readyz", "/v1/stats", "/v1/readiness", f"/v1/pools/{pool}", "/v1/transfers"]
     paths += ["/v1/sessions", f"/v1/pools/{pool}/blocks", "/livez", "/v1/namespaces"]
@@ -203,7 +205,7 @@ def _admin_requests(service: _Service) -> Iterator[list[float]]:
 
 
 def _restart() -> dict[str, float]:
-    """A service with a full pool is killed and started again."""
+    """Kill a service with a full pool, start it again, and return the times."""
     with _filled_service(MANY_SLOTS, "fresh") as service:
         memory = service.anonymous_bytes
         service.client("found")

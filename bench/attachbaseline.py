@@ -1,4 +1,4 @@
-"""What calls of attached engines are compared with: the same in process.
+"""The baseline for calls of attached engines: the same calls in process.
 
 `python -m bench.attachbaseline SLOTS POOL` prints times as JSON. POOL is `fresh` or `worn`, as in `bench.subject`.
 """
@@ -21,7 +21,7 @@ CALLS = 2000
 
 
 def chains(slots: int, starts: Sequence[int]) -> Callable[[int], list[bytes]]:
-    """Keys of a prefix, another one each time, and new objects."""
+    """Return a function that returns the keys of a prefix, a different one each time, as new objects."""
     hashes, choose = Hashes(3 * slots), Random(1)
 
     def chain(number: int) -> list[bytes]:
@@ -31,14 +31,14 @@ def chains(slots: int, starts: Sequence[int]) -> Callable[[int], list[bytes]]:
 
 
 def fill_pool(subject: Subject, slots: int, *, worn: bool) -> list[int]:
-    """Fill a pool, and return the first blocks of the prefixes in it."""
+    """Fill a pool. Returns the numbers of the first blocks of the prefixes in it."""
     hashes = Hashes(3 * slots)
     fill(subject, hashes, slots)
     return wear(subject, hashes, slots)[0] if worn else list(range(0, slots, CHAIN_BLOCKS))
 
 
 def timed(call: Callable[[list[bytes]], object], chain: Callable[[int], list[bytes]], calls: int) -> list[float]:
-    """Seconds of each call."""
+    """Return the seconds of each call."""
     seconds = []
     for number in range(calls):
         keys = chain(number)
@@ -53,7 +53,7 @@ def main(slots: int, *, worn: bool) -> None:
     chain = chains(slots, fill_pool(subject, slots, worn=worn))
     gc.collect()
     gc.freeze()
-    find_runs = subject.engine.find_runs  # what an attached engine asks for
+    find_runs = subject.engine.find_runs  # the lookup of attached engines
     print(json.dumps({"lookup": timed(find_runs, chain, CALLS), "use": timed(subject.use, chain, CALLS)}))
 
 

@@ -1,8 +1,8 @@
-"""One attached engine with a rank that moves no bytes; prints its figures as JSON in its last line.
+"""One attached engine with a rank that moves no bytes. The last line that it prints has its figures as JSON.
 
-`python -m bench.attachclient PATH SLOTS MODE`; PATH.json says where the prefixes in the pool begin. The modes:
+`python -m bench.attachclient PATH SLOTS MODE`. PATH.json says where the prefixes in the pool begin. The modes:
 
-    fill, wear          fill the pool, and write PATH.json; prints the seconds that it took
+    fill, wear          fill the pool, and write PATH.json; print the seconds that it took
     latency             measure calls one by one
     rate SECONDS        wait for a line on standard input, then look up without a pause
     found               print when a whole prefix is found (in seconds of the monotonic clock)
@@ -52,7 +52,7 @@ _BOOT = "bench"
 
 
 class BareRank:
-    """The worker of a rank that has memory and never touches it."""
+    """The worker of a rank that has memory, and never touches it."""
 
     def __init__(self, path: Path, token: str) -> None:
         hello = Hello(role="worker", engine="bench", host="localhost", pid=os.getpid(), token=token)
@@ -123,7 +123,8 @@ class AttachedSubject:
         self._rank = BareRank(path, self.engine.ticket.token)
 
     def wait_for_slots(self, slots: int) -> None:
-        """Until the service lets this engine use so many; it hears of them later than the rank."""
+        """Wait until the service lets this engine use this many slots. The engine learns of them later than the
+        rank."""
         self._until(lambda: self._rank.slots >= slots and self._room() >= slots)
 
     def close(self) -> None:
@@ -155,8 +156,8 @@ class AttachedSubject:
         self._until(lambda: self.lookup(keys) == len(keys))
 
     def send_and_take(self, keys: list[bytes]) -> tuple[float, float]:
-        """Seconds of this thread for the request, and for an answer that is there already. Of CPU time: on few cores
-        the service, which the request wakes up, runs before this thread goes on."""
+        """Return this thread's seconds for the request, and for taking an answer that has arrived. They are CPU time:
+        if there are few cores, the request wakes the service, which then runs before this thread continues."""
         begun = time.thread_time()
         answer = self.engine.find(keys, hold=Hold.NOTHING)
         sent = time.thread_time() - begun
@@ -186,7 +187,7 @@ class AttachedSubject:
             if time.monotonic() > deadline:
                 raise TimeoutError(self.engine.problem)
 
-    # Of a subject, but not measured here.
+    # Methods of a subject that are not measured here.
 
     request = use
 

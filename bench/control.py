@@ -1,5 +1,5 @@
-"""The control plane against vLLM's BlockPool: the same workload, each measurement in a process of its own, the
-subjects alternating."""
+"""The control plane compared with vLLM's BlockPool. Both get the same workload. Each measurement has its own process,
+and the subjects alternate."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _NAMES = {
     "vllm": "vLLM BlockPool",
 }
 _PATIENCE_SECONDS = 8.0
-_KEY_BYTES = 80  # both make bytes objects of 67 to 69 bytes, which the allocator rounds up
+_KEY_BYTES = 80  # both make bytes objects of 67 to 69 bytes, and the allocator rounds these up
 
 Figures = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """A row of the tables. `bar`: how many times as fast as BlockPool the largest pool must be."""
+    """A row of the tables. `bar` is how many times faster than BlockPool the largest pool must be."""
 
     figure: str
     title: str
@@ -75,7 +75,7 @@ def vllm_is_there() -> bool:
 
 
 def run(sizes: Sequence[int], repeats: int, say: Callable[[str], None]) -> list[Table]:
-    """One table for each size. Figures are medians over `repeats` processes of the medians in each."""
+    """Make one table for each size. Figures are medians over `repeats` processes of the medians in each."""
     tables = []
     for slots in sizes:
         found: dict[str, list[Figures]] = {name: [] for name in _subjects()}
@@ -89,7 +89,7 @@ def run(sizes: Sequence[int], repeats: int, say: Callable[[str], None]) -> list[
 
 
 def run_trace(trace: Path, sizes: Sequence[int], say: Callable[[str], None]) -> list[Table]:
-    """The whole trace through both, one request at a time."""
+    """Replay the whole trace through both subjects, one request at a time."""
     rows = []
     subjects = [name for name in _subjects() if name != "kvstow-auto-8"]
     for slots in sizes:
@@ -104,13 +104,14 @@ def run_trace(trace: Path, sizes: Sequence[int], say: Callable[[str], None]) -> 
 
 
 def probe(name: str, slots: int, *arguments: str) -> Figures:
-    """Run `bench.probe` where the subject lives."""
+    """Run `bench.probe` in the environment of the subject."""
     python = VLLM_PYTHON if name == "vllm" else Path(sys.executable)
     return run_probe(python, "bench.probe", name, str(slots), *arguments)
 
 
 def run_probe(python: Path, module: str, *arguments: str) -> Figures:
-    """The figures that a module prints as JSON in its last line. Raises `RuntimeError`, with its words, if it fails."""
+    """Return the figures that a module prints as JSON in its last line. Raises `RuntimeError` with the module's error
+    if it fails."""
     ended = subprocess.run(
         [str(python), "-m", module, *arguments],
         cwd=Path(__file__).parents[1],

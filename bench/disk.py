@@ -1,8 +1,8 @@
 """Hits of a pool with a store below it, on whole traces, through the real control plane.
 
-The store is a model that follows the rules of the store on disks. Its places are in the order of their last use. Its
-budget of writes begins empty and fills within an hour; the lower half is kept for blocks that were used twice. Reads
-queue, and are made at a limited rate. A pool of few slots and a trace of twelve hours take some minutes.
+The store is a model with the rules of the store on disks. Its places are ordered by their last use. Its budget of
+writes begins empty and fills within an hour. The lower half is reserved for blocks that were used twice. Reads are
+queued, and made at a limited rate. A pool of few slots takes some minutes for a trace of twelve hours.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ from kvstow.tier.blockstore import (
 
 BLOCK_TOKENS = 512
 BLOCK_BYTES = 64 << 20
-"""Of 512 tokens of an 8B model."""
+"""The size of a block of 512 tokens of an 8B model."""
 COMPUTE_SECONDS = 0.04
-"""Of such a block, on one H200."""
+"""How long one H200 takes to compute such a block."""
 FINE = 32
-"""Blocks of vLLM's size in one of the trace."""
+"""How many blocks of vLLM's size are in one block of the trace."""
 _BUDGET_SECONDS = 3600.0
 
 
 class DiskRequest(NamedTuple):
-    """`runs`: of block ids, each a first id and how many follow it."""
+    """A request. `runs` of block ids are pairs of a first id and a count."""
 
     at: float
     runs: tuple[tuple[int, int], ...]
@@ -65,7 +65,7 @@ class DiskRequest(NamedTuple):
 
 
 def read(path: Path) -> list[DiskRequest]:
-    """A trace with `runs`, or one with `hash_ids`."""
+    """Read a trace with `runs` or with `hash_ids`."""
     with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as lines:
         return [_request(json.loads(line)) for line in lines]
 
@@ -78,7 +78,7 @@ def _request(found: dict[str, list[int]]) -> DiskRequest:
 
 
 class ModelDisk:
-    """A `BlockStore` and its only pool. Pieces come when `run` is called. It moves no bytes."""
+    """A `BlockStore` and its only pool. `run` delivers the pieces of reads. It moves no bytes."""
 
     name = shown = "disk"
     slot_alignment = 1
@@ -87,13 +87,13 @@ class ModelDisk:
     def __init__(self, places: int, clock: FakeClock) -> None:
         self._places, self._clock = places, clock
         self.writes_per_second = inf
-        """Blocks that may be written, on average."""
+        """How many blocks may be written per second, on average."""
         self.reads_per_second = inf
         self.written = self.read_blocks = 0
         self._blocks: OrderedDict[bytes, None] = OrderedDict()
         self._budget, self._budget_at = 0.0, clock()
         self._used: set[bytes] = set()
-        """Blocks that were used and that it did not have then."""
+        """Blocks that were used when the store did not have them."""
         self._backlog, self._backlog_at = 0.0, clock()
         self._pieces: deque[Piece] = deque()
         self._on_end: Callable[[Sequence[Piece]], object] = lambda pieces: None
@@ -121,7 +121,7 @@ class ModelDisk:
     def offer(self, namespace: StoredNamespace, keys: Sequence[bytes], *, is_use: bool) -> Sequence[int]:
         blocks = self._blocks
         lacking = [index for index, key in enumerate(keys) if key not in blocks]
-        for key in reversed(keys):  # the root is the youngest
+        for key in reversed(keys):  # so that the root is the youngest
             if key in blocks:
                 blocks.move_to_end(key)
         if self.writes_per_second == inf or not lacking:
@@ -182,7 +182,7 @@ class ModelDisk:
 
 
 class DiskResult(NamedTuple):
-    """`hits` of all `blocks`, of which `from_store` came from the store. `seconds`: of CPU."""
+    """The hits among all `blocks`, and how many of them came from the store. `seconds` are CPU time."""
 
     blocks: int
     hits: int
@@ -196,7 +196,7 @@ class DiskResult(NamedTuple):
 
     @property
     def microseconds(self) -> float:
-        """CPU for each block of a request."""
+        """CPU time for each block of a request."""
         return 1e6 * self.seconds / self.blocks
 
 
@@ -204,7 +204,7 @@ class TieredPool:
     """A pool with a model of a disk below it, one engine and one rank, in the time of a trace."""
 
     def __init__(self, slots: int, places: int, *, fine: int = 1, policy: str = "lru") -> None:
-        """`fine`: blocks of the pool in one block of the trace."""
+        """`fine` is the number of the pool's blocks in one block of the trace."""
         self._fine, self._clock = fine, FakeClock()
         config = EngineConfig(
             slot_bytes=BLOCK_BYTES // fine,
@@ -285,7 +285,7 @@ def replay(pool: TieredPool, requests: Sequence[DiskRequest], *, fine: int = 1) 
 
 
 class _Keys:
-    """As an engine makes them: they end with a hash."""
+    """Keys as an engine makes them, which end with a hash."""
 
     def __init__(self, fine: int) -> None:
         self._fine = fine
@@ -307,7 +307,8 @@ class _Keys:
 
 
 class Case(NamedTuple):
-    """`share`: of what would be written without a bound, which is every distinct block once. `rate`: GB/s of reads."""
+    """`share` is relative to what would be written without a limit, which is every distinct block once. `rate` is that
+    of reads, in GB/s."""
 
     trace: str
     slots: int

@@ -1,9 +1,9 @@
 """The longest time for which a call of the control plane holds the pool's lock, in several states of a full-size pool.
 
-`python -m bench holds` records them, with look-ups beside a client that sends the worst calls (`bench.liar`).
-`python -m bench.holds [SLOTS]` prints their JSON, and a line for each state on standard error: the longest hold, the
-99.9th percentile, and the longest garbage collection, which no hold includes. Times are the CPU time of the thread, so
-other programs do not count. They include single C calls, such as the growth of a table.
+`python -m bench holds` records these times, with lookups beside a client that sends the slowest calls (`bench.liar`).
+`python -m bench.holds [SLOTS]` prints them as JSON, and a line for each state on standard error: the longest hold, the
+99.9th percentile, and the longest garbage collection, which no hold includes. Times are CPU time of the thread, so
+other programs do not matter. They include single C calls, such as the growth of a table.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _TURNS = 400
 
 
 class TimedLock:
-    """Takes another lock, and notes how long it was held, in seconds on a CPU."""
+    """Wraps a lock, and notes for how many seconds of CPU time it was held."""
 
     def __init__(self, lock: object) -> None:
         self._lock = lock
@@ -55,7 +55,7 @@ class TimedLock:
 
 
 class Holds:
-    """The holds in each state of a pool."""
+    """The holds of the lock, by the state of the pool."""
 
     def __init__(self, subject: EngineSubject) -> None:
         self.lock = TimedLock(subject.engine.pool.lock)
@@ -109,7 +109,7 @@ def measure(slots: int) -> dict[str, dict[str, float]]:
         store(slots, 2 * slots)
     at = 2 * slots
     starts = range(slots, 2 * slots - _CHAIN, _CHAIN)
-    chains = [tuple(subject.keys(hashes.run(start, _CHAIN))) for start in starts]  # which the collector does not visit
+    chains = [tuple(subject.keys(hashes.run(start, _CHAIN))) for start in starts]  # the collector skips them
     gc.collect()
     with holds.state("all blocks leased, then released"):
         leases = [engine.acquire(keys[first : first + 1024]) for keys in chains for first in range(0, _CHAIN, 1024)]

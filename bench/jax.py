@@ -1,12 +1,13 @@
-"""Stores and loads of the JAX device as parts of what one large copy reaches, and how long its programs compile.
+"""Stores and loads of the JAX device, compared with one large copy, and how long its programs take to compile.
 
-    python -m bench.jax [copies uncached settings start] [--gib 1] [--out DIR]
+    python3 -m bench.jax [copies uncached settings start] [--gib 1] [--out DIR]
 
-On whatever JAX runs on: CUDA, or the CPU, where the limit is `np.copyto` of the same bytes. Blocks are 2 MiB in 32
-layers. "copies": through the pool, from the submission until the host knows that all is done, and
-tpu-inference's own offload (`bench.jaxupstream`). "uncached": the same with glibc's copies past the cache. "settings":
-the same as "copies" by size of pieces and number of threads. "start": the programs of the device compiled in a new
-process, without and with a compilation cache. Each part runs in a process of its own. Writes `jax-PART.json`.
+It runs on the platform that JAX has: CUDA, or the CPU, where the limit is `np.copyto` of the same bytes. Blocks are 2
+MiB in 32 layers. "copies": through the pool, from the submission until the host knows that all copies have ended, and
+with tpu-inference's own offload (`bench.jaxupstream`). "uncached": the same with glibc's copies that bypass the cache.
+"settings": the same as "copies", by size of pieces and number of threads. "start": the time in which a new process
+compiles the device's programs, without and with a compilation cache. Each part has its own process. Writes
+`jax-PART.json`.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ UNCACHED = "glibc.cpu.x86_non_temporal_threshold=1048576"
 LAYERS, PAGE = 32, (16, 16, 128)  # of 2 bytes: 64 KiB
 BLOCK_BYTES = 2 << 20
 BAR, GOAL, UPSTREAM_BAR = 0.5, 0.6, 5.0
-COLD_BAR, WARM_BAR = 20.0, 2.0  # seconds
+COLD_BAR, WARM_BAR = 20.0, 2.0  # seconds without and with a compilation cache
 
 _ROOT = Path(__file__).parents[1]
 _REPEATS = 7
@@ -73,11 +74,11 @@ class Bench:
         self.slots = tuple(chance.permutation(self.num_blocks).tolist())
         self._ids = count(1)
         self.launch_seconds: list[float] = []
-        """What the host's thread has spent on each launch of loads, with their transfers to the devices."""
+        """How long the host's thread took for each launch of loads, including their transfers to the devices."""
 
     @contextmanager
     def plane(self, **options: Any) -> Iterator[tuple[Any, Any]]:
-        """A data plane whose pool is populated, and its device."""
+        """Yield a data plane whose pool is populated, and its device."""
         from kvstow.config import PoolConfig
         from kvstow.dataplane import DataPlane
         from kvstow.devices.jax import JaxDevice, JaxOptions
@@ -104,7 +105,7 @@ class Bench:
             plane.close()
 
     def seconds(self, plane: Any, direction: Any, num_blocks: int) -> float:
-        """Of one op."""
+        """Return the seconds of one op."""
         from kvstow.control.launchorder import LaunchOrder
         from kvstow.messages import Op, StepPlan
 
@@ -127,13 +128,13 @@ class Bench:
             plane.wait_completions(0.2e-3)
 
     def rate(self, plane: Any, direction: Any, num_blocks: int, repeats: int = _REPEATS) -> float:
-        """Bytes a second; the median."""
+        """Return the median rate, in bytes per second."""
         self.seconds(plane, direction, num_blocks)
         taken = [self.seconds(plane, direction, num_blocks) for _ in range(repeats)]
         return num_blocks * BLOCK_BYTES / statistics.median(taken)
 
     def limits(self) -> dict[str, float]:
-        """Bytes a second of one large copy, by direction."""
+        """Return the rates of one large copy by direction, in bytes per second."""
         if self.devices[0].platform == "gpu":
             return _link(self.num_bytes)
         source, target = (self.np.ones(self.num_bytes, self.np.uint8) for _ in range(2))
@@ -141,15 +142,15 @@ class Bench:
         return {"store": rate, "load": rate}
 
     def upstream(self) -> dict[str, float]:
-        """Bytes a second of tpu-inference's own offload: into chunks that it has stored before, as in a cache that is
-        full, and into new ones; and back."""
+        """Return the rates of tpu-inference's own offload, in bytes per second: stores into chunks that it has stored
+        before, as in a full cache, stores into new chunks, and loads."""
         from bench.jaxupstream import MOST_BLOCKS, UpstreamOffload
 
         offload = UpstreamOffload(self.cell)
         blocks = self.blocks[:MOST_BLOCKS]
         moved = len(blocks) * BLOCK_BYTES
         chunks = range(len(blocks))
-        offload.store(blocks, chunks)  # compiles
+        offload.store(blocks, chunks)  # compiles the programs
         started = time.perf_counter()
         for number in range(1, _REPEATS + 1):
             offload.store(blocks, range(number * len(blocks), (number + 1) * len(blocks)))
@@ -161,8 +162,8 @@ class Bench:
         }
 
     def pieces(self, plane: Any, device: Any) -> dict[str, float]:
-        """What a store is made of, each piece by itself: gathers with their way to pinned memory, and the copies from
-        there to the pool by number of threads."""
+        """Time the parts of a store separately: gathers with their transfer to pinned memory, and the copies from there
+        to the pool by number of threads."""
         from kvstow.devices.jax.hostcopies import Range, RangeCopier
 
         jax, np = self.jax, self.np
@@ -209,7 +210,7 @@ def _copy_all(copier: Any, ranges: Any) -> None:
 
 
 def _link(num_bytes: int) -> dict[str, float]:
-    """Of the first GPU, between memory of the driver's own."""
+    """Return the rate of the first GPU's link, measured between memory that the driver has allocated."""
     cuda = ctypes.CDLL("libcuda.so.1")
 
     def call(name: str, *arguments: Any) -> None:
@@ -281,7 +282,7 @@ def settings(num_bytes: int, dtype: str) -> dict[str, Any]:
 
 
 def compile_programs(dtype: str) -> float:
-    """Seconds."""
+    """Return the seconds for compiling the programs."""
     bench = Bench(1 << 28, dtype)
     from kvstow.devices.jax.device import _compiled
     from kvstow.devices.jax.programs import buckets_up_to, copies_rows
@@ -292,7 +293,7 @@ def compile_programs(dtype: str) -> float:
 
 
 def start(dtype: str) -> dict[str, Any]:
-    """All programs of each device."""
+    """Compile all programs of each device."""
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as cache:
         kept = {

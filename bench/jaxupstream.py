@@ -1,15 +1,15 @@
-"""tpu-inference's own offload of KV blocks, for `bench.jax` to compare with.
+"""tpu-inference's own offload of KV blocks, with which `bench.jax` compares.
 
-It does what `TPUOffloadConnectorWorker` of tpu-inference 0.26 does (`offload/tpu_offload_connector.py`, `utils.py`; the
-programs are those of its `pure_jax_*` functions, as the others run on TPUs alone):
+It does what `TPUOffloadConnectorWorker` of tpu-inference 0.26 does (`offload/tpu_offload_connector.py`, `utils.py`).
+The programs are those of its `pure_jax_*` functions, because the others run only on TPUs:
 
 - A store stacks up to 64 blocks across the layers and splits them into an array for each block, in one program to which
-  the KV cache is donated (`stack_kv_cache_cross_layers`). One `device_put` for each block brings it to pinned memory;
-  then it waits for all (`_transfer_and_register_cpu_chunks`).
-- A load calls `device_put` for each block and waits for all; one program scatters them into the donated KV cache
-  (`update_kv_caches_one`), and it waits again.
+  the KV cache is donated (`stack_kv_cache_cross_layers`). One `device_put` for each block brings it to pinned memory.
+  Then the store waits for all of them (`_transfer_and_register_cpu_chunks`).
+- A load calls `device_put` for each block, and waits for all of them. One program scatters them into the donated KV
+  cache (`update_kv_caches_one`), for which the load waits again.
 
-There is no pool: a block on the host is an array of its own, whose memory is allocated by the store. So the first store
+There is no pool. A block on the host is an array of its own, whose memory is allocated by the store. So the first store
 of a chunk takes longer than one that replaces it.
 """
 
@@ -26,12 +26,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from kvstow.devices.jax import ArrayCell
 
-MOST_BLOCKS = 64  # of one program
+MOST_BLOCKS = 64  # the most blocks of one program
 
 
 class UpstreamOffload:
     def __init__(self, cell: ArrayCell) -> None:
-        """`cell`: arrays of one shape, sharded alike."""
+        """`cell` has arrays of one shape, which are sharded alike."""
         self._cell = cell
         sharding = cell.peek()[0].sharding
         assert isinstance(sharding, NamedSharding)

@@ -1,4 +1,4 @@
-"""KVStow's control plane as a subject: an engine whose ranks finish every copy at once."""
+"""KVStow's control plane as a subject: an engine whose ranks complete every copy at once."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ R = TypeVar("R")
 
 
 class SimulatedWorker:
-    """A rank without memory, whose copies are done at once. One thread uses it."""
+    """A rank without memory, whose copies end at once. One thread uses it."""
 
     def __init__(self, rank: int, slot_bytes: int, num_slots: int) -> None:
         self.boot_id = secrets.token_hex(8)
@@ -43,11 +43,11 @@ class SimulatedWorker:
         return self._report
 
     def apply(self, desired: DesiredState) -> None:
-        """It has its slots from the start."""
+        """Do nothing, because the rank has its slots from the start."""
 
 
 class EngineSubject:
-    """One key group, as a model with full attention has."""
+    """An engine with one key group, as for a model with full attention."""
 
     def __init__(self, slots: int, *, policy: str = "auto", ranks: int = 1) -> None:
         self.engine = OffloadEngine(
@@ -88,7 +88,7 @@ class EngineSubject:
         return hits
 
     def end(self, keys: Sequence[bytes]) -> None:
-        """A request that uses these keys begins, and ends at once."""
+        """Begin a request that uses these keys, and end it at once."""
         self.engine.end_request(self.engine.admit(keys))
 
     def own_operations(self) -> dict[str, Callable[[Sequence[bytes]], object]]:
@@ -96,7 +96,7 @@ class EngineSubject:
         return {"store_present": lambda keys: engine.begin_store(keys, range(len(keys))), "use_long": self.end}
 
     def comparison_seconds(self, chains: Iterable[Sequence[bytes]]) -> float:
-        """What the curve takes of a request, mean over these."""
+        """Return how long the curve takes for a request, on average over these."""
         pool = self.engine.pool
         comparison = pool.comparison
         assert comparison is not None
@@ -120,7 +120,8 @@ class EngineSubject:
         return spent / count
 
     def store_while_shrinking(self, keys: Sequence[bytes]) -> float:
-        """To 2 %, when the blocks that would be evicted first all lie above that."""
+        """Shrink the pool to 2 % while the blocks that are evicted first all lie above that. Returns the seconds that
+        beginning a store takes meanwhile."""
         limit = self.engine.config.capacity_slots // 50
         kept: list[bytes] = []
         slot: int | None = 0

@@ -1,8 +1,8 @@
-"""Look-ups of one engine, with and without another one that sends the calls that take the node service longest.
+"""Lookups of one engine, with and without another engine that sends the slowest calls of the node service.
 
 `python -m bench.liar PATH SLOTS` attaches to a service that `bench.attachclient` has filled, and prints the seconds of
-each look-up as JSON. The other engine is a process that is stopped and continued by turns, so both series come from the
-same minutes.
+each lookup as JSON. The other engine is a process that is stopped and continued by turns, so that both series come from
+the same minutes.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _BOOT = "bench"
 
 
 def lie(subject: AttachedSubject, keys: list[bytes]) -> None:
-    """Lease, load, use and release as many blocks as one call may have, and store as fast as the service answers,
-    without an end."""
+    """Without an end, lease, load, use and release as many blocks as one call may have, and store as fast as the
+    service answers."""
     engine = subject.engine
     for number in count():
         found = [engine.find(keys, hold=Hold.PRESENT, count=False) for _ in range(_ASKED_AT_ONCE)]
@@ -61,7 +61,7 @@ def measure(path: str, slots: int) -> dict[str, list[float]]:
     chain = chains(slots, json.loads(Path(f"{path}.json").read_text()))
     keys = chain(0)
     subject.find_soon(keys)
-    lease = subject.engine.find(keys, hold=Hold.LEADING)  # what the other engine stores evicts none of these
+    lease = subject.engine.find(keys, hold=Hold.LEADING)  # so that stores of the other engine evict none of these
     subject.engine.wait(lease, seconds=60.0)
     times: dict[str, list[float]] = {"without": [], "with": []}
     with running("bench.liar", path, str(slots), "lie") as liar:

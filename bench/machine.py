@@ -1,4 +1,4 @@
-"""The machine that the figures are of, and how busy others keep it."""
+"""The machine on which the figures were measured, and how busy other programs keep it."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ _SAMPLE_SECONDS = 1.0
 
 
 def describe() -> str:
-    """One sentence for the head of a table."""
+    """Describe the machine in one sentence, for the head of a table."""
     gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / (1 << 30)
     kernel = platform.release().partition("-")[0]
     return f"{_cpu_model()}, {os.cpu_count()} cores, {gib:.0f} GiB; Linux {kernel}; Python {platform.python_version()}"
 
 
 def wait_until_quiet(patience: float) -> float:
-    """Wait up to `patience` seconds for a second in which others use less than a quarter of the CPUs; returns the
-    share of the CPUs that was busy in the last second looked at."""
+    """Wait up to `patience` seconds for a second in which others use less than a quarter of the CPUs. Returns the share
+    of the CPUs that was busy in the last second."""
     deadline = time.monotonic() + patience
     while True:
         share = _busy_share()
@@ -35,7 +35,7 @@ def _busy_share() -> float:
 
 
 def _cpu_ticks() -> tuple[int, int]:
-    """(busy, all) ticks of all CPUs since boot."""
+    """Return the busy ticks and all ticks of all CPUs since boot."""
     with open("/proc/stat") as stat:
         ticks = [int(word) for word in stat.readline().split()[1:]]
     idle = ticks[3] + ticks[4]

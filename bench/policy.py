@@ -1,7 +1,7 @@
-"""Orders of eviction on whole traces, and the curve of a pool against pools of the sizes that it names.
+"""Orders of eviction on whole traces, and a pool's curve compared with pools of the curve's sizes.
 
 Each pool is a real control plane, in the time of the trace. MIN knows the next use of every block. The figures of ARC
-are those of the implementation that KVStow had before, on the same traces.
+are those of KVStow's former implementation, on the same traces.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _ARC = {
     "sessions": {500: 11.90, 1000: 15.16, 2000: 21.01, 4000: 36.96, 8000: 58.66, 16_000: 77.62},
 }
 _MEAN_ERROR, _LARGEST_ERROR = 1.0, 3.0
-"""Of a curve, in points: its bars."""
+"""The bars for the mean and the largest error of a curve, in points."""
 
 
 def keys_of(trace: Trace) -> list[list[bytes]]:
-    """As an engine makes them: they end with a hash."""
+    """Return keys as an engine makes them, which end with a hash."""
     key_of: dict[int, bytes] = {}
     for block in chain.from_iterable(trace.requests):
         if block not in key_of:
@@ -47,13 +47,13 @@ def keys_of(trace: Trace) -> list[list[bytes]]:
 
 
 def hits(trace: Trace, keys: Sequence[Sequence[bytes]], slots: int, policy: str) -> list[int]:
-    """Of each request."""
+    """Return the hits of each request."""
     pool = TimedPool(slots, policy)
     return [pool.serve(each, now) for each, now in zip(keys, trace.times, strict=True)]
 
 
 def run(names: Sequence[str], say: Callable[[str], None]) -> list[Table]:
-    """A table for each trace."""
+    """Make a table for each trace."""
     return [_table(TRACES[name](), name, say) for name in names]
 
 
@@ -75,7 +75,7 @@ def _table(trace: Trace, name: str, say: Callable[[str], None]) -> Table:
 
 
 def _follow(shadows: Shadows, keys: Sequence[Sequence[bytes]]) -> Tally:
-    """The whole trace."""
+    """Let the shadows follow the whole trace."""
     tally = Tally()
     for each in keys:
         (chain_keys,) = shadows.choose([shadows.part(each)])
@@ -84,12 +84,12 @@ def _follow(shadows: Shadows, keys: Sequence[Sequence[bytes]]) -> Tally:
 
 
 def run_curves(names: Sequence[str], say: Callable[[str], None]) -> list[Table]:
-    """What the shadows of one pool say of whole traces, against a replay at each size."""
+    """Compare the curves of one pool's shadows on whole traces with a replay at each size."""
     return [_curve(TRACES[name](), CURVES[name], say) for name in names]
 
 
 def _leading_repeats(trace: Trace) -> int:
-    """The hits of a pool that never evicts."""
+    """Return the hits of a pool that never evicts."""
     seen: set[int] = set()
     found = 0
     for request in trace.requests:

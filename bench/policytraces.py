@@ -1,4 +1,4 @@
-"""Request traces for the comparison of orders of eviction: two public ones, and three that are made here."""
+"""Request traces for the comparison of orders of eviction: two public ones, and three that are generated here."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _REQUESTS = 8000
 
 
 class Trace(NamedTuple):
-    """Requests in order: when each comes, in seconds, and the ids of its blocks."""
+    """Requests in order: their times in seconds, and the ids of their blocks."""
 
     name: str
     times: list[float]
@@ -24,15 +24,15 @@ class Trace(NamedTuple):
 
 
 def read(path: Path) -> Trace:
-    """A trace of the Mooncake project, or one that KVStow has written. Ends of requests are left out: each is over
-    before the next one begins."""
+    """Read a trace of the Mooncake project, or one that KVStow has written. Ends of requests are ignored: each request
+    is over before the next one begins."""
     found = read_trace(str(path))
     return Trace(path.stem, [one.timestamp / 1000 for one in found], [list(one.hash_ids) for one in found])
 
 
 def popular(*, shifts: bool) -> Trace:
-    """Questions about documents, some of which are far more popular than others. With `shifts` a few documents change
-    places all the time, and all do in the middle."""
+    """Generate questions about documents, some of which are far more popular than others. With `shifts`, a few
+    documents exchange their popularity all the time, and all of them do in the middle."""
     choose = random.Random(1)
     documents = [(1000 * number, choose.randint(4, 60)) for number in range(1, 1501)]
     order = list(range(len(documents)))
@@ -57,7 +57,7 @@ def popular(*, shifts: bool) -> Trace:
 
 
 def sessions() -> Trace:
-    """Conversations: each turn has all turns before it, and comes a minute later, or many."""
+    """Generate conversations. Each turn repeats all turns before it, and comes a minute later, or many minutes."""
     choose = random.Random(2)
     prompts = [list(range(5000 * number, 5000 * number + choose.randint(2, 8))) for number in range(1, 6)]
     waiting: list[tuple[float, int, list[int], int]] = []

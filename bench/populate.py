@@ -1,4 +1,4 @@
-"""What populating a pool's memory costs the other threads of its process: they wait for the address space."""
+"""What populating a pool's memory costs the other threads of its process, which wait for the address space."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvstow.memory.region import HostRegion
 
 GIB = 1 << 30
 
-_CHUNK = 64 << 20  # as the pool asks at most
+_CHUNK = 64 << 20  # the largest chunk for which the pool asks
 _MAPPED = 1 << 20
 _PAUSE = 0.0005
 _PATIENCE_SECONDS = 8.0
@@ -25,7 +25,8 @@ _WAYS = {"touched (memory is plenty)": True, "populated by the kernel (a limit i
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """Of one commit of everything: its rate, and how long an mmap and munmap of 1 MiB took meanwhile, ascending."""
+    """One run over the whole memory: its rate, and the times of mmap and munmap of 1 MiB meanwhile, in ascending
+    order."""
 
     gib_per_second: float
     milliseconds: list[float]
@@ -35,13 +36,13 @@ class Beside:
 
 
 def run(repeats: int, say: Callable[[str], None], num_bytes: int = 2 * GIB) -> list[Table]:
-    """Alternates between the ways; the figures of a way are the medians over its repeats."""
+    """Measure the ways by turns. The figures of a way are the medians over its repeats."""
     shortage = MemoryLimits().shortage(num_bytes + GIB)
     if shortage is not None:
         say(f"populate, not run: {shortage.message}")
         return []
     found: dict[str, list[Beside]] = {way: [] for way in _WAYS}
-    _measure(num_bytes, plenty=True)  # a virtual machine may get the memory only now
+    _measure(num_bytes, plenty=True)  # not counted, because a virtual machine may get the memory only now
     for _ in range(repeats):
         for way, plenty in _WAYS.items():
             wait_until_quiet(_PATIENCE_SECONDS)

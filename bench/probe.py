@@ -1,6 +1,6 @@
-"""One measurement in a process of its own, in the virtual environment of its subject: prints JSON as its last line.
+"""One measurement in its own process, in the virtual environment of its subject. Its last line is JSON.
 
-`python -m bench.probe SUBJECT SLOTS [TRACE]`; with a trace it is replayed, without the operations are timed.
+`python -m bench.probe SUBJECT SLOTS [TRACE]`. It replays the trace, or times the operations if there is none.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from bench.subject import Subject, measure, replay
 
 
 def make_subject(name: str, slots: int) -> Subject:
-    """`vllm`, or `kvstow-POLICY-RANKS`."""
+    """Make the subject of this name: `vllm`, or `kvstow-POLICY-RANKS`."""
     if name == "vllm":
         from bench.vllm_subject import BlockPoolSubject
 
@@ -25,7 +25,7 @@ def make_subject(name: str, slots: int) -> Subject:
 
 
 def main(name: str, slots: int, trace: str | None = None) -> None:
-    make_subject(name, 1)  # imports are not part of the memory
+    make_subject(name, 1)  # so that the memory of imports is not counted
     if trace is None:
         print(json.dumps(measure(partial(make_subject, name), slots)))
     else:

@@ -1,4 +1,4 @@
-"""Programs of the benchmarks in processes of their own, which answer with one line of JSON."""
+"""Programs of the benchmarks in their own processes. Each answers with one line of JSON."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any
 
 @contextmanager
 def running(name: str, *arguments: str, through: Sequence[str] = ()) -> Iterator[subprocess.Popen[str]]:
-    """The module `name` as a program, started by the command `through` if there is one. Its input ends with the
-    context, and so does the program: it is killed after an error."""
+    """Run the module `name` as a program, which the command `through` starts if there is one. Its input ends with the
+    context, which ends the program. After an error it is killed."""
     process = subprocess.Popen(
         [*through, sys.executable, "-m", name, *arguments],
         cwd=Path(__file__).parents[1],
@@ -31,7 +31,7 @@ def running(name: str, *arguments: str, through: Sequence[str] = ()) -> Iterator
 
 
 def answer_of(process: subprocess.Popen[str]) -> Any:
-    """Its next line. Raises `RuntimeError` if it has ended."""
+    """Return the program's next line. Raises `RuntimeError` if it has ended."""
     assert process.stdout is not None
     line = process.stdout.readline()
     if not line:

@@ -1,7 +1,7 @@
-"""What benchmarks found: one JSON file for each in `results/`, the newest run only, and the page made of them.
+"""The results of benchmarks: a JSON file for the newest run of each, in `results/`, and a page that is made of them.
 
-A file says what was measured, with which command, when, on which machine and at which commit; its tables have all
-figures as text. `README.md` shows of each table the rows that `shown` names, or those with a verdict."""
+A file says what was measured, with which command, when, on which machine and at which commit. Its tables have all
+figures as text. `README.md` shows the rows of each table that `shown` names, or else those with a verdict."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ with vLLM's BlockPool needs `make venv-vllm` once.
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Cells as text; the first column is left-aligned, the others right. `shown`: the rows on the page, by number."""
+    """Cells as text. The first column is left-aligned, and the others are right-aligned. `shown` has the numbers of the
+    rows on the page."""
 
     title: str
     head: Sequence[str]
@@ -110,7 +111,7 @@ def save(name: str, result: Result) -> None:
 
 
 def record(name: str, machine: str, tables: Sequence[Table]) -> None:
-    """Put the tables of a run of today in place of those of the last one, and make the page again."""
+    """Replace the tables of the last run by those of a run of today, and make the page again."""
     last = load(RESULTS / f"{name}.json")
     today = datetime.now(UTC).date().isoformat()
     save(name, replace(last, date=today, machine=machine, commit=_commit(), tables=tables, headline=""))
@@ -118,7 +119,7 @@ def record(name: str, machine: str, tables: Sequence[Table]) -> None:
 
 
 def page() -> str:
-    """The whole page, as Markdown."""
+    """Return the whole page, as Markdown."""
     parts = [_INTRODUCTION.rstrip()]
     for section, names in SECTIONS.items():
         parts += [f"## {section}", *(load(RESULTS / f"{name}.json").to_markdown() for name in names)]
@@ -126,7 +127,7 @@ def page() -> str:
 
 
 def _commit() -> str | None:
-    """Of the checkout; none outside of one."""
+    """Return the commit of the checkout, or None outside of one."""
     try:
         found = subprocess.run(
             ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True

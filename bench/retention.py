@@ -1,8 +1,8 @@
-"""Hints on whole traces: hits with hints that are right, wrong, hostile, or only names, beside the pool without hints
-and MIN, which knows the next use of every block.
+"""Hints on whole traces: hits with hints that are right, wrong or hostile, or only names, compared with the pool
+without hints and with MIN, which knows the next use of every block.
 
-Each pool is a real control plane in the time of the trace. The traces are of agents, made here, and the public one of
-conversations, in which a request belongs to the conversation whose chain it continues.
+Each pool is a real control plane, in the time of the trace. The traces are generated ones of agents, and the public one
+of conversations, in which a request belongs to the conversation whose chain it continues.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from kvstow_service.replay.hittable import TimedPool, foresight_hits
 CONVERSATION_SLOTS = 4000
 NAMES = 1_000_000
 _EXACT, _NOISY, _WORSE = 0.95, 0.9, 0.5
-"""The bars: shares of MIN's hits, and points below the pool without hints."""
+"""The bars: shares of MIN's hits, and points by which hits may fall below those of the pool without hints."""
 
 
 class Request(NamedTuple):
-    """`context`: None where the client gives no hints. `gap`: until the next request of the context; `inf` if there is
-    none."""
+    """A request. `context` is None if the client gives no hints. `gap` is the time until the next request of the
+    context, or `inf` if there is none."""
 
     time: float
     blocks: list[int]
@@ -38,14 +38,14 @@ class Request(NamedTuple):
 
 
 Say = Callable[[int, Request], Hints | None]
-"""The hints of the request with a number."""
+"""Returns the hints of the request with this number."""
 
 
 # -- traces ------------------------------------------------------------------------------------------------------------
 
 
 class _Branch(NamedTuple):
-    """An agent's branch before its next turn. The first fields are its order."""
+    """An agent's branch before its next turn. Branches are ordered by their first fields."""
 
     time: float
     context: int
@@ -55,8 +55,8 @@ class _Branch(NamedTuple):
 
 
 def agents(count: int = 32, seconds: float = 2400.0, *, others: bool) -> list[Request]:
-    """Agents that take 43 turns at the median, with heavy-tailed gaps between them; some turns start subagents, which
-    end. `others`: also a fifth as many requests that are never repeated."""
+    """Generate agents that take 43 turns at the median, with heavy-tailed gaps between them. Some turns start
+    subagents, which end. With `others`, there are also a fifth as many requests that are never repeated."""
     choose = random.Random(5)
     fresh = iter(range(1, 1 << 40))
     prompts = [[next(fresh) for _ in range(20)] for _ in range(4)]
@@ -89,8 +89,8 @@ def agents(count: int = 32, seconds: float = 2400.0, *, others: bool) -> list[Re
 
 
 def flooded(requests: Sequence[Request], names: int = NAMES) -> Iterator[Request]:
-    """The same, beside so many of a client that pays hardly anything for one more name: it has 8 prompts of a block,
-    and most of its requests are shorter than a block."""
+    """Yield these requests beside `names` requests of a client for which another name costs hardly anything. It has 8
+    prompts of one block, and most of its requests are shorter than a block."""
     prompts = [[(1 << 41) + prompt] if prompt < 8 else [] for prompt in range(64)]
     each, sent = names / len(requests), 0.0
     before = requests[0].time
@@ -105,14 +105,14 @@ def flooded(requests: Sequence[Request], names: int = NAMES) -> Iterator[Request
 
 
 def conversations(trace: Trace) -> list[Request]:
-    """The requests of a trace, each in the conversation whose last chain it continues. Their last blocks are not full:
-    no engine keeps those."""
+    """Return the requests of a trace, each in the conversation whose last chain it continues. Their last blocks, which
+    are not full, are left out, because no engine keeps those."""
     context_of: dict[int, int] = {}
     found = []
     for number, (now, blocks) in enumerate(zip(trace.times, trace.requests, strict=True)):
         full = blocks[:-1]
         context = next((context_of.pop(block) for block in reversed(full[1:]) if block in context_of), number)
-        if len(full) > 1:  # all conversations begin with the same block
+        if len(full) > 1:  # a single block tells nothing, because all conversations begin with the same one
             context_of[full[-1]] = context
         found.append(Request(now, full, context))
     return with_gaps(found)
@@ -130,7 +130,7 @@ def with_gaps(requests: Iterable[Request]) -> list[Request]:
 
 
 def working_set(requests: Sequence[Request]) -> int:
-    """Blocks that are used again later, at the moment when there are the most of them."""
+    """Return the largest number of blocks at one time that are used again later."""
     first: dict[int, int] = {}
     last: dict[int, int] = {}
     for number, request in enumerate(requests):
@@ -168,7 +168,7 @@ def names(number: int, request: Request) -> Hints | None:
 
 
 def noisy(number: int, request: Request) -> Hints | None:
-    """The error of the logarithm is normal with sigma 1."""
+    """Give exact hints, but with an error: that of the logarithm is normal with sigma 1."""
     hints = exact(number, request)
     if hints is None or hints.resume_in is None:
         return hints
@@ -176,7 +176,7 @@ def noisy(number: int, request: Request) -> Hints | None:
 
 
 def wrong(share: float) -> Say:
-    """So many hints say what has nothing to do with the truth; of these, three in ten release what goes on."""
+    """Give wrong hints for this share of the requests. Three in ten of these release a context that goes on."""
 
     def say(number: int, request: Request) -> Hints | None:
         choose, hints = random.Random(number), exact(number, request)
@@ -190,14 +190,15 @@ def wrong(share: float) -> Say:
 
 
 def hostile(number: int, request: Request) -> Hints | None:
-    """Those who repeat nothing claim everything, each request under another name; the others give no hints."""
+    """Give hostile hints: requests that are never repeated claim everything, each under another name. The others give
+    no hints."""
     if request.context is not None and request.gap < inf:
         return None
     return Hints(context_id(f"hostile {number}"), exp(random.Random(number).uniform(0, log(3600))))
 
 
 def beside_names(others: Say) -> Say:
-    """Requests without a context claim what they use, each under another name."""
+    """Let requests without a context claim what they use, each under another name."""
 
     def say(number: int, request: Request) -> Hints | None:
         return others(number, request) if request.context is not None else hostile(number, request)
@@ -218,8 +219,8 @@ CLIENTS: dict[str, Say] = {
 
 
 class Found(NamedTuple):
-    """`hits`: of requests in contexts. `again`: those after the first of their context, of which `poor` had less than
-    half of the prefix that the one before had."""
+    """`hits` counts those of requests in contexts. `again` counts the requests after the first one of their context. Of
+    these, `poor` had less than half of the prefix that the one before had."""
 
     hits: int
     again: int

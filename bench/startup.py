@@ -1,4 +1,4 @@
-"""From the start of the process: `kvstow serve` until it answers, and until its first memory is populated."""
+"""Start times of `kvstow serve`: until it answers, and until its first memory is populated."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _SERVER_IMPORTS = "import kvstow_service.cli, kvstow_service.node.nodeprocess"
 
 
 def run(pools: Sequence[str], repeats: int, say: Callable[[str], None]) -> list[Table]:
-    """Medians of `repeats` starts for each size of memory."""
+    """Return the medians of `repeats` starts for each size of memory."""
     imports = {code: median(_import_seconds(code) for _ in range(repeats)) for code in ("pass", _SERVER_IMPORTS)}
     say("start-up, imports")
     rows = []
@@ -68,8 +68,8 @@ def _import_seconds(code: str) -> float:
 
 
 def _start(pool: str) -> tuple[float, float]:
-    """Seconds until /livez answers, and until some memory is populated. The process is killed then: the rest is not
-    waited for."""
+    """Return the seconds until /livez answers, and until some memory is populated. Then the process is killed, without
+    waiting for the rest."""
     started = time.perf_counter()
     with _serving(pool) as (process, port):
         for _ in _polls(process):
@@ -98,7 +98,7 @@ def _serving(pool: str) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
 
 
 def _polls(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Goes on until the deadline; raises `RuntimeError` when that has passed or the process has ended."""
+    """Yield until the deadline. Raises `RuntimeError` after it, or if the process has ended."""
     deadline = time.monotonic() + _DEADLINE_SECONDS
     while time.monotonic() < deadline:
         if process.poll() is not None:
@@ -109,7 +109,7 @@ def _polls(process: subprocess.Popen[bytes]) -> Iterator[None]:
 
 
 def _get(port: int, path: str) -> bytes | None:
-    """The body of a 200; None when nothing answers yet."""
+    """Return the body of a 200, or None if nothing answers yet."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
     try:
         connection.request("GET", path)

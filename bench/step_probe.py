@@ -1,6 +1,6 @@
-"""What the connector's scheduler side costs a step of vLLM; runs in `.venv-vllm`, with vLLM's own BlockPool.
+"""What the connector's scheduler half costs a step of vLLM. It runs in `.venv-vllm`, with vLLM's own BlockPool.
 
-`python -m bench.step_probe SLOTS`: prints JSON as its last line, medians and p99 in seconds.
+`python -m bench.step_probe SLOTS` prints JSON as its last line, with medians and p99 in seconds.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _GROUPS = KVGroups((KVGroup(0, _TOKENS, 1),), _TOKENS)
 
 
 class _Scheduler:
-    """The calls that vLLM's scheduler makes, for requests whose every block is new."""
+    """Makes the calls of vLLM's scheduler, for requests whose every block is new."""
 
     def __init__(self, slots: int) -> None:
         self._engine = OffloadEngine(EngineConfig(slot_bytes=SLOT_BYTES, capacity_slots=slots))
@@ -64,7 +64,7 @@ class _Scheduler:
         return blocks
 
     def compute(self, request: Any) -> list[Any]:
-        """Admit the request, and run the step that computes its blocks: from the next one on they can be stored."""
+        """Admit the request, and run the step that computes its blocks. The next step can store them."""
         blocks = self.start(request)
         self.step(request)
         request.num_computed_tokens = len(request.block_hashes) * _TOKENS
@@ -91,7 +91,7 @@ class _Scheduler:
 def measure(slots: int) -> dict[str, float]:
     scheduler = _Scheduler(slots)
     _fill(scheduler, slots)
-    gc.freeze()  # as vLLM does once it has started
+    gc.freeze()  # as vLLM does after its start
     return {
         **_idle(scheduler, "idle"),
         **_store(scheduler),
@@ -101,7 +101,7 @@ def measure(slots: int) -> dict[str, float]:
 
 
 def _fill(scheduler: _Scheduler, slots: int) -> None:
-    """A pool that evicts with every store."""
+    """Fill the pool, so that every store evicts."""
     for _ in range(slots // _LONG + 1):
         _run_once(scheduler, scheduler.request(_LONG))
 
@@ -114,7 +114,7 @@ def _run_once(scheduler: _Scheduler, request: Any) -> None:
 
 
 def _idle(scheduler: _Scheduler, name: str) -> dict[str, float]:
-    """Decode steps in which no request completes a block."""
+    """Measure decode steps in which no request completes a block."""
     running = [scheduler.request(8) for _ in range(_RUNNING)]
     tables = [scheduler.compute(request) for request in running]
     scheduler.complete(scheduler.step(*running).stores.ops)
@@ -130,7 +130,7 @@ def _idle(scheduler: _Scheduler, name: str) -> dict[str, float]:
 
 
 def _store(scheduler: _Scheduler) -> dict[str, float]:
-    """A step that plans to store 1,000 blocks of a prompt, and the step that learns of its completion."""
+    """Measure a step that plans to store 1,000 blocks of a prompt, and the step that learns of the completion."""
     planning, settling, ending = [], [], []
     for _ in range(_REPEATS):
         request = scheduler.request(_LONG)
@@ -149,7 +149,7 @@ def _store(scheduler: _Scheduler) -> dict[str, float]:
 
 
 def _hit(scheduler: _Scheduler) -> dict[str, float]:
-    """Lookup, admission and plan of a request whose 1,000 blocks are all in the pool."""
+    """Measure the lookup, the admission and the plan of a request whose 1,000 blocks are all in the pool."""
     times, again = [], []
     for _ in range(_REPEATS):
         known = scheduler.request(_LONG)
@@ -173,8 +173,8 @@ def _hit(scheduler: _Scheduler) -> dict[str, float]:
 
 
 def _burst(scheduler: _Scheduler) -> dict[str, float]:
-    """A request that has all its blocks complete from the start: the plans while it runs, its end before all are
-    stored, and the longest plan for the rest."""
+    """Measure a request that has all its blocks complete from the start: the plans while it runs, its end before all
+    are stored, and the longest plan for the rest."""
     request = scheduler.request(_BURST)
     blocks = scheduler.compute(request)
     for block, block_hash in zip(blocks, request.block_hashes, strict=False):
@@ -191,7 +191,7 @@ def _burst(scheduler: _Scheduler) -> dict[str, float]:
 
 
 def _hooks(scheduler: _Scheduler, most: int, *running: Any) -> list[float]:
-    """Seconds of each plan, until nothing is to be stored."""
+    """Return the seconds of each plan, until there is nothing to store."""
     times: list[float] = []
     while len(times) < most and (running or scheduler.side.has_pending_stores):
         begun = time.perf_counter()

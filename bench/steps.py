@@ -24,7 +24,7 @@ _ROWS = (
 
 
 def run(sizes: Sequence[int], repeats: int, say: Callable[[str], None]) -> list[Table]:
-    """Medians over `repeats` processes, for the largest size; none without vLLM."""
+    """Return medians over `repeats` processes, for the largest size. Without vLLM, there are none."""
     if not vllm_is_there():
         say("no .venv-vllm: `make venv-vllm` makes it; the steps are not measured")
         return []

@@ -1,6 +1,6 @@
-"""What is measured on either side, and how: one workload for KVStow's control plane and vLLM's BlockPool.
+"""The workload and the measurements, which are the same for KVStow's control plane and vLLM's BlockPool.
 
-Imports neither, so that it runs in the virtual environments of both.
+It imports neither, so that it runs in the virtual environments of both.
 """
 
 from __future__ import annotations
@@ -28,44 +28,47 @@ _LENGTHS = (37, 128, 300, 999, CHAIN_BLOCKS, CHAIN_BLOCKS, CHAIN_BLOCKS)
 
 
 class Subject(Protocol):
-    """An index of blocks, with the keys as its caller holds them."""
+    """An index of blocks, with the keys that its caller holds."""
 
     def keys(self, hashes: list[bytes]) -> list[bytes]:
-        """What the caller makes of the block hashes of a request, once."""
+        """Return what the caller makes of the block hashes of a request, once for each request."""
 
     def lookup(self, keys: Sequence[bytes]) -> int:
-        """Length of the leading run that is present."""
+        """Return the length of the leading run of keys that are present."""
 
     def use(self, keys: Sequence[bytes]) -> int:
-        """`lookup`, keep the blocks from eviction, give them back."""
+        """Do a `lookup`, keep the blocks from eviction, and give them back."""
 
     def store(self, keys: Sequence[bytes]) -> None:
-        """Take room for new keys, make them visible, leave them evictable."""
+        """Find room for new keys, make them visible, and leave them evictable."""
 
     def request(self, keys: Sequence[bytes]) -> int:
-        """All of a request: look up and keep, store the rest, give back. Returns the leading run found."""
+        """Make a whole request: look up and keep, store the rest, give back. Returns the length of the leading run that
+        was found."""
 
     def end(self, keys: Sequence[bytes]) -> None:
-        """A request with these keys has ended."""
+        """End a request with these keys."""
 
     def own_operations(self) -> dict[str, Callable[[Sequence[bytes]], object]]:
-        """Operations on a long prefix that is present, which only this subject has."""
+        """Return operations on a long present prefix that only this subject has."""
 
     def comparison_seconds(self, chains: Iterable[Sequence[bytes]]) -> float | None:
-        """What the comparison with other orders and sizes takes of a request that ends. None where there is none."""
+        """Return how long the comparison with other orders and sizes takes for a request that ends. None if there is no
+        comparison."""
 
     def store_while_shrinking(self, keys: Sequence[bytes]) -> float | None:
-        """Begin to store new keys when the pool has begun to shrink; seconds. None where a pool cannot shrink."""
+        """Let the pool begin to shrink, then begin to store new keys. Returns the seconds of that. None if a pool
+        cannot shrink."""
 
     def purge_slices(self) -> list[float] | None:
-        """Remove everything; seconds of each slice. None where there are no slices."""
+        """Remove everything. Returns the seconds of each slice, or None if there are no slices."""
 
 
 def measure(make: Callable[[int], Subject], slots: int) -> dict[str, float]:
-    """Times in seconds (medians) and bytes a slot, of a new subject in a process of its own.
+    """Measure a new subject in its own process. Returns medians of times in seconds, and bytes per slot.
 
-    `_fresh` figures are of a pool that was just filled, chain by chain. For `_worn` ones it was filled once more with
-    prefixes of all lengths, so that the blocks of a prefix lie where older ones happened to be evicted.
+    `_fresh` figures are of a pool that was just filled, chain by chain. For `_worn` figures it was filled once more
+    with prefixes of all lengths, so that the blocks of a prefix lie in the places of blocks that were evicted.
     """
     hashes = Hashes(3 * slots)
     before = _resident_bytes()
@@ -73,7 +76,7 @@ def measure(make: Callable[[int], Subject], slots: int) -> dict[str, float]:
     filling = fill(subject, hashes, slots)
     grown = _resident_bytes() - before
     gc.collect()
-    gc.freeze()  # as vLLM does with what lives for long
+    gc.freeze()  # as vLLM does with long-lived objects
     found = {"store": median(filling), "bytes_per_slot": grown / slots}
     found |= _lookups(subject, hashes, range(0, slots, CHAIN_BLOCKS), "_fresh")
     found |= _long_prefixes(subject, hashes, slots - LONG_BLOCKS, "_fresh")
@@ -99,7 +102,7 @@ def measure(make: Callable[[int], Subject], slots: int) -> dict[str, float]:
 
 
 def replay(subject: Subject, requests: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """Every request (its block ids), one after the other; keys are made before the clock starts."""
+    """Make all requests, given as block ids, one after the other. Keys are made before the clock starts."""
     keys = [subject.keys([block.to_bytes(32, "big") for block in request]) for request in requests]
     gc.collect()
     gc.freeze()
@@ -109,7 +112,7 @@ def replay(subject: Subject, requests: Sequence[Sequence[int]]) -> dict[str, Any
 
 
 def fill(subject: Subject, hashes: Hashes, slots: int) -> list[float]:
-    """Store whole chains until every slot is used; seconds of each full-size store."""
+    """Store whole chains until every slot is used. Returns the seconds of each full-size store."""
     times = []
     for start in range(0, slots, CHAIN_BLOCKS):
         times += _store_prefix(subject, hashes.run(start, CHAIN_BLOCKS))
@@ -118,7 +121,7 @@ def fill(subject: Subject, hashes: Hashes, slots: int) -> list[float]:
 
 def wear(subject: Subject, hashes: Hashes, slots: int) -> tuple[list[int], list[float]]:
     """Store as many new blocks as there are slots, in prefixes of mixed lengths. Returns where the whole chains in
-    the last half of them start, as far as they are still there, and the seconds of each full-size store."""
+    their last half start, if they are still present, and the seconds of each full-size store."""
     choose = random.Random(2)
     at, times, chains = slots, [], []
     while at < 2 * slots:
@@ -132,7 +135,7 @@ def wear(subject: Subject, hashes: Hashes, slots: int) -> tuple[list[int], list[
 
 
 def _store_prefix(subject: Subject, hashes: list[bytes]) -> list[float]:
-    """Store a prefix piece by piece, as prefill computes it; seconds of each full-size store."""
+    """Store a prefix piece by piece, as prefill computes it. Returns the seconds of each full-size store."""
     keys = subject.keys(hashes)
     pieces = [keys[start : start + STORE_BLOCKS] for start in range(0, len(keys), STORE_BLOCKS)]
     times = [_seconds(subject.store, piece) for piece in pieces]
@@ -141,8 +144,8 @@ def _store_prefix(subject: Subject, hashes: list[bytes]) -> list[float]:
 
 
 def _lookups(subject: Subject, hashes: Hashes, chains: Sequence[int], suffix: str) -> dict[str, float]:
-    """Each time another chain, out of many: its part of the index is in no cache of the CPU. The same again,
-    with new key objects, is `_warm`."""
+    """Time lookups of many chains, a different one each time, so that no cache of the CPU has its part of the index.
+    The figures with `_warm` repeat each lookup with new key objects."""
     choose = random.Random(1)
     times: dict[str, list[float]] = {name: [] for name in ("lookup", "lookup_warm", "use", "use_warm", "keys")}
     for _ in range(_LOOKUPS):
@@ -159,14 +162,14 @@ def _lookups(subject: Subject, hashes: Hashes, chains: Sequence[int], suffix: st
 
 
 def _chains(subject: Subject, hashes: Hashes, stored: Sequence[int]) -> Iterator[list[bytes]]:
-    """Chains that are stored, each with new key objects."""
+    """Yield stored chains, each with new key objects."""
     choose = random.Random(3)
     for _ in range(_USES):
         yield subject.keys(hashes.run(choose.choice(stored), CHAIN_BLOCKS))
 
 
 def _long_prefixes(subject: Subject, hashes: Hashes, start: int, suffix: str) -> dict[str, float]:
-    """What is done to a long prefix again and again, with new key objects each time."""
+    """Time operations on a long prefix, again and again, with new key objects each time."""
     times: dict[str, list[float]] = {name: [] for name in subject.own_operations()}
     for _ in range(_LONG_CALLS):
         for name, call in subject.own_operations().items():
@@ -181,7 +184,8 @@ def _seconds(call: Callable[[list[bytes]], object], keys: list[bytes]) -> float:
 
 
 def _resident_bytes() -> int:
-    """Without what the allocator keeps in reserve, which depends on the process's past (35 bytes a slot, or none)."""
+    """Return the resident memory without the allocator's reserve, which depends on the process's past (35 bytes a slot,
+    or none)."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     with open("/proc/self/statm") as statm:

@@ -1,4 +1,4 @@
-"""KVStow's client of a Mooncake of this machine."""
+"""KVStow's client of a Mooncake store on this machine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MOVED_BYTES = 256 << 20
 _BAR = 0.8
 _PATIENCE_SECONDS = 8.0
 
-# Mooncake listens on all addresses, and its processes end with the benchmark.
+# Mooncake listens on all addresses, so it gets a network of its own. Its processes end with the benchmark.
 _ALONE = ("unshare", "--user", "--map-root-user", "--net", "--pid", "--fork", "--mount-proc", "--kill-child")
 _WITH_LOOPBACK = ("sh", "-c", 'ip link set lo up && exec "$@"', "sh")
 
@@ -35,7 +35,7 @@ _RATES_HEAD = ["batches of 64 slots", "KVStow", "bare loop", "one to the other, 
 
 
 def _rates(slot_bytes: int, repeats: int, say: Callable[[str], None]) -> list[list[str]]:
-    """KVStow's client against a bare loop over the library."""
+    """Measure KVStow's client, and a bare loop over the library."""
     say(f"tier, slots of {slot_bytes >> 10} KiB, CPUs {wait_until_quiet(_PATIENCE_SECONDS):.0%} busy")
     found = _ask("bench.tierprogram", str(slot_bytes), str(_MOVED_BYTES), str(3 * repeats))
     rows = []

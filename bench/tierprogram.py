@@ -1,7 +1,7 @@
-"""The tier's benchmark for one size of slots, in a network namespace of its own: a Mooncake of this machine, filled and
-read by KVStow's client and by a bare loop over the library. argv: bytes of a slot, bytes moved for a figure, rounds.
+"""The tier's benchmark for one size of slots, in its own network namespace. KVStow's client and a bare loop over the
+library fill and read a Mooncake store on this machine. argv: bytes of a slot, bytes moved for a figure, rounds.
 
-Answers with a line of JSON: for each subject and direction, bytes per second of each round.
+It answers with a line of JSON: for each subject and direction, the bytes per second of each round.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Rates = dict[str, list[float]]
 
 
 class Ours:
-    """KVStow's client of one rank."""
+    """KVStow's client for one rank."""
 
     def __init__(self, cluster: Cluster, fd: int, address: int, slot_bytes: int, num_slots: int) -> None:
         store = MooncakeStore(cluster.location)
@@ -70,7 +70,7 @@ class Ours:
 
 
 class Bare:
-    """A loop over the library, in a process of its own."""
+    """A loop over the library, in its own process."""
 
     def __init__(self, cluster: Cluster, fd: int, slot_bytes: int, num_slots: int) -> None:
         self._process = subprocess.Popen(
@@ -83,7 +83,7 @@ class Bare:
         )
 
     def ask(self, call: str, first: int, batch: int, count: int) -> float:
-        """Bytes per second of `count` batches."""
+        """Make `count` batches, and return their bytes per second."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         print(json.dumps([call, first, batch, count]), file=self._process.stdin, flush=True)
@@ -158,7 +158,7 @@ def _rate(
 
 
 def _touch_segment(bare: Bare, slot_bytes: int, batch: int) -> None:
-    """Puts into memory that nobody has touched take up to ten times as long."""
+    """Write to all of the memory once, because puts into untouched memory take up to ten times as long."""
     bare.ask("put", 0, batch, int(0.8 * _SEGMENT_BYTES) // (batch * slot_bytes))
     bare.ask("clear", 0, 0, 0)
 
@@ -175,7 +175,7 @@ def _cluster() -> Iterator[Cluster]:
 
 @contextmanager
 def _memory(num_bytes: int) -> Iterator[tuple[int, int]]:
-    """A memfd with contents, and its address here."""
+    """Yield a memfd with contents, and its address in this process."""
     fd = create_memfd("kvstow-bench", num_bytes)
     memory = mmap.mmap(fd, num_bytes)
     memory[:] = os.urandom(1 << 16) * (num_bytes >> 16)

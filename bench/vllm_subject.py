@@ -1,4 +1,4 @@
-"""vLLM's BlockPool as a subject, by the calls of its scheduler: runs in `.venv-vllm` (`make venv-vllm`)."""
+"""vLLM's BlockPool as a subject, with the calls of its scheduler. It runs in `.venv-vllm` (`make venv-vllm`)."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _BLOCK_TOKENS = 16
 
 
 class BlockPoolSubject:
-    """One KV cache group with full attention, prefix caching on, events and metrics off: its fastest setting.
+    """One KV cache group with full attention, with prefix caching, and without events and metrics: the fastest setting.
 
-    The pool adds the group id to each hash itself, at every lookup.
+    The pool itself adds the group id to each hash, at every lookup.
     """
 
     def __init__(self, slots: int) -> None:
-        # One more: it keeps a block for itself as the null block.
+        # One block more, because the pool keeps one for itself as the null block.
         self._pool = BlockPool(num_gpu_blocks=slots + 1, enable_caching=True, hash_block_size=_BLOCK_TOKENS)
         self._spec = FullAttentionSpec(block_size=_BLOCK_TOKENS, num_kv_heads=8, head_size=128, dtype=torch.float16)
 
@@ -49,7 +49,7 @@ class BlockPoolSubject:
         return len(found)
 
     def end(self, keys: Sequence[bytes]) -> None:
-        """The order of its free blocks follows from when they are given back."""
+        """Do nothing: the order of free blocks depends only on when they are given back."""
 
     def own_operations(self) -> dict[str, Callable[[Sequence[bytes]], object]]:
         return {}
@@ -61,7 +61,7 @@ class BlockPoolSubject:
         return None
 
     def purge_slices(self) -> None:
-        """It resets all at once, when nothing runs, or not at all."""
+        """Return None: the pool resets everything at once while nothing runs, and cannot do it in slices."""
 
     def _find(self, keys: Sequence[bytes]) -> list[Any]:
         found, _ = FullAttentionManager.find_longest_cache_hit(
@@ -78,6 +78,6 @@ class BlockPoolSubject:
 
     def _allocate(self, keys: Sequence[bytes], found: list[Any]) -> list[Any]:
         blocks: list[Any] = found + self._pool.get_new_blocks(len(keys) - len(found))
-        request = SimpleNamespace(block_hashes=keys)  # all that is read of it
+        request = SimpleNamespace(block_hashes=keys)  # the pool reads nothing else of a request
         self._pool.cache_full_blocks(request, blocks, len(found), len(keys), _BLOCK_TOKENS, 0)
         return blocks

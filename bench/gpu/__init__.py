@@ -1,1 +1,1 @@
-"""Benchmarks on a GPU: each module runs on its own, needs only the engine, and writes JSON into `$OUT`."""
+"""Benchmarks on a GPU. Each module runs on its own, needs only the engine, and writes JSON into `$OUT`."""

@@ -1,4 +1,4 @@
-"""`python3 -m bench.gpu --out DIR`: run the benchmarks that are named, or all, each in a process of its own."""
+"""`python3 -m bench.gpu --out DIR`: runs the named benchmarks, or all of them, each in its own process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(name: str, out: Path) -> int:
-    """The exit status. A bare checkout will do: KVStow need not be installed."""
+    """Run a benchmark, and return its exit status. A bare checkout is enough: KVStow need not be installed."""
     paths = [*(str(_ROOT / part) for part in ("engine", "api", "service", "")), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"OUT": str(out), "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     print(f"## {name}", flush=True)

@@ -2,9 +2,9 @@
 
     OUT=/tmp/out python -m bench.gpu.attach [--gib 40] [--moved-gib 2] [--tiny]
 
-The service is a process without CUDA, and its memory is populated before the engine starts. Rates are parts of that of
-one plain `cudaMemcpyAsync` of as many bytes, to and from a pinned buffer, in the same process. `--tiny` tries the
-program on the CPU. Writes `attach.json`.
+The service is a process without CUDA, and its memory is populated before the engine starts. Rates are relative to that
+of one plain `cudaMemcpyAsync` of the same number of bytes, to and from a pinned buffer, in the same process. `--tiny`
+tries the program on the CPU. Writes `attach.json`.
 """
 
 from __future__ import annotations

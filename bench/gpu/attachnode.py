@@ -1,6 +1,6 @@
 """The node service of `bench.gpu.attach`, without an admin server: `python -m bench.gpu.attachnode PATH BYTES PAGES`.
 
-PAGES is `huge` or `small` (4 KiB). Prints the seconds that populating took as JSON, and ends when its input does.
+PAGES is `huge` or `small` (4 KiB). It prints the seconds of populating as JSON, and ends when its input does.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def main(path: str, num_bytes: int, pages: str) -> int:
     if pages == "small" and ctypes.CDLL(None).prctl(_PR_SET_THP_DISABLE, 1, 0, 0, 0):
         print("this kernel does not let a process do without huge pages", file=sys.stderr)
         return 1
-    # One extent: else the engine would be granted more memory only as it fills what it has.
+    # One extent, because otherwise the engine would be granted more memory only as it fills what it has.
     settings = Settings(memory=num_bytes, attach_socket=Path(path), extent_size=num_bytes, pin_pause=0.0)
     node = Node(settings)
     begun = time.perf_counter()

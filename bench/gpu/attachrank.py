@@ -1,7 +1,7 @@
 """An attached engine with one rank that copies: `python -m bench.gpu.attachrank PATH BYTES MOVED [tiny]`.
 
-BYTES of the service's memory are registered, then MOVED bytes are stored and loaded, and the loaded ones compared.
-Prints its figures as JSON. `tiny` tries the program on the CPU.
+It registers BYTES of the service's memory, then stores and loads MOVED bytes, and compares the loaded ones. It prints
+its figures as JSON. `tiny` tries the program on the CPU.
 """
 
 from __future__ import annotations
@@ -40,8 +40,9 @@ Copy = Callable[[Direction], None]
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """The device's side of the copies. `plain` copies as many bytes as one op, with one call for all; it waits for the
-    end. `spoil` overwrites the KV cache, and `is_right` says whether its blocks have again what they had at first."""
+    """The device's side of the copies. `plain` copies as many bytes as one op, with one call for all of them, and waits
+    for the end. `spoil` overwrites the KV cache. `is_right` says whether the cache's blocks have their first contents
+    again."""
 
     registrar: Registrar
     make_device: Callable[[SlotPool], Device]
@@ -112,7 +113,7 @@ def cpu_side(layout: KVLayout, num_bytes: int) -> Side:
 
 
 class Client:
-    """Scheduler half and rank in one process."""
+    """The scheduler half and the rank of an engine, in one process."""
 
     def __init__(self, path: Path, side: Side) -> None:
         regions = tuple(RegionIdentity(str(layer), PAGE_BYTES) for layer in range(LAYERS))
@@ -129,7 +130,7 @@ class Client:
         self.worker.start()
 
     def wait_until(self, condition: Callable[[], object]) -> float:
-        """Seconds."""
+        """Wait until the condition holds, and return the seconds that it took."""
         begun = time.perf_counter()
         while not condition():
             self.engine.step()
@@ -163,7 +164,7 @@ class Client:
         return answer.value
 
     def run(self, op: Op) -> float:
-        """Seconds from the submission until the rank has completed the op."""
+        """Run an op. Returns the seconds from the submission until the rank has completed it."""
         begun = time.perf_counter()
         self.worker.submit(StepPlan((op,)))
         while True:
@@ -209,7 +210,7 @@ def main(path: str, num_bytes: int, moved: int, *, tiny: bool) -> None:
             side.plain(direction)
             times[f"plain_{direction}"].append(time.perf_counter() - since)
     client.close()
-    figures |= {name: median(values[1:]) for name, values in times.items()}  # the first is a warm-up
+    figures |= {name: median(values[1:]) for name, values in times.items()}  # without the first, which is a warm-up
     print(json.dumps(figures), flush=True)
 
 

@@ -1,4 +1,4 @@
-"""A stand-in for a decode step on the GPU, and how long its steps take while something else goes on."""
+"""A stand-in for a decode step on the GPU, which measures how long its steps take beside other work."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _KERNELS = 40
 
 @dataclass(frozen=True, slots=True)
 class Latencies:
-    """Of `steps` steps, in milliseconds."""
+    """The times of `steps` steps, in milliseconds."""
 
     steps: int
     p50: float
@@ -27,7 +27,7 @@ class Latencies:
 class DecodeLoop:
     """A thread that launches 40 small kernels, copies 4 bytes back and waits for them, again and again.
 
-    A context manager: the thread runs inside it. `seconds` are those of the steps that ended after `reset`.
+    It is a context manager, inside which the thread runs. `seconds` are those of the steps that ended after `reset`.
     """
 
     seconds: list[float] = field(default_factory=list)
@@ -37,7 +37,7 @@ class DecodeLoop:
     def __enter__(self) -> DecodeLoop:
         self._thread = threading.Thread(target=self._run, name="decode", daemon=True)
         self._thread.start()
-        time.sleep(0.3)  # the first steps load kernels
+        time.sleep(0.3)  # because the first steps load kernels
         self.reset()
         return self
 
@@ -50,7 +50,7 @@ class DecodeLoop:
         self.seconds = []
 
     def take(self) -> list[float]:
-        """The steps since `reset`, the one under way included: it may be the slow one."""
+        """Return the steps since `reset`, including the one in progress, which may be the slow one."""
         seen, seconds = len(self.seconds), self.seconds
         while len(seconds) == seen:
             time.sleep(0.0005)

@@ -1,11 +1,12 @@
-"""What `drive` costs a host's thread, and how long 16 loads at once take beside it, by how much one look may add.
+"""What `drive` costs a host's thread, and how long 16 simultaneous loads take beside it, by the number of batches that
+one look may add.
 
     python3 -m bench.gpu.drive [--gib 2] [--looks 4 8 16 64] [--out DIR]
 
-The host does what vLLM does: it submits 16 loads, drives, and drives again after each step. "waiting": a step is
-0.5 ms of Python, as all requests wait for loads. "graphs": it launches small kernels for 6 ms. "eager": for 30 ms, and
-holds the interpreter meanwhile. A look that may add 64 batches has no limit: no more can be under way. All variants by
-turns, in one process. Writes `drive.json`.
+The host does what vLLM does: it submits 16 loads, drives, and drives again after each step. "waiting": a step is 0.5 ms
+of Python, because all requests wait for loads. "graphs": a step launches small kernels for 6 ms. "eager": it does so
+for 30 ms, and holds the interpreter meanwhile. A look that may add 64 batches has no limit, because no more can be in
+progress. All variants are measured by turns, in one process. Writes `drive.json`.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _STEPS = {"waiting": 0.5e-3, "graphs": 6e-3, "eager": 30e-3}  # seconds
 
 @dataclass(frozen=True, slots=True)
 class Burst:
-    """One time that all loads were submitted at once. `drives`: seconds of each call."""
+    """One time at which all loads were submitted together. `drives` are the seconds of each call."""
 
     seconds: float
     drives: tuple[float, ...]
@@ -43,7 +44,8 @@ class Burst:
 
 @dataclass(frozen=True, slots=True)
 class Driving:
-    """Of all rounds: the median time of a burst and of the host in `drive` during one, and single calls, in ms."""
+    """The medians of all rounds, in ms: the time of a burst, and the host's time in `drive` during one. Also the times
+    of single calls."""
 
     shape: str
     host: str
@@ -59,7 +61,7 @@ class Driving:
 
 
 class Steps:
-    """What a host does between two calls: launches of small kernels for about so long, and a wait for them."""
+    """The host's work between two calls: it launches small kernels for about this long, and waits for them."""
 
     def __init__(self) -> None:
         self._values = torch.zeros(1024, device="cuda")
@@ -79,7 +81,7 @@ class Steps:
 
     def _run(self, count: int) -> None:
         self._launch(count)
-        torch.cuda.current_stream().synchronize()  # of the host's own work alone
+        torch.cuda.current_stream().synchronize()  # waits only for the host's own work
 
     def _launch(self, count: int) -> None:
         for _ in range(count):
@@ -87,7 +89,7 @@ class Steps:
 
 
 def _compute(seconds: float) -> None:
-    """Python, as an engine has it that looks whether a request can go on."""
+    """Run Python, as an engine does that checks whether a request can continue."""
     ends = time.perf_counter() + seconds
     while time.perf_counter() < ends:
         pass
@@ -127,7 +129,7 @@ def by_turns(ways: Mapping[int, Traffic], step: Callable[[], None]) -> dict[int,
     for number in range(_ROUNDS + 1):
         for per_advance, traffic in ways.items():
             found = burst(traffic, step)
-            if number:  # the first warms up
+            if number:  # the first round is a warm-up
                 bursts[per_advance].append(found)
     return bursts
 

@@ -1,4 +1,4 @@
-"""What a benchmark leaves behind: figures as JSON, with the machine that they are of, and tables on the terminal."""
+"""The output of a benchmark: figures as JSON, with a description of the machine, and tables on the terminal."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from kvstow.devices.cuda.driver import load_driver
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """`driver`: the newest CUDA that the driver supports, 13000 for 13.0. `cuda`: the one that torch was built with."""
+    """The machine. `driver` is the newest CUDA version that the driver supports, such as 13000 for 13.0. `cuda` is the
+    version with which torch was built."""
 
     day: str
     gpu: str
@@ -42,7 +43,7 @@ def add_folder(parser: argparse.ArgumentParser) -> None:
 
 
 def write(path: Path, **figures: Sequence[Any]) -> None:
-    """`figures`: lists of dataclasses, by name."""
+    """Write figures to `path`. `figures` are lists of dataclasses, by name."""
     lists = {name: [asdict(entry) for entry in entries] for name, entries in figures.items()}
     path.write_text(json.dumps({"machine": asdict(this_machine())} | lists, indent=1))
 

@@ -3,10 +3,10 @@
     python3 -m bench.gpu.layers [--memfd GIB] [--quick] [--out DIR]
 
 Blocks are in a random order on both sides. "rate": one layer after the other, by the number of thread blocks and of
-threads in each. "beside": large matrix products while loads are under way all the time, to the same products alone;
-and the rate of the loads meanwhile. "forward": a stand-in for a forward pass, whose layers wait on the device for their
-own pages, beside one that waits for all of them. `--memfd`: "rate" also from so much shared memory of small and of huge
-pages, registered in chunks. Writes `layers.json`.
+threads in each. "beside": large matrix products during continuous loads, compared with the same products alone, and the
+rate of the loads meanwhile. "forward": a stand-in for a forward pass whose layers wait on the device for their own
+pages, compared with one that waits for all pages first. With `--memfd`, "rate" is also measured from this much shared
+memory of small and of huge pages, registered in chunks. Writes `layers.json`.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class Report:
 
 
 def measure_link() -> float:
-    """GB/s of one large copy."""
+    """Return the rate of one large copy, in GB/s."""
     host = torch.empty(GIB, dtype=torch.uint8, pin_memory=True).fill_(1)
     device = torch.empty(GIB, dtype=torch.uint8, device="cuda")
     seconds = [_timed(lambda: device.copy_(host, non_blocking=True)) for _ in range(6)]
@@ -142,12 +142,13 @@ def measure_rates(loads: Loads, link: float, report: Report, grids: Sequence[tup
 
 
 def measure_beside(loads: Loads, link: float, report: Report) -> None:
-    """Products of 4,096 x 4,096 (bf16), one after the other for about 60 ms; loads before, beside and after them."""
+    """Multiply matrices of 4,096 x 4,096 (bf16), one pair after the other, for about 60 ms. Loads are measured before,
+    beside and after that."""
     left = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
     begin, end = (_Event(enable_timing=True) for _ in range(2))
 
     def products(number: int = 300) -> float:
-        """Seconds of the device. Waits for the products alone."""
+        """Return the device's seconds for the products. Waits only for these."""
         begin.record()
         for _ in range(number):
             torch.matmul(left, left)
@@ -187,7 +188,7 @@ def measure_beside(loads: Loads, link: float, report: Report) -> None:
 
 
 def measure_forward(loads: Loads, link: float, report: Report, grids: Sequence[tuple[int, int]]) -> None:
-    """Products for about as long as the load takes."""
+    """Measure forward passes whose products take about as long as the load."""
     left = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
 
     def products(number: int) -> None:
@@ -239,8 +240,8 @@ def measure_forward(loads: Loads, link: float, report: Report, grids: Sequence[t
 
 @contextmanager
 def memory(num_bytes: int, kind: str) -> Iterator[int]:
-    """The address of registered memory: "memfd" has pages of 4 KiB, "memfd, huge" of 2 MiB where the machine has them,
-    "private, huge" is what an embedded pool has."""
+    """Yield the address of registered memory. "memfd" has pages of 4 KiB. "memfd, huge" has pages of 2 MiB if the
+    machine has them. "private, huge" is the memory of an embedded pool."""
     libc = ctypes.CDLL(None, use_errno=True)
     if kind.startswith("memfd"):
         file = os.memfd_create("layers")

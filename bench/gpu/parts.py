@@ -1,10 +1,11 @@
-"""Which part of pinning an eager engine feels: the parts run one at a time beside steps of thousands of launches.
+"""Measures which part of pinning slows an eager engine: the parts run one at a time beside steps of thousands of
+launches.
 
     OUT=/tmp/out python -m bench.gpu.parts [--rounds 5] [--steps 12] [--only NAME ...] [--tiny]
 
-The steps come from the main thread, as in an engine whose worker shares its process. Steps with a part alternate
-with steps without it, a few at a time, because a shared machine changes its speed within seconds. All parts are held to
-the same rate, so their costs compare. `--tiny` tries the program without a GPU. Writes `parts.json`.
+The main thread makes the steps, as in an engine whose worker shares its process. Steps with a part alternate with steps
+without it, a few at a time, because a shared machine changes its speed within seconds. All parts have the same rate, so
+their costs can be compared. `--tiny` tries the program without a GPU. Writes `parts.json`.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ _RATE = 1.5 * GIB
 
 @dataclass(frozen=True, slots=True)
 class Felt:
-    """Milliseconds of the steps with nothing beside them and with the part; medians of the rounds. `ratio`: the median
-    of the rounds' own. `gib_per_second`: what the part moved while it worked."""
+    """Milliseconds of the steps without and with the part, as medians of the rounds. `ratio` is the median of the
+    rounds' own ratios. `gib_per_second` is the part's rate while it worked."""
 
     name: str
     alone: float
@@ -53,7 +54,7 @@ class Felt:
 
 
 class EagerSteps:
-    """Steps as an eager engine makes them: some thousand launches of small kernels, then a token to wait for."""
+    """Steps of an eager engine: each makes some thousand launches of small kernels, then waits for a token."""
 
     def __init__(self, device: str, layers: int) -> None:
         self._layers, self._device = layers, device
@@ -63,7 +64,7 @@ class EagerSteps:
         self.launched: Callable[[], None] = lambda: None
 
     def step(self) -> float:
-        """Milliseconds."""
+        """Make a step, and return its milliseconds."""
         began = time.perf_counter()
         self.begins()
         hidden = self._hidden
@@ -76,15 +77,15 @@ class EagerSteps:
                 hidden = hidden + torch.nn.functional.silu(projected) * 0.01
         self.launched()
         float(hidden[0, 0])  # waits for the device
-        time.sleep(0.001)  # the scheduler, and the client
+        time.sleep(0.001)  # stands for the scheduler and the client
         return (time.perf_counter() - began) * 1e3
 
 
 class Part:
-    """Does one thing again and again on a thread of its own, while it is switched on."""
+    """Makes the same call again and again, on its own thread, while it is switched on."""
 
     def __init__(self, work: Callable[[], int], seconds: float) -> None:
-        """`work` returns the bytes that it has moved; it is called every `seconds`."""
+        """`work` returns how many bytes it has moved. It is called every `seconds`."""
         self.moved = 0
         self._work, self._seconds = work, seconds
         self._on, self._stop = threading.Event(), threading.Event()
@@ -128,7 +129,7 @@ class PoolPart:
 
 
 class Memory:
-    """Populated memory, piece by piece from the start."""
+    """Populated memory, which is used piece by piece from the start."""
 
     def __init__(self, num_bytes: int, *, is_populated: bool) -> None:
         self.region = HostRegion(num_bytes)
@@ -138,14 +139,14 @@ class Memory:
         self._offset = 0
 
     def next(self) -> int:
-        """The next piece's offset; from the start again at the end."""
+        """Return the offset of the next piece. After the last piece comes the first one again."""
         offset = self._offset
         self._offset = (offset + _CHUNK) % (self.region.num_bytes - _CHUNK)
         return offset
 
 
 def spin() -> int:
-    """1 ms of Python."""
+    """Run Python for 1 ms."""
     end = time.perf_counter() + 0.001
     while time.perf_counter() < end:
         pass
@@ -238,7 +239,7 @@ def measure(name: str, registrar: Registrar, steps: EagerSteps, num_bytes: int, 
             beside.append([steps.step() for _ in range(count)])
             part.switch(False)
             moved, seconds = moved + part.moved - before, seconds + time.perf_counter() - began
-            steps.step()  # in which the part ends
+            steps.step()  # lets the part end
     ratios = [np.median(late) / np.median(early) for early, late in zip(alone, beside, strict=True)]
     all_alone, all_beside = np.concatenate(alone), np.concatenate(beside)
     return Felt(

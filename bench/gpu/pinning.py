@@ -2,8 +2,8 @@
 
     OUT=/tmp/out python -m bench.gpu.pinning [--gib 16]
 
-Writes `pinning.json` and `pinning.png`. Ways that register memory which is populated before are repeated, for enough
-steps; the others run once, as a whole pool does.
+Writes `pinning.json` and `pinning.png`. Ways that register memory which was populated before are repeated, so that
+there are enough steps. The others run once, like a whole pool.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _MADV_NOHUGEPAGE = 15
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One way to pin. `gib_per_second`: over all of the time that it took, pauses included."""
+    """One way to pin. `gib_per_second` is its rate over the whole time, pauses included."""
 
     name: str
     gib_per_second: float
@@ -59,7 +59,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class FirstSlot:
-    """From before the pool is made: until its thread was started, and until a slot could be used."""
+    """Times from before the pool is made: until its thread was started, and until a slot could be used."""
 
     pool_gib: int
     made_ms: float
@@ -67,7 +67,7 @@ class FirstSlot:
 
 
 class Registering:
-    """Registers populated memory piece by piece, and gives it back."""
+    """Registers populated memory piece by piece, and unregisters it."""
 
     def __init__(self, address: int, num_bytes: int) -> None:
         self._address, self._num_bytes = address, num_bytes
@@ -75,7 +75,7 @@ class Registering:
         self._ranges: list[tuple[int, int]] = []
 
     def run(self, pace: Pace) -> float:
-        """Seconds that it took."""
+        """Register and unregister everything. Returns the seconds that this took."""
         began, offset = time.perf_counter(), 0
         while offset < self._num_bytes:
             size = min(pace.chunk_bytes // SLOT_BYTES * SLOT_BYTES or SLOT_BYTES, self._num_bytes - offset)
@@ -122,7 +122,7 @@ def register_populated(name: str, region: HostRegion, make_pace: Callable[[], Pa
 
 
 def register_cold(name: str, num_bytes: int) -> Measured:
-    """One call over memory that was never touched, without huge pages."""
+    """Register memory that was never touched, with one call and without huge pages."""
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(_MADV_NOHUGEPAGE)
     anchor = ctypes.c_char.from_buffer(memory)
@@ -137,7 +137,7 @@ def register_cold(name: str, num_bytes: int) -> Measured:
 
 
 def pin_pool(name: str, num_bytes: int, **pace: Any) -> Measured:
-    """A whole pool of KVStow: populate and register."""
+    """Populate and register a whole pool of KVStow."""
     pool = HostPool(PoolConfig(SLOT_BYTES, num_bytes, **pace), CudaRegistrar())
     try:
         done = threading.Event()
@@ -169,7 +169,8 @@ def first_slot(pool_gib: int) -> FirstSlot:
 
 
 def measure(num_bytes: int, say: Callable[[object], None]) -> list[Measured]:
-    """All ways. The machine's memory is cold at the start: a virtual machine gets it from its host at first touch."""
+    """Measure all ways. The machine's memory is cold at first: a virtual machine gets it from its host at first
+    touch."""
     measured: list[Measured] = []
 
     def add(entry: Measured) -> None:

@@ -1,6 +1,6 @@
-"""Copies that the driver's calls make by themselves: what a host could do without KVStow, and the limit of the link.
+"""Copies by plain calls of the driver. They show what a host could do without KVStow, and the limit of the link.
 
-Everything is given to the device at once, on a stream for each direction.
+Everything is given to the device at once, with a stream for each direction.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ _new_stream: Any = torch.cuda.Stream  # untyped in torch
 
 
 class PlainCopies:
-    """Between `cache` and `pool`. While an object lives, the GPU holds `cache.num_bytes` more, for large copies."""
+    """Copies between `cache` and `pool`. The object takes `cache.num_bytes` more of the GPU's memory, for large
+    copies."""
 
     def __init__(self, cache: KVCache, pool: HostPool) -> None:
         self._context, self._cu = primary_context(0), import_module("cuda.bindings.driver")
@@ -36,14 +37,14 @@ class PlainCopies:
         self.large = Copies(np.array([self._flat.data_ptr()]), np.array([pool.address]), whole)
 
     def give(self, direction: Direction, copies: Copies) -> None:
-        """With one call: `cuMemcpyBatchAsync`, or for one copy `cuMemcpyAsync`."""
+        """Start the copies with one call: `cuMemcpyBatchAsync`, or `cuMemcpyAsync` for a single copy."""
         target, source = _ends(direction, copies)
         order, stream = ("stream" if direction == "store" else "any"), self._streams[direction].cuda_stream
         with self._context.current():
             self._context.driver.copy(target, source, copies.size, order, stream)  # type: ignore[arg-type]
 
     def give_each(self, direction: Direction, copies: Copies) -> None:
-        """With a `cuMemcpyAsync` for each copy."""
+        """Start the copies with one `cuMemcpyAsync` for each."""
         copy, stream = self._cu.cuMemcpyAsync, self._streams[direction].cuda_stream
         target, source = _ends(direction, copies)
         with self._context.current():
@@ -57,7 +58,7 @@ class PlainCopies:
             stream.synchronize()
 
     def rate(self, give: Give, copies: Copies, directions: Sequence[Direction]) -> float:
-        """Bytes per second. Both directions share the copies."""
+        """Return bytes per second. With two directions, each makes a part of the copies."""
         parts = _shares(copies, len(directions))
         torch.cuda.synchronize()
         started = time.perf_counter()
@@ -72,7 +73,7 @@ def first(copies: Copies, most: int) -> Copies:
 
 
 def _pages(cache: KVCache, pool: HostPool) -> Copies:
-    """A copy for each page, the pages of a block one after the other."""
+    """Return a copy for each page. The pages of a block follow each other."""
     page = cache.shape.page_bytes
     bases = np.array([tensor.data_ptr() for tensor in cache.tensors])
     offsets = np.arange(len(bases)) * page
@@ -85,10 +86,10 @@ def _shares(copies: Copies, number: int) -> list[Copies]:
     if len(copies.size) > 1 or number == 1:
         each = len(copies.size) // number
         return [Copies(*(values[i * each : (i + 1) * each] for values in copies)) for i in range(number)]
-    size = copies.size // number  # of the one copy
+    size = copies.size // number  # each half of the one large copy
     return [Copies(copies.device + i * size, copies.host + i * size, size) for i in range(number)]
 
 
 def _ends(direction: Direction, copies: Copies) -> tuple[Any, Any]:
-    """Target and source."""
+    """Return the target and the source."""
     return (copies.host, copies.device) if direction == "store" else (copies.device, copies.host)

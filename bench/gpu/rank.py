@@ -1,6 +1,6 @@
-"""One rank to measure: a KV cache full of random bytes, a pinned pool, and a worker that copies between them.
+"""A rank to measure: a KV cache full of random bytes, a pinned pool, and a worker that copies between them.
 
-Blocks go to slots in a random order on both sides, so that neighbours are rare.
+Blocks and slots are in random orders, so that neighbours are rare.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 BOTH: tuple[Direction, ...] = ("store", "load")
 
 _PATIENCE = 60.0  # seconds
-_ONE_REGISTRATION = 64 * GIB  # no copy is cut at the seam of two
+_ONE_REGISTRATION = 64 * GIB  # so large that no copy crosses the border of two registrations
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A KV cache of `layers` regions with pages of `page_bytes`."""
+    """The shape of a KV cache: `layers` regions with pages of `page_bytes` bytes."""
 
     page_bytes: int
     layers: int
@@ -47,7 +47,7 @@ class Shape:
 
 
 class KVCache:
-    """About `num_bytes` of blocks to move, on a GPU that holds a quarter more."""
+    """A KV cache with about `num_bytes` of blocks to move, on a GPU that has room for a quarter more."""
 
     def __init__(self, shape: Shape, num_bytes: int) -> None:
         self.shape, self.num_slots = shape, num_bytes // shape.slot_bytes
@@ -63,7 +63,7 @@ class KVCache:
 
     @contextmanager
     def pool(self) -> Iterator[tuple[HostPool, CudaRegistrar]]:
-        """A pool that is pinned, in one piece."""
+        """Yield a pool that is pinned, in one piece."""
         registrar = CudaRegistrar()
         config = PoolConfig(self.shape.slot_bytes, self.num_bytes, chunk_bytes=_ONE_REGISTRATION, pause=0.0)
         pool = HostPool(config, registrar)
@@ -81,7 +81,7 @@ class KVCache:
 
     @contextmanager
     def worker(self, make_device: Callable[..., Device] = CudaDevice, **options: Any) -> Iterator[Traffic]:
-        """A worker as a host has it, its pool pinned. `options`: those of `CudaOptions`."""
+        """Yield the traffic of a worker as a host has it, with a pinned pool. `options` are those of `CudaOptions`."""
         with self.pool() as (pool, registrar):
             device = make_device(pool, self.layout, self.tensors, registrar=registrar, options=CudaOptions(**options))
             worker = DataPlane(0, pool, device)
@@ -92,7 +92,7 @@ class KVCache:
 
 
 class Traffic:
-    """Ops of one worker. What moves both ways at once moves half of the cache each way."""
+    """Ops of one worker. If both directions move at once, each moves half of the cache."""
 
     def __init__(self, worker: DataPlane, cache: KVCache) -> None:
         self._worker = worker
@@ -104,7 +104,8 @@ class Traffic:
         self.num_bytes = cache.num_bytes
 
     def submit(self, *directions: Direction, half: bool = False) -> None:
-        """One op for each of `directions`. `half`: of half of the cache, another for stores than for loads."""
+        """Submit one op for each of `directions`. With `half`, it moves half of the cache: one half for stores, and the
+        other for loads."""
         parts = [self._parts[direction] if half else slice(None) for direction in directions]
         blocks, slots = ([tuple(values[part]) for part in parts] for values in self._pairs)
         self._running += len(directions)
@@ -125,7 +126,7 @@ class Traffic:
             self._worker.wait_completions(_PATIENCE)
 
     def seconds(self, directions: Sequence[Direction]) -> float:
-        """From the submission until the host knows that all is done."""
+        """Return the seconds from the submission until the host knows that all copies have ended."""
         torch.cuda.synchronize()
         started = time.perf_counter()
         self.submit(*directions, half=len(directions) > 1)

@@ -1,8 +1,8 @@
-"""Rate of stores, loads and both together against the page size, as parts of what one large copy reaches.
+"""Rates of stores, loads and both together by page size, compared with the rate of one large copy.
 
     python3 -m bench.gpu.rates [--gib 2] [--out DIR]
 
-KVStow is measured through its worker, from the submission until the host knows that the bytes are there. Writes
+KVStow is measured through its worker, from the submission until the host knows that the bytes have arrived. Writes
 `rates.json` and `rates.png`.
 """
 
@@ -48,13 +48,14 @@ BARS = {"store": 0.95, "load": 0.95, "both": 0.90}
 
 _TICKS = (4, 16, 64, 256, 1024)  # KiB
 _REPEATS = 5
-_MOST_CALLS = 1 << 16  # of cuMemcpyAsync in a measurement: the rate does not depend on it, the time does
-_SLOW_PAGE, _SLOW_REPEATS = 32 * KIB, 2  # smaller pages take up to a second when copied one by one
+_MOST_CALLS = 1 << 16  # calls of cuMemcpyAsync in one measurement; more would take longer without changing the rate
+_SLOW_PAGE, _SLOW_REPEATS = 32 * KIB, 2  # copying smaller pages one by one takes up to a second, so it is repeated less
 
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """Median of some repeats. `share`: of the limit in the same direction, measured beside it."""
+    """The median of some repeats. `share` is relative to the limit in the same direction, which is measured beside
+    it."""
 
     page_kib: int
     layers: int
@@ -76,7 +77,7 @@ def measure(shape: Shape, num_bytes: int) -> list[Rate]:
 
 
 def _plain_rates(cache: KVCache) -> tuple[dict[str, float], dict[tuple[str, str], float]]:
-    """The limit by direction, and the rates by way and direction."""
+    """Return the limit by direction, and the rates by way and direction."""
     with cache.pool() as (pool, _):
         plain = PlainCopies(cache, pool)
 
@@ -109,12 +110,12 @@ def _repeats(shape: Shape) -> int:
 
 
 def _median(measure_once: Callable[[], float], repeats: int) -> float:
-    measure_once()  # the first time loads kernels, and touches the link's buffers
+    measure_once()  # a warm-up, which loads kernels and touches the link's buffers
     return statistics.median(measure_once() for _ in range(repeats))
 
 
 def table(rates: Sequence[Rate]) -> Table:
-    """Store / load / both of each way, as parts of the limit."""
+    """Make a table of store / load / both for each way, relative to the limit."""
     found = {(rate.page_kib, rate.layers, rate.way, rate.direction): rate for rate in rates}
     rows = []
     for page, layers in dict.fromkeys((rate.page_kib, rate.layers) for rate in rates):

@@ -1,9 +1,9 @@
-"""What moving 2 GiB costs the host, and what it costs matmuls that run beside it.
+"""What moving 2 GiB costs the host, and how it slows matmuls that run beside it.
 
     python3 -m bench.gpu.submit [--gib 2] [--out DIR]
 
-Host time is what the copy thread spends in calls of the device: those that give it work, and those that only
-poll it. Writes `submit.json` and `submit.png`.
+Host time is what the copy thread spends in calls of the device: those that give it work, and those that only poll it.
+Writes `submit.json` and `submit.png`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from kvstow.messages import Direction
 SHAPES = (
     Shape(4 * KIB, 80),
     Shape(8 * KIB, 80),
-    Shape(256 * KIB, 8),  # these three have slots of 2 MiB, and ever more layers
+    Shape(256 * KIB, 8),  # this and the next two have slots of 2 MiB, and more and more layers
     Shape(64 * KIB, 32),
     Shape(16 * KIB, 128),
     Shape(1024 * KIB, 32),
@@ -42,8 +42,8 @@ BAR_MS = 3.0
 
 _BESIDE = Shape(64 * KIB, 32)
 _REPEATS = 9
-_MATMULS, _SIZE = 60, 8192  # 85 ms
-_OPS = 6  # of 2 GiB: 240 ms, longer than the matmuls and those that warm the GPU up before
+_MATMULS, _SIZE = 60, 8192  # they take 85 ms
+_OPS = 6  # ops of 2 GiB take 240 ms, which is longer than the matmuls with those that warm up the GPU before them
 
 _Value = TypeVar("_Value")
 _new_event: Any = torch.cuda.Event  # untyped in torch
@@ -51,13 +51,13 @@ _new_event: Any = torch.cuda.Event  # untyped in torch
 
 @dataclass(frozen=True, slots=True)
 class HostTime:
-    """Medians for one op that moves everything, in milliseconds. `cpu_ms`: of the whole process."""
+    """Medians for one op that moves everything, in milliseconds. `cpu_ms` is CPU time of the whole process."""
 
     page_kib: int
     layers: int
     way: str
     direction: str
-    caller_ms: float  # in `submit`
+    caller_ms: float  # the time in `submit`
     giving_ms: float
     looking_ms: float
     looks: float
@@ -66,8 +66,8 @@ class HostTime:
 
 @dataclass(frozen=True, slots=True)
 class SlowDown:
-    """Of `_MATMULS` products of bf16 matrices beside copies: median and extremes of their time to that without, just
-    before and after."""
+    """How much copies slow down `_MATMULS` products of bf16 matrices: the median and the extremes of the ratio of their
+    time to that without copies, measured just before and after."""
 
     way: str
     direction: str
@@ -77,7 +77,7 @@ class SlowDown:
 
 
 class Meter:
-    """Adds up the time of calls, in seconds. A look that begins a batch gives the device work; any other only looks."""
+    """Adds up the seconds of calls. A look counts as giving work if it begins a batch, and as polling otherwise."""
 
     def __init__(self) -> None:
         self.reset()
@@ -93,7 +93,7 @@ class Meter:
         return value
 
     def look(self, advance: Callable[[], None], transfers: Sequence[Transfer]) -> None:
-        """`transfers`: those under way."""
+        """Make a look, and count its time. `transfers` are those in progress."""
         begun, started = sum(transfer.begun for transfer in transfers), time.perf_counter()
         advance()
         seconds = time.perf_counter() - started
@@ -146,7 +146,7 @@ def _host_time(shape: Shape, way: str, direction: Direction, run: Callable[[], S
 
 
 def _run_op(traffic: Traffic, meter: Meter, direction: Direction) -> Sequence[float]:
-    """The figures of a `HostTime`."""
+    """Run an op. Returns the figures of a `HostTime`."""
     meter.reset()
     started, cpu = time.perf_counter(), time.process_time()
     traffic.submit(direction)
@@ -157,7 +157,8 @@ def _run_op(traffic: Traffic, meter: Meter, direction: Direction) -> Sequence[fl
 
 
 def _run_batch(plain: PlainCopies, direction: Direction) -> Sequence[float]:
-    """The same for one call. Waiting keeps a CPU busy in CUDA, so only the call's CPU time is counted."""
+    """Return the same figures for one call. Waiting in CUDA keeps a CPU busy, so only the call's own CPU time
+    counts."""
     started, cpu = time.perf_counter(), time.process_time()
     plain.give(direction, plain.pages)
     seconds, cpu = time.perf_counter() - started, time.process_time() - cpu
@@ -166,7 +167,7 @@ def _run_batch(plain: PlainCopies, direction: Direction) -> Sequence[float]:
 
 
 def slow_downs(num_bytes: int) -> list[SlowDown]:
-    """Alternates between the ways, each between two baselines: the GPU's clock drifts with its temperature."""
+    """Measure the ways by turns, each between two baselines, because the GPU's clock drifts with its temperature."""
     cache = KVCache(_BESIDE, num_bytes)
     with cache.worker() as traffic, cache.pool() as (pool, _):
         plain = PlainCopies(cache, pool)
@@ -197,11 +198,11 @@ class Matmuls:
     def __init__(self) -> None:
         self._factor = torch.randn(_SIZE, _SIZE, device="cuda", dtype=torch.bfloat16)
         self._product = torch.empty_like(self._factor)
-        self.seconds()  # loads kernels
+        self.seconds()  # a warm-up, which loads kernels
 
     def seconds(self, begin: Callable[[], None] = lambda: None) -> float:
-        """For all products, on the device, after as many that are not timed: a GPU that was idle is faster at first.
-        `begin` is called as soon as all are queued."""
+        """Return the device's seconds for all products. As many products come before them and are not timed, because a
+        GPU that was idle is faster at first. `begin` is called as soon as all are queued."""
         start, stop = (_new_event(enable_timing=True) for _ in range(2))
         self._queue()
         start.record()

@@ -1,10 +1,10 @@
-"""How long a 4-byte copy, say of a sampled token to the host, takes while a store of 1 GiB runs; and one to the device
-while a load does.
+"""How long a 4-byte copy to the host, such as that of a sampled token, takes while a store of 1 GiB runs, and how long
+one to the device takes while a load does.
 
     python3 -m bench.gpu.token [--samples 300] [--out DIR]
 
-One sample an op, at a random time of it, on a stream of the sampler's own: from the call of the copy until the
-host knows that it is done. Writes `token.json` and `token.png`.
+Each op has one sample, at a random time, on the sampler's own stream. Its time is from the call of the copy until the
+host knows that the copy has ended. Writes `token.json` and `token.png`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _new_stream: Any = torch.cuda.Stream  # untyped in torch
 
 @dataclass(frozen=True, slots=True)
 class Delays:
-    """`gb_per_second`: the op's rate without a sampler. Samples in milliseconds, ascending."""
+    """`gb_per_second` is the op's rate without a sampler. Samples are in milliseconds, in ascending order."""
 
     direction: Direction
     way: str
@@ -77,7 +77,8 @@ class Sampler:
 def delays(
     direction: Direction, way: str, begin: Callable[[], None], finish: Callable[[], None], samples: int
 ) -> Delays:
-    """`begin` starts an op of all bytes, `finish` waits for it. Samples begin in its first nine tenths."""
+    """Sample ops. `begin` starts an op of all bytes, and `finish` waits for it. Samples begin in its first nine
+    tenths."""
 
     def once() -> float:
         started = time.perf_counter()

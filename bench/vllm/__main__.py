@@ -31,11 +31,11 @@ _ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; without a GPU
     "HF_HUB_OFFLINE": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
-    "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # results go to stdout
+    "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # because results go to stdout
     "VLLM_NO_USAGE_STATS": "1",
-    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # the other way starts CUDA, and processes are forked later
-    "PYTHONHASHSEED": "0",  # engines that are to share blocks need equal hashes; vLLM reads it
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # would be compiled at first use
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # the other check starts CUDA, and processes are forked after it
+    "PYTHONHASHSEED": "0",  # vLLM reads it; engines that share blocks need equal hashes
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it would be compiled at its first use
 }
 
 
@@ -46,14 +46,14 @@ def main() -> int:
         return 2
     for key, value in _ENVIRONMENT.items():
         os.environ.setdefault(key, value)
-    for folder in _CODE:  # as installing does; otherwise each engine compiles what it imports, 0.2 s
+    for folder in _CODE:  # as installation does; otherwise each engine compiles what it imports, in 0.2 s
         compileall.compile_dir(folder, quiet=2)
     paths = [*_CODE, str(_ROOT)]
     sys.path[:0] = paths
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*paths, os.environ.get("PYTHONPATH", "")]))
     if (name in ("verify", "rotation") or "--invariant" in sys.argv) and has_gpu():
-        os.environ.setdefault("VLLM_BATCH_INVARIANT", "1")  # read when vLLM is imported
-    import_module("fastapi")  # `vllm serve` has it in its engine's process, too
+        os.environ.setdefault("VLLM_BATCH_INVARIANT", "1")  # vLLM reads it when it is imported
+    import_module("fastapi")  # because `vllm serve` has it in its engine's process, too
     program = import_module(f"bench.vllm.{name}")
     import_module("bench.vllm.process").die_with_the_program()
     status: int = program.main(sys.argv[2:])

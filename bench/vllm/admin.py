@@ -1,4 +1,4 @@
-"""What KVStow's admin server reports about a running engine."""
+"""Requests to KVStow's admin server about a running engine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 
 def ask(port: int, path: str) -> Any:
-    """Raises `OSError` if nothing answers."""
+    """GET. Raises `OSError` if nothing answers."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5) as answer:
         return json.load(answer)
 
@@ -25,12 +25,12 @@ def change(port: int, path: str, body: dict[str, Any]) -> Any:
 
 
 def purge(port: int, pool: str) -> Any:
-    """All blocks of a pool. Raises `OSError` if nothing answers or the server refuses."""
+    """Purge all blocks of a pool. Raises `OSError` if nothing answers or the server refuses."""
     return _send(port, "POST", f"/v1/pools/{pool}/purge", {"all": True}, "application/json")
 
 
 def _send(port: int, method: str, path: str, body: dict[str, Any], kind: str) -> Any:
-    """Through the server's Unix socket: over TCP it only reads."""
+    """Send a request through the server's Unix socket, because over TCP it only reads."""
     (address,) = (one for one in ask(port, "/v1/info")["addresses"] if one.startswith("unix:"))
     connection = http.client.HTTPConnection("kvstow", timeout=5)
     connection.sock = socket.socket(socket.AF_UNIX)
@@ -52,7 +52,7 @@ def free_port() -> int:
 
 
 def wait_until_pinned(port: int, patience: float) -> float:
-    """Seconds that it took from now; raises `TimeoutError`."""
+    """Wait until the pool is pinned. Returns the seconds that it took. Raises `TimeoutError`."""
     began = time.perf_counter()
     while not _is_pinned(port):
         if time.perf_counter() - began > patience:
@@ -63,7 +63,7 @@ def wait_until_pinned(port: int, patience: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Of the counters; blocks and bytes are of one rank."""
+    """A summary of the counters. Blocks and bytes are of one rank."""
 
     state: str
     ranks: list[str]
@@ -105,9 +105,10 @@ def summarize(port: int) -> Summary:
 
 
 class PinWatch:
-    """A thread that notes when the pool is pinned. A context manager; `pinned_at` is a moment of `time.perf_counter`.
+    """A thread that notes when the pool is pinned. It is a context manager. `pinned_at` is a time of
+    `time.perf_counter`.
 
-    It asks every second: more would be a load of its own.
+    It asks once a second, because more requests would be a load of their own.
     """
 
     def __init__(self, port: int) -> None:
@@ -131,7 +132,7 @@ class PinWatch:
 
 
 def _is_pinned(port: int) -> bool:
-    """The server starts beside the engine: at first nothing may answer."""
+    """Whether the pool is pinned. At first nothing may answer, because the server starts beside the engine."""
     try:
         readiness = ask(port, "/v1/readiness")
     except OSError:

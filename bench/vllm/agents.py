@@ -4,19 +4,21 @@
         [--first 1500] [--grows 400] [--seconds 150] [--rounds 1] [--modes off exact] [--one-shot 0.5]
         [--graphs none] [--attention FLASH_ATTN] [--out DIR]
 
-Each agent has a conversation that grows turn by turn; between two turns it pauses for a time with a heavy tail, and
-after its last turn it begins another one. Beside them come prompts that never repeat. The pool has room for half of the
-conversations, the GPU for an eighth. Modes: "off": without hints; "names": the context alone; "exact": also when the
-next turn comes, and the release after the last one; "rough": the same with a log-error of sigma 1. Each mode runs in an
-engine of its own, by turns; a round has the same agents in all modes. Counted are turns that are not the first of a
-conversation, after a quarter of the time: the share that had to compute more than half of its prefix again, the share
-of prefix tokens that were found, the time to the first token, and the seconds that the engine's steps took. A second
-table says where the time to the first token goes, for turns that computed their prefix, that found it on the GPU, and
-that loaded it: until the engine first looked the prefix up; from there until the load had ended; until the step began
-that computed the first token; and that step. Writes `agents.jsonl` and `agents.md`.
+Each agent has a conversation that grows turn by turn. Between two turns it pauses for a time with a heavy tail, and
+after its last turn it begins another conversation. There are also prompts that never repeat. The pool has room for half
+of the conversations, and the GPU for an eighth. Modes: "off" is without hints. With "names", hints name only the
+context. With "exact", they also say when the next turn comes, and release the context after the last one. "rough" is
+the same with a log-error of sigma 1. Each mode has its own engine, and the engines take turns. A round has the same
+agents in all modes.
+
+After a quarter of the time, turns that are not the first of a conversation are counted: the share that had to compute
+more than half of its prefix again, the share of prefix tokens that were found, the time to the first token, and the
+seconds of the engine's steps. A second table divides the time to the first token, for turns that computed their prefix,
+found it on the GPU, or loaded it: until the engine first looked the prefix up, from there to the end of the load, from
+there to the start of the step that computed the first token, and that step. Writes `agents.jsonl` and `agents.md`.
 
 With --tiny there are ten agents, and time is virtual: it passes when nothing runs. So what is found depends on the
-machine as little as possible, and the times mean nothing.
+machine as little as possible, and times have no meaning.
 """
 
 from __future__ import annotations
@@ -45,14 +47,14 @@ from bench.vllm.process import run
 from bench.vllm.results import Results, add_engine, make_parser, open_results
 
 _PINNING, _PATIENCE = 90.0, 300.0
-_STEP_SECONDS = 0.02  # of a step, where time is virtual
+_STEP_SECONDS = 0.02  # the length of a step in virtual time
 MODES = ("off", "names", "exact", "rough")
 
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Sizes in tokens, times in seconds. `turns` and `gap`: medians. `one_shot`: so many prompts that never repeat for
-    each turn, of `one_shot_tokens`."""
+    """Sizes are in tokens, times in seconds. `turns` and `gap` are medians. For each turn there are `one_shot` prompts
+    that never repeat, of `one_shot_tokens`."""
 
     agents: int = 64
     turns: int = 12
@@ -70,7 +72,7 @@ class Traffic:
 
     @property
     def longest(self) -> int:
-        """A conversation ends with the turn that makes it longer than so many tokens."""
+        """The limit for a conversation, in tokens. It ends with the turn that exceeds it."""
         return self.system + self.first + 2 * self.turns * self.grows
 
     @property
@@ -78,7 +80,7 @@ class Traffic:
         return max(self.longest + 2 * self.grows + self.answer, self.one_shot_tokens) + self.answer + 1
 
     def working_set(self) -> int:
-        """Tokens of all conversations at one time, on the average of the agents' turns."""
+        """The tokens of all conversations at one time, for an average turn of each agent."""
         agents = [_Agent(self, number, 1000) for number in range(self.agents)]
         sizes = [
             len(agent.prompt()) for agent in agents for _ in range(2 * self.turns) if agent.answered([0] * self.answer)
@@ -87,7 +89,7 @@ class Traffic:
 
 
 class _Agent:
-    """Draws all its numbers from its own source, so that they do not depend on what others do."""
+    """An agent. It has its own random numbers, so that they do not depend on other agents."""
 
     def __init__(self, traffic: Traffic, number: int, vocabulary: int) -> None:
         self._traffic, self._number, self._vocabulary = traffic, number, vocabulary
@@ -95,7 +97,7 @@ class _Agent:
         self._system = [random.Random(traffic.seed).randrange(10, vocabulary) for _ in range(traffic.system)]
         self._conversations = count()
         self._begin()
-        for _ in range(self._chance.randrange(self._turns)):  # it is in the middle of a conversation
+        for _ in range(self._chance.randrange(self._turns)):  # begin in the middle of a conversation
             if not self.is_last:
                 self.answered(self._tokens(traffic.answer))
         self.known = 0
@@ -106,7 +108,7 @@ class _Agent:
         self.turn = 0
         self._turns = max(3, round(chance.lognormvariate(log(traffic.turns), 0.5)))
         self.known = 0
-        """Tokens of the last turn: they may be cached."""
+        """The tokens of the last turn, which may be cached."""
         self._history = self._system + self._tokens(traffic.first)
         self._draw()
 
@@ -133,7 +135,7 @@ class _Agent:
         return {"context": self.name, "resume_in": self.gap * (exp(self._error) if mode == "rough" else 1.0)}
 
     def answered(self, tokens: Sequence[int]) -> float:
-        """The turn is over. Returns the pause before the next one."""
+        """End the turn. Returns the pause before the next one."""
         gap = self.gap
         if self.is_last:
             self._begin()
@@ -149,20 +151,20 @@ class _Agent:
 
 
 class _Clock:
-    """Time that passes. `drain`: see `_VirtualClock`."""
+    """Real time. For `drain`, see `_VirtualClock`."""
 
     def __call__(self) -> float:
         return time.monotonic()
 
     def stepped(self) -> None:
-        """The engine has made a step."""
+        """Note that the engine has made a step."""
 
     def wait_until(self, at: float) -> None:
         time.sleep(max(0.0, min(at - time.monotonic(), 0.01)))
 
 
 class _VirtualClock(_Clock):
-    """A step takes a fixed time, and pauses take none."""
+    """Virtual time, in which each step takes the same time, and waiting takes none."""
 
     def __init__(self) -> None:
         self._now = time.monotonic()
@@ -181,8 +183,8 @@ KINDS = ("computed", "found on the GPU", "loaded")
 
 
 class Turn(NamedTuple):
-    """Tokens of its prefix, those found, and those loaded. Seconds until the first look-up, from there to the end of
-    the load, from there to the start of the step with the first token, and of that step."""
+    """A turn: the tokens of its prefix, how many were found, and how many were loaded. Seconds until the first lookup,
+    from there to the end of the load, from there to the start of the step with the first token, and of that step."""
 
     known: int
     cached: int
@@ -198,9 +200,9 @@ class Turn(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Of the turns that came back. `recomputed`: the share that computed more than half of its prefix; `found`: the
-    share of prefix tokens that were not computed. Times in ms, `busy` in seconds; `split`: by kind, the
-    number of turns and the medians of their parts. `claims`: what the pool says of hints."""
+    """Figures of the turns that came back. `recomputed` is the share that computed more than half of its prefix.
+    `found` is the share of prefix tokens that were not computed. Times are in ms, and `busy` is in seconds. `split`
+    has, by kind, the number of turns and the medians of their parts. `claims` is what the pool reports about hints."""
 
     mode: str
     seed: int
@@ -233,7 +235,7 @@ class _Asked:
 
 
 class _Run:
-    """One engine in this process, and what is asked of it."""
+    """One engine in this process, and its requests."""
 
     def __init__(self, setup: Setup, traffic: Traffic, mode: str, vocabulary: int, *, is_virtual: bool) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -290,7 +292,7 @@ class _Run:
         )
 
     def _watch(self, connector: Any) -> None:
-        """Note when vLLM looks up a prefix, starts a load and learns of its end."""
+        """Note when vLLM looks up a prefix, starts a load and learns of the load's end."""
         look_up, admit, note = (
             connector.get_num_new_matched_tokens,
             connector.update_state_after_alloc,
@@ -320,7 +322,7 @@ class _Run:
         connector.update_connector_output = noted
 
     def _of(self, name: str) -> _Asked | None:
-        """vLLM may add to the name of a request."""
+        """Return the request of this name, to which vLLM may have added something."""
         return self._asked.get("-".join(name.split("-")[:2]))
 
     def _push(self, at: float, agent: _Agent | None) -> None:

@@ -15,8 +15,8 @@ _RUNNERS = ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner"
 
 @dataclass(frozen=True, slots=True)
 class Captures:
-    """Of one start that did not fail. `seconds`: all captures together; the calls are those of `cuMemHostRegister`
-    that lay in them, at least in part, and those in all."""
+    """The captures of one start, which did not fail. `seconds` are those of all captures together. The calls are those
+    of `cuMemHostRegister`: how many were at least partly during captures, and how many there were in all."""
 
     seconds: float
     calls: int
@@ -41,7 +41,7 @@ class _Log:
 
 @contextmanager
 def observe_captures() -> Iterator[Callable[[], Captures]]:
-    """Inside, captures and registrations of this process are recorded; the callable returns a summary so far."""
+    """Record the captures and registrations of this process. Yields a function that returns a summary so far."""
     log, registrar = _Log(), import_module("kvstow.devices.cuda").CudaRegistrar
     runners = [import_module(name).GPUModelRunner for name in _RUNNERS]
     saved = [(owner, "capture_model", owner.capture_model) for owner in runners]

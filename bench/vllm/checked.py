@@ -1,8 +1,8 @@
-"""KVStow's connector with a check that each loaded block holds what it held when it was stored.
+"""KVStow's connector with a check that each loaded block has the contents with which it was stored.
 
-Equal answers show that vLLM computed the same; this shows that the bytes are the same, whatever kernels round.
-A fingerprint is taken of every block on the compute stream: before its store begins, and after its load has ended.
-Engines with the same folder share fingerprints by slot, as engines that are attached to one service share slots.
+Equal answers show that vLLM computed the same. This check shows that the bytes are the same, however kernels round. It
+takes a fingerprint of every block on the compute stream, before its store begins and after its load has ended. Engines
+with the same folder share fingerprints by slot, as engines that are attached to one service share slots.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from kvstow_service.connectors.vllm.connector import KVStowConnector
 from kvstow_service.connectors.vllm.rankdataplane import kv_geometry
 
 FOLDER = "BENCH_VLLM_CHECKS"
-"""Environment variable: where each process of a rank writes `RANK-PID.json`, every second."""
+"""An environment variable with the folder to which each process of a rank writes `RANK-PID.json`, every second."""
 
-_SLOTS = 1 << 22  # at most
+_SLOTS = 1 << 22  # the most slots
 
 
 @dataclass(frozen=True, slots=True)
 class Checks:
-    """Loaded blocks over all ranks and engines: checked ones, and those with other bytes. `told_apart`: neighbours in a
-    load whose fingerprints differ; else equal ones would prove nothing."""
+    """Counts of loaded blocks over all ranks and engines: checked ones, and those with other bytes. `told_apart` counts
+    neighbours in a load whose fingerprints differ. Without such neighbours, equal fingerprints would prove nothing."""
 
     blocks: int
     wrong: int
@@ -44,11 +44,11 @@ def read_checks(folder: Path) -> Checks:
 
 
 class CheckedKVStowConnector(KVStowConnector):
-    """As `KVStowConnector`. What it adds runs in the order of the compute stream, and waits for the device in steps
+    """A `KVStowConnector` with checks. They run in the order of the compute stream, and wait for the device in steps
     with stores.
 
-    The fingerprints of an op are written, or read, when it begins: later the slots may belong to another engine, as the
-    service frees those of a lost session as soon as the copies have ended.
+    The fingerprints of an op are written, or read, when it begins. Later its slots may belong to another engine,
+    because the service frees the slots of a lost session as soon as its copies have ended.
     """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
@@ -63,7 +63,7 @@ class CheckedKVStowConnector(KVStowConnector):
         super().register_kv_caches(kv_caches)
         path = Path(os.environ[FOLDER]) / f"{self._rank.side.rank}.fingerprints"
         with path.open("ab") as file:
-            file.truncate(8 * _SLOTS)  # sparse
+            file.truncate(8 * _SLOTS)  # the file is sparse
         self._stored = np.memmap(path, np.int64, "r+")
         self._tensors = kv_geometry(kv_caches, self._num_blocks).tensors
         device = self._tensors[0].device
@@ -72,7 +72,7 @@ class CheckedKVStowConnector(KVStowConnector):
             torch.randint(-(1 << 62), 1 << 62, (tensor.shape[1] // 8,), generator=generator).to(device)
             for tensor in self._tensors
         ]
-        self._counts = torch.zeros(3, dtype=torch.int64, device=device)  # as the fields of `Checks`
+        self._counts = torch.zeros(3, dtype=torch.int64, device=device)  # in the order of the fields of `Checks`
 
     def _begin_step(self, metadata: Any) -> None:
         plan = metadata.plan
@@ -86,7 +86,7 @@ class CheckedKVStowConnector(KVStowConnector):
         super()._begin_step(metadata)
 
     def wait_for_save(self) -> None:
-        """The compute stream waits for loads by layer here, if not before."""
+        """Check loads by layer, too, for which the compute stream waits in this call at the latest."""
         super().wait_for_save()
         layered, self._checks_due = self._checks_due, []
         for op, stored in layered:

@@ -1,4 +1,4 @@
-"""A load of concurrent conversations of several turns: what is asked depends on a seed and the answers alone."""
+"""A load of concurrent conversations of several turns. Its requests depend only on a seed and on the answers."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from vllm.sampling_params import RequestOutputKind
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Sizes in tokens, from and up to. Each of `clients` alternates between `beside` conversations, then takes others.
+    """Sizes are in tokens, as the least and the most. Each of `clients` alternates between `beside` conversations, then
+    begins others.
 
-    Conversations begin with one of `systems` texts. A turn in `one_in_abandoned` is aborted soon after it was asked.
+    Conversations begin with one of `systems` texts. One turn in `one_in_abandoned` is aborted soon after it was sent.
     """
 
     clients: int = 32
@@ -37,7 +38,7 @@ class Load:
 
 
 class Turn(NamedTuple):
-    """Client, conversation of that client, turn."""
+    """The numbers of a client, of one of its conversations, and of a turn in that."""
 
     client: int
     conversation: int
@@ -45,7 +46,7 @@ class Turn(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """`logprob`: of all tokens together. `cached`: tokens of the prompt that were not computed."""
+    """`logprob` is that of all tokens together. `cached` is how many tokens of the prompt were not computed."""
 
     tokens: tuple[int, ...]
     logprob: float
@@ -54,7 +55,7 @@ class Answer(NamedTuple):
 
 
 class Talk:
-    """Clients that talk to `engine`, an AsyncLLM; `answers` grows meanwhile."""
+    """Clients that talk to `engine`, an AsyncLLM. `answers` grows meanwhile."""
 
     def __init__(self, engine: Any, load: Load, vocabulary: int) -> None:
         self._engine, self._load, self._vocabulary = engine, load, vocabulary
@@ -67,7 +68,7 @@ class Talk:
         await asyncio.gather(*(self._client(client, deadline) for client in range(self._load.clients)))
 
     async def ask(self, prompt: list[int], max_tokens: int) -> Answer:
-        # Log-probabilities differ where tokens do not.
+        # With log probabilities, because they may differ even if the tokens are equal.
         params = SamplingParams(
             max_tokens=max_tokens,
             temperature=0,
@@ -95,7 +96,8 @@ class Talk:
                     await anext(talk, None)
 
     async def _conversation(self, client: int, conversation: int) -> AsyncIterator[None]:
-        """A step for each turn. Draws its numbers in advance: what happens elsewhere must not change them."""
+        """Yield after each turn. All random numbers are drawn in advance, so that they do not depend on other
+        clients."""
         load = self._load
         chance = random.Random(f"{load.seed} {client} {conversation}")
         system = chance.randrange(load.systems)

@@ -1,13 +1,13 @@
-"""Many hits at once, and requests that decode while hits arrive, by way of the loads.
+"""Many simultaneous hits, and requests that decode while hits arrive, by the way of the loads.
 
     python3 -m bench.vllm crowd [--shape 8b] [--parts burst beside] [--hits 16] [--running 16] [--rounds 3]
         [--budgets 0 10 50] [--pool 40] [--graphs none] [--attention FLASH_ATTN] [--out DIR]
 
-One engine a part, in which the ways alternate. "burst": so many prompts with known prefixes in host memory only, asked
-at once: the first token of the first, of the last, and the mean. "beside": requests decode, and a hit arrives every 30
-steps: the time between two tokens of those that run, and the first token of the hit, with all loads before the step and
-as the policy decides, with each budget (ms). The same few milliseconds of Python are timed beside each. Writes
-`crowd.jsonl` and `crowd.md`.
+Each part has one engine, in which the ways alternate. "burst": prompts whose prefixes are only in host memory are sent
+at once. Measured are the first tokens of the first and the last prompt, and their mean. "beside": requests decode, and
+a hit arrives every 30 steps. Measured are the time between two tokens of those requests, and the first token of the
+hit, with all loads before the step and with the policy's choice, for each budget (ms). The same few milliseconds of
+Python are timed beside each. Writes `crowd.jsonl` and `crowd.md`.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from bench.vllm.process import run
 from bench.vllm.results import add_engine, make_parser, open_results, plain_setup, shape_of
 
 _PINNING, _PATIENCE, _TIMEOUT = 90.0, 20.0, 500.0
-_NEW = 7  # tokens after each prefix
-_SHORT, _LONG = 64, 3000  # tokens of a request that decodes: prompt and answer
-_PREFIXES, _ON_GPU = 8, 2  # beside: of the hits
-_EVERY = 30  # steps
+_NEW = 7  # how many tokens follow each prefix
+_SHORT, _LONG = 64, 3000  # tokens of the prompt and of the answer of a request that decodes
+_PREFIXES, _ON_GPU = 8, 2  # how many prefixes the hits of "beside" have, and how many of them fit on the GPU
+_EVERY = 30  # steps between two hits
 
 
 @dataclass(frozen=True, slots=True)
 class Burst:
-    """Milliseconds, of each round. `cached`: the fewest tokens found."""
+    """Milliseconds of each round. `cached` is the smallest number of tokens found."""
 
     way: str
     first: list[float]
@@ -85,7 +85,7 @@ class _Engine:
         self._names = iter(range(1 << 40))
 
     def prefixes(self, number: int, tokens: int) -> list[list[int]]:
-        """They are computed, and in host memory."""
+        """Make prefixes that were computed, and that are in host memory."""
         prompts = [self.client.prompt(self.chance, tokens) for _ in range(number)]
         for prompt in prompts:
             self.client.ask(prompt)
@@ -94,7 +94,7 @@ class _Engine:
 
     def forget_gpu(self) -> None:
         ends = time.monotonic() + _PATIENCE
-        while not self.llm.reset_prefix_cache():  # blocks are being stored
+        while not self.llm.reset_prefix_cache():  # it fails while blocks are being stored
             if time.monotonic() > ends:
                 raise TimeoutError("the GPU's prefix cache cannot be emptied")
             self._core.step()
@@ -135,7 +135,7 @@ def measure_bursts(setup: Setup, hits: int, prefix: int, rounds: int, vocabulary
                     times.append((time.perf_counter() - began) * 1e3)
                     cached = min(cached, output.num_cached_tokens or 0)
                     waiting.discard(output.request_id)
-            if number:  # the first round compiles kernels
+            if number:  # the first round compiles kernels, so it does not count
                 for figures, value in ((burst.first, times[0]), (burst.last, times[-1])):
                     figures.append(value)
                 burst.mean.append(statistics.mean(times))
@@ -178,13 +178,14 @@ def measure_beside(
 
 
 def _turns(prefixes: Sequence[list[int]]) -> Iterator[list[int]]:
-    """One after the other: when a prefix comes again, the GPU has forgotten it."""
+    """Yield the prefixes in turn. When one comes again, the GPU has evicted it."""
     while True:
         yield from prefixes
 
 
 def _one_hit(engine: _Engine, prefix: list[int], running: set[str]) -> tuple[list[float], float, int]:
-    """The times between two tokens of those that run, and the hit's first token, in ms; and its cached tokens."""
+    """Return the times between two tokens of the running requests, the time to the hit's first token, both in ms, and
+    how many tokens of the hit were cached."""
     for _ in range(_EVERY // 3):
         engine.step()
     last = began = time.perf_counter()

@@ -2,8 +2,8 @@
 
     python3 -m bench.vllm decode [--connectors none kvstow simple none] [--pool 64] [--windows 4] [--out DIR]
 
-16 requests are decoded from the moment the engine is up; each gap between two outputs of one of them is a step. KVStow
-pins and stores meanwhile, others pin before their engine is up. Writes `decode.jsonl` and `decode.md`.
+16 requests are decoded as soon as the engine is up. Each gap between two outputs of one of them is a step. KVStow pins
+and stores meanwhile, while others pin before their engine is up. Writes `decode.jsonl` and `decode.md`.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _TIMEOUT = 240.0
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """`windows` of so many steps each: steps grow longer with what has been decoded, so those of the same number are
-    compared. `most`: seconds, if steps take that long."""
+    """`windows` of this many steps each. Steps grow longer as more is decoded, so windows of the same number are
+    compared. `most` is a limit in seconds, for slow steps."""
 
     requests: int = 16
     prompt_tokens: int = 512
@@ -47,7 +47,7 @@ FULL, TINY = Batch(), Batch(requests=2, prompt_tokens=64, windows=2, steps=100, 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Milliseconds between two outputs of a request, over some steps. `pinning`: the part of them that began before
+    """Milliseconds between two outputs of a request, over some steps. `pinning` is the share of them that began before
     the pool was pinned."""
 
     p50: float
@@ -59,10 +59,11 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """`start_seconds`: until the engine is up; `first_token_seconds`: from the same moment until all requests have one.
+    """`start_seconds` is how long it took until the engine was up, and `first_token_seconds` how long from the same
+    moment until all requests had a token.
 
-    `pinned_seconds`: from then until the pool was seen pinned; None without a pool to wait for, or if it was not.
-    `merged`: outputs of several tokens, which the client was too slow to see one by one.
+    `pinned_seconds` is how long from then until the pool was seen pinned. It is None without a pool, or if the pool was
+    not pinned. `merged` counts outputs of several tokens, which the client was too slow to see separately.
     """
 
     start_seconds: float
@@ -108,7 +109,8 @@ async def _measure(setup: Setup, batch: Batch, vocabulary: int) -> Decoded:
 
 
 class _Request:
-    """One that is decoded until it is stopped. `moments` and sizes of its outputs, as the client sees them."""
+    """A request that is decoded until it is stopped, with the times and sizes of its outputs as the client sees
+    them."""
 
     def __init__(self, engine: Any, setup: Setup, batch: Batch, vocabulary: int, number: int) -> None:
         chance = random.Random(number)
@@ -132,7 +134,7 @@ class _Request:
             self.tokens.append(len(output.outputs[0].token_ids))
 
     def check(self) -> None:
-        """Raises what ended the request too early."""
+        """Raise the error that ended the request too early, if there is one."""
         if self._task.done():
             self._task.result()
             raise RuntimeError("a request ended before the measurement")

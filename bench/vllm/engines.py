@@ -1,4 +1,4 @@
-"""vLLM engines that differ in their connector alone."""
+"""vLLM engines that differ only in their connectors."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ GRAPHS: tuple[Graphs, ...] = ("none", "decode", "full")
 
 GIB = 1 << 30
 ATTENTION = "TRITON_ATTN"
-_ALL = 0.9  # of a small pool: whole slots in whole pages of 2 MiB
+_ALL = 0.9  # the share of a small pool that counts as all of it, because slots and pages of 2 MiB are whole
 CONNECTORS = ("none", "simple", "offloading", "kvstow", "attached", "absent")
-"""kvstow is embedded; attached has the memory of a node service, and absent looks for one that is not there. Any other
-connector is named by the JSON that `--kv-transfer-config` takes."""
+"""kvstow is embedded. attached uses the memory of a node service, and absent looks for a service that is not there. Any
+other connector is given by the JSON that `--kv-transfer-config` takes."""
 
 _KVSTOW = {
     "kvstow": ("KVStowConnector", "kvstow_service.connectors.vllm"),
@@ -39,15 +39,16 @@ _KVSTOW = {
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """One engine. `connector`: one of `CONNECTORS`, checked (`bench.vllm.checked`), or JSON. `node`: what KVStow
-    attaches to; None: it is embedded. `pool_bytes`: host memory over all ranks. `ranks`: tensor parallel, in each of
-    `stages` (pipeline). `gpu_blocks` bounds the GPU's own cache; None: what fits. `kv_bytes`: what vLLM takes for it
-    without measuring the GPU's memory, which fails while another engine on the same GPU gives memory back.
+    """One engine. `connector` is one of `CONNECTORS`, or checked (`bench.vllm.checked`), or JSON. `node` is the service
+    to which KVStow attaches. Without one, it is embedded. `pool_bytes` is host memory over all ranks. `ranks` is the
+    number of tensor-parallel ranks in each of `stages` (pipeline). `gpu_blocks` limits the GPU's own cache. None means
+    that it takes what fits. `kv_bytes` is what vLLM takes for that cache without measuring the GPU's memory. Measuring
+    fails while another engine on the same GPU gives memory back.
 
-    `graphs`: none (eager), decode (full graphs of decode steps, nothing compiled) or full (vLLM's default).
-    `attention`: vLLM's backend on a GPU.
-    `invariant`: beside `VLLM_BATCH_INVARIANT`, no kernel of vLLM's own for norms: in 0.26 the one that adds and
-    normalizes sums in another order for steps of 256 tokens or more. `extra`: more options of KVStow's connector.
+    `graphs` is none (eager), decode (full graphs of decode steps, nothing compiled) or full (vLLM's default).
+    `attention` is vLLM's backend on a GPU. `invariant` uses no kernel of vLLM's own for norms, in addition to
+    `VLLM_BATCH_INVARIANT`: in 0.26 the one that adds and normalizes sums in another order for steps of 256 tokens or
+    more. `extra` are more options of KVStow's connector.
     """
 
     model: Path
@@ -72,7 +73,8 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """`seconds` until the engine could take requests; `port`: that of KVStow's admin server, if it has one."""
+    """`seconds` is how long it took until the engine could take requests. `port` is that of KVStow's admin server, if
+    it has one."""
 
     engine: Any
     seconds: float
@@ -80,20 +82,21 @@ class Started:
 
 
 def rank_pool() -> Any:
-    """KVStow's pool in the worker of this process."""
+    """Return KVStow's pool in the worker of this process."""
     plane = get_kv_transfer_group()._rank.side.plane
-    return getattr(plane, "_plane", plane).pool  # an attached one is around another
+    return getattr(plane, "_plane", plane).pool  # the plane of an attached engine wraps another one
 
 
 def wait_until_usable(started: Started, setup: Setup, patience: float) -> float | None:
-    """Until all of KVStow's pool is pinned; seconds, or None for other connectors. Raises `TimeoutError`. An attached
-    engine learns of its session in steps alone, and makes some until it has its first memory, as in `vllm serve`."""
+    """Wait until all of KVStow's pool is pinned. Returns the seconds, or None for other connectors. Raises
+    `TimeoutError`. An attached engine learns of its session only in steps. So it makes some until it has its first
+    memory, as `vllm serve` does."""
     if started.port is not None:
         return admin.wait_until_pinned(started.port, patience)
     if setup.connector != "attached":
         return None
     began = time.perf_counter()
-    if setup.ranks > 1:  # their pools are in other processes
+    if setup.ranks > 1:  # the pools of the ranks are in other processes
         host = started.engine.llm_engine.engine_core.engine_core.scheduler.connector._host
         while not host._has_all_memory():
             if time.perf_counter() - began > patience:
@@ -115,7 +118,7 @@ def block_tokens() -> int:
 
 
 def start_llm(setup: Setup) -> Started:
-    """An engine for whole batches; `VLLM_ENABLE_V1_MULTIPROCESSING` says in which process."""
+    """Start an engine for whole batches. `VLLM_ENABLE_V1_MULTIPROCESSING` decides in which process."""
     arguments, port = _arguments(setup)
     began = time.perf_counter()
     engine = LLM(**arguments)
@@ -123,7 +126,7 @@ def start_llm(setup: Setup) -> Started:
 
 
 def start_async(setup: Setup) -> Started:
-    """An engine in a process of its own, as it serves."""
+    """Start an engine in its own process, as for serving."""
     arguments, port = _arguments(setup)
     began = time.perf_counter()
     engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))

@@ -1,11 +1,11 @@
-"""What `bench.vllm headline` measures of one engine, in the engine's process: times to the first token, each beside
-that of the prefix on the GPU and the same loop of Python, and whether the answers are those of the prefix on the GPU.
+"""The measurements of `bench.vllm headline` for one engine, in the engine's process: times to the first token, each
+beside the time with the prefix on the GPU and the time of the same loop of Python, and a check of the answers.
 
-The GPU's prefix cache is emptied before each hit, so it can hold all prompts, and "on the GPU" is the same request
-asked again. Weights are filled with random values with which an answer depends on all of the KV cache: with vLLM's
-dummy weights all answers are alike. The two answers are of the same kernels on the same shapes, so tokens and their log
-probabilities have to be equal, bit by bit. A prompt with new tokens behind its prefix is therefore compared with the
-same prompt under a cache salt of its own: the GPU has computed its prefix under that salt, but not the new tokens.
+The GPU's prefix cache is emptied before each hit. So it can hold all prompts, and "on the GPU" is the same request made
+again. Weights are filled with random values with which an answer depends on all of the KV cache. With vLLM's dummy
+weights all answers would be alike. The two answers come from the same kernels on the same shapes, so their tokens and
+log probabilities must be equal, bit by bit. A prompt with new tokens after its prefix is therefore compared with the
+same prompt under a separate cache salt: the GPU has computed its prefix under that salt, but not the new tokens.
 """
 
 from __future__ import annotations
@@ -26,39 +26,39 @@ from bench.vllm.hits import host_ms
 from bench.vllm.model import Shape, fill_weights
 
 _PINNING, _PATIENCE, _ENDLESS = 90.0, 20.0, 60.0  # seconds
-_ANSWER = 8  # tokens of an answer that is compared
-_PAUSE = 0.5  # seconds in which stores end
+_ANSWER = 8  # tokens of a compared answer
+_PAUSE = 0.5  # seconds for stores to end
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What is asked. `lengths`: of prompts, with how many of each; of the first one, all are also asked at once. The
-    rest of a prompt behind its last whole block is computed in any case. `new`: tokens of their own behind the first
-    prompts' whole blocks. `pairs`: how often each way is timed."""
+    """The requests. `lengths` are those of prompts, with the number of prompts of each. Those of the first length are
+    also sent at once. The tokens after a prompt's last whole block are always computed. `new` is how many tokens follow
+    the whole blocks of the first prompts. `pairs` is how often each way is timed."""
 
     lengths: dict[int, int] = field(default_factory=lambda: {16007: 16, 2055: 4, 519: 4})
     new: tuple[int, ...] = (256, 2048)
     pairs: int = 10
     bursts: int = 5
-    decoding: int = 8  # requests
-    decoded: int = 2000  # tokens, the most of each
-    steps: int = 120  # timed undisturbed
-    stored: int = 16000  # tokens of a prompt that is stored beside them
-    after: int = 30  # steps timed after that
+    decoding: int = 8  # how many requests decode
+    decoded: int = 2000  # the most tokens of each
+    steps: int = 120  # undisturbed steps that are timed
+    stored: int = 16000  # tokens of a prompt that is stored meanwhile
+    after: int = 30  # steps that are timed after that
 
 
 QUICK = Work({16007: 6, 2055: 3, 519: 3}, pairs=4, bursts=3, steps=60)
-"""Of a machine that is lent for a few minutes."""
+"""For a machine that is available for a few minutes only."""
 TINY = Work({647: 3, 71: 2}, (64,), 1, 2, 2, 120, 10, 256, 5)
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Milliseconds to the first token. `recompute`: nothing is known of the prompt; `gpu`: its prefix is on the GPU;
-    `ways`: its prefix is on the host, by the way of the load. `right`: how many of the `compared` answers are right, by
-    the way of the load. An answer whose prefix was loaded is right if it equals the answer with the prefix on the GPU;
-    one whose prefix was computed again, which `computed` counts, is right if it equals the answer of a first
-    computation. `cached`: the fewest tokens found. `chosen`: the policy's choices."""
+    """Milliseconds to the first token. `recompute`: nothing of the prompt is cached. `gpu`: its prefix is on the GPU.
+    `ways`: its prefix is on the host, by the way of the load. `right` is how many of the `compared` answers are right,
+    by the way of the load. An answer with a loaded prefix is right if it equals the answer with the prefix on the GPU.
+    An answer whose prefix was computed again, which `computed` counts, is right if it equals the answer of a first
+    computation. `cached` is the smallest number of tokens found. `chosen` are the policy's choices."""
 
     tokens: int
     new: int
@@ -74,7 +74,8 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Burst:
-    """All prompts at once, in milliseconds: the mean first token, and the last one. `right`: first tokens as alone."""
+    """All prompts at once, in milliseconds: the mean first token, and the last one. `right` counts first tokens that
+    equal those of single requests."""
 
     way: str
     mean: float
@@ -86,9 +87,10 @@ class Burst:
 
 @dataclass(frozen=True, slots=True)
 class Decoding:
-    """Beside requests that decode. `step`: milliseconds of an undisturbed step, the median. `share`: of their
-    undisturbed steps that they make while a hit is under way; `gap`: the longest step of it, and `first_token` of the
-    hit, medians in milliseconds. `stored`: what the steps after a prompt was stored took more, the median."""
+    """Hits beside requests that decode. `step` is the median of an undisturbed step, in milliseconds. `share` is how
+    many of their undisturbed steps the requests make while a hit is in progress, `gap` the longest of these steps, and
+    `first_token` that of the hit, as medians in milliseconds. `stored` is how much longer the steps after the store of
+    a prompt took, as a median."""
 
     step: float
     share: float
@@ -100,9 +102,9 @@ class Decoding:
 
 @dataclass(frozen=True, slots=True)
 class FirstTokens:
-    """`host`: the loop of Python, in milliseconds, through the row. `link`, `kernel`: GB/s of one large copy, and of
-    the kernel that reads host memory. `distinct`: different answers of `of` prompts; `depends`: whether an answer
-    changed when a token of the first block did."""
+    """`host` are times of the loop of Python throughout the row, in milliseconds. `link` and `kernel` are the rates of
+    one large copy, and of the kernel that reads host memory, in GB/s. `distinct` counts different answers to `of`
+    prompts. `depends` says whether an answer changed when a token of the first block did."""
 
     machine: str
     start_seconds: float
@@ -118,7 +120,7 @@ class FirstTokens:
 
 
 class _Answer(NamedTuple):
-    """`first`: milliseconds until the first token. `logprobs`: of the tokens, if they were asked for."""
+    """`first` is how many milliseconds it took to the first token. `logprobs` are those of the tokens, if requested."""
 
     first: float
     tokens: tuple[int, ...]
@@ -127,8 +129,8 @@ class _Answer(NamedTuple):
 
 
 class _How(NamedTuple):
-    """`compare`: with log probabilities. `stored`: KVStow may store what is computed. `salt`: the request shares no KV
-    with those of another one."""
+    """With `compare`, log probabilities are requested. With `stored`, KVStow may store what is computed. With a `salt`,
+    the request shares no KV with requests without that salt."""
 
     compare: bool = False
     stored: bool = True
@@ -141,7 +143,7 @@ _COMPUTED_AT_ONCE = _How(compare=True, stored=False, salt="computed at once")
 
 
 class _Asker:
-    """Asks an engine of this process, step by step."""
+    """Sends requests to an engine of this process, step by step."""
 
     def __init__(self, started: Started, vocabulary: int) -> None:
         self._llm, self._engine = started.engine, started.engine.llm_engine
@@ -183,7 +185,7 @@ class _Asker:
         return name
 
     def step(self) -> list[tuple[str, Any]]:
-        """What the step's requests have got; vLLM may put more behind their names."""
+        """Make a step, and return the outputs by request. vLLM may append text to the names of requests."""
         return [(output.request_id.split("-")[0], output) for output in self._engine.step()]
 
     def abort(self, names: Sequence[str]) -> None:
@@ -215,13 +217,13 @@ class _Asker:
 
     def empty_gpu(self) -> None:
         ends = time.monotonic() + _PATIENCE
-        while not self._llm.reset_prefix_cache():  # blocks are being stored
+        while not self._llm.reset_prefix_cache():  # it fails while blocks are being stored
             if time.monotonic() > ends:
                 raise TimeoutError("the GPU's prefix cache cannot be emptied")
             self._engine.step()
 
     def settle(self) -> None:
-        """Steps in which trailing stores end."""
+        """Make steps in which stores of ended requests end."""
         for _ in range(4):
             self.ask(self.prompt(40))
         time.sleep(_PAUSE)
@@ -241,7 +243,7 @@ def measure(setup: Setup, shape: Shape, work: Work) -> FirstTokens:
     longest = next(iter(work.lengths))
     for tokens in (64, longest, longest - 7):
         asker.ask(asker.prompt(tokens))
-    asker.ask_all([asker.prompt(longest // 27) for _ in range(4)], _ANSWER, _COMPARE)  # kernels are compiled
+    asker.ask_all([asker.prompt(longest // 27) for _ in range(4)], _ANSWER, _COMPARE)  # compiles kernels
     asker.settle()
     host = [host_ms()]
     prompts = {tokens: [asker.prompt(tokens) for _ in range(count)] for tokens, count in work.lengths.items()}
@@ -289,7 +291,7 @@ def _case(
             asker.go_by(way)
             asker.empty_gpu()
             answer = asker.ask(prompt)
-            if number:  # in the first round kernels are compiled
+            if number:  # the first round compiles kernels, so it does not count
                 found.append(answer.first)
                 cached = min(cached, answer.cached)
         if not has_hits:
@@ -321,7 +323,7 @@ def _case(
 
 
 def _behind(asker: _Asker, prompts: list[list[int]], whole: int, new: int, pairs: int, *, has_hits: bool) -> Case:
-    """New tokens behind the first `whole` ones of these prompts."""
+    """Measure prompts with new tokens after the first `whole` tokens of these prompts."""
     gpu, cached, prefixes = list[float](), whole, [prompt[:whole] for prompt in prompts]
     times: dict[str, list[float]] = {way: [] for way in asker.ways if has_hits}
     right, computed = Counter[str](), Counter[str]()
@@ -351,7 +353,7 @@ def _behind(asker: _Asker, prompts: list[list[int]], whole: int, new: int, pairs
             loaded[way] = asker.ask(asked, _ANSWER, _LOADED)
         asker.go_by("auto")
         asker.empty_gpu()
-        asker.ask(prompt, how=_COMPUTED)  # in the same steps as the prefix that is on the host
+        asker.ask(prompt, how=_COMPUTED)  # computed in the same steps as the prefix that is on the host
         expected = asker.ask(asked, _ANSWER, _COMPUTED)
         if not all(one.cached for one in loaded.values()):  # computed in other steps, so that bits may differ
             at_once = asker.ask(asked, _ANSWER, _COMPUTED_AT_ONCE)
@@ -402,7 +404,7 @@ def _decoding(asker: _Asker, hits: list[list[int]], work: Work) -> Decoding | No
     shares, gaps, first, more = (list[float]() for _ in range(4))
 
     def until_first(prompt: list[int]) -> None:
-        """Step until the prompt's token is there."""
+        """Make steps until the prompt has its first token."""
         began = last = time.perf_counter()
         name, decoded, longest, is_there = asker.begin(prompt), 0, 0.0, False
         while not is_there:
@@ -432,7 +434,7 @@ def _decoding(asker: _Asker, hits: list[list[int]], work: Work) -> Decoding | No
 
 
 def _machine(shape: Shape) -> tuple[str, float | None, float | None]:
-    """Its name, and the rates of one large copy and of the kernel that reads host memory."""
+    """Return the machine's name, and the rates of one large copy and of the kernel that reads host memory."""
     import torch
 
     if not torch.cuda.is_available():

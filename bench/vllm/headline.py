@@ -1,16 +1,16 @@
-"""The table at the head of the README: the first token of a prompt that is computed again, that has its prefix on the
-GPU, and that has it on the host, with KVStow and with the connectors of others.
+"""The table at the top of the README: the time to the first token of a prompt that is computed again, that has its
+prefix on the GPU, and that has it on the host, with KVStow and with other connectors.
 
     python3 -m bench.vllm headline [--shape 8b] [--graphs none] [--connectors ...] [--turns 2] [--seconds 500]
         [--quick] [--resume DIR] [--out DIR]
     python3 -m bench.vllm headline --table DIR
 
-A row is a process with one connector; the connectors take turns. A row that is in `headline*.jsonl` of `--resume` is
-not measured again, and none begins that would not end within `--seconds`: so a machine that is lent for minutes makes
-some rows, and the next one the others. Beside each row stand the rates of a large copy and of the kernel that reads
-host memory, and a loop of Python, since machines differ. No time of a way stands in a table that gave a wrong answer
-(`bench.vllm.firsttokens`). Writes `headline.jsonl` and `headline.md`; `--table` makes the tables of all rows in a
-folder.
+A row is a process with one connector, and the connectors take turns. Rows in `headline*.jsonl` of `--resume` are not
+measured again, and no row begins that would not end within `--seconds`. So a machine that is available for minutes
+makes some rows, and the next one makes the others. Each row also has the rates of a large copy and of the kernel that
+reads host memory, and the time of a loop of Python, because machines differ. If a way gave a wrong answer, the table
+has no times of it (`bench.vllm.firsttokens`). Writes `headline.jsonl` and `headline.md`. `--table` makes the tables of
+all rows in a folder.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from bench.vllm.process import run
 from bench.vllm.results import Nodes, Results, add_engines, make_parser, name_of, open_results, plain_setup, shape_of
 
 _TIMEOUT = 300.0
-_FIRST, _FIRST_QUICK = 150.0, 60.0  # seconds of a row, until one was measured
+_FIRST, _FIRST_QUICK = 150.0, 60.0  # the assumed seconds of a row until one was measured
 _MARGIN = 1.15
 _BLOCKS, _BLOCKS_QUICK = 18000, 8000  # of 16 tokens: 16 prompts of 16,007, or 6
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
@@ -43,7 +43,7 @@ Row = dict[str, Any]
 
 
 def read_rows(folder: Path) -> list[Row]:
-    """What was measured, in the order of the files' names."""
+    """Return the measured rows, in the order of the files' names."""
     lines = [line for path in sorted(folder.glob("**/headline*.jsonl")) for line in path.read_text().splitlines()]
     return [row for row in map(json.loads, lines) if row["kind"] == "headline"]
 
@@ -53,7 +53,7 @@ def label_of(row: Row) -> tuple[Any, ...]:
 
 
 def tables(rows: Iterable[Row]) -> list[Table]:
-    """For each model and kind of graphs."""
+    """Make a table for each model and kind of graphs."""
     kinds: dict[tuple[str, str, str], list[Row]] = {}
     for row in rows:
         kinds.setdefault((row["shape"], row["graphs"], row["attention"]), []).append(row)

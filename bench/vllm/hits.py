@@ -1,15 +1,16 @@
-"""Time to first token when a prefix lies in host memory only, 16 such hits at once, 16 requests of one such prefix at
-once, and the time to start.
+"""Time to first token of hits whose prefix is only in host memory: one hit, 16 hits at once, and 16 requests with one
+such prefix at once. Also the time to start.
 
     python3 -m bench.vllm hits [--shapes 8b tp8] [--connectors ...] [--tokens 16007] [--graphs full] [--pool 40]
         [--attention FLASH_ATTN] [--out DIR]
 
-Prompts of 16,007 tokens, 16 sessions over a GPU cache that holds 4, random weights: times, not answers, are measured,
-but answers after a hit are compared with the first ones. A prompt is seldom a multiple of a block: of one that is, such
-as 16,000 tokens, a hit computes a single token, as a decode step does, and of any other one the rest of its last block.
-The floor of a hit is the time with the prefix on the GPU plus the bytes over the link. A hit of KVStow is split at what
-its connector sees (`bench.vllm.hitsplit`). The same few milliseconds of Python are timed after each hit: eager steps
-are as fast as their host, and a shared machine changes its speed. Writes `hits.jsonl` and `hits.md`.
+There are 16 sessions with prompts of 16,007 tokens over a GPU cache that holds 4. Weights are random, because times are
+measured, and not answers, but answers after a hit are compared with the first ones. A prompt is seldom a multiple of a
+block. Of a prompt that is one, such as 16,000 tokens, a hit computes a single token, like a decode step. Of any other
+prompt it computes the rest of the last block. The floor of a hit is the time with the prefix on the GPU plus the bytes
+over the link. A hit of KVStow is divided at events that its connector sees (`bench.vllm.hitsplit`). The same few
+milliseconds of Python are timed after each hit, because eager steps are as fast as their host, and a shared machine
+changes its speed. Writes `hits.jsonl` and `hits.md`.
 """
 
 from __future__ import annotations
@@ -36,15 +37,15 @@ from bench.vllm.process import run
 from bench.vllm.registration import observe_registration
 from bench.vllm.results import add_engines, make_parser, open_results, plain_setup
 
-BAR = 1.10  # of the floor
-START_BAR = 0.5  # seconds above no connector
+BAR = 1.10  # times the floor
+START_BAR = 0.5  # seconds above the start without a connector
 
 _TIMEOUT = 240.0
 _PINNING = 90.0
 _COPIES = 7
-_LOOPS = 100_000  # about 5 ms
+_LOOPS = 100_000  # they take about 5 ms
 _FANS = 3
-_BURSTS = 3  # in the first one vLLM compiles kernels: 0.6 s
+_BURSTS = 3  # vLLM compiles kernels in the first one, for 0.6 s
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,7 @@ class Sessions:
     number: int = 16
     tokens: int = 16007
     on_gpu: int = 4
-    few: int = 6  # without a connector: no hits, so prefix on the GPU and start are all there is to know
+    few: int = 6  # sessions without a connector, which only gives the prefix on the GPU and the start
 
 
 FULL, TINY = Sessions(), Sessions(number=4, tokens=640, on_gpu=2, few=3)
@@ -60,22 +61,22 @@ FULL, TINY = Sessions(), Sessions(number=4, tokens=640, on_gpu=2, few=3)
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """GB/s of one large copy to the device, the median of some."""
+    """The rate of one large copy to the device, in GB/s, as a median."""
 
     gb_per_second: float
 
 
 @dataclass(frozen=True, slots=True)
 class Hits:
-    """Times in milliseconds, medians over the sessions, until one token is there ("8": eight tokens).
+    """Times in milliseconds until one token has arrived, or eight ("8"), as medians over the sessions.
 
-    `cold8`: nothing known; `hit`: in host memory only; `on_gpu`: on the GPU; `burst`: all at once, the median of three;
-    `fan`: as many requests of one prompt at once, the median of three prompts.
-    `cached`: the fewest tokens that a hit found. `same`: sessions whose eight tokens did not change.
-    `registration_seconds`: of the start, in which vLLM waited for the connector.
-    `pinned_seconds`: from the start until KVStow's pool was pinned; nothing is asked before. `bursts` and `fans`: the
-    three of each.
-    `split`: of the hits, KVStow's alone. `each`: all hits, in turn. `host`: the same loop of Python after each of them.
+    `cold8`: nothing is cached. `hit`: the prefix is only in host memory. `on_gpu`: it is on the GPU. `burst`: all
+    sessions at once, the median of three. `fan`: as many requests of one prompt at once, the median of three prompts.
+    `cached` is the smallest number of tokens that a hit found. `same` counts sessions whose eight tokens did not
+    change. `registration_seconds` is the part of the start in which vLLM waited for the connector. `pinned_seconds` is
+    how long after the start KVStow's pool was pinned; no request is sent before. `bursts` and `fans` are the three of
+    each. `split` divides hits of KVStow. `each` are all hits, in turn. `host` are the times of the same loop of Python
+    after each hit.
     """
 
     start_seconds: float
@@ -116,7 +117,7 @@ def measure_link(num_bytes: int = GIB) -> Link:
 
 
 def measure(setup: Setup, sessions: Sessions, vocabulary: int) -> Hits:
-    """In one process with the engine: nothing else moves its clock."""
+    """Measure in one process with the engine, whose clock then depends on nothing else."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     with ExitStack() as stack:
         waited = stack.enter_context(observe_registration())
@@ -143,7 +144,7 @@ def measure(setup: Setup, sessions: Sessions, vocabulary: int) -> Hits:
     again = [client.ask(prompt, 8) for prompt in prompts]
     on_gpu = client.ms_on_gpu(prompts[: sessions.few])
     bursts = [client.ms_of_all(prompts) for _ in range(_BURSTS)]
-    fans = [client.ms_of_all([prompt] * number) for prompt in prompts[:_FANS]]  # only the last ones are on the GPU
+    fans = [client.ms_of_all([prompt] * number) for prompt in prompts[:_FANS]]  # the GPU has only the last prompts
     return Hits(
         started.seconds,
         registration,
@@ -202,7 +203,7 @@ class Client:
         return (time.perf_counter() - began) * 1e3
 
     def ms_on_gpu(self, prompts: list[list[int]]) -> float:
-        """The second of two equal requests finds its whole prefix on the GPU."""
+        """Return the time of the second of two equal requests, which finds its whole prefix on the GPU."""
         seconds = []
         for prompt in prompts:
             self.ask(prompt)
@@ -210,7 +211,7 @@ class Client:
         return _ms(seconds)
 
     def drain(self, chance: random.Random) -> None:
-        """Steps in which trailing stores end."""
+        """Make steps in which stores of ended requests end."""
         for _ in range(6):
             self.ask(self.prompt(chance, 200))
         time.sleep(1)
@@ -234,7 +235,7 @@ def _ms(seconds: Iterable[float]) -> float:
 
 
 def table(shape: str, prompt_bytes: int, link: Link | None, runs: Sequence[tuple[str, Hits]]) -> Table:
-    """The floor takes the time with the prefix on the GPU from the runs without a connector."""
+    """Make the table. The floor uses the time with the prefix on the GPU of the runs without a connector."""
     plain = [hits for name, hits in runs if name == "none"]
     on_gpu = statistics.median(hits.on_gpu for hits in plain) if plain else None
     start = min(hits.start_seconds for hits in plain) if plain else None  # the first may compile kernels

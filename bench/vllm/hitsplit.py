@@ -1,4 +1,4 @@
-"""Where the time of a hit goes: moments that KVStow's connector sees, embedded or attached, in this process."""
+"""Divides the time of a hit at events that KVStow's connector sees, embedded or attached, in this process."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from kvstow_service.connectors.engine_core.workerside import WorkerSide
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Milliseconds, medians over single hits: `seen`, until the connector hears of the request; `given`, until its load
-    is given to the link; `loaded`, until the load has ended; `begun`, until the step that computes begins; `answered`,
-    until the token is there. `beside`: what is neither copy nor compute, of seen, given and begun together.
+    """Milliseconds, as medians over single hits. `seen` lasts until the connector learns of the request, `given` until
+    its load is given to the link, `loaded` until the load has ended, `begun` until the step that computes begins, and
+    `answered` until the token is there. `beside` is the time of seen, given and begun that is neither copy nor compute.
 
-    `steps`: how many steps the scheduler planned until the load was given, on average; 1 if the first one gave it."""
+    `steps` is how many steps the scheduler planned, on average, until the load was given. It is 1 if the first step
+    gave it."""
 
     seen: float
     given: float
@@ -44,7 +45,7 @@ class _Moments(NamedTuple):
 
 
 class HitLog:
-    """One request at a time: `begin` before it is asked, `end` when it is answered."""
+    """The events of one request at a time. Call `begin` before the request is sent, and `end` when it is answered."""
 
     def __init__(self) -> None:
         self._hits: list[_Moments] = []
@@ -57,7 +58,7 @@ class HitLog:
         self._ops, self._moments, self._planned = set(), {"asked": time.perf_counter()}, 0
 
     def end(self) -> None:
-        """Requests that loaded nothing are left out."""
+        """End the request. Requests that loaded nothing are left out."""
         self.note("answered")
         if len(self._moments) == len(_Moments._fields):
             self._hits.append(_Moments(**self._moments))
@@ -80,7 +81,7 @@ class HitLog:
             self._moments.setdefault(name, time.perf_counter())
 
     def plan(self) -> None:
-        """The scheduler has planned a step."""
+        """Note that the scheduler has planned a step."""
         self._planned += "seen" in self._moments and "given" not in self._moments
 
     def expect(self, ops: Sequence[Any]) -> None:
@@ -95,7 +96,7 @@ class HitLog:
 
 @contextmanager
 def observe_hits() -> Iterator[HitLog]:
-    """Inside, the connectors of this process tell the log what they see."""
+    """Let the connectors of this process report events to the log that this yields."""
     log = HitLog()
 
     def on_new_request(call: Callable[..., Any], self: Any, request: Any) -> Any:

@@ -1,4 +1,4 @@
-"""An engine under load that is killed and started again, and the answers that it must give."""
+"""An engine under load that is killed and restarted, and the answers that it must give."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ Prompt = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Prompts: `systems` beginnings, with `questions` after each; sizes in tokens. `at_once`: requests of a round."""
+    """Prompts: `systems` beginnings, with `questions` after each. Sizes are in tokens. `at_once` is the number of
+    requests in a round."""
 
     systems: int = 24
     questions: int = 16
@@ -52,7 +53,7 @@ TINY = Load(systems=3, questions=3, system_tokens=(64, 128), question_tokens=(16
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """Of one prompt: the tokens of the longest answer, and the log-probability of each."""
+    """The expected answer to one prompt: the tokens of the longest answer, and the log-probability of each."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -60,8 +61,9 @@ class Expected:
 
 @dataclass(slots=True)
 class Tally:
-    """Of the requests of one engine over all of its processes. `differing`: answers with other tokens; `logprobs`:
-    others with another log-probability. `cached_tokens`: of the prompts, those that were not computed."""
+    """Counts of the requests of one engine over all of its processes. `differing` counts answers with other tokens, and
+    `logprobs` other answers with another log-probability. `cached_tokens` counts tokens of prompts that were not
+    computed."""
 
     requests: int = 0
     differing: int = 0
@@ -71,7 +73,7 @@ class Tally:
 
 
 def expect(setup: Setup, load: Load, prompts: Sequence[Prompt]) -> list[Expected]:
-    """The longest answer to each prompt, without a connector."""
+    """Return the longest answer to each prompt, from an engine without a connector."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     outputs = _generate(start_llm(setup).engine, prompts, [load.answer_tokens] * len(prompts))
     return [_answer(output) for output in outputs]
@@ -80,8 +82,8 @@ def expect(setup: Setup, load: Load, prompts: Sequence[Prompt]) -> list[Expected
 def serve(
     setup: Setup, load: Load, prompts: Sequence[Prompt], expected: Sequence[Expected], seed: str, tally: Path
 ) -> None:
-    """Ask without a pause, until there is a file beside `tally` that ends in `.stop`. A line of `tally` for each
-    round."""
+    """Send requests without a pause, until a file beside `tally` exists that ends in `.stop`. Each round adds a line to
+    `tally`."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     engine, chance = start_llm(setup).engine, random.Random(f"{seed} {os.getpid()}")
     stop = tally.with_suffix(".stop")
@@ -100,7 +102,7 @@ def serve(
             counted.cached_tokens += output.num_cached_tokens or 0
         with tally.open("a") as file:
             file.write(json.dumps(asdict(counted)) + "\n")
-    for _ in range(50):  # steps in which stores end
+    for _ in range(50):  # steps, in which stores end
         engine.llm_engine.step()
         time.sleep(0.01)
 
@@ -126,7 +128,7 @@ def _answer(output: Any) -> Expected:
 
 @dataclass(slots=True)
 class KilledEngine:
-    """In a process that is started again when it was killed. `arguments`: those of `serve`."""
+    """An engine in a process that is restarted when it was killed. `arguments` are those of `serve`."""
 
     name: str
     folder: Path
@@ -149,7 +151,7 @@ class KilledEngine:
         self._process = None
 
     def check(self) -> None:
-        """Note why it has ended by itself, and start it again."""
+        """If the process has ended by itself, note why, and restart it."""
         if self._process is not None and self._process.is_over:
             self._end(0.0)
             self.start()
@@ -159,7 +161,7 @@ class KilledEngine:
         self._end(ENDING)
 
     def count(self) -> Tally:
-        """The last line may be half of one."""
+        """Return the counts. The last line is ignored, because it may be incomplete."""
         lines = self.tally.read_text().split("\n")[:-1] if self.tally.exists() else []
         rounds = [json.loads(line) for line in lines]
         return Tally(**{name: sum(one[name] for one in rounds) for name in asdict(Tally())})

@@ -23,10 +23,10 @@ class Shape:
     vocabulary: int
     max_tokens: int = 65536
     latent: int = 0
-    """Values of a token in a layer's KV with latent attention (MLA); 0: without."""
+    """Values of a token in a layer's KV with latent attention (MLA). 0 if the model does not have it."""
 
     def token_bytes(self, element_bytes: int = 2) -> int:
-        """KV of one token in all layers."""
+        """Return the KV bytes of one token in all layers."""
         if self.latent:
             return self.layers * self.latent * element_bytes
         return 2 * self.layers * self.kv_heads * self.head_size * element_bytes
@@ -69,15 +69,15 @@ _LATENT = {
 }
 SHAPES = {
     "8b": Shape(32, 4096, 14336, 32, 8, 128, 32000),  # pages of 64 KiB, as Llama 3 8B
-    "tp8": Shape(80, 2048, 3584, 8, 1, 128, 32000),  # pages of 8 KiB: what one of 8 GPUs has of a 70B model
-    "mla": Shape(27, 2048, 10944, 16, 16, 192, 32000, latent=576),  # as DeepSeek V2 Lite, without experts
+    "tp8": Shape(80, 2048, 3584, 8, 1, 128, 32000),  # pages of 8 KiB, as one of 8 GPUs has of a 70B model
+    "mla": Shape(27, 2048, 10944, 16, 16, 192, 32000, latent=576),  # like DeepSeek V2 Lite, without experts
     "small": Shape(16, 1024, 2816, 16, 4, 64, 8192),
     "tiny": Shape(4, 256, 512, 4, 2, 64, 1024),
 }
 
 
 _SPREADS = {"lm_head": 0.15, "self_attn": 0.12, "mlp": 0.06}
-"""Standard deviations of weights at a hidden size of 256. That of embeddings is 1."""
+"""Standard deviations of weights at a hidden size of 256. Those of embeddings have 1."""
 
 
 def write_model(
@@ -89,10 +89,10 @@ def write_model(
     seed: int = 0,
     config: Mapping[str, object] | None = None,
 ) -> None:
-    """Without `weights` vLLM has to make its own (`load_format="dummy"`): then all answers look alike.
+    """Write a model. Without `weights`, vLLM must make its own (`load_format="dummy"`), and all answers look alike.
 
-    With them, answers depend on all of the KV cache: one wrong block changes them. The same seed gives the same bytes.
-    `config` replaces values of the shape's.
+    With them, answers depend on all of the KV cache, so that one wrong block changes them. The same seed gives the same
+    bytes. `config` replaces values of the shape's configuration.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(shape.config() | dict(config or {})))
@@ -133,8 +133,8 @@ def _weights(shape: Shape, dtype: torch.dtype, seed: int) -> dict[str, torch.Ten
 
 
 def fill_weights(model: torch.nn.Module, shape: Shape) -> None:
-    """Give a model that was made without weights random ones where it is, as `write_model` writes them to a file: those
-    of a large model would take minutes to make and to read. Each tensor's name is its seed."""
+    """Fill a model that was made without weights with random ones, in place, as `write_model` writes them to a file.
+    Making and reading the files of a large model would take minutes. Each tensor's name is its seed."""
     spread = (256 / shape.hidden) ** 0.5
     with torch.no_grad():
         for name, values in model.named_parameters():

@@ -1,4 +1,4 @@
-"""A node service in a process of its own, for engines to attach to."""
+"""A node service in its own process, to which engines attach."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ _PR_SET_THP_DISABLE = 41
 
 
 class Node(NamedTuple):
-    """Where a node service is: its attach socket, and the port of its admin server."""
+    """The addresses of a node service: its attach socket, and the port of its admin server."""
 
     socket: Path
     port: int
 
 
 class NodeService:
-    """`kvstow serve`. Its memory is one extent, so that the first engine is granted all of it: otherwise it would get
-    more only as it fills what it has. It can be started again after `kill`; with `keeps` a keeper has its memory and
-    its index meanwhile."""
+    """`kvstow serve`. Its memory is one extent, so that the first engine is granted all of it. Otherwise an engine
+    would get more only as it fills what it has. The service can be restarted after `kill`. With `keeps`, a keeper holds
+    its memory and its index meanwhile."""
 
     def __init__(self, num_bytes: int, *, keeps: bool = False, small_pages: bool = False) -> None:
-        """`small_pages`: of 4 KiB, whatever the machine offers."""
+        """With `small_pages`, pages are 4 KiB, even if the machine offers larger ones."""
         num_bytes -= num_bytes % (2 << 20)
         self._num_bytes, self._small_pages = num_bytes, small_pages
         self._folder = Path(tempfile.mkdtemp(prefix="kvstow-node-"))
@@ -67,7 +67,7 @@ class NodeService:
         return (self._folder / "log").read_text()
 
     def start(self) -> None:
-        """Returns when its admin server answers."""
+        """Start the service. Returns when its admin server answers."""
         command = [sys.executable, "-m", "kvstow_service", "serve", "--attach-socket", str(self.node.socket)]
         command += ["--port", str(self.node.port), *self._arguments]
         with (self._folder / "log").open("ab") as log:
@@ -87,7 +87,7 @@ class NodeService:
         return True
 
     def wait_until_populated(self) -> None:
-        """Raises `TimeoutError`."""
+        """Wait until all memory is populated. Raises `TimeoutError`."""
 
         def is_populated() -> bool:
             return bool(admin.ask(self.node.port, "/v1/readiness")["memory"]["populated_bytes"] >= self._num_bytes)
@@ -98,7 +98,7 @@ class NodeService:
         return list(admin.ask(self.node.port, "/v1/sessions")["items"])
 
     def count_attached(self) -> int:
-        """Engines that are attached and have memory."""
+        """Return how many engines are attached and have memory."""
         try:
             sessions = self.sessions()
         except OSError:
@@ -132,7 +132,7 @@ class NodeService:
 
 
 def device_processes() -> list[int]:
-    """The processes that `nvidia-smi` lists; none where there is no such program, or it fails."""
+    """Return the processes that `nvidia-smi` lists, or none if there is no such program or it fails."""
     if shutil.which("nvidia-smi") is None:
         return []
     command = ["nvidia-smi", "--query-compute-apps=pid", "--format=csv,noheader"]
@@ -141,6 +141,6 @@ def device_processes() -> list[int]:
 
 
 def _do_without_huge_pages() -> None:
-    """Kept by `exec`."""
+    """Switch off transparent huge pages for this process. `exec` keeps the setting."""
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_THP_DISABLE, 1, 0, 0, 0):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))

@@ -1,14 +1,15 @@
-"""Packs vLLM for a GPU machine that can fetch nothing and has torch already, as one archive of about 50 MB.
+"""Packs vLLM for a GPU machine that has torch and no network, as one archive of about 50 MB.
 
     python3 bench/vllm/pack.py OUT            # here: downloads the wheels, writes OUT
     mkdir site && tar -xJf OUT -C site        # there
     PYTHONPATH=site python3 -m bench.vllm paths --attention FLASH_ATTN
 
-vLLM's kernels use torch's stable interface alone, so they run over an older torch than the wheel names (0.33.0 over
-2.11, with transformers 5.17). The wheel has kernels for every GPU; the pack keeps the code for compute capability 9.0
-(H100, H200), and of FlashAttention 3 the kernels for bfloat16 and heads of 128 or 192 values. The other code is
-overwritten with zeros, which take no room: sizes and addresses in the libraries stay. Left out are FlashAttention 2,
-the kernels for mixtures of experts, DeepGEMM and FlashMLA: use TRITON_ATTN, FLASH_ATTN or TRITON_MLA, and dense models.
+vLLM's kernels use only torch's stable interface, so they run with an older torch than the wheel names (0.33.0 with 2.11
+and transformers 5.17). The wheel has kernels for every GPU. The pack keeps the code for compute capability 9.0 (H100,
+H200), and of FlashAttention 3 the kernels for bfloat16 and heads of 128 or 192 values. It overwrites the other code
+with zeros, which take no room in the archive, so that sizes and addresses in the libraries stay. FlashAttention 2, the
+kernels for mixtures of experts, DeepGEMM and FlashMLA are left out, so use TRITON_ATTN, FLASH_ATTN or TRITON_MLA, and
+dense models.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _PTX, _MACHINE_CODE = 1, 2
 
 
 class _Image(NamedTuple):
-    """Code of one kind for one architecture, in the bytes `start` to `end` of a library."""
+    """Code of one kind for one architecture, at the bytes from `start` to `end` of a library."""
 
     kind: int
     architecture: int
@@ -55,7 +56,7 @@ def prune(library: Path, wanted: Callable[[bytes], bool] = lambda code: True) ->
     data = bytearray(library.read_bytes())
     for images in _kernels(data):
         runs = [each for each in images if each[:2] == (_MACHINE_CODE, ARCHITECTURE)]
-        runs = runs or [each for each in images if each.kind == _PTX]  # compiled when it is loaded
+        runs = runs or [each for each in images if each.kind == _PTX]  # PTX is compiled when it is loaded
         for each in images:
             if each not in runs or not wanted(bytes(data[each.start : each.end])):
                 data[each.start : each.end] = bytes(each.end - each.start)
@@ -63,12 +64,12 @@ def prune(library: Path, wanted: Callable[[bytes], bool] = lambda code: True) ->
 
 
 def _kernels(data: bytearray) -> Iterator[list[_Image]]:
-    """The images of each group of kernels in an ELF file: they are the same, for different GPUs."""
+    """Yield the images of each group of kernels in an ELF file. A group has the same kernels for different GPUs."""
     for start, end in _sections(data, _CODE):
         at = start
         while at < end:
             magic, _, header, length = struct.unpack_from("<IHHQ", data, at)
-            if magic != _MAGIC:  # between two groups
+            if magic != _MAGIC:  # padding between two groups
                 at += 8
                 continue
             images, image, end_of_group = list[_Image](), at + header, at + header + length
@@ -93,13 +94,14 @@ def _sections(data: bytearray, name: bytes) -> Iterator[tuple[int, int]]:
 
 
 def is_for_bfloat16(code: bytes) -> bool:
-    """Of a kernel of FlashAttention 3, for heads of 128 values, or of 192 (MLA). Those without a size serve all."""
+    """Whether this code of FlashAttention 3 is for heads of 128 values, or of 192 (MLA). Code without a size is for all
+    heads."""
     sizes = set(re.findall(rb"EEELi(\d+)ENS_", code))
     return not sizes or (sizes <= {b"128", b"192"} and b"6half_t" not in code and b"float_e4m3" not in code)
 
 
 def fill(site: Path) -> None:
-    """Put vLLM and what it needs into an empty folder."""
+    """Put vLLM and the packages that it needs into an empty folder."""
     command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:"]
     command += ["--python-version", "3.12", "--implementation", "cp"]
     command += [word for abi in ("cp312", "abi3", "none") for word in ("--abi", abi)]
@@ -112,7 +114,7 @@ def fill(site: Path) -> None:
 
 
 def strip(site: Path) -> None:
-    """Leave out what the pack does without."""
+    """Remove the files that the pack does not need."""
     for pattern in _LEFT_OUT:
         for path in site.glob(pattern):
             if path.is_dir():

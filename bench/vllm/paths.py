@@ -1,14 +1,14 @@
-"""Time to first token of a hit by way of its load: within the step that computes, layer by layer, or before it.
+"""Time to first token of a hit by the way of its load: within the step that computes, layer by layer, or before it.
 
     python3 -m bench.vllm paths [--shape 8b] [--prefix 16000 ...] [--new 7 256 2048] [--graphs full]
         [--connector attached] [--ranks 2] [--attention FLASH_ATTN] [--rounds 6] [--pool 12] [--out DIR]
 
-One engine. In each round a prompt with a known prefix and new tokens of its own is asked four times: with the prefix in
-host memory only, loaded by layer ("layer"), before the step ("async") and as the policy decides ("auto"); then with the
-prefix on the GPU ("gpu"). The bar of a load by layer is 1.2 times the longer of "gpu" and the prefix on nine tenths of
-the link, and 2 ms. Where the new tokens fill no block, answers of eight tokens by all four ways are compared. The same
-few milliseconds of Python are timed beside each: eager steps are as fast as their host.
-Writes `paths.jsonl` and `paths.md`.
+One engine is measured. In each round, a prompt with a known prefix and its own new tokens is sent four times. Its
+prefix is only in host memory the first three times, and is loaded by layer ("layer"), before the step ("async") and by
+the policy's choice ("auto"). Then it is on the GPU ("gpu"). The bar of a load by layer is 1.2 times the longer of two
+times, "gpu" and that of the prefix on nine tenths of the link, plus 2 ms. If the new tokens fill no block, answers of
+eight tokens by all four ways are compared. The same few milliseconds of Python are timed beside each, because eager
+steps are as fast as their host. Writes `paths.jsonl` and `paths.md`.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ PATHS = ("layer", "async", "auto", "gpu")
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Milliseconds to the first token, all of them in turn, by path. `host`: the loop of Python beside each. `cached`:
-    the fewest tokens found by a hit. `chosen`: how loads went, and why."""
+    """Milliseconds to the first token, all of them in turn, by way. `host` are the times of the loop of Python beside
+    each. `cached` is the smallest number of tokens that a hit found. `chosen` counts loads by their way and its
+    reason."""
 
     prefix: int
     new_tokens: int
@@ -47,7 +48,7 @@ class Row:
     cached: int
     chosen: dict[str, int]
     same: int | None = None
-    """Rounds in which all ways gave the same answer."""
+    """In how many rounds all ways gave the same answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,7 @@ def measure(setup: Setup, lengths: Sequence[int], new: Sequence[int], rounds: in
     def ask(path: str, prompt: list[int], tokens: int = 1) -> Any:
         if path != "gpu":
             ends = time.monotonic() + _PATIENCE
-            while not started.engine.reset_prefix_cache():  # blocks are being stored
+            while not started.engine.reset_prefix_cache():  # it fails while blocks are being stored
                 if time.monotonic() > ends:
                     raise TimeoutError("the GPU's prefix cache cannot be emptied")
                 started.engine.llm_engine.step()
@@ -90,7 +91,7 @@ def measure(setup: Setup, lengths: Sequence[int], new: Sequence[int], rounds: in
             for number in range(rounds + 1):
                 for path in PATHS:
                     answer = ask(path, prefixes[number % _PREFIXES] + client.prompt(chance, tokens))
-                    if number:  # the first one compiles kernels
+                    if number:  # the first round compiles kernels, so it does not count
                         times[path].append(answer.seconds * 1e3)
                         host[path].append(host_ms())
                         cached = min(cached, answer.cached)

@@ -1,16 +1,16 @@
-"""What growing a pool costs the steps of its own engine, against the steps of the same engine when nothing is pinned.
+"""What growing a pool costs the steps of its own engine, compared with the engine's steps while nothing is pinned.
 
     python3 -m bench.vllm pinning [--shapes 8b tp8] [--graphs decode] [--gib 8] [--turns 5] [--processes 3] [--out DIR]
 
-One engine and its worker in one process. While one request is decoded, the pool grows by `--gib`, and pinning is
-paused and continued every 16 steps: a shared machine changes its speed within seconds, so only neighbouring windows
-of steps can be compared. Then the pool shrinks again; that is one turn. `first` is the time to the first token of
-16,000 unknown ones, with pinning paused and not. `idle` and `steady` pin `--warm` GiB without a pause, without a
-decoded request and beside one, after `new`: once in memory that the machine may never have used. They come first.
-With `--cold` the first process has a pool of that size from the start, in memory that the machine may never have
-used. With `--attached` the pool is memory of a node service, which each process registers once: `--cold` GiB, in
-pages of 2 MiB (huge) or 4 KiB (small); nothing is resized. Writes `pinning.jsonl`, each part as soon as it is
-measured and with the figures of its register calls (`calls`), and `pinning.md`.
+The engine and its worker are in one process. While one request is decoded, the pool grows by `--gib`. Pinning is paused
+and continued every 16 steps, because a shared machine changes its speed within seconds, so that only neighbouring
+windows of steps can be compared. Then the pool shrinks again, which ends a turn. `first` is the time to the first token
+of 16,000 unknown ones, with pinning paused and not. `idle` and `steady` pin `--warm` GiB without a pause, without a
+decoded request and beside one. They come first, after `new`, which pins once in memory that the machine may never have
+used. With `--cold`, the first process has a pool of that size from the start, also in such memory. With `--attached`,
+the pool is memory of a node service, which each process registers once: `--cold` GiB in pages of 2 MiB (huge) or 4 KiB
+(small). Nothing is resized then. Writes `pinning.jsonl`, each part as soon as it is measured, with the figures of its
+register calls (`calls`), and `pinning.md`.
 """
 
 from __future__ import annotations
@@ -41,22 +41,23 @@ from bench.vllm.process import run
 from bench.vllm.results import add_common, add_engine, enter_node, open_results
 from kvstow.memory.slotpool import SlotPool
 
-P50_BAR, P99_BAR, FIRST_BAR = 1.05, 2.0, 1.02  # times; ms; times
+P50_BAR, P99_BAR, FIRST_BAR = 1.05, 2.0, 1.02  # a ratio, ms, and a ratio
 STEADY_BAR, IDLE_BAR = 30.0, 5.0  # seconds for 40 GiB
 
 _TIMEOUT = 400.0
-_SKIPPED = 3  # steps of a request: its prompt, and what the first answers bring along
-_WINDOW, _EDGE = 16, 2  # steps; the first ones after a change belong to neither
+_SKIPPED = 3  # steps of a request that do not count: its prompt, and effects of the first answers
+_WINDOW, _EDGE = 16, 2  # steps of a window; its first ones do not count, because pinning has just changed
 _SMALL_GIB = 1.0
 _CHUNK_BYTES = 64 << 20  # a pool gives back whole chunks
 _RESIZE_SECONDS, _IDLE_SECONDS = 60.0, 2.0
-_GROWTH_SECONDS = 30.0  # of steps that are measured; what is missing then is pinned beside an idle engine
-_STEADY_SECONDS = 45.0  # then what is missing is not waited for
+_GROWTH_SECONDS = 30.0  # how long steps are measured; the rest is pinned beside an idle engine
+_STEADY_SECONDS = 45.0  # how long a measurement waits for the pool at most
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """`most`: steps of a phase. `prompt`: tokens of what is decoded; `cold_prompt`: of the prompts for `first`."""
+    """`most` is the number of steps of a phase. `prompt` is the length of the decoded prompt in tokens, and
+    `cold_prompt` that of the prompts for `first`."""
 
     most: int = 8000
     prompt: int = 512
@@ -77,7 +78,7 @@ class Steps:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Growth of the pool, once or several times: steps beside pinning, and steps while it was paused."""
+    """The growth of a pool, once or several times: steps beside pinning, and steps while it was paused."""
 
     pinning: Steps
     paused: Steps
@@ -86,9 +87,9 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Pinning:
-    """`cold`: of the pool that the engine starts with. `all_turns`: all steps of `turns`. `first_*`: milliseconds until
-    the first token of a prompt, in pairs. `steady_seconds`, `idle_seconds`: until `--warm` GiB were pinned; infinite if
-    that took more than 45 s."""
+    """`cold` is about the pool with which the engine starts. `all_turns` are all steps of `turns`. `first_*` are the
+    milliseconds until the first token of a prompt, in pairs. `steady_seconds` and `idle_seconds` are how long it took
+    until `--warm` GiB were pinned, or infinite if that took more than 45 s."""
 
     start_seconds: float
     cold: Turn | None
@@ -102,7 +103,8 @@ class Pinning:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Bytes that the pool grows by, and how often. `warm_bytes`: once more without a pause; 0: not at all."""
+    """By how many bytes the pool grows, and how often. `warm_bytes` are pinned once more without a pause, unless they
+    are 0."""
 
     num_bytes: int
     turns: int
@@ -112,7 +114,8 @@ class Plan:
 def measure(
     setup: Setup, load: Load, vocabulary: int, plan: Plan, note: Callable[..., None], *, cold_bytes: int
 ) -> Pinning:
-    """`setup` has a small pool, or one of `cold_bytes` more. `note(part=, ...)` is called after each part."""
+    """Measure one process. `setup` has a small pool, or one with `cold_bytes` more. `note(part=, ...)` is called after
+    each part."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     started = start_llm(setup)
     assert started.port is not None
@@ -160,14 +163,14 @@ def measure(
 
 
 def measure_attached(setup: Setup, load: Load, vocabulary: int, note: Callable[..., None]) -> Pinning:
-    """Registers the memory of `setup.node`, once."""
+    """Measure how the memory of `setup.node` is registered, once."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     started = start_llm(setup)
     pool = rank_pool()
     pool.set_paused(True)
-    pool.set_paused = lambda paused: None  # the service says that nothing is paused when the session begins
+    pool.set_paused = lambda paused: None  # because the service says that nothing is paused when the session begins
     decode, deadline = _Decode(started.engine, load, vocabulary), time.perf_counter() + _RESIZE_SECONDS
-    while not pool.status().target_slots:  # it learns of its session in steps
+    while not pool.status().target_slots:  # because the engine learns of its session in steps
         if time.perf_counter() > deadline:
             raise TimeoutError(f"no memory was granted within {_RESIZE_SECONDS:g} s")
         decode.settle()
@@ -179,18 +182,18 @@ def measure_attached(setup: Setup, load: Load, vocabulary: int, note: Callable[.
 
 
 def _tell(note: Callable[..., None], **measured: Any) -> None:
-    """With what the register calls of the part took."""
+    """Note a part, with the figures of its register calls."""
     note(**measured, calls=_Calls.of_pool().take())
 
 
 class _Calls:
-    """Measures a pool's register calls."""
+    """The times of a pool's register calls."""
 
     _made: dict[int, _Calls] = {}  # noqa: RUF012 - by the pool's identity
 
     @classmethod
     def of_pool(cls) -> _Calls:
-        """That of this process's pool, which is measured from the first time on."""
+        """Return the object of this process's pool. The first call begins to measure the pool."""
         pool = rank_pool()
         return cls._made.get(id(pool)) or cls._made.setdefault(id(pool), cls(pool))
 
@@ -209,7 +212,7 @@ class _Calls:
         registrar.register = measured  # type: ignore[method-assign]
 
     def take(self) -> dict[str, float]:
-        """Register calls since the last time. `by_host`: on the host's thread."""
+        """Return the figures of register calls since the last time. `by_host` are those on the host's thread."""
         calls, self._calls = self._calls, []
         seconds = sorted(took for _, took, _ in calls) or [0.0]
         budget = self._pool.steps.budget
@@ -231,7 +234,8 @@ class _Decode:
         self.request(load.prompt, 2 * _SKIPPED)
 
     def growth(self) -> _Growth:
-        """Decode until the pool is pinned, with pinning paused in every second window of steps, the first one too."""
+        """Decode until the pool is pinned. Pinning is paused in every second window of steps, the first one
+        included."""
         pool, pinned, seconds = rank_pool(), 0, 0.0
         window = _Window(0.0, pool.status().pinned_bytes)
         deadline = time.perf_counter() + _GROWTH_SECONDS
@@ -241,7 +245,7 @@ class _Decode:
             if steps % _WINDOW:
                 return True
             now, status = time.perf_counter(), pool.status()
-            pinned += status.pinned_bytes - window.pinned_bytes  # the watermark rises late, in a paused window too
+            pinned += status.pinned_bytes - window.pinned_bytes  # it rises late, so also in paused windows
             if not _is_paused(steps - _WINDOW):
                 seconds += now - window.began
             window = _Window(now, status.pinned_bytes)
@@ -260,8 +264,8 @@ class _Decode:
         return growth
 
     def resize(self, port: int, num_bytes: int, *, paused: bool = False) -> None:
-        """Until the rank has begun to grow, or has given everything back: fast, as the host is idle, but stores under
-        way end with steps only."""
+        """Resize the pool. Returns when the rank has begun to grow, or has given everything back. That is fast, because
+        the host is idle, but stores in progress end only with steps."""
         admin.change(port, "/v1/pools/host", {"capacity_bytes": num_bytes, "pinning_paused": paused})
         deadline = time.perf_counter() + _RESIZE_SECONDS
         while not self._follows(num_bytes):
@@ -273,7 +277,7 @@ class _Decode:
                 time.sleep(0.005)
 
     def settle(self) -> None:
-        """Let steps go by, in which stores end."""
+        """Make steps, in which stores end."""
         self.request(self._load.prompt, 4)
 
     def is_at(self, num_bytes: int) -> bool:
@@ -288,8 +292,8 @@ class _Decode:
         return bool(self.is_at(num_bytes) and is_under_way)
 
     def until_pinned(self, before: int) -> tuple[float, int, list[float]]:
-        """Decode until the paused pool, which had `before` bytes, is pinned; seconds, bytes, and milliseconds of the
-        steps. Ends after `_STEADY_SECONDS`, with infinite seconds."""
+        """Decode until the paused pool, which had `before` bytes, is pinned. Returns seconds, bytes, and the
+        milliseconds of the steps. Ends after `_STEADY_SECONDS`, with infinite seconds."""
         pool, steps = rank_pool(), list[float]()
         self.settle()
         pool.set_paused(False)
@@ -304,7 +308,7 @@ class _Decode:
         return seconds if status.state == "ready" else math.inf, status.pinned_bytes - before, steps
 
     def until_idly_pinned(self, port: int, num_bytes: int) -> float:
-        """Grow beside an idle engine; seconds."""
+        """Let the pool grow beside an idle engine. Returns the seconds that it took."""
         began = time.perf_counter()
         admin.change(port, "/v1/pools/host", {"capacity_bytes": num_bytes})
         while not self.is_at(num_bytes) or rank_pool().status().state == "pinning":
@@ -315,7 +319,8 @@ class _Decode:
         return self.request(self._load.cold_prompt, 1)[0]
 
     def request(self, tokens: int, answer: int, going: Callable[[int], bool] = lambda steps: True) -> list[float]:
-        """Milliseconds of the steps, the first one with the prompt, for as long as `going(steps so far)`."""
+        """Make a request, and return the milliseconds of its steps, of which the first one has the prompt. It ends
+        early if `going(steps so far)` is false."""
         self._number += 1
         prompt = [self._chance.randrange(10, self._vocabulary) for _ in range(tokens)]
         params = SamplingParams(max_tokens=answer, temperature=0, detokenize=False, ignore_eos=True)
@@ -340,7 +345,7 @@ class _Window(NamedTuple):
 
 
 class _Growth(NamedTuple):
-    """Milliseconds of steps; GiB that were pinned in `seconds`, pauses left out."""
+    """Milliseconds of steps, and the GiB that were pinned in `seconds`, without pauses."""
 
     pinning: list[float]
     paused: list[float]

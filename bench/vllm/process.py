@@ -1,7 +1,7 @@
-"""Each measurement in a process of its own: a fresh CUDA context, and nothing left over from the one before.
+"""Runs each measurement in its own process, with a fresh CUDA context and nothing that an earlier one has left.
 
-The processes are forks of the program, so that its imports are part of no figure. Hence the program itself must neither
-touch CUDA nor compute with torch: a fork of a process that has done so may hang.
+The processes are forks of the program, so that its imports are part of no figure. Therefore the program itself must
+neither touch CUDA nor compute with torch, because a fork of a process that has done so may hang.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from typing import Any, Generic, ParamSpec, TypeVar
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_GOODBYE = 20.0  # seconds for an engine to shut down
+_GOODBYE = 20.0  # how long an engine may take to shut down, in seconds
 FORK = multiprocessing.get_context("fork")
 
 
 class MeasurementError(Exception):
-    """A measurement failed, took too long, or its process died; the message says which."""
+    """A measurement failed or took too long, or its process died. The message says which."""
 
 
 class Measurement(Generic[R]):
-    """`function(*args)`, running in a process of its own from now on."""
+    """A call of `function(*args)`, which runs in its own process from now on."""
 
     def __init__(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> None:
         self._name = function.__module__
@@ -38,7 +38,8 @@ class Measurement(Generic[R]):
         sender.close()
 
     def result(self, timeout: float) -> R:
-        """Raises `MeasurementError`. Whatever the process started is killed with it."""
+        """Return the result. Raises `MeasurementError`. All processes that the measurement has started are killed
+        then."""
         try:
             if not self._receiver.poll(timeout):
                 raise MeasurementError(f"{self._name}: no result within {timeout:g} s")
@@ -56,19 +57,18 @@ class Measurement(Generic[R]):
 
     @property
     def is_over(self) -> bool:
-        """Whether its result is there, or its process has died."""
+        """Whether the result has arrived, or the process has died."""
         return self._receiver.poll() or not self._process.is_alive()
 
     def kill(self) -> None:
-        """With all that it has started; idempotent."""
+        """Kill the process, and all processes that it has started. Idempotent."""
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid or 0, signal.SIGKILL)
         self._process.join()
 
 
 def die_with_the_program() -> None:
-    """On SIGTERM, which `timeout` sends, the measurement under way ends as well, so that it cannot disturb the next
-    one."""
+    """Kill the present measurement on SIGTERM, too, which `timeout` sends, so that it cannot disturb the next one."""
 
     def leave(number: int, frame: object) -> None:
         raise SystemExit(128 + number)
@@ -86,9 +86,9 @@ def _work(sender: Connection, function: Callable[..., Any], args: Any, kwargs: A
     outcome: tuple[Any, str | None]
     try:
         outcome = (function(*args, **kwargs), None)
-    except Exception:  # noqa: BLE001 (the program raises it)
+    except Exception:  # noqa: BLE001 (the program raises it again)
         outcome = (None, traceback.format_exc())
     sender.send(outcome)
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # an engine in this process may have threads that do not end
+    os._exit(0)  # because an engine in this process may have threads that do not end

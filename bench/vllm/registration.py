@@ -1,4 +1,4 @@
-"""How long vLLM waits for a connector while it starts, and for which of its functions."""
+"""How long vLLM waits for a connector while it starts, and for which functions of the connector."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-_LEAST = 0.005  # seconds of a function that is listed
+_LEAST = 0.005  # functions that take less are not listed, in seconds
 
 
 @contextmanager
 def observe_registration(profile: cProfile.Profile | None = None) -> Iterator[Callable[[], float]]:
-    """Inside, the connectors of this process are timed: their making, and `register_kv_caches`. The callable returns
+    """Time the connectors of this process: their construction, and `register_kv_caches`. Yields a function that returns
     the seconds so far. `profile` records the calls."""
     spent = 0.0
     create = KVConnectorFactory.create_connector
@@ -43,8 +43,9 @@ def observe_registration(profile: cProfile.Profile | None = None) -> Iterator[Ca
 
 
 def slowest(profile: cProfile.Profile) -> dict[str, float]:
-    """Seconds by function, with what it calls, the longest first. Empty if nothing was profiled."""
-    if not profile.getstats():  # pstats refuses such a profile
+    """Return seconds by function, including the calls that it makes, the longest first. Empty if nothing was
+    profiled."""
+    if not profile.getstats():  # pstats refuses an empty profile
         return {}
     stats = pstats.Stats(profile).stats  # type: ignore[attr-defined] # by (file, line, function)
     seconds = {

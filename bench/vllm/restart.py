@@ -2,11 +2,11 @@
 
     python3 -m bench.vllm restart [--connectors attached kvstow simple offloading] [--shape 8b] [--pool 40] [--out DIR]
 
-An engine answers some prompts of 16,000 tokens, is killed, and starts again at once in a new process, which is asked
-for the first of them until its prefix comes from host memory: the GPU's own prefix cache is emptied each time. With
-`attached` a node service keeps what was stored. A connector whose server has its memory is given as JSON, while that
-server runs. `nvidia-smi` is asked while both engines run. A connector whose two engines take longer than `--limit`
-has failed, and the next one begins. Writes `restart.jsonl` and `restart.md`.
+An engine answers some prompts of 16,000 tokens, is killed, and is restarted at once in a new process. That process gets
+the first prompt again and again until its prefix comes from host memory. The GPU's own prefix cache is emptied each
+time. With `attached`, a node service keeps the stored blocks. A connector whose server has its memory is given as JSON,
+while that server runs. `nvidia-smi` is called while both engines run. A connector fails if its two engines take longer
+than `--limit`, and the next one begins. Writes `restart.jsonl` and `restart.md`.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from bench.vllm.node import NodeService, device_processes
 from bench.vllm.process import Measurement, MeasurementError
 from bench.vllm.results import add_engines, enter_node, make_parser, name_of, open_results, plain_setup, shape_of
 
-_LIMIT = 120.0  # seconds for both engines; with a first start on a machine 80
+_LIMIT = 120.0  # seconds for both engines, which take 80 if the first start of a machine is among them
 _SETTLING = 60.0
-_LEAST = 0.9  # of a prompt: a hit
+_LEAST = 0.9  # the share of a prompt that makes a hit
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +44,10 @@ FULL, TINY = Load(), Load(prompts=2, tokens=640)
 
 @dataclass(frozen=True, slots=True)
 class Successor:
-    """Seconds from the SIGKILL: until the engine was up, until its first answer, and until the first answer with its
-    prefix from host memory. `first_cached`: tokens of the first prompt that were not computed; `prompts_kept`: of all
-    prompts, those that hit when they were asked for the first time. `on_gpu`: processes that `nvidia-smi` listed;
-    `service_on_gpu`: whether the node service was one of them."""
+    """Seconds from the SIGKILL: until the engine was up, until its first answer, and until the first answer whose
+    prefix came from host memory. `first_cached` is how many tokens of the first prompt were not computed.
+    `prompts_kept` counts the prompts that hit when they were first sent again. `on_gpu` is the number of processes that
+    `nvidia-smi` listed, and `service_on_gpu` says whether the node service was one of them."""
 
     up: float
     first_answer: float
@@ -72,7 +72,7 @@ class _Engine:
         return [[chance.randrange(10, self.vocabulary) for _ in range(size)] for size in sizes]
 
     def store(self, ready: Path) -> None:
-        """Answer, let all stores end, make the file `ready`, and wait to be killed."""
+        """Answer prompts, let all stores end, make the file `ready`, and wait to be killed."""
         client = _Client(self.setup)
         for prompt in self.prompts():
             client.cached(prompt)
@@ -117,7 +117,7 @@ class _Client:
             self._wait(lambda: rank_pool().pinned_slots > 0, "the first memory")
 
     def cached(self, prompt: list[int]) -> int:
-        """Ask; tokens of the prompt that were not computed."""
+        """Send a prompt, and return how many of its tokens were not computed."""
         params = SamplingParams(max_tokens=1, temperature=0, detokenize=False, ignore_eos=True)
         (output,) = self._engine.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
         return int(output.num_cached_tokens or 0)
@@ -127,8 +127,8 @@ class _Client:
         self._wait(self._engine.reset_prefix_cache, "an empty prefix cache")
 
     def _wait(self, condition: Callable[[], object], what: str) -> None:
-        """Asks short requests: what has ended becomes known in steps, and without a request vLLM makes none for most
-        connectors."""
+        """Wait for a condition, and send short requests meanwhile. Engines learn of ended work in steps, and without a
+        request vLLM makes no steps for most connectors."""
         deadline = time.perf_counter() + _SETTLING
         while not condition():
             if time.perf_counter() > deadline:
@@ -137,7 +137,7 @@ class _Client:
 
 
 def measure(engine: _Engine, service: NodeService | None, folder: Path) -> Successor:
-    """Raises `MeasurementError`, at the latest when the engine's limit is over."""
+    """Measure a restart. Raises `MeasurementError`, at the latest when the engine's limit is over."""
     deadline = time.monotonic() + engine.limit
     ready = folder / f"ready-{time.monotonic_ns()}"
     first = Measurement(engine.store, ready)

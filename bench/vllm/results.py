@@ -1,4 +1,4 @@
-"""Results as they come: a line of JSON each, on the terminal and in a file of `--out`."""
+"""Results as they are measured: each is a line of JSON, on the terminal and in a file of `--out`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from bench.vllm.model import SHAPES, Shape, write_model
 from bench.vllm.node import Node, NodeService
 from bench.vllm.process import MeasurementError, run
 
-_ERROR = 3000  # characters, the last ones
+_ERROR = 3000  # how many characters of an error are kept, from its end
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,8 @@ class Results:
             file.write(line + "\n")
 
     def attempt(self, kind: str, measure: Callable[[], Any], **labels: Any) -> Any:
-        """What `measure` returns, a dataclass, is written down; None if it fails, which is written down, too."""
+        """Record what `measure` returns, which is a dataclass, and return it. A failure is recorded, too, and returns
+        None."""
         try:
             measured = measure()
         except MeasurementError as error:
@@ -51,8 +52,8 @@ class Results:
         *args: Any,
         **labels: Any,
     ) -> list[tuple[str, Any]]:
-        """What `measure(setup, *args)` returns for each of the connectors of `options`, in turn and each in a process
-        of its own; those that fail are left out."""
+        """Return what `measure(setup, *args)` returns for each connector of `options`. They run in turn, each in its
+        own process. Those that fail are left out."""
         runs = []
         with ExitStack() as stack:
             nodes = Nodes(stack, plain.pool_bytes)
@@ -75,14 +76,15 @@ class Results:
 
 
 class Nodes:
-    """What the engines of a comparison attach to: one service with an empty pool for each, or none at all."""
+    """The services to which the engines of a comparison attach: each engine gets an empty pool, or no service at
+    all."""
 
     def __init__(self, stack: ExitStack, num_bytes: int) -> None:
         self._stack, self._num_bytes = stack, num_bytes
         self._service: NodeService | None = None
 
     def of(self, connector: str) -> Node | None:
-        """Raises `MeasurementError`."""
+        """Return the node for a connector. Raises `MeasurementError`."""
         if connector == "absent":
             return Node(Path("/nonexistent/attach.sock"), 0)
         if connector != "attached":
@@ -97,7 +99,7 @@ class Nodes:
 
 
 def enter_node(stack: ExitStack, num_bytes: int, *, small_pages: bool = False) -> NodeService:
-    """A service for as long as `stack` lasts. Raises `MeasurementError`."""
+    """Start a service, which ends with `stack`. Raises `MeasurementError`."""
     try:
         return stack.enter_context(NodeService(num_bytes, small_pages=small_pages))
     except (OSError, RuntimeError) as error:  # `TimeoutError` is an `OSError`
@@ -113,8 +115,8 @@ def plain_setup(
     config: Mapping[str, Any] | None = None,
     **given: Any,
 ) -> Iterator[Setup]:
-    """An engine without a connector for the model of the options, whose files are there as long as this lasts.
-    `tiny_pool`: GiB of host memory with `--tiny`; `config`: of the model; `given`: other fields."""
+    """Yield an engine's setup without a connector, for the model of the options, whose files exist inside the context.
+    `tiny_pool` is host memory with `--tiny`, in GiB. `config` is that of the model. `given` are other fields."""
     with tempfile.TemporaryDirectory() as folder:
         chosen = SHAPES[shape] if shape is not None else shape_of(options)
         write_model(Path(folder), chosen, weights=False, config=config)
@@ -128,12 +130,12 @@ def shape_of(options: argparse.Namespace) -> Shape:
 
 
 def name_of(connector: str) -> str:
-    """Of one of `CONNECTORS`, or of one that is given as JSON."""
+    """Return the name of a connector, which is one of `CONNECTORS` or is given as JSON."""
     return str(json.loads(connector)["kv_connector"]) if connector.startswith("{") else connector
 
 
 def connector(text: str) -> str:
-    """The type of an option: one of `CONNECTORS`, or JSON."""
+    """Parse an option: one of `CONNECTORS`, or JSON."""
     if text not in CONNECTORS:
         try:
             name_of(text)
@@ -156,7 +158,7 @@ def open_results(name: str, options: argparse.Namespace) -> Results:
 
 
 def make_parser(name: str, doc: str | None, *, shape: bool = False) -> argparse.ArgumentParser:
-    """Of the benchmark `name`, with the options of all; `shape`: it takes one model."""
+    """Make the parser of the benchmark `name`, with the options that all have. With `shape`, it takes one model."""
     parser = argparse.ArgumentParser(
         prog=f"python3 -m bench.vllm {name}", description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -176,7 +178,7 @@ def add_common(parser: argparse.ArgumentParser) -> None:
 
 
 def add_engines(parser: argparse.ArgumentParser, default: list[str], *, pool: float | None, graphs: Graphs) -> None:
-    """Which connectors are compared, and what is the same for all."""
+    """Add options: which connectors are compared, and what is the same for all."""
     parser.add_argument(
         "--connectors",
         nargs="+",
@@ -191,7 +193,7 @@ def add_engines(parser: argparse.ArgumentParser, default: list[str], *, pool: fl
 
 
 def add_engine(parser: argparse.ArgumentParser, *, graphs: Graphs) -> None:
-    """What an engine with any connector takes."""
+    """Add the options of an engine with any connector."""
     parser.add_argument(
         "--extra", type=json.loads, default={}, metavar="JSON", help="more options of KVStow's connector"
     )

@@ -1,15 +1,16 @@
-"""Two engines on one pool under verified load, while each of them and the node service are killed in rotation.
+"""Two engines on one pool under verified load, while the engines and the node service are killed in turn.
 
     python3 -m bench.vllm rotation [--seconds 480] [--every 30] [--out DIR]
 
-Both engines ask random ones of a set of prompts, some tokens of each answer, without a pause, on the same GPU. Tokens
-and log-probabilities are compared with those of an engine without a connector, bit by bit (vLLM's batch-invariant
-mode), and the bytes of every loaded block with those that either engine has stored (`bench.vllm.checked`). The GPU's
-own caches hold a part of the prompts, and so does the pool. Every `--every` seconds SIGKILL ends engine a, then engine
-b, then the service, which are started again at once; a keeper has the service's memory meanwhile. `nvidia-smi` is asked
-each time. Without a GPU log-probabilities differ by rounding, and only tokens count. Writes `rotation.jsonl`, with what
-has been counted after each kill and at the end. The exit status is 1 if an answer or a block differs, a request fails
-that was not one of a killed engine, no block was loaded, slots are lost, or the service is seen on the GPU.
+Both engines send random prompts of a set without a pause, on the same GPU, and compute some tokens of each answer.
+Tokens and log-probabilities are compared with those of an engine without a connector, bit by bit (vLLM's
+batch-invariant mode). The bytes of every loaded block are compared with those that either engine has stored
+(`bench.vllm.checked`). The GPU's own caches hold a part of the prompts, and so does the pool. Every `--every` seconds,
+SIGKILL ends engine a, then engine b, then the service, and the killed process is restarted at once. A keeper has the
+service's memory meanwhile. `nvidia-smi` is called each time. Without a GPU, log-probabilities differ by rounding, and
+only tokens count. Writes `rotation.jsonl`, with the counts after each kill and at the end. The exit status is 1 if an
+answer or a block differs, a request fails that was not one of a killed engine, no block was loaded, slots are lost, or
+the service is seen on the GPU.
 """
 
 from __future__ import annotations
@@ -39,9 +40,10 @@ _STARTING = 240.0  # seconds
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """`kills`: of each. `failures`: what ended other than by a kill, as text. `recovered_seconds`: from each kill until
-    both engines were attached and had answered again. `service_on_gpu`: how often `nvidia-smi` listed the service;
-    `engines_on_gpu`: how often it listed any process, else that says nothing. `stuck_slots`: of the pool at the end."""
+    """`kills` counts those of each. `failures` describes requests that ended other than by a kill. `recovered_seconds`
+    are the times from each kill until both engines were attached and had answered again. `service_on_gpu` counts how
+    often `nvidia-smi` listed the service. `engines_on_gpu` counts how often it listed any process; without that, the
+    former proves nothing. `stuck_slots` are those of the pool at the end."""
 
     seconds: float
     kills: dict[str, int]
@@ -134,7 +136,7 @@ class _Rotation:
             self._recovered[name].append(time.monotonic() - began)
 
     def _recover(self, patience: float) -> bool:
-        """Both engines are attached, and have answered."""
+        """Wait until both engines are attached, and have answered."""
         before = [engine.count().requests for engine in self._engines]
         deadline = time.monotonic() + patience
         while time.monotonic() < deadline:
@@ -151,7 +153,7 @@ class _Rotation:
             engine.check()
 
     def _stuck_slots(self) -> int:
-        """Slots that no block of a living session has, after all sessions have ended."""
+        """Return the slots that no block of a living session has, after all sessions have ended."""
         deadline = time.monotonic() + ENDING
         while self._service.sessions() and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -184,7 +186,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _setup(model: Path, load: Load, shape: Shape, prompts: Sequence[Prompt]) -> Setup:
-    """The GPU's cache of each engine holds a fifth of the prompts, the pool two thirds."""
+    """Make the setup. The GPU's cache of each engine holds a fifth of the prompts, and the pool two thirds."""
     tokens = sum(map(len, prompts))
     element = 2 if current_platform.is_cuda() else 4
     gpu_blocks = max(tokens // 5, load.max_tokens * 4) // block_tokens()

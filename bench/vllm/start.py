@@ -1,10 +1,10 @@
-"""How much later an engine can take requests with a connector than without.
+"""How much later an engine with a connector can take requests than one without.
 
     python3 -m bench.vllm start [--connectors none kvstow ...] [--graphs full] [--pool 40] [--out DIR]
 
-Each engine starts in a process of its own, that of its worker as well; the connectors take turns, and the best of each
-counts: the first engine of a machine compiles kernels. Where other processes run, compare CPU times. Writes
-`start.jsonl` and `start.md`.
+Each engine starts in its own process, which also has its worker. The connectors take turns, and the best start of each
+counts, because the first engine of a machine compiles kernels. If other processes run on the machine, compare CPU
+times. Writes `start.jsonl` and `start.md`.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from bench.vllm.engines import Setup, start_llm
 from bench.vllm.registration import observe_registration, slowest
 from bench.vllm.results import add_engines, make_parser, open_results, plain_setup
 
-BARS = {"kvstow": 0.5, "attached": 0.2, "absent": 0.2}  # seconds above no connector
+BARS = {"kvstow": 0.5, "attached": 0.2, "absent": 0.2}  # seconds above the start without a connector
 
 _TIMEOUT = 120.0
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """`registration_seconds`: of them, in which vLLM waited for the connector; `functions`: of those, by function.
-    `cpu_seconds`: of all threads of the process."""
+    """`registration_seconds` is the part in which vLLM waited for the connector, and `functions` divides it by
+    function. `cpu_seconds` are those of all threads of the process."""
 
     seconds: float
     registration_seconds: float

@@ -2,8 +2,8 @@
 
     python3 -m bench.vllm throughput [--connectors none kvstow none kvstow] [--rounds 2] [--out DIR]
 
-Each round has prompts that were never seen; the pool is smaller than what they make, so most stores evict. Each process
-begins with a quarter of a round that is not counted. Writes `throughput.jsonl` and `throughput.md`.
+Each round has new prompts. The pool is smaller than their KV, so most stores evict. Each process begins with a quarter
+of a round that is not counted. Writes `throughput.jsonl` and `throughput.md`.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def measure(setup: Setup, size: Round, rounds: int, vocabulary: int) -> Throughp
 
 
 def table(runs: Sequence[tuple[str, Throughput]]) -> Table:
-    """A run's rate is the median of its rounds; of several runs of a connector, the mean counts."""
+    """Make the table. A run's rate is the median of its rounds. For several runs of a connector, the mean counts."""
     plain = [statistics.median(one.rounds) for name, one in runs if name == "none"]
     rows = []
     for connector in dict.fromkeys(name for name, _ in runs):

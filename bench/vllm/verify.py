@@ -1,13 +1,13 @@
-"""Concurrent conversations with KVStow, every answer compared with that of an engine without a connector.
+"""Concurrent conversations with KVStow, whose answers are all compared with those of an engine without a connector.
 
     python3 -m bench.vllm verify [--seconds 600] [--ranks 2] [--stages 2] [--beside] [--connector simple] [--seed 0]
         [--out DIR]
 
-On a GPU vLLM runs in its batch-invariant mode: what a request gets does not depend on what is computed beside it, nor
-on how much of it was cached, so tokens and log-probabilities have to be the same, bit by bit. The GPU's own cache is
-small, and so is the pool: conversations come back from host memory, and blocks are evicted there, too; some requests
-are preempted, some aborted. Writes `verify.jsonl`. The exit status is 1 if an answer differs, or if nothing came from
-the host, or a loaded block holds other bytes than when it was stored (`bench.vllm.checked`).
+On a GPU, vLLM runs in its batch-invariant mode: an answer depends neither on what is computed beside it, nor on how
+much of its prompt was cached. So tokens and log-probabilities must be equal, bit by bit. The GPU's own cache is small,
+and so is the pool. So conversations come back from host memory, and blocks are evicted there, too. Some requests are
+preempted, and some are aborted. Writes `verify.jsonl`. The exit status is 1 if an answer differs, if nothing came from
+the host, or if a loaded block has other bytes than when it was stored (`bench.vllm.checked`).
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from bench.vllm.results import make_parser, open_results
 from kvstow_service.connectors.engine_core.loadpolicy import LOAD_PATHS
 
 _STARTING = 180.0  # seconds
-_PROMPTS = 16  # of the control
+_PROMPTS = 16  # prompts of the control experiment
 _TINY_LOAD = Load(clients=4, beside=3, turns=4, systems=2, system_tokens=(64, 128), question_tokens=(16, 64))
 
 
 @dataclass(frozen=True, slots=True)
 class Talked:
-    """`sensitive`: of `_PROMPTS` prompts, those whose answer changed when one early block did."""
+    """`sensitive` counts those of `_PROMPTS` prompts whose answers changed when one early block did."""
 
     start_seconds: float
     seconds: float
@@ -53,9 +53,10 @@ class Talked:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """`differing`: turns whose tokens differ from the reference; `logprobs`: those of the others whose log-probability
-    does, `largest` by how much. What follows a difference in its conversation was asked differently: it is not
-    compared (`astray`), nor is what only one of the two came to (`missing`)."""
+    """`differing` counts turns whose tokens differ from the reference. `logprobs` counts other turns whose
+    log-probability differs, and `largest` is the largest difference. The turns of a conversation after a difference
+    have other prompts, so they are not compared (`astray`), nor are turns that only one of the two has reached
+    (`missing`)."""
 
     compared: int
     differing: int
@@ -107,7 +108,8 @@ async def _talk(setup: Setup, load: Load, vocabulary: int, seconds: float, folde
 
 
 async def _count_sensitive(clients: Talk, vocabulary: int) -> int:
-    """Does one wrong block of many change an answer? Else equal answers would prove nothing."""
+    """Count the prompts for which one wrong block of many changes the answer. Without any, equal answers would prove
+    nothing."""
     chance, changed = random.Random("control"), 0
     for _ in range(_PROMPTS):
         prompt = [chance.randrange(10, vocabulary) for _ in range(12 * block_tokens())]
@@ -142,7 +144,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _setup(model: Path, load: Load, shape: Shape, options: argparse.Namespace) -> Setup:
-    """The GPU holds an eighth of what is talked about, the pool half."""
+    """Make the setup. The GPU holds an eighth of all conversations, and the pool half."""
     tokens = load.clients * load.beside * load.max_tokens * 3 // 5
     element = 2 if current_platform.is_cuda() else 4
     return Setup(
@@ -164,7 +166,7 @@ def _setup(model: Path, load: Load, shape: Shape, options: argparse.Namespace) -
 
 
 def _talk_to_both(setup: Setup, load: Load, vocabulary: int, options: argparse.Namespace) -> tuple[Talked, Talked]:
-    """Without a connector, and with the one of the options."""
+    """Talk to an engine without a connector, and to one with the connector of the options."""
     patience = options.seconds + _STARTING
     name = "checked" if options.connector == "kvstow" else options.connector
     first, second = (replace(setup, connector=connector) for connector in ("none", name))

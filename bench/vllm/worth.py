@@ -1,12 +1,12 @@
-"""The seconds that a pool says it saves, beside those that it saves: the same load with KVStow and without.
+"""Compares the seconds that a pool reports as saved with those that it saves: the same load with KVStow and without.
 
     python3 -m bench.vllm worth [--connectors none kvstow attached none] [--rounds 2] [--out DIR]
 
-Documents of several lengths come back in each round, in another order and each with a new question, and together they
-are several times as large as the GPU's cache. The first round is computed and not counted. Requests wait for their turn
-at all times, so the GPU is never idle for want of work. Saved is the time of the counted rounds without a pool less
-that with one: elapsed, and in steps (by CUDA events from the launch of each step's model to its end). Predicted is what
-the pool has counted in those rounds: `hit_seconds` less `load_wait_seconds`. Writes `worth.jsonl` and `worth.md`.
+Documents of several lengths come back in each round, in another order and each with a new question. Together they are
+several times as large as the GPU's cache. The first round is computed and not counted. Requests wait for their turn at
+all times, so the GPU always has work. Saved is the time of the counted rounds without a pool minus that with one:
+elapsed time, and time in steps (by CUDA events from the launch of each step's model to its end). Predicted is what the
+pool has counted in those rounds: `hit_seconds` minus `load_wait_seconds`. Writes `worth.jsonl` and `worth.md`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ _PINNING = 120.0
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """`lengths`: of the documents; `question`: tokens after each; `at_once`: requests that run together."""
+    """`lengths` are those of the documents. `question` is how many tokens follow each. `at_once` requests run
+    together."""
 
     lengths: tuple[int, ...]
     documents: int
@@ -55,7 +56,7 @@ TINY = Load((128, 256, 384), 24, 40, 2, 2, 1536, 256)
 
 @dataclass(frozen=True, slots=True)
 class Worth:
-    """Of the counted rounds. `predicted`: the pool's own figures, by name."""
+    """Figures of the counted rounds. `predicted` are the pool's own figures, by name."""
 
     seconds: float
     step_seconds: float
@@ -70,7 +71,7 @@ class StepTimes:
         self._seconds = 0.0
 
     def take(self) -> float:
-        """Seconds since the last call."""
+        """Return the seconds since the last call."""
         if self._events:
             torch.cuda.synchronize()
         seconds: float = self._seconds + sum(begin.elapsed_time(end) for begin, end in self._events) / 1e3
@@ -93,7 +94,7 @@ class StepTimes:
 
 
 def observe_steps() -> StepTimes:
-    """Time the steps of this process that compute anything, from now on."""
+    """From now on, time those steps of this process that compute something."""
     times, execute = StepTimes(), gpu_worker.Worker.execute_model
 
     def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
@@ -121,7 +122,7 @@ def measure(setup: Setup, load: Load, rounds: int, vocabulary: int) -> Worth:
     documents = [tokens(load.lengths[number % len(load.lengths)]) for number in range(load.documents)]
 
     def serve_round() -> float:
-        """Seconds."""
+        """Serve a round, and return its seconds."""
         chance.shuffle(documents)
         prompts = [{"prompt_token_ids": document + tokens(load.question)} for document in documents]
         began = time.perf_counter()
@@ -139,7 +140,7 @@ def measure(setup: Setup, load: Load, rounds: int, vocabulary: int) -> Worth:
 
 
 def table(runs: Sequence[tuple[str, Worth]]) -> Table:
-    """Of several runs without a pool, the mean counts."""
+    """Make the table. For several runs without a pool, the mean counts."""
     plain = [one for name, one in runs if name == "none"]
     rows = []
     for connector, one in runs:
