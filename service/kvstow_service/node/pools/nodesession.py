@@ -55,8 +55,8 @@ MOST_WAITING = 256
 
 
 class SessionTier(NamedTuple):
-    """A session's access to the store. For `needs_of`, see `PoolTier`. It is also set for models whose hits are leading
-    runs."""
+    """What an engine's session has of the store below the pools. `needs_of` says what a hit needs where that is more
+    than a leading run of blocks; see `PoolTier`."""
 
     pool: PoolTier
     of: TieredNamespace
