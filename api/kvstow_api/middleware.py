@@ -239,7 +239,9 @@ class TimeAllowance:
 
 
 _ANONYMOUS_SHARE, _MOST_SAVED_SECONDS = 0.05, 0.5
+"""The share of each of the two allowances, and how much of it is saved up, in seconds."""
 _LONGEST_TURN_SECONDS = 1.0
+"""How long a request without a credential waits for its allowance at most."""
 _REQUEST_SECONDS = 0.0005
 """The server's own time for a request, for reading its head and writing the answer, in seconds."""
 

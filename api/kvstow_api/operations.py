@@ -32,6 +32,7 @@ END_STATES = STATES[1:]
 MAX_RUNNING = 8
 _KEPT = 200
 _KEPT_SECONDS = 3600.0
+"""How many operations that have ended are kept, and for how long."""
 _WAIT_SECONDS = 0.01  # the pause between two steps of a sweep that must wait for transfers
 _BOUNDS = (0.001, 0.01, 0.1, 1.0, 10.0, 100.0)
 

@@ -82,6 +82,7 @@ logger = logging.getLogger("kvstow.api")
 _INTERVAL = 1.0
 _TICKS_PER_POINT = round(CURVE_INTERVAL / _INTERVAL)
 _TICKS_PER_REJECTED = 10
+"""Refusals are sampled at every tenth tick."""
 REJECTED_SECONDS = 600.0
 """How long a refusal of an engine counts as a condition, in seconds."""
 _STATES: Mapping[SessionState, str] = {

@@ -85,10 +85,12 @@ class LimitedStream(StreamingResponse):
 
 
 MAX_STREAMS, RESERVED_STREAMS, STREAMS_PER_CLIENT = 32, 8, 16
+"""How many event streams there may be, how many of them are reserved for admins, and how many one address may have."""
 POLL_SECONDS = 0.25  # a poll reads two counters; a callback under the engine's lock would make every store slower
 _SILENT_POLLS = 60  # after this many polls without events, a comment shows the client that the server is alive
 _MAX_BATCH = 100  # how many block events are read at once
 _RETRY_MS = 2000
+"""After how many milliseconds clients connect again."""
 
 _CURSOR = re.compile(r"([0-9a-f]{1,32})-(\d{1,18})-(\d{1,18})")
 

@@ -46,9 +46,9 @@ class Setup:
     fails while another engine on the same GPU gives memory back.
 
     `graphs` is none (eager), decode (full graphs of decode steps, nothing compiled) or full (vLLM's default).
-    `attention` is vLLM's backend on a GPU. `invariant` uses no kernel of vLLM's own for norms, in addition to
-    `VLLM_BATCH_INVARIANT`: in 0.26 the one that adds and normalizes sums in another order for steps of 256 tokens or
-    more. `extra` are more options of KVStow's connector.
+    `attention` is vLLM's backend on a GPU. With `invariant`, vLLM's own kernels for norms are not used, in addition to
+    `VLLM_BATCH_INVARIANT`, because in 0.26 the one that adds and normalizes sums in another order for steps of 256
+    tokens or more. `extra` are more options of KVStow's connector.
     """
 
     model: Path

@@ -1,5 +1,4 @@
-"""One table of the conditions that can be wrong with a server: the cause, what it concerns, and the command that mends
-it."""
+"""One table of all that can be wrong with a server: the cause, what it concerns, and the command that mends it."""
 
 from kvstow_api.conditions import disks, hosts, pools
 

@@ -24,6 +24,7 @@ _PROCESS_FIXES = {
 """What to do about a failing check of the host's process, by the name of the check."""
 _SEE_LOG = "the log of the process says what has happened"
 CERTIFICATE_DAYS = 7
+"""A certificate that expires in fewer days than this is reported."""
 _DAY_SECONDS = 86_400
 
 

@@ -14,6 +14,7 @@ from kvstow_api.figures import ends_of_now
 from kvstow_api.texts import counted, duration
 
 SHARE_RATIO = 0.5
+"""A pool with less than this part of the memory that is due to it is short of memory."""
 GIVEN_BACK_BYTES = 64 << 20  # less memory than this is not reported
 PIN_FIXES = {
     "memlock": "raise RLIMIT_MEMLOCK of the process, or set lock to false in kv_connector_extra_config",
@@ -158,7 +159,7 @@ _DROPS: Mapping[str, tuple[str, str]] = {
     "dropped_not_ready": ("not every rank can copy", "see `kvstow get ranks`"),
     "failed": ("copies fail", "the log of the engine says why; look up the error of the first rank that failed"),
 }
-"""By outcome, the reason in words why stores were dropped although no operator asked for that, and the remedy."""
+"""Why stores were dropped although no operator asked for that, and the remedy, by outcome."""
 _BUSY: Mapping[str, tuple[str, str]] = {
     "quarantined": (
         "in quarantine",
@@ -167,7 +168,7 @@ _BUSY: Mapping[str, tuple[str, str]] = {
     "leased": ("leased by requests that wait for their loads", "`kvstow get transfers` shows the loads"),
     "filling": ("being filled", "`kvstow get transfers` shows the stores: the link is too slow for them"),
 }
-"""By state of slots that cannot be evicted, the state in words, and what ends it."""
+"""The states of slots that cannot be evicted, in words, and what ends them."""
 
 
 @condition("engine_failed", "pool", "engine")
@@ -361,9 +362,12 @@ def _since(evidence: Evidence, counter: Callable[[EngineStats], int]) -> int:
 
 
 CLOCK_SECONDS = 1.0
+"""By how much the clock of a rank may differ from that of the server, in seconds."""
 LINK_BYTES = 1 << 30  # the rate of a rank that has moved fewer bytes says little
 LINK_RATIO = 0.5
+"""A rank is slow if its rate is below this part of the fastest one."""
 THRASHING_REUSE = 0.1
+"""A pool is thrashing if it has fewer hits than this per evicted block."""
 
 
 @condition("clocks", "host")

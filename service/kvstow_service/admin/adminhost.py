@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("kvstow.ticker")
 
 _OVERDUE_SECONDS = 10.0
+"""Periodic work has stopped if it has not returned for this long and an interval."""
 _JOIN_SECONDS = 1.0
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _CHOSEN = re.compile(r"\[(\w+)\]")

@@ -43,10 +43,10 @@ from kvstow_service.stores.stores import measure_store
 
 logger = logging.getLogger("kvstow.node")
 
-_RETRY_SECONDS = 10.0
+_RETRY_SECONDS = 10.0  # between two attempts to get refused memory
 _REVOKE_SECONDS = 5.0  # how long `close` waits for each of two threads, which usually answer in milliseconds
-_CHECK_SECONDS = 60.0
-_PACE_TICKS = 6
+_CHECK_SECONDS = 60.0  # between two checks of the records
+_PACE_TICKS = 6  # over how many ticks the rate of populating is measured
 _PURGE_SECONDS = 60.0  # how long a deletion waits for the store: longer than a disk may hang before it counts as stuck
 _MAX_CHECKED_SLOTS = 65_536  # larger pools are not checked, because the check holds a pool's lock for 1 us a slot
 

@@ -28,6 +28,7 @@ _ABSENT_SECONDS = 2.0  # the same while no service answers
 _SETTLED_SECONDS = 0.15  # slots have stopped growing after this time; workers report new ones every 0.05 s
 _GROWTH_SECONDS = 2.0  # how long to wait while the number of slots grows
 _PROGRESS_SECONDS = 0.1
+"""The time between two reports of an engine to its parent."""
 _WAIT_SECONDS = 0.02
 
 

@@ -23,6 +23,7 @@ Pipe: TypeAlias = "Connection[Any, Any]"
 
 _SPAWN = get_context("spawn")
 _LAST_WORDS_SECONDS = 10.0
+"""How long a child may take to end before it is killed."""
 
 logger = logging.getLogger("kvstow.replay")
 

@@ -40,9 +40,11 @@ MOST_BLOCKS = 1 << 20
 """The limit for the blocks of one request. A short run can stand for very many, so a damaged run must be refused before
 it takes all memory."""
 LONGEST_LINE = 64 << 20
+"""The limit for a line of a trace, in bytes."""
 _HASH_BYTES = 32  # as long as real prefix hashes, so that keys cost as much as in a real engine
 _IDS_END = 1 << 8 * _HASH_BYTES
 _LATEST = 1e15
+"""The limit for a time in a trace, in milliseconds."""
 _LONGEST_TEXT = 256
 _ONCE = "an id names a whole prefix, so it occurs once in a request"
 _GZIP_MAGIC = b"\x1f\x8b"

@@ -55,9 +55,13 @@ SWITCH_SECONDS = 0.0001
 took 0.5 ms at the median and 1 ms at p99, instead of 10 ms."""
 
 _LONGEST_WAIT_SECONDS = 60.0
+"""How long the thread waits for events at most, if no deadline comes before."""
 _ACCEPTS_PER_TURN = 64
+"""How many connections one turn accepts at most."""
 _PAUSE_SECONDS = 1.0
+"""How long no connection is accepted after the process had no descriptor left."""
 _FRAMES_PER_TURN = 64
+"""How many frames of one client are handled before the others have their turn."""
 _TURN_SECONDS = 0.001
 """How long the server handles the frames of one client before the others have their turn, in seconds. The last frame
 may take longer."""
@@ -264,7 +268,7 @@ class AttachServer:
             clock=clock,
         )
         self._paused_until: float | None = None
-        """Until when no connection is accepted, because the process had no descriptor left. Otherwise None."""
+        """When the server accepts connections again, if it has paused for lack of descriptors. Otherwise None."""
         self._scratch = bytearray(SCRATCH_BYTES)
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="kvstow-attach", daemon=True)

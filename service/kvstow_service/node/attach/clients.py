@@ -30,6 +30,7 @@ REASONS = (
 `fds_missing` on."""
 
 _LINES_A_MINUTE = 10
+"""How many refusals, and how many faults, are logged in a minute at most."""
 
 
 class AttachTally:

@@ -25,6 +25,7 @@ from kvstow_service.node.pools.poolmemory import PoolMemory, PoolWorker, Post
 from kvstow_service.node.survival.roster import PoolRecord, SurvivingPool, Survivors, WorkerRecord
 
 _ROUNDS = 1000
+"""How often the budget may decide again at most before the thread handles other work."""
 _LOOK_SECONDS = 1.0
 """The time between two checks whether processes still have memory that was given up, in seconds."""
 _SLICE_PAUSE = 0.0005

@@ -216,6 +216,7 @@ def config_of(identity: PoolIdentity, settings: PoolSettings) -> EngineConfig:
 
 
 _MAX_REASONS = 4
+"""How many sentences `sharing_off` returns at most."""
 
 
 def sharing_off(pool: NodePool, namespace: KnownNamespace, pools: Iterable[NodePool]) -> tuple[str, ...]:

@@ -46,12 +46,14 @@ from kvstow_service.node.pools.memorythread import MemoryThread
 from kvstow_service.node.pools.nodepool import KnownNamespace, NodePool
 
 MOST_SECONDS = 1.0
+"""How long a lookup waits for memory at most."""
 TOKENS_PER_SECOND = 16_000
 """A lookup waits at most as long as computing its tokens would take at this speed, which is that of an 8B model on an
 H200."""
 STALLED_SECONDS = 1.0
 """Registering counts as stalled if it has added no slot for this long."""
 MOST_WAITING = 256
+"""How many lookups of a session may wait at a time. Further ones are answered at once."""
 
 
 class SessionTier(NamedTuple):
@@ -146,7 +148,9 @@ def _parts(items: Sequence[_Item]) -> list[Sequence[_Item]]:
 
 
 _OPS_PER_FRAME = 10_000
+"""How many results one message has at most."""
 _EVENTS_PER_PAGE = 64
+"""How many events one page reads at most."""
 _KEYS_PER_PAGE = 2048
 """A page ends with the event that reaches this number of keys. It has at most 3,071 keys, which take 0.1 MB."""
 HINTS_PER_SECOND = 1000

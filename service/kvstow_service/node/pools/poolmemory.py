@@ -22,6 +22,7 @@ from kvstow_service.node.pools.nodepool import NodePool
 MAX_FDS = 250
 """How many extents one frame can carry."""
 _SLICES_PER_TURN = 16
+"""How many slices of a pool that shrinks are evicted before the thread handles other work."""
 USERS_SECONDS = 1.0
 """How long `PoolMemory.users_from` returns an earlier result, in seconds, because it must take the pool's lock to
 look."""

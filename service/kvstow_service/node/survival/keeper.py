@@ -39,6 +39,7 @@ VERSION = 1
 MESSAGE_BYTES = 64 << 10
 MESSAGE_FDS = 200  # descriptors of one message; the kernel allows 253
 MAX_HELD = 8192
+"""How many descriptors a keeper holds at most."""
 BUSY = "busy"
 """The reason with which a hello is refused while the process of the previous service lives."""
 
@@ -192,7 +193,9 @@ def _pidfd_of(connected: socket.socket) -> int | None:
 
 _MAX_CONNECTIONS = 8
 _FULL_SECONDS = 0.05
+"""The pause after a connection could not be accepted because this process has no descriptor left."""
 _MAX_FORMER = 256
+"""How many former lives are remembered."""
 
 
 class _Refusal(Exception):
@@ -271,8 +274,8 @@ class Keeper:
         self._held.clear()
 
     def _seconds_left(self) -> float | None:
-        """Seconds until the keeper ends, or closes what it holds. None while a service is connected, and with `stays`
-        if it holds nothing."""
+        """Return the seconds until the keeper ends or, with `stays`, closes what it holds. None while a service is
+        connected, and with `stays` while nothing is held."""
         if self._service is not None or (self._stays and not self._held):
             return None
         return max(0, self._alone_since + self._keep_timeout - self._clock())

@@ -26,6 +26,7 @@ from kvstow_service.node.survival.keeper import (
 )
 
 _START_SECONDS = 30.0
+"""How long the start of a keeper may take."""
 _ANSWER_SECONDS = 2.0
 """How long a keeper that has sent its welcome may take for an answer. The memory thread waits for it meanwhile."""
 
