@@ -135,7 +135,7 @@ class PoolTier:
         leading run. `on_taken`: called when reads have taken slots. Raises `ConflictError` if the pool was closed."""
         self.session = pool.attach_tier(namespace)
         self._pool, self._store = pool, store
-        self._clock, self._post, self._on_taken = pool.clock, post, on_taken
+        self._post, self._on_taken = post, on_taken
         self._block_tokens = pool.config.block_tokens or block_tokens
         self._needs_of = needs_of
         self._namespaces: dict[Namespace, TieredNamespace] = {}
@@ -173,7 +173,7 @@ class PoolTier:
             of = self._namespaces.get(namespace)
             if of is None:
                 stored = None if fingerprint is None else StoredNamespace(fingerprint, f"{model} {namespace.name}")
-                even = BreakEven(self._block_tokens, self._clock)
+                even = BreakEven(self._block_tokens, self._pool.clock)
                 of = self._namespaces[namespace] = TieredNamespace(namespace, stored, off_reason, model, even)
             session.on_stored = partial(self._note_stored, of) if of.stored is not None else None
         return of
@@ -217,7 +217,7 @@ class PoolTier:
             self.fail(error)
         if not self.is_on(of):
             return None
-        now = self._clock()
+        now = self._pool.clock()
         wait = TierWait(of, session, keys, first, needs, then, now, now + ANSWER_SECONDS)
         if not of.even.may_pay:
             wait.is_over = True  # what it finds shows whether reads pay again
@@ -310,7 +310,7 @@ class PoolTier:
     def _finish(self, waits: Iterable[TierWait]) -> None:
         """These requests wait no longer, unless that was said before."""
         over: list[TierWait] = []
-        now = self._clock()
+        now = self._pool.clock()
         with self._pool.lock:
             for wait in waits:
                 self._waits.pop(wait, None)
@@ -683,7 +683,7 @@ class PoolTier:
     def expire(self) -> None:
         """Answer the requests that have waited as long as computing would take, and give up reads for which nobody
         waits any more."""
-        now = self._clock()
+        now = self._pool.clock()
         with self._pool.lock:
             late = [wait for wait in self._waits if now >= wait.until]
             for wait in late:

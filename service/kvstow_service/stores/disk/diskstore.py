@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import time
@@ -12,7 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
-from queue import SimpleQueue
 
 from kvstow.tier.blockstore import (
     BlockTransfer,
@@ -26,6 +24,7 @@ from kvstow.tier.blockstore import (
     StoredNamespace,
     StorePart,
 )
+from kvstow_service.stores.actionthread import ActionThread
 from kvstow_service.stores.disk.blockfile import FoundFiles
 from kvstow_service.stores.disk.diskformat import digest_of, name_digests, padded
 from kvstow_service.stores.disk.diskmessages import AddExtent, Done, Open, PartAt, Problem, RemoveExtent, Request
@@ -38,31 +37,6 @@ from kvstow_service.stores.disk.writebudget import UsedNames
 
 _REMEMBERED_PLACES = 1 << 18
 """For so many the uses of blocks that the disks lack are remembered, in 4 MiB."""
-
-logger = logging.getLogger("kvstow.disk")
-
-
-class _Calls:
-    """Makes callbacks, in order, on a thread of its own."""
-
-    def __init__(self) -> None:
-        self._queue = SimpleQueue[Callable[[], object] | None]()
-        self._thread = threading.Thread(target=self._run, name="kvstow-disk-calls", daemon=True)
-        self._thread.start()
-
-    def put(self, call: Callable[[], object]) -> None:
-        self._queue.put(call)
-
-    def close(self) -> None:
-        self._queue.put(None)
-        self._thread.join()
-
-    def _run(self) -> None:
-        while (call := self._queue.get()) is not None:
-            try:
-                call()
-            except Exception:
-                logger.exception("a callback of the disks has failed")
 
 
 @dataclass(slots=True)
@@ -146,7 +120,7 @@ class _Path:
         one.leaving -= 1
         if not one.leaving:
             for call in one.on_left:
-                self._store.calls.put(call)
+                self._store.calls.do(call)
 
     def _send(self, request: Request, fd: int | None = None) -> None:
         assert self._channel is not None
@@ -308,7 +282,7 @@ class DiskPool:
             def end() -> None:
                 notices = [notice for disk, count in chosen if (notice := disk.purge_notice(count))]
                 result = Purged(sum(count or 0 for _, count in chosen), "; ".join(notices))
-                store.calls.put(lambda: then(result))
+                store.calls.do(lambda: then(result))
 
             ticket = PurgeTicket(end)
             chosen += [(disk, disk.purge(selection, None if dry_run else ticket)) for disk in store.disks]
@@ -341,7 +315,7 @@ class DiskPool:
                 self.ranks[rank].add(one)
                 for path in store.paths:
                     path.add_extent(one)
-            store.calls.put(lambda: then(problem))
+            store.calls.do(lambda: then(problem))
 
     def remove_extent(self, rank: int, extent_id: int, then: Callable[[], object]) -> None:
         with self._store.lock:
@@ -350,14 +324,14 @@ class DiskPool:
     def _remove_extent(self, rank: int, extent_id: int, then: Callable[[], object]) -> None:
         one = self.ranks[rank].remove(extent_id)
         if one is None:
-            self._store.calls.put(then)
+            self._store.calls.do(then)
             return
         os.close(one.fd)
         one.leaving = sum([path.remove_extent(one) for path in self._store.paths])
         if one.leaving:
             one.on_left.append(then)
         else:
-            self._store.calls.put(then)
+            self._store.calls.do(then)
 
     def leave(self, then: Callable[[], object]) -> None:
         with self._store.lock:
@@ -388,7 +362,7 @@ class DiskPool:
 
         for rank, extent_id in extents:
             self._remove_extent(rank, extent_id, note)
-        self._store.calls.put(note)
+        self._store.calls.do(note)
 
     def _name(self, namespace: StoredNamespace) -> NamespaceName:
         found = self._names.get(namespace.fingerprint)
@@ -421,7 +395,7 @@ class DiskStore:
         self.shown = ", ".join(str(one.path) for one in paths)
         self.slot_alignment = max(one.alignment for one in paths)
         self.lock = threading.Lock()
-        self.calls = _Calls()
+        self.calls = ActionThread("kvstow-disk-calls")
         # Under the lock:
         self.pools: list[DiskPool] = []
         self.ops: dict[int, _Op] = {}
@@ -535,7 +509,7 @@ class DiskStore:
                 del self.ops[op_id]
             slots = [job.slot for job in ended]
             piece = Piece(op_id, slots) if fate is None else Piece(op_id, (), slots, fate, error)
-            self.calls.put(partial(op.pool.on_end, [piece]))
+            self.calls.do(partial(op.pool.on_end, [piece]))
             op.pool.note_returned(len(ended))
 
     def parts_of(self, op_id: int, slot: int) -> tuple[PartAt, ...] | None:

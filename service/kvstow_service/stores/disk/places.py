@@ -181,10 +181,6 @@ class DiskPlaces:
     def size_bytes(self) -> int:
         return len(self._chunks) * self.chunk_bytes
 
-    @property
-    def has_idle_chunks(self) -> bool:
-        return bool(self._idle)
-
     def select(
         self,
         namespaces: Sequence[int],
