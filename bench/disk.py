@@ -203,8 +203,8 @@ class DiskResult(NamedTuple):
 class TieredPool:
     """A pool with a model of a disk below it, one engine and one rank, in the time of a trace."""
 
-    def __init__(self, slots: int, places: int, *, fine: int = 1, policy: str = "lru") -> None:
-        """`fine` is the number of the pool's blocks in one block of the trace."""
+    def __init__(self, slots: int, places: int, *, fine: int = 1, policy: str = "auto") -> None:
+        """`fine`: blocks of the pool in one block of the trace."""
         self._fine, self._clock = fine, FakeClock()
         config = EngineConfig(
             slot_bytes=BLOCK_BYTES // fine,
@@ -338,7 +338,7 @@ CASES = {
 }
 
 
-def measure(case: Case, *, policy: str = "lru") -> DiskResult:
+def measure(case: Case, *, policy: str = "auto") -> DiskResult:
     requests = read(DATA / case.trace)[: case.requests]
     pool = TieredPool(case.slots, case.places, fine=case.fine, policy=policy)
     if case.share is not None:
