@@ -2192,6 +2192,13 @@ MUTANTS = [
         "test_a_purge_while_another_process_has_the_files_is_answered_and_done_when_it_has_them_no_longer",
     ),
     Mutant(
+        "a_purge_of_a_context_does_not_say_what_it_leaves",
+        f"{CONTROL_CODE}/administration.py",
+        'sweep.notice = "; ".join(filter(None, (said, notice)))',
+        "sweep.notice = said",
+        f"{POOL_TIER_TESTS}::test_what_a_context_has_used_is_purged_from_the_store",
+    ),
+    Mutant(
         "a_slow_disk_is_noticed_when_it_has_answered",
         f"{DISK}/pathqueue.py",
         "        return measured if measured is None or seconds <= 0 else min(measured, bytes_then / seconds)\n",

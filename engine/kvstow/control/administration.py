@@ -98,8 +98,15 @@ class Sweep:
             self._undo()
 
 
-def purge_store(pool: Pool, sweep: Sweep, wish: PurgeWish, *, dry_run: bool) -> Sweep:
-    """Purge the store below the pool, too, if there is one. Meanwhile nothing goes from one of them to the other."""
+_LEFT_OF_CONTEXT = (
+    "only what the last request of the context has used is known; what earlier requests of it have used may be left in "
+    "the store below the pool, and a purge by age or of everything removes it"
+)
+
+
+def purge_store(pool: Pool, sweep: Sweep, wish: PurgeWish, *, dry_run: bool, notice: str = "") -> Sweep:
+    """Purge the store below the pool, too, if there is one. Meanwhile nothing goes from one of them to the other.
+    `notice`: what this purge cannot find there, as a sentence."""
     tier = pool.tier
     if tier is None:
         return sweep
@@ -116,7 +123,8 @@ def purge_store(pool: Pool, sweep: Sweep, wish: PurgeWish, *, dry_run: bool) -> 
             sweep.waiting = True
             yield
         sweep.waiting = False
-        sweep.stored_blocks, sweep.notice = done[0]
+        sweep.stored_blocks, said = done[0]
+        sweep.notice = "; ".join(filter(None, (said, notice)))
 
     return sweep.extend(work, is_closed.close)
 
@@ -363,7 +371,8 @@ class Administrator(BaseSwitches):
         elif context is not None:
             with pool.lock:
                 used = [key for each in self._find_contexts(context) for key in each.chain]
-            sweep, wish = self._sweep_context("purge", "purge", context, dry_run, alone=False), PurgeWish(keys=used)
+            sweep = self._sweep_context("purge", "purge", context, dry_run, alone=False)
+            return purge_store(pool, sweep, PurgeWish(keys=used), dry_run=dry_run, notice=_LEFT_OF_CONTEXT)
         elif idle_seconds is not None:
             sweep = self._evict_since("purge", "purge", "used", idle_seconds, dry_run)
         elif age_seconds is not None:
@@ -518,7 +527,8 @@ class Administrator(BaseSwitches):
         """The caller holds the lock."""
         found = self._pool.contexts.find(context)
         if not found:
-            raise NotFoundError(f"there is no context {context.hex()}")
+            lost = "; contexts are forgotten at a restart, so the store below the pool may have blocks of it"
+            raise NotFoundError(f"there is no context {context.hex()}{lost if self._pool.tier is not None else ''}")
         return found
 
     def _sweep_context(self, kind: str, reason: str, context: bytes, dry_run: bool, *, alone: bool) -> Sweep:

@@ -12,6 +12,7 @@ from kvstow.control import pooltier
 from kvstow.control.indexjournal import IndexJournal
 from kvstow.control.pooltier import ANSWER_SECONDS, WRITING_SHARE
 from kvstow.control.session import result_of
+from kvstow.errors import NotFoundError
 from kvstow.hints import Hints
 from kvstow.prefill import PrefillCost
 from kvstow.results import Needed
@@ -733,9 +734,12 @@ def test_what_a_context_has_used_is_purged_from_the_store() -> None:
     tiered = TieredPool(slots=400)
     tiered.store_blocks(KEYS[:6])
     tiered.run()
+    with pytest.raises(NotFoundError, match="the store below the pool may have blocks of it"):
+        tiered.pool.admin.purge(context=CONTEXT)
     end_in_context(tiered, KEYS[:4])
     sweep = tiered.pool.admin.purge(context=CONTEXT)
     sweep.run()
     tiered.run()
     sweep.run()
+    assert "what earlier requests of it have used may be left in the store" in sweep.notice
     assert tiered.in_store(KEYS[:6]) == [False] * 4 + [True] * 2
