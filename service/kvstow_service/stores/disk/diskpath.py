@@ -314,12 +314,17 @@ class DiskPath:
         self.pump()
 
     def _take_results(self, answer: Done, found: UnderWay) -> None:
+        assert self.places is not None
         direction: Direction = "read" if found.jobs[0].is_read else "write"
         jobs = self.queue.end(answer.number, direction, self._clock(), is_good=not answer.error)
         by_fate: dict[Fate | None, list[Job]] = {}
         for job, result in zip(jobs, answer.results, strict=True):
             fate = self._take_read(job, result) if direction == "read" else self._take_write(job, result)
             by_fate.setdefault(fate, []).append(job)
+        if corrupt := by_fate.get("corrupt"):
+            places = [self.places.where(job.place) for job in corrupt if job.place is not None]
+            where = ", ".join(f"{one.number} of chunk {one.chunk}" for one in places)
+            logger.error("blocks on disk %s are corrupt: places %s", self.name, where)
         for fate, ended in by_fate.items():
             self._host.give_back(ended, fate, "" if fate is None else answer.error)
 
@@ -337,8 +342,6 @@ class DiskPath:
             return "failed"
         if result == "corrupt":
             self.counts.corrupt_blocks += 1
-            where = self.places.where(job.place)
-            logger.error("a block on disk %s is corrupt: place %d of chunk %d", self.name, where.number, where.chunk)
         if self.places.index.get(job.digest) == job.place:  # not yet removed by a purge or another read
             self.places.remove(job.place)
             self._mark([job.place], None)
