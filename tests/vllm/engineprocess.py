@@ -34,12 +34,13 @@ class EngineProcess:
         environ: Mapping[str, str] | None = None,
         python: str | Path = sys.executable,
         settings: Mapping[str, Any] | None = None,
+        before: Mapping[str, Any] | None = None,
         **extra: Any,
     ) -> None:
         """`attach`: None for a pool of its own. `python`: of the environment that has the vLLM. `settings`: vLLM's.
-        Returns when the engine can be asked."""
+        `before`: a connector that MultiConnector asks before KVStow's. Returns when the engine can be asked."""
         extra = extra if attach is None else {"attach": attach, **extra}
-        options = json.dumps({"model": str(model), "extra": extra, "settings": dict(settings or {})})
+        options = json.dumps({"model": str(model), "extra": extra, "settings": dict(settings or {}), "before": before})
         path = ":".join(place for place in sys.path if place and "site-packages" not in place)
         with log.open("ab") as errors:
             self._process = subprocess.Popen(
@@ -63,15 +64,20 @@ class EngineProcess:
         return self.finish()
 
     def begin(
-        self, *prompts: Prompt, tokens: int = 24, adapter: Adapter | None = None, image: int | None = None
+        self,
+        *prompts: Prompt,
+        tokens: int = 24,
+        adapter: Adapter | None = None,
+        image: int | None = None,
+        transfer: Mapping[str, Any] | None = None,
     ) -> None:
         """Ask, and do not wait: `finish` has the answers."""
-        self._write("ask", prompts, tokens, adapter, image)
+        self._write("ask", prompts, tokens, adapter, image, transfer)
 
     def finish(self) -> list[Answer]:
         return [
-            Answer(tuple(tokens), tuple({int(token): value for token, value in each} for each in logprobs), cached)
-            for tokens, logprobs, cached in self._read()
+            Answer(tuple(tokens), tuple({int(token): value for token, value in each} for each in logprobs), *rest)
+            for tokens, logprobs, *rest in self._read()
         ]
 
     def forget_gpu(self) -> None:
@@ -94,6 +100,11 @@ class EngineProcess:
         users have it."""
         self._write("be_patient", seconds)
         self._read()
+
+    def stats(self, section: str) -> dict[str, Any]:
+        """Of its own pool."""
+        self._write("stats", section)
+        return cast(dict[str, Any], self._read())
 
     def is_ready(self) -> bool:
         """What /readyz of its admin server says."""
@@ -146,7 +157,13 @@ def main(options: Mapping[str, Any]) -> None:
     words = os.fdopen(os.dup(1), "w")  # vLLM writes its log to the other one
     os.dup2(2, 1)
     commands = sys.stdin.fileno()
-    setup = Setup(Path(options["model"]), extra=options["extra"], gpu_blocks=160, settings=options["settings"])
+    setup = Setup(
+        Path(options["model"]),
+        extra=options["extra"],
+        gpu_blocks=160,
+        settings=options["settings"],
+        before=options["before"],
+    )
     with running(setup) as engine:
 
         def say(what: Any) -> None:
@@ -167,11 +184,16 @@ def main(options: Mapping[str, Any]) -> None:
 
 
 def _ask(
-    engine: Engine, prompts: Sequence[Sequence[int]], tokens: int, adapter: Sequence[Any] | None, image: int | None
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    tokens: int,
+    adapter: Sequence[Any] | None,
+    image: int | None,
+    transfer: Mapping[str, Any] | None,
 ) -> Any:
     named = None if adapter is None else Adapter(*adapter)
-    answers = engine.ask(*map(tuple, prompts), tokens=tokens, adapter=named, image=image)
-    return [(answer.tokens, [list(each.items()) for each in answer.logprobs], answer.cached) for answer in answers]
+    answers = engine.ask(*map(tuple, prompts), tokens=tokens, adapter=named, image=image, transfer=transfer)
+    return [(each.tokens, [list(one.items()) for one in each.logprobs], *each[2:]) for each in answers]
 
 
 def fingerprint_of(engine: Engine) -> str | None:
@@ -200,6 +222,7 @@ _COMMANDS: dict[str, Any] = {
     "fingerprint": fingerprint_of,
     "forget_gpu": lambda engine: engine.forget_gpu(),
     "metric": lambda engine, name: engine.counter(name),
+    "stats": lambda engine, section: engine.stats(section),
     "ready": lambda engine: engine.admin.get("/readyz").status_code == 200,
 }
 

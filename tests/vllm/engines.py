@@ -37,11 +37,13 @@ SECONDS = 600
 
 
 class Answer(NamedTuple):
-    """`logprobs[i]` are those of the five likeliest tokens at position `i`; `cached`: prompt tokens not computed."""
+    """`logprobs[i]` are those of the five likeliest tokens at position `i`; `cached`: prompt tokens not computed;
+    `transfer`: what a connector tells the client, for another engine."""
 
     tokens: tuple[int, ...]
     logprobs: tuple[Mapping[int, float], ...]
     cached: int
+    transfer: Mapping[str, Any] | None = None
 
 
 class Adapter(NamedTuple):
@@ -77,8 +79,8 @@ PROMPTS = (A, B, C, D, WHOLE, *SHORT)
 
 @dataclass(frozen=True)
 class Setup:
-    """An engine to make. `extra`: the connector's settings; None: without connector. `beside`: another connector, that
-    MultiConnector asks after KVStow's."""
+    """An engine to make. `extra`: the connector's settings; None: without connector. `beside`, `before`: another
+    connector, that MultiConnector asks after KVStow's, or before it."""
 
     model: Path
     extra: Mapping[str, Any] | None = None
@@ -88,6 +90,7 @@ class Setup:
     processes: bool = False
     step_tokens: int = 1024
     beside: Mapping[str, Any] | None = None
+    before: Mapping[str, Any] | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -146,6 +149,7 @@ class Engine:
         salt: str | None = None,
         session: str | None = None,
         hints: Mapping[str, Any] | None = None,
+        transfer: Mapping[str, Any] | None = None,
     ) -> str:
         from vllm import SamplingParams
         from vllm.lora.request import LoRARequest
@@ -153,6 +157,7 @@ class Engine:
 
         self._requests += 1
         name = f"request-{self._requests}"
+        told = dict(transfer or {}) | ({} if hints is None else {"kvstow": dict(hints)})
         params = SamplingParams(
             temperature=0,
             max_tokens=answer_tokens,
@@ -160,7 +165,7 @@ class Engine:
             detokenize=False,
             ignore_eos=True,
             output_kind=RequestOutputKind.FINAL_ONLY,
-            extra_args=None if hints is None else {"kv_transfer_params": {"kvstow": dict(hints)}},
+            extra_args={"kv_transfer_params": told} if told else None,
         )
         lora = None if adapter is None else LoRARequest(*adapter[:3], load_inplace=adapter.reload)
         asked: dict[str, Any] = {"prompt_token_ids": list(tokens)}
@@ -194,9 +199,11 @@ class Engine:
         image: int | None = None,
         salt: str | None = None,
         session: str | None = None,
+        transfer: Mapping[str, Any] | None = None,
     ) -> list[Answer]:
-        """Answers of requests that run at once. `image`: the seed of an image before the prompt."""
-        names = [self.add(each, tokens, adapter, image, salt, session) for each in prompts]
+        """Answers of requests that run at once. `image`: the seed of an image before the prompt. `transfer`: for
+        connectors."""
+        names = [self.add(each, tokens, adapter, image, salt, session, transfer=transfer) for each in prompts]
         answers = self.run(meanwhile)
         return [answers[name] for name in names]
 
@@ -277,7 +284,13 @@ def running(setup: Setup) -> Iterator[Engine]:
         stack.callback(_close, llm)
         admin = None
         if setup.extra is not None and not setup.is_attached:
-            eventually(lambda: admin_socket(Path(folder)), "an admin server")
+
+            def socket() -> Path | None:
+                if setup.before or setup.beside:  # the rank introduces itself with a step
+                    llm.llm_engine.step()
+                return admin_socket(Path(folder))
+
+            eventually(socket, "an admin server")
             transport = httpx.HTTPTransport(uds=str(admin_socket(Path(folder))))
             admin = stack.enter_context(httpx.Client(transport=transport, base_url="http://kvstow", timeout=30))
         engine = Engine(llm, setup, admin)
@@ -341,9 +354,10 @@ def transfer_config(setup: Setup, admin_port: int = 0) -> dict[str, Any]:
         place |= {"admin_port": admin_port, "transfer_timeout": SECONDS}
     common = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
     ours = {"kv_connector": "KVStowConnector", "kv_connector_extra_config": {**place, **(setup.extra or {})}, **common}
-    if setup.beside is None:
+    others = [None if one is None else {**common, **one} for one in (setup.before, setup.beside)]
+    if others == [None, None]:
         return {"kv_connector_module_path": "kvstow_service.connectors.vllm", **ours}
-    children = {"connectors": [ours, {**setup.beside, **common}]}
+    children = {"connectors": [one for one in (others[0], ours, others[1]) if one is not None]}
     return {"kv_connector": "MultiConnector", "kv_connector_extra_config": children, **common}
 
 
@@ -372,7 +386,7 @@ def _image(seed: int) -> Any:
 def _answer(output: Any) -> Answer:
     (completion,) = output.outputs
     logprobs = tuple({token: each.logprob for token, each in position.items()} for position in completion.logprobs)
-    return Answer(tuple(completion.token_ids), logprobs, output.num_cached_tokens)
+    return Answer(tuple(completion.token_ids), logprobs, output.num_cached_tokens, output.kv_transfer_params)
 
 
 def assert_same(answers: Sequence[Answer], expected: Sequence[Answer]) -> None:

@@ -60,7 +60,12 @@ def test_a_child_of_multiconnector_follows_the_settings_of_its_parent(
 ) -> None:
     """vLLM defers frees for consumers, and reads the role and the policy of the connector that it knows."""
     facts: list[Any] = []
-    monkeypatch.setattr(tensorhost, "EmbeddedWorkerHost", lambda options, given, num_blocks: facts.append(given))
+
+    def rank(options: Any, process: Any, num_blocks: int) -> SimpleNamespace:
+        facts.append(process)
+        return SimpleNamespace(hello=RankHello(0, 1024, 9, this_node(), 0, is_alone=process.is_alone))
+
+    monkeypatch.setattr(tensorhost, "EmbeddedWorkerHost", rank)
     setup = Setup("child", asynchronous=True)
     config = make_vllm_config(setup, MODULE, {})
     config.kv_transfer_config = KVTransferConfig(
@@ -73,6 +78,7 @@ def test_a_child_of_multiconnector_follows_the_settings_of_its_parent(
         multi = make(config, setup, KVConnectorRole.WORKER)
     assert isinstance(multi, MultiConnector)
     assert [(each.frees_late, each.recomputes) for each in facts] == [(frees_late, True)]
+    assert multi.get_handshake_metadata() is None, "vLLM would give it to the other children, too"
 
 
 def test_a_vllm_that_cannot_report_failed_loads_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +26,7 @@ from kvstow_service.connectors.engine_core.embeddedschedulerhost import Embedded
 from kvstow_service.connectors.engine_core.kvgroups import KVGroup, KVGroups
 from kvstow_service.connectors.engine_core.metadata import RankHello, RankUpdate
 from kvstow_service.connectors.engine_core.options import ConnectorOptions
+from kvstow_service.connectors.engine_core.schedulerhost import EXPECTING_SECONDS
 from kvstow_service.connectors.engine_core.schedulerside import SchedulerSide
 from kvstow_service.connectors.engine_core.stepplan import BootCompletions
 from kvstow_service.connectors.engine_core.vllmprocess import this_node
@@ -68,12 +72,17 @@ def admins(monkeypatch: pytest.MonkeyPatch) -> list[FakeAdmin]:
 
 
 def make_host(
-    options: ConnectorOptions | None = None, groups: KVGroups = GROUPS, *, binds: bool = True, **process: Any
+    options: ConnectorOptions | None = None,
+    groups: KVGroups = GROUPS,
+    *,
+    binds: bool = True,
+    clock: Callable[[], float] = time.monotonic,
+    **process: Any,
 ) -> EmbeddedSchedulerHost:
     """A host that knows no rank, and vLLM's block pool unless not `binds`."""
     options = options or ConnectorOptions(cpu_bytes_to_use=1000)
     config, cache = SimpleNamespace(kv_events_config=None), SimpleNamespace(kv_cache_groups=[])
-    host = EmbeddedSchedulerHost(options, make_process(**process), groups, config, cache)
+    host = EmbeddedSchedulerHost(options, make_process(**process), groups, config, cache, clock=clock)
     if binds:
         host.bind(FakeBlockPool(8))
     return host
@@ -201,6 +210,27 @@ def test_a_host_that_cannot_be_built_in_a_step_leaves_vllm_without_offload(
     assert [record.message for record in caplog.records if "serves without offload" in record.message] == [
         "update of rank 0: KVStow has failed; vLLM serves without offload until it restarts"
     ]
+
+
+def test_an_engine_whose_ranks_are_unknown_makes_steps_for_a_while() -> None:
+    """Beside another connector a rank introduces itself with a step."""
+    now = [100.0]
+    known, silent = make_host(clock=lambda: now[0]), make_host(clock=lambda: now[0])
+    assert known.wants_steps
+    assert silent.wants_steps
+    known.add_rank(make_hello())
+    assert not known.wants_steps
+    now[0] += EXPECTING_SECONDS
+    assert not silent.wants_steps, "its data plane could not be made"
+
+
+@pytest.mark.parametrize("is_alone", [True, False])
+def test_beside_another_connector_loads_go_before_the_step(is_alone: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Only the ranks know whether there is one."""
+    host = make_host(ConnectorOptions(cpu_bytes_to_use=1000, load_path="layer"), may_load_by_layer=True)
+    host.add_rank(replace(make_hello(), is_alone=is_alone))
+    assert host.side is not None
+    assert ("this engine loads before the step" not in caplog.text) == is_alone
 
 
 def test_an_error_in_an_update_closes_the_pool_and_frees_the_gpu_blocks(

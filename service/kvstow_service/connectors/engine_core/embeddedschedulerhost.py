@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from typing import Any
 
@@ -50,10 +51,11 @@ class EmbeddedSchedulerHost(SchedulerHost):
         *,
         packages: Sequence[str] = ("torch",),
         by_layer: bool = True,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`packages`: the packages besides vLLM whose versions the admin server shows. Raises `ConfigError` if the
         options do not allow an admin server to start."""
-        super().__init__(options, process, groups, vllm_config, kv_cache_config, by_layer=by_layer)
+        super().__init__(options, process, groups, vllm_config, kv_cache_config, by_layer=by_layer, clock=clock)
         self.engine: OffloadEngine | None = None
         self.admin: EmbeddedAdmin | None = None
         self._packages = packages

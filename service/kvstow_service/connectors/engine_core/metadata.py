@@ -36,7 +36,8 @@ class RankHello(KVConnectorHandshakeMetadata):
     """A rank introduces itself. `max_slots`: how many slots fit in its address space. `node`: where it runs
     (`this_node`). `node_bytes`: memory available to the pools of all ranks on that node together. `num_ranks`: how many
     ranks the engine has; 0 if vLLM's configuration says so instead. `regions`: what its slots consist of, if the KV
-    cache is torch tensors. `loaded`: None if the rank has not seen what it loaded."""
+    cache is torch tensors. `loaded`: None if the rank has not seen what it loaded. `is_alone`: vLLM has no other
+    connector, which only its workers know."""
 
     rank: int
     slot_bytes: int
@@ -46,6 +47,7 @@ class RankHello(KVConnectorHandshakeMetadata):
     regions: tuple[RegionIdentity, ...] = ()
     num_ranks: int = 0
     loaded: LoadedFiles | None = None
+    is_alone: bool = True
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -27,6 +28,8 @@ from kvstow_service.connectors.engine_core.vllmprocess import VLLMProcess, adapt
 logger = logging.getLogger("kvstow.vllm")
 
 T = TypeVar("T")
+EXPECTING_SECONDS = 10.0
+"""For which an engine that has just started makes steps until its ranks have introduced themselves."""
 _NO_CHANGES: Mapping[int, int] = {}
 
 
@@ -48,6 +51,7 @@ class SchedulerHost(ABC):
         kv_cache_config: Any,
         *,
         by_layer: bool = True,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Starts nothing. `by_layer`: whether ranks can load layer by layer."""
         self.side: SchedulerSide | None = None
@@ -65,6 +69,8 @@ class SchedulerHost(ABC):
         self._thread = threading.get_ident()
         self._weight_changes: dict[int, int] = {}  # calls that ranks have noticed by themselves, by rank
         self._by_layer = by_layer
+        self._clock = clock
+        self._expecting_until: float | None = None
         self.num_ranks = process.num_ranks
         """How many ranks there are, if vLLM's configuration does not have it. 0 until a rank has reported it."""
 
@@ -95,8 +101,14 @@ class SchedulerHost(ABC):
 
     @property
     def wants_steps(self) -> bool:
-        """Whether vLLM should make steps although it has no requests, for reasons other than transfers."""
-        return False
+        """Whether vLLM should make steps although it has no requests, for reasons other than transfers. Beside another
+        connector the ranks introduce themselves with a step, so an engine that has just started makes some: the pool
+        and the admin server then do not wait for the first request."""
+        if self.side is not None or self._has_failed:
+            return False
+        if self._expecting_until is None:  # vLLM's start has ended
+            self._expecting_until = self._clock() + EXPECTING_SECONDS
+        return self._clock() < self._expecting_until
 
     # What they have in common.
 
@@ -218,7 +230,9 @@ class SchedulerHost(ABC):
 
     def _new_side(self, control: ControlPlane, pool: BlockPool, events: EventFeed | None) -> SchedulerSide:
         options, process = self._options, self._process
-        is_possible = self._by_layer and self._groups.are_attention and process.may_load_by_layer
+        # A load within a step was tried as vLLM's only connector.
+        is_alone = all(hello.is_alone for hello in self._hellos.values())
+        is_possible = self._by_layer and self._groups.are_attention and process.may_load_by_layer and is_alone
         if options.load_path == "layer" and not is_possible:
             logger.warning(
                 "load_path is 'layer', and this engine loads before the step: loads by layer need a model with "

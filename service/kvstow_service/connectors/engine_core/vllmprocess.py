@@ -31,6 +31,7 @@ class VLLMProcess:
     have the same KV (MLA). `drafts`: whether it has a drafter. With EAGLE or MTP, vLLM computes the last block of a
     prefix that it finds on the GPU again. `lora_settings`: the settings that decide how an adapter is applied; None if
     requests have no adapters. `may_load_by_layer`: whether a step may compute with what it loads itself.
+    `is_alone`: whether vLLM has no other connector; True in the scheduler's process, which does not know it.
     `takes_steps_back`: whether vLLM discards what a step has computed for a request with blocks that are reported as
     invalid, and computes it again.
     """
@@ -51,6 +52,7 @@ class VLLMProcess:
     lora_settings: str | None = None
     may_load_by_layer: bool = False
     takes_steps_back: bool = False
+    is_alone: bool = True
 
     @classmethod
     def of(cls, config: Any, kv_cache_config: Any, engine_transfer: Any) -> VLLMProcess:
@@ -61,7 +63,10 @@ class VLLMProcess:
         if not config.cache_config.enable_prefix_caching:
             raise ConfigError("enable_prefix_caching", False, "true: blocks are found by their prefix hash")
         if transfer.kv_role != "kv_both":
-            raise ConfigError("kv_role", transfer.kv_role, "kv_both: a cache is written and read")
+            allowed = (
+                "kv_both: a cache is written and read. Inside MultiConnector each connector has a kv_role of its own"
+            )
+            raise ConfigError("kv_role", transfer.kv_role, allowed)
         if getattr(parallel, "prefill_context_parallel_size", 1) > 1:
             raise ConfigError("prefill_context_parallel_size", parallel.prefill_context_parallel_size, "1")
         if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
@@ -89,8 +94,9 @@ class VLLMProcess:
             lora_settings=None
             if (lora := config.lora_config) is None
             else json.dumps({name: str(getattr(lora, name, None)) for name in _LORA_SETTINGS}),
-            may_load_by_layer=not drafts and _has_simple_steps(config, transfer, engine_transfer),
+            may_load_by_layer=not drafts and _has_simple_steps(config),
             takes_steps_back=not overlaps and _rewinds_requests(config, kv_cache_config),
+            is_alone=transfer.kv_connector == engine_transfer.kv_connector,
         )
 
 
@@ -103,17 +109,15 @@ _LORA_SETTINGS = (
 )
 
 
-def _has_simple_steps(config: Any, transfer: Any, engine_transfer: Any) -> bool:
-    """Whether the engine's steps are of the kind with which loads within a step were tried: one pipeline stage, no
-    micro-batches, and no other connector. A rank that sleeps loses its memory, and a step that was planned before could
-    not load from it."""
+def _has_simple_steps(config: Any) -> bool:
+    """Whether the engine's steps are of the kind with which loads within a step were tried: one pipeline stage and no
+    micro-batches. A rank that sleeps loses its memory, and a step that was planned before could not load from it."""
     parallel = config.parallel_config
     return (
         parallel.pipeline_parallel_size == 1
         and parallel.decode_context_parallel_size == 1
         and not getattr(parallel, "use_ubatching", getattr(parallel, "enable_dbo", False))
         and not getattr(config.model_config, "enable_sleep_mode", False)
-        and transfer.kv_connector == engine_transfer.kv_connector
     )
 
 

@@ -156,9 +156,15 @@ class PoolWorkerHost(WorkerHost):
         super().close()
 
     def _make_hello(self, slot_bytes: int) -> RankHello:
-        max_slots = self._max_bytes // slot_bytes
+        process, max_slots = self._process, self._max_bytes // slot_bytes
         return RankHello(
-            self._process.rank, slot_bytes, max_slots, this_node(), self._node_bytes, num_ranks=self._process.num_ranks
+            process.rank,
+            slot_bytes,
+            max_slots,
+            this_node(),
+            self._node_bytes,
+            num_ranks=process.num_ranks,
+            is_alone=process.is_alone,
         )
 
     def _start(self, plane: RankDataPlane) -> None:

@@ -61,8 +61,7 @@ class AttachedSchedulerHost(SchedulerHost):
         kv_cache_config: Any,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(options, process, groups, vllm_config, kv_cache_config)
-        self._clock = clock
+        super().__init__(options, process, groups, vllm_config, kv_cache_config, clock=clock)
         self._model = engineidentity.read_model(vllm_config, options.weights_id)
         self._control: AttachedControl | None = None
         self._blocks: AttachedBlocks | None = None
@@ -87,7 +86,7 @@ class AttachedSchedulerHost(SchedulerHost):
         that has just started or attached makes some. The ranks also learn only in steps that no more ops come. An idle
         rank that waited for some would keep the service's memory."""
         if self._control is None:
-            return False
+            return super().wants_steps
         if self._control.holds.is_begun and self.side is not None and not self.side.has_requests:
             return True
         if self._has_failed:

@@ -87,7 +87,10 @@ class KVStowConnector(OffloadConnector):
         self._rank.resume()
 
     def get_handshake_metadata(self) -> RankHello | None:
-        return self._rank.hello
+        """Inside MultiConnector vLLM gives the handshake of one connector to all, and another one, such as NIXL's, may
+        need its own. There the rank introduces itself with its first update."""
+        hello = self._rank.hello
+        return hello if hello is not None and hello.is_alone else None
 
     def _begin_step(self, metadata: KVStowMetadata) -> None:
         self._expected_changes = metadata.weight_changes.get(self._rank.side.rank, 0)

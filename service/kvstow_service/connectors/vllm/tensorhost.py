@@ -115,4 +115,7 @@ class AttachedWorkerHost(_TensorHost):
         )
 
     def _make_hello(self, slot_bytes: int) -> RankHello:
-        return RankHello(self._process.rank, slot_bytes, 0, this_node(), 0, self._regions, loaded=self._loaded)
+        process, regions = self._process, self._regions
+        return RankHello(
+            process.rank, slot_bytes, 0, this_node(), 0, regions, loaded=self._loaded, is_alone=process.is_alone
+        )

@@ -185,6 +185,17 @@ def test_slots_are_held_from_the_look_up_to_the_end_of_the_load() -> None:
     host.engine.check_integrity()
 
 
+def test_a_hit_that_another_connector_loads_is_let_go() -> None:
+    """MultiConnector asks all of its connectors, and tells those that it has not chosen of no tokens."""
+    host, request = make_host(), FakeRequest("r", PROMPT)
+    assert host.ask(request) == 12
+    assert host.leases == 1
+    host.admit(request)
+    assert host.leases == 0
+    assert host.engine.stats().pool.slots.leased == 0
+    assert host.step().loads.ops == ()
+
+
 def preempted_after_a_failed_load() -> tuple[VllmHost, FakeRequest]:
     host, request = make_host(), FakeRequest("r", PROMPT)
     host.admit(request, load=host.ask(request))

@@ -141,7 +141,10 @@ def test_batches_of_a_pipeline_overlap_too() -> None:
     ("changes", "message"),
     [
         ({"cache_config__enable_prefix_caching": False}, "enable_prefix_caching is False; allowed: true"),
-        ({"kv_transfer_config__kv_role": "kv_producer"}, "kv_role is 'kv_producer'; allowed: kv_both"),
+        (
+            {"kv_transfer_config__kv_role": "kv_producer"},
+            "kv_role is 'kv_producer'; allowed: kv_both: .* each connector has a kv_role",
+        ),
         ({"parallel_config__prefill_context_parallel_size": 2}, "prefill_context_parallel_size is 2; allowed: 1"),
         (
             {"parallel_config__distributed_executor_backend": "external_launcher"},
@@ -225,9 +228,13 @@ def test_where_vllm_has_configured_nothing_nothing_changes() -> None:
         {"parallel_config__enable_dbo": True},
         {"model_config__enable_sleep_mode": True},
         {"speculative_config": object()},
-        {"engine": {"kv_connector": "MultiConnector"}},
     ],
 )
 def test_a_step_that_was_not_tried_loads_nothing_by_layer(changes: dict[str, Any]) -> None:
     assert process_of(FullAttentionSpec).may_load_by_layer
     assert not process_of(FullAttentionSpec, **changes).may_load_by_layer
+
+
+def test_a_worker_knows_whether_vllm_has_another_connector() -> None:
+    assert process_of(FullAttentionSpec).is_alone
+    assert not process_of(FullAttentionSpec, engine={"kv_connector": "MultiConnector"}).is_alone
