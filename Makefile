@@ -15,6 +15,8 @@ VLLM_OTHERS := 0.30.0 0.31.0
 VLLM_ALL := $(foreach version,$(VLLM_NEWEST) $(VLLM_OTHERS),$(VLLM_VENV)-$(version)/.vllm)
 # Warnings come from vLLM, so they are no errors here.
 VLLM_PYTEST := HF_HUB_OFFLINE=1 $(VLLM_VENV)-$(VLLM_NEWEST)/bin/python -m pytest -W default
+# Outcomes of tests, of which `python -m bench compatibility` makes docs/compatibility.md.
+RESULTS = -p tests.results --results build/results/$@.json
 
 # JAX too: its process has no torch.
 JAX_VENV := .venv-jax
@@ -51,7 +53,7 @@ PUBLISH_VENV := .venv-publish
 PLAIN := -n 2 --dist loadfile -m "not gpu and not vllm and not jax and not tpu and not deploy and not image and not browser and not tier"
 
 .DEFAULT_GOAL := help
-.PHONY: help venv venv-vllm demo test cover soak test-vllm cover-vllm test-jax test-tpu test-tier test-deploy test-image chromium test-browser pictures docs release locks test-newest hooks lint fmt bench clean
+.PHONY: help venv venv-vllm demo test cover soak test-vllm cover-vllm test-jax test-tpu test-tier test-deploy test-image chromium test-browser pictures docs release locks new-vllm test-newest hooks lint fmt bench clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -154,7 +156,7 @@ soak: $(VENV)/.dev $(VLLM_VENV)-$(VLLM_NEWEST)/.vllm $(JAX_VENV)/.test ## Run th
 	$(JAX_BIN)/python -m pytest -m "jax and soak" -s -o faulthandler_timeout=3600 tests/jax
 
 test-vllm: $(VLLM_ALL) ## Run the tests of the connector in a real vLLM, on the CPU
-	$(VLLM_PYTEST) -m "vllm and not tier" -n 2 --dist loadfile --no-loadscope-reorder tests/vllm
+	$(VLLM_PYTEST) $(RESULTS) -m "vllm and not tier" -n 2 --dist loadfile --no-loadscope-reorder tests/vllm
 
 cover-vllm: $(VLLM_ALL) ## Run the tests of `make test-vllm` once more and report what they reach of the connector
 	$(VLLM_PYTEST) -m "vllm and not tier" -n 2 --dist loadfile --no-loadscope-reorder tests/vllm \
@@ -227,6 +229,9 @@ locks: ## Write locks/ anew, with the newest versions that pyproject.toml and lo
 	$(LOCK) pyproject.toml locks/build.in locks/jax.in --extra jax --extra cli -o locks/jax.txt
 	$(COMPILE) --generate-hashes --python-version 3.11 --python-platform x86_64-manylinux_2_28 --excludes locks/tpu-left-out.txt \
 		--overrides locks/tpu-overrides.txt locks/build.in locks/torch.in locks/tpu.in -o locks/tpu.txt
+
+new-vllm: $(VENV)/.dev $(VLLM_VENV)-$(VLLM_NEWEST)/.vllm ## What changed in what KVStow relies on: VERSION=0.34.0; fetches its wheel, 340 MB
+	$(BIN)/python -m tests.vllm.contract.newversion $(or $(VERSION),$(error name the version: make new-vllm VERSION=0.34.0)) $(VLLM_NEWEST)
 
 # Not part of continuous integration: what it finds is news about a dependency, not about a change.
 test-newest: ## Run all tests of `make test` with the newest packages that pyproject.toml allows, in .venv-newest

@@ -12,6 +12,7 @@ from bench import (
     admin,
     agents,
     attach,
+    compatibility,
     control,
     disk,
     holds,
@@ -53,6 +54,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.benchmarks == ["page"]:
         PAGE.write_text(page())
         return 0
+    if options.benchmarks == ["compatibility"]:
+        compatibility.main()
+        return 0
     names = options.benchmarks or BENCHMARKS
     if {"control", "trace"} & set(names) and not control.vllm_is_there():
         _say("no .venv-vllm: `make venv-vllm` makes it; KVStow is measured alone")
@@ -71,7 +75,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     parser.add_argument(
-        "benchmarks", nargs="*", choices=[*BENCHMARKS, "page", []], help="default: all; page: make README.md anew"
+        "benchmarks",
+        nargs="*",
+        choices=[*BENCHMARKS, "page", "compatibility", []],
+        help="default: all; page: make README.md anew; compatibility: make docs/compatibility.md of build/results",
     )
     parser.add_argument("--repeats", type=int, default=3, help="processes for each figure")
     parser.add_argument("--sizes", type=int, nargs="+", default=control.SIZES, metavar="SLOTS")

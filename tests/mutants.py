@@ -3060,6 +3060,13 @@ MUTANTS = [
         "elif not tag:",
         "tests/publish/test_release.py::test_nothing_is_missing_once_the_tag_is_there",
     ),
+    Mutant(
+        "a_version_whose_test_failed_has_run",
+        "bench/compatibility.py",
+        """if each and all(one.result == "passed" for one in each.values()):""",
+        "if each:",
+        "tests/test_compatibility.py::test_a_run_replaces_what_was_known_of_its_tests",
+    ),
 ]
 
 PATCHED = [

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import pytest
 import vllm
 from tests.vllm.contract.drift import Drift
+from tests.vllm.contract.newversion import Place, changes
 from tests.vllm.contract.ours import Ours
 from tests.vllm.contract.source import Source
 from tests.vllm.environments import of_version, sources
@@ -191,6 +192,23 @@ def test_a_change_is_named(ours: Ours, installed: Installed, tmp_path: Path, edi
     sentences = Drift(ours, Source(tmp_path, installed.root), installed.version).sentences()
     assert [sentence for sentence in sentences if edit.sentence in sentence], sentences
     assert all(sentence.startswith(f"vLLM {installed.version}") for sentence in sentences)
+
+
+def test_a_function_that_changes_within_is_shown(ours: Ours, installed: Installed, tmp_path: Path) -> None:
+    """Nothing that KVStow calls is missing, so nothing but its text tells that it may do something else."""
+    module, old = "vllm.v1.core.block_pool", "block.ref_cnt += 1"
+    path = Path(*module.split(".")).with_suffix(".py")
+    text = (installed.root / path).read_text()
+    assert old in text
+    edited = tmp_path / path
+    edited.parent.mkdir(parents=True)
+    edited.write_text(text.replace(old, "block.ref_cnt += 2") + "\n# another comment\n")
+    known, other = Source(installed.root), Source(tmp_path, installed.root)
+    assert Drift(ours, other, installed.version).sentences() == []
+    changed = {change.place: change.diff for change in changes(ours, known, other)}
+    assert changed.keys() == {Place(module, "BlockPool.touch")}
+    assert any(line.strip("+ ") == "block.ref_cnt += 2" for line in changed[Place(module, "BlockPool.touch")])
+    assert list(changes(ours, known, known)) == []
 
 
 def test_a_feature_that_comes_too_early_is_named(ours: Ours, installed: Installed) -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import ast
-import re
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 from tests.vllm.environments import of_version, sources
-from tests.vllm.valuesources import FIELDS, FILES, VARIABLES, verdicts
+from tests.vllm.valuesources import FIELDS, FILES, VARIABLES, config_fields, variables, verdicts, without_verdict
 
 from kvstow_service.connectors.engine_core.vllmprocess import _LORA_SETTINGS
 from kvstow_service.connectors.vllm import valuesettings
@@ -18,7 +16,6 @@ from kvstow_service.connectors.vllm.valuesettings import read_model_files
 
 pytestmark = pytest.mark.vllm
 
-_NO_FIELDS = ("ClassVar", "InitVar")
 _PARTS = {
     "attention_config": "AttentionConfig",
     "cache_config": "CacheConfig",
@@ -37,43 +34,16 @@ _PARTS = {
 VERSIONS = [of_version(f"0.{minor}.0") for minor in (30, 31, 32, 33)]
 
 
-def config_fields(version: str) -> dict[str, set[str]]:
-    """The fields of each dataclass of vLLM's configuration."""
-    found = {}
-    for file in sorted((sources(version) / "vllm" / "config").glob("*.py")):
-        for node in ast.parse(file.read_text()).body:
-            decorators = map(ast.unparse, node.decorator_list) if isinstance(node, ast.ClassDef) else ()
-            if isinstance(node, ast.ClassDef) and any("config" in each or "dataclass" in each for each in decorators):
-                found[node.name] = {
-                    line.target.id
-                    for line in node.body
-                    if isinstance(line, ast.AnnAssign)
-                    and isinstance(line.target, ast.Name)
-                    and not any(word in ast.unparse(line.annotation) for word in _NO_FIELDS)
-                }
-    return found
-
-
 def with_verdict(table: Mapping[str, str], verdict: str) -> set[str]:
     return set(table.get(verdict, "").split())
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_each_field_of_the_configuration_has_a_verdict(version: str) -> None:
-    found = config_fields(version)
-    assert {"VllmConfig", "ModelConfig", "CacheConfig"} <= found.keys()
-    unknown = [
-        f"{name}.{field}" for name, fields in found.items() for field in fields - verdicts(FIELDS.get(name, {})).keys()
-    ]
-    assert not unknown, "decide whether they change KV, and put them into valuesources.py"
-
-
-@pytest.mark.parametrize("version", VERSIONS)
-def test_each_variable_has_a_verdict(version: str) -> None:
-    source = (sources(version) / "vllm" / "envs.py").read_text()
-    names = set(re.findall(r'^    "([A-Z][A-Z0-9_]+)":', source, re.MULTILINE))
-    assert len(names) > 200
-    assert not names - verdicts(VARIABLES).keys(), "decide whether they change KV, and put them into valuesources.py"
+def test_each_field_and_each_variable_has_a_verdict(version: str) -> None:
+    root = sources(version)
+    assert {"VllmConfig", "ModelConfig", "CacheConfig"} <= config_fields(root).keys()
+    assert len(variables(root)) > 200
+    assert not without_verdict(root), "decide whether they change KV, and put them into valuesources.py"
 
 
 def test_the_identity_has_what_the_verdicts_say() -> None:

@@ -3,7 +3,10 @@ files that it reads. `test_valuesources` fails for one that is not here."""
 
 from __future__ import annotations
 
+import ast
+import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Final
 
 VERDICTS: Final = {
@@ -387,3 +390,39 @@ def verdicts(table: Mapping[str, str]) -> dict[str, str]:
             assert name not in found, f"{name} has two verdicts"
             found[name] = verdict
     return found
+
+
+_NO_FIELDS = ("ClassVar", "InitVar")
+
+
+def config_fields(root: Path) -> dict[str, set[str]]:
+    """The fields of each dataclass of vLLM's configuration. `root`: the folder that holds the package `vllm`."""
+    found = {}
+    for file in sorted((root / "vllm" / "config").glob("*.py")):
+        for node in ast.parse(file.read_text()).body:
+            decorators = map(ast.unparse, node.decorator_list) if isinstance(node, ast.ClassDef) else ()
+            if isinstance(node, ast.ClassDef) and any("config" in each or "dataclass" in each for each in decorators):
+                found[node.name] = {
+                    line.target.id
+                    for line in node.body
+                    if isinstance(line, ast.AnnAssign)
+                    and isinstance(line.target, ast.Name)
+                    and not any(word in ast.unparse(line.annotation) for word in _NO_FIELDS)
+                }
+    return found
+
+
+def variables(root: Path) -> set[str]:
+    """The variables of the environment that vLLM reads."""
+    source = (root / "vllm" / "envs.py").read_text()
+    return set(re.findall(r'^    "([A-Z][A-Z0-9_]+)":', source, re.MULTILINE))
+
+
+def without_verdict(root: Path) -> list[str]:
+    """Fields and variables of this version that are not above."""
+    fields = [
+        f"{name}.{field}"
+        for name, found in config_fields(root).items()
+        for field in found - verdicts(FIELDS.get(name, {})).keys()
+    ]
+    return sorted([*fields, *(variables(root) - verdicts(VARIABLES).keys())])
