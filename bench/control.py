@@ -59,10 +59,10 @@ _OWN_FIGURES = (
     ("use_long_fresh", "a request ends that has used 8,192 blocks"),
     ("use_long_worn", "the same, worn pool"),
     (
-        "comparison",
-        "of that of 1,000 blocks: the comparison of orders and sizes, mean (bar: 5 % of look up, lease, release)",
+        "curve",
+        "the curve of sizes for a request of 1,000 blocks, on the thread that ticks the pool, mean",
     ),
-    ("comparison_new", "the same, blocks that are new"),
+    ("curve_new", "the same, blocks that are new"),
     ("store_shrinking", "begin a store of 16 when the pool has begun to shrink to 2 %"),
     ("purge_slice_median", "slice of a purge of all, median"),
     ("purge_slice_max", "longest"),

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import ParamSpec, TypeVar
-from unittest.mock import patch
 
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
@@ -95,28 +94,16 @@ class EngineSubject:
         engine = self.engine
         return {"store_present": lambda keys: engine.begin_store(keys, range(len(keys))), "use_long": self.end}
 
-    def comparison_seconds(self, chains: Iterable[Sequence[bytes]]) -> float:
-        """Return how long the curve takes for a request, on average over these."""
-        pool = self.engine.pool
-        comparison = pool.comparison
-        assert comparison is not None
-        spent, count = 0.0, 0
-
-        def timed(call: Callable[P, R]) -> Callable[P, R]:
-            def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
-                nonlocal spent
-                started = time.perf_counter()
-                try:
-                    return call(*args, **kwargs)
-                finally:
-                    spent += time.perf_counter() - started
-
-            return wrapped
-
-        with patch.object(comparison, "use", timed(comparison.use)):
-            for keys in chains:
-                self.end(keys)
-                count += 1
+    def curve_seconds(self, chains: Iterable[Sequence[bytes]]) -> float:
+        """Return the seconds of CPU that the curve takes for a request, on average over these, on the thread that ticks."""
+        pool, spent, count = self.engine.pool, 0.0, 0
+        assert pool.curve is not None
+        for keys in chains:
+            self.end(keys)
+            began = time.thread_time()
+            pool.curve.follow(pool.slots.limit, is_lru=False)
+            spent += time.thread_time() - began
+            count += 1
         return spent / count
 
     def store_while_shrinking(self, keys: Sequence[bytes]) -> float:

@@ -10,13 +10,14 @@ import time
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from itertools import chain
+from unittest.mock import patch
 
-from bench.policytraces import TRACES, Trace
+from bench.policytraces import DATA, TRACES, Trace
 from bench.report import Table, verdict
-from kvstow.control.comparison import SIZES
-from kvstow.control.shadows import Shadows, Tally, spread
+from kvstow.control.curve import TIMES, Curve
 from kvstow.keys import make_key
-from kvstow_service.replay.hittable import TimedPool, foresight_hits
+from kvstow_service.replay.hittable import Admitted, KeysById, TimedPool, foresight_hits
+from kvstow_service.replay.trace import TraceRequest, events, read_trace
 
 POOLS = {
     "conversation": (2000, 4000, 16_000),
@@ -25,7 +26,14 @@ POOLS = {
     "stays": (500, 4000),
     "sessions": (500, 4000),
 }
-CURVES = {"conversation": 20_000, "synthetic": 20_000, "sessions": 20_000}
+CURVES = (("conversation", 4000), ("synthetic", 4000), ("agents-120", 1000))
+TRACE_FILES = {
+    "conversation": "conversation_trace.jsonl",
+    "synthetic": "synthetic_trace.jsonl",
+    "agents-120": "agents-120.runs.jsonl.gz",
+}
+_LARGEST_TIMES = 8
+"""Of the sizes that are compared with real pools."""
 _ARC = {
     "conversation": {1000: 5.29, 2000: 7.19, 4000: 9.67, 8000: 19.19, 16_000: 27.05, 30_000: 31.09},
     "synthetic": {1000: 9.07, 2000: 14.91, 4000: 24.96, 8000: 39.00, 16_000: 55.73},
@@ -74,51 +82,67 @@ def _table(trace: Trace, name: str, say: Callable[[str], None]) -> Table:
     return Table(f"{trace.name}: {len(keys):,} requests, % of {blocks:,} blocks that hit", head, rows)
 
 
-def _follow(shadows: Shadows, keys: Sequence[Sequence[bytes]]) -> Tally:
-    """Let the shadows follow the whole trace."""
-    tally = Tally()
-    for each in keys:
-        (chain_keys,) = shadows.choose([shadows.part(each)])
-        shadows.use(chain_keys, range(len(each)), tally)
-    return tally
+def run_curves(cases: Sequence[tuple[str, int]], say: Callable[[str], None]) -> list[Table]:
+    """Compare the curve of one pool at the end of a trace with real pools of its sizes, over the same requests, which
+    overlap as in the trace."""
+    return [_curve(name, slots, say) for name, slots in cases]
 
 
-def run_curves(names: Sequence[str], say: Callable[[str], None]) -> list[Table]:
-    """Compare the curves of one pool's shadows on whole traces with a replay at each size."""
-    return [_curve(TRACES[name](), CURVES[name], say) for name in names]
-
-
-def _leading_repeats(trace: Trace) -> int:
-    """Return the hits of a pool that never evicts."""
-    seen: set[int] = set()
-    found = 0
-    for request in trace.requests:
-        found += next((at for at, block in enumerate(request) if block not in seen), len(request))
-        seen.update(request)
+def _replay(requests: Sequence[TraceRequest], keys: KeysById, pool: TimedPool) -> list[int]:
+    """Return the hits of each request."""
+    running: dict[int, Admitted] = {}
+    found = []
+    for event in events(requests):
+        request, at = requests[event.number], event.at / 1000
+        pool.tick(at)
+        if event.is_end:
+            pool.end(running.pop(event.number), at, request.stop)
+        else:
+            running[event.number] = pool.admit(keys.keys_of(request.hash_ids), at, request.looked_up)
+            found.append(running[event.number].found)
+    pool.engine.tick()
     return found
 
 
-def _curve(trace: Trace, slots: int, say: Callable[[str], None]) -> Table:
-    keys = keys_of(trace)
-    blocks = sum(map(len, keys))
-    shadows = Shadows(SIZES, slots)
-    tally = _follow(shadows, keys)
-    found = spread(tally.hits, len(SIZES))
+def _curve(name: str, slots: int, say: Callable[[str], None]) -> Table:
+    requests, keys = read_trace(str(DATA / TRACE_FILES[name])), KeysById()
+    pool = TimedPool(slots, "auto", curve=True)
+    followed = pool.engine.pool.curve
+    assert followed is not None
+    spent = 0.0
+
+    def follow(num_slots: int, *, is_lru: bool) -> None:
+        nonlocal spent
+        began = time.thread_time()
+        Curve.follow(followed, num_slots, is_lru=is_lru)
+        spent += time.thread_time() - began
+
+    with patch.object(followed, "follow", follow):
+        own = _replay(requests, keys, pool)
+    curve, evidence = pool.engine.curve(), pool.engine.curve_evidence()
+    if curve is None or evidence is None:
+        return Table(f"{name}, {slots:,} slots: too early to tell", ["slots"], [])
+    first = len(requests) - evidence.requests
+    window = slice(first, first + curve.requests)
+    blocks = sum(len(request.hash_ids) for request in requests[window])
     rows, errors = [], list[float]()
-    for times, predicted in zip(SIZES, 100 * found / tally.sampled, strict=True):
-        size = round(times * slots)
-        replayed = 100 * sum(hits(trace, keys, size, "lru")) / blocks
-        errors.append(abs(predicted - replayed))
-        rows.append([f"{size:,}", f"{predicted:.2f}", f"{replayed:.2f}", f"{predicted - replayed:+.2f}"])
-        say(f"{trace.name}: {rows[-1]}")
-    everything, repeated = 100 * tally.seen_hits / tally.seen_blocks, 100 * _leading_repeats(trace) / blocks
-    errors.append(abs(everything - repeated))
-    rows.append(["everything", f"{everything:.2f}", f"{repeated:.2f}", f"{everything - repeated:+.2f}"])
+    for times, point in zip(TIMES, curve.points, strict=True):
+        if times > _LARGEST_TIMES:
+            break
+        hits = own if times == 1 else _replay(requests, keys, TimedPool(point.num_slots, "auto"))
+        real, predicted = 100 * sum(hits[window]) / blocks, 100 * point.ratio
+        errors.append(abs(predicted - real))
+        bound = ">= " if point.at_least else ""
+        rows.append(
+            [f"{point.num_slots:,}", f"{bound}{predicted:.2f}", f"{100 * point.error:.2f}", f"{real:.2f}",
+             f"{predicted - real:+.2f}"]
+        )  # fmt: skip
+        say(f"{name}: {rows[-1]}")
     mean, most = sum(errors) / len(errors), max(errors)
     bar = verdict(mean <= _MEAN_ERROR and most <= _LARGEST_ERROR)
-    rows.append(["error", "", "", f"mean {mean:.2f}, largest {most:.2f}: {bar}"])
-    head = ["slots", "predicted", "replayed", ""]
+    rows.append(["error", "", "", "", f"mean {mean:.2f}, largest {most:.2f}: {bar}"])
     title = (
-        f"{trace.name}: % of blocks that hit, predicted by a pool of {slots:,} slots ({shadows.rate:.3f} of the keys)"
+        f"{name}: % of blocks that hit in the last {curve.requests:,} requests, predicted by one of {slots:,} slots; "
+        f"the curve took {1000 * spent / len(requests):.1f} ms of CPU a request"
     )
-    return Table(title, head, rows)
+    return Table(title, ["slots", "predicted", "error bar", "real pool", ""], rows)

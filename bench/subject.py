@@ -52,9 +52,8 @@ class Subject(Protocol):
     def own_operations(self) -> dict[str, Callable[[Sequence[bytes]], object]]:
         """Return operations on a long present prefix that only this subject has."""
 
-    def comparison_seconds(self, chains: Iterable[Sequence[bytes]]) -> float | None:
-        """Return how long the comparison with other orders and sizes takes for a request that ends. None if there is no
-        comparison."""
+    def curve_seconds(self, chains: Iterable[Sequence[bytes]]) -> float | None:
+        """Return the seconds of CPU that the curve takes for a request. None if there is no curve."""
 
     def store_while_shrinking(self, keys: Sequence[bytes]) -> float | None:
         """Let the pool begin to shrink, then begin to store new keys. Returns the seconds of that. None if a pool
@@ -88,8 +87,8 @@ def measure(make: Callable[[int], Subject], slots: int) -> dict[str, float]:
     found |= _long_prefixes(subject, hashes, 2 * slots - LONG_BLOCKS, "_worn")
     again = _chains(subject, hashes, stored)
     new = (subject.keys(hashes.run(2 * slots + start, CHAIN_BLOCKS)) for start in range(0, slots // 2, CHAIN_BLOCKS))
-    for name, chains in (("comparison", again), ("comparison_new", new)):
-        seconds = subject.comparison_seconds(chains)
+    for name, chains in (("curve", again), ("curve_new", new)):
+        seconds = subject.curve_seconds(chains)
         if seconds is not None:
             found[name] = seconds
     shrinking = subject.store_while_shrinking(subject.keys(hashes.run(3 * slots - _SMALL_STORE, _SMALL_STORE)))

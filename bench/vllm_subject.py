@@ -54,7 +54,7 @@ class BlockPoolSubject:
     def own_operations(self) -> dict[str, Callable[[Sequence[bytes]], object]]:
         return {}
 
-    def comparison_seconds(self, chains: Iterable[Sequence[bytes]]) -> None:
+    def curve_seconds(self, chains: Iterable[Sequence[bytes]]) -> None:
         return None
 
     def store_while_shrinking(self, keys: Sequence[bytes]) -> None:

@@ -218,29 +218,36 @@ class PoolsView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizeView:
-    """A size of a pool, `times` as large as its present size, and the shares of blocks that it would have hit: with the
-    order of last use (`lru`), with the pool's own order (`own`), and as far as the pool's policy would reach it
-    (`ratio`, which never falls from one size to the next). Bytes are of all ranks together."""
+    """A size of a pool, `times` as large as it is now, and the share of blocks that it would have hit (`ratio`, which
+    never falls from one size to the next), give or take `error`. `at_least`: it may hit more in the long run, because
+    such a pool was not full yet when the first of these requests came. `seen_blocks`: how many distinct blocks the pool
+    has seen, up to this size; `seconds_left`: about how long it takes until the size is known, null if it is, or if the
+    pace is unknown. Bytes are of all ranks together."""
 
     num_slots: int
     num_bytes: int
     times: float
-    lru: float
-    own: float
     ratio: float
+    error: float
+    at_least: bool
+    seen_blocks: int
+    seconds_left: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolCurveView:
-    """The hits that the last `requests` requests, which looked up `blocks` blocks, would have had in pools of other
-    sizes. `items` are the sizes, the smallest first. Without a curve, or while there is not enough evidence for one,
-    `items` is empty, all figures below it are null, and `advice` says why.
+    """What the last `requests` requests, which looked up `blocks` blocks, would have hit in pools of other sizes.
+    `items`: the sizes, the smallest first. The share of the present size is the pool's own. While there is not enough
+    evidence, or without a curve, `items` is empty, all figures below it are null, and `advice` says why; while the pool
+    has not been full, only the figures that say what to do are null. A sentence stays until one of its figures changes
+    by two points, or for ten minutes.
 
-    `slot_bytes` are of one rank, and all other bytes of all ranks together. `everything` is the share that would hit in
-    a pool that never evicts. `advice` is a sentence about the pool's size. `next_useful` is the smallest larger size
-    whose doublings each add two points on average. `enough` is the smallest smaller size that would lose at most half a
-    point. `end` is the smallest size, not smaller than the pool, above which less than a point is left. Each is null if
-    there is no such size.
+    `slot_bytes` are of one rank, all other bytes of all ranks together. `everything`: the share that the largest size
+    would hit. `advice`: what follows for the size, in a sentence. `disk_advice`: what disks below the memory would add,
+    by the sizes that are eight times the pool and more. `next_useful`: the smallest larger
+    size whose doublings each add two points on the average. `enough`: the smallest smaller size that would lose no
+    more than half a point. `end`: the smallest size, not smaller than the pool, above which less than a point is
+    left. Each is null if there is no such size.
 
     `saved_seconds_per_hour` is how many seconds of prefill hits have saved per hour in the last five minutes. It is
     null if unknown.
@@ -259,6 +266,7 @@ class PoolCurveView:
     next_useful: SizeView | None = None
     enough: SizeView | None = None
     end: SizeView | None = None
+    disk_advice: str | None = None
     saved_seconds_per_hour: float | None = None
 
 

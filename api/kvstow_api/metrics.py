@@ -154,11 +154,8 @@ def _by_direction(reads: Mapping[tuple[str, ...], Callable[[Any], Any]], counter
     return {labels: read(counters) for labels, read in reads.items()}
 
 
-def _curve_ratios(pool: PoolSnapshot) -> Mapping[tuple[str, str], float]:
-    curve = pool.curve
-    ratios = {(f"{size.times:.4g}", "policy"): size.ratio for size in curve.items}
-    ratios |= {(f"{size.times:.4g}", "lru"): size.lru for size in curve.items}
-    return {**ratios, ("inf", "policy"): curve.everything or 0.0} if ratios else {}
+def _curve_ratios(pool: PoolSnapshot) -> Mapping[tuple[str], float]:
+    return {(f"{size.times:.4g}",): size.ratio for size in pool.curve.items}
 
 
 def _settings(pool: PoolSnapshot) -> Mapping[tuple[str, ...], float]:
@@ -196,10 +193,9 @@ _OF_POOLS = (
     ),
     gauge(
         "curve_hit_ratio",
-        "Share of the blocks that a pool of so many times the size would have hit, by the order of eviction (inf: one "
-        "that never evicts)",
+        "Share of the blocks that a pool of so many times the size would have hit",
         _curve_ratios,
-        ("times", "order"),
+        ("times",),
     ),
     gauge(
         "curve_useful_bytes",

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
-from kvstow.control.comparison import CurveEvidence
 from kvstow.stats import DIRECTIONS, LOAD_CHOICES, PendingTransfers
 from kvstow.status import SESSION_STATES, SessionState, SessionStatus, TransferStatus
 from kvstow_api.answers import NO_TIER, PoolCurveView, PoolView, TierView, TransfersView
 from kvstow_api.directory import Directory, HostedPool
-from kvstow_api.figures import Sample, now_of, saved_per_hour, seconds_per_ratio
-from kvstow_api.sampler import Sampler
-from kvstow_api.sizing import with_sizes
-from kvstow_api.texts import duration
+from kvstow_api.figures import now_of, saved_per_hour, seconds_per_ratio
+from kvstow_api.sampler import SaidCurve, Sampler
+from kvstow_api.sizing import too_early, with_sizes
 
 
 def settings_etag(pool: HostedPool) -> str:
@@ -119,37 +118,30 @@ def tier_view(directory: Directory) -> TierView:
 _NO_CURVE = "the pool follows no curve: its setting `curve` is off"
 
 
-def _no_evidence(evidence: CurveEvidence | None, kept: Sequence[Sample]) -> str:
-    """Say how much evidence is missing before there is a curve, and how long that takes at the pace of the last
-    minutes."""
-    if evidence is None:
-        return _NO_CURVE
-    requests, needed, blocks, needed_blocks = evidence
-    words = (
-        f"too early to tell: {min(requests, needed):,} of {needed:,} requests have ended, and they have looked up "
-        f"{min(blocks, needed_blocks):,} of {needed_blocks:,} blocks, four times those of the pool"
-    )
-    looked_up = kept[-1].stats.lookups.query_blocks - kept[0].stats.lookups.query_blocks if len(kept) > 1 else 0
-    if looked_up <= 0 or needed_blocks <= blocks:
-        return words
-    seconds = (needed_blocks - blocks) * (kept[-1].time - kept[0].time) / looked_up
-    return f"{words}; about {duration(seconds)} more at the pace of the last minutes"
-
-
 def curve_view(sampler: Sampler, hosted: HostedPool) -> PoolCurveView:
-    """Return what other sizes of a pool would hit. O(sizes), apart from a sum over the pieces of the curve's window."""
-    facade, kept = hosted.facade, sampler.of_pool(hosted.name).kept
-    pool, curve = facade.stats().pool, facade.curve()
+    """What other sizes of a pool would hit: the same for all who ask, until it has changed. O(sizes), apart from a sum
+    over the pieces of the curve's window."""
+    facade, samples = hosted.facade, sampler.of_pool(hosted.name)
+    pool, evidence, curve = facade.stats().pool, facade.curve_evidence(), facade.curve()
+    if evidence is not None and not evidence.needed_seen:  # nothing was followed yet
+        evidence = evidence._replace(needed_seen=pool.usable_slots)
     view = PoolCurveView(
         pool=hosted.name,
         policy=pool.policy,
         num_slots=pool.usable_slots,
         num_bytes=pool.usable_slots * (hosted.stored_slot_bytes or facade.config.total_slot_bytes),
         slot_bytes=pool.slot_bytes,
-        advice=_no_evidence(facade.curve_evidence(), kept) if facade.config.curve else _NO_CURVE,
+        advice=_NO_CURVE if evidence is None else too_early(evidence),
         requests=0,
         blocks=0,
         items=[],
-        saved_seconds_per_hour=saved_per_hour(kept),
     )
-    return view if curve is None else with_sizes(view, curve, seconds_per_ratio(kept))
+    figures = [0.0 if evidence is None else evidence.progress]
+    if curve is not None and evidence is not None:
+        view = with_sizes(view, curve, evidence, seconds_per_ratio(samples.kept))
+        figures += [ratio for size in view.items for ratio in (size.ratio, float(size.at_least))]
+    about = view.policy, view.num_slots, view.num_bytes
+    said = samples.said
+    if said is None or said.about != about or said.has_changed(figures, samples.now):
+        said = samples.said = SaidCurve(view, about, figures, samples.now)
+    return replace(said.view, saved_seconds_per_hour=saved_per_hour(samples.kept))

@@ -8,10 +8,10 @@ import logging
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvstow.status import RankStatus, SessionState, SessionStatus
-from kvstow_api.answers import EventType
+from kvstow_api.answers import EventType, PoolCurveView
 from kvstow_api.directory import Directory, HostedPool, host_readiness
 from kvstow_api.figures import (
     CURVE_INTERVAL,
@@ -226,14 +226,39 @@ def _what(data: Mapping[str, Any]) -> tuple[Any, ...]:
     return data["state"], data.get("boot_id"), data.get("error")
 
 
+STEP = 0.02
+"""What is said of a pool's size changes when one of its figures has changed by so much,"""
+SECONDS = 600.0
+"""or when it is so old."""
+
+
+class SaidCurve(NamedTuple):
+    """What is said of a pool's size, `about` which pool, and since when. `figures`: what it rests on."""
+
+    view: PoolCurveView
+    about: tuple[str, int, int]
+    figures: Sequence[float]
+    time: float
+
+    def has_changed(self, figures: Sequence[float], now: float) -> bool:
+        is_other = len(figures) != len(self.figures) or now - self.time >= SECONDS
+        return is_other or any(abs(one - other) >= STEP for one, other in zip(figures, self.figures, strict=True))
+
+
 class PoolSamples:
-    """The samples of a pool, from its beginning to its end."""
+    """The samples of a pool, from its beginning to its end, and what was said of its size."""
 
     def __init__(self, engine_id: str) -> None:
         self.engine_id = engine_id
         self.kept: deque[Sample] = deque(maxlen=CURVE_POINTS + 1)
         self.recent: deque[Sample] = deque(maxlen=round(NOW_SECONDS / _INTERVAL) + 1)
+        self.said: SaidCurve | None = None
         self._ticks = 0
+
+    @property
+    def now(self) -> float:
+        """When the last sample was taken."""
+        return self.recent[-1].time if self.recent else 0.0
 
     def add(self, sample: Sample) -> None:
         self.recent.append(sample)

@@ -1,7 +1,9 @@
-"""Draws conclusions from a pool's curve: the next size that is worth its memory, and the smallest size that would do.
+"""What the curve of a pool says about its size: the next size that is worth its memory, the smallest that would do, and
+what a disk below the memory would bring.
 
-These rules and their words are only here, so that the API, the doctor, the status page and `kvstow top` say the same.
-This module uses no web framework.
+The one place of these rules and of their words: the API, the doctor, the status page and `kvstow top` read the same.
+Nothing is said of a size before the pool has seen as many distinct blocks, because until then its hits only grow; of
+larger sizes than that, what is known is the least. No web framework.
 """
 
 from __future__ import annotations
@@ -11,25 +13,46 @@ from dataclasses import replace
 from itertools import accumulate
 
 from kvstow.bytesize import format_size
-from kvstow.status import SizeCurve
+from kvstow.status import CurveEvidence, SizeCurve
 from kvstow_api.answers import PoolCurveView, SizeView
 from kvstow_api.texts import counted, duration, percent
 
 GAIN = 0.02
-"""A larger size is worth its memory if each doubling up to it adds this share of the blocks on average. The curve is
-off by one point on average, and has never been off by more than three."""
+"""A larger size is worth its memory if each doubling up to it adds this share of the blocks, on the average. The curve
+is off by less than one point on the average, and by three at most."""
 LOSS = 0.005
 """A smaller size would do if it loses no more than this share in total."""
 REST = 0.01
-"""A size is the end of the curve if all larger sizes together would add less than this share."""
+"""A size is the end of the curve if all larger ones together would add less than this share."""
+DISK_TIMES = 8
+"""A disk is so many times as large as the memory, or more."""
 _MEMORY = {1: "twice the memory", 2: "four times the memory", 3: "eight times the memory"}
 _PARTS = {-1: "half of it", -2: "a quarter of it", -3: "an eighth of it"}
 
 
-def with_sizes(view: PoolCurveView, curve: SizeCurve, seconds_per_ratio: float | None) -> PoolCurveView:
-    """Return `view` with the conclusions from `curve`. It is unchanged if the curve has no point near its size. The
-    points are a doubling apart. `seconds_per_ratio` is how many seconds of prefill would be saved in a minute if all
-    blocks hit, or None if unknown."""
+def too_early(evidence: CurveEvidence) -> str:
+    """How much is lacking before there is a curve, and about how long that takes."""
+    if evidence.seen < evidence.needed_seen:
+        words = f"the pool has seen {evidence.seen:,} of {counted(evidence.needed_seen, 'distinct block')} that fill it"
+    else:
+        requests, blocks = evidence.needed_requests, evidence.needed_blocks
+        words = (
+            f"since the pool was full, {min(evidence.requests, requests):,} of {requests:,} requests have begun, and "
+            f"they have looked up {min(evidence.blocks, blocks):,} of {blocks:,} blocks"
+        )
+    return f"too early to tell: {words}{_time_left(evidence.seconds_left)}"
+
+
+def _time_left(seconds: float | None) -> str:
+    return "" if seconds is None else f"; about {duration(seconds)} more at the pace so far"
+
+
+def with_sizes(
+    view: PoolCurveView, curve: SizeCurve, evidence: CurveEvidence, seconds_per_ratio: float | None
+) -> PoolCurveView:
+    """`view` with what follows from `curve`; as it is if the curve has no point at about its size. The points are a
+    doubling apart. `seconds_per_ratio`: seconds of prefill that all blocks would save in a minute if they hit; None if
+    unknown."""
     points = [point for point in curve.points if point.num_slots > 0]
     if not points or view.num_slots < 1:
         return view
@@ -37,40 +60,40 @@ def with_sizes(view: PoolCurveView, curve: SizeCurve, seconds_per_ratio: float |
     at = distances.index(min(distances))
     if distances[at] > 0.5:
         return view
-    expected = [point.own for point in points]
-    ratios = list(accumulate(expected, max))  # a larger pool does not hit less; where it seems to, the sample has noise
+    ratios = accumulate([point.ratio for point in points], max)  # a larger pool does not hit less; that is noise
     slot_bytes = view.num_bytes // view.num_slots
     sizes = [
         SizeView(
             num_slots=point.num_slots,
             num_bytes=point.num_slots * slot_bytes,
             times=point.num_slots / points[at].num_slots,
-            lru=point.lru,
-            own=point.own,
             ratio=ratio,
+            error=point.error,
+            at_least=point.at_least,
+            seen_blocks=point.seen_blocks,
+            seconds_left=point.seconds_left,
         )
         for point, ratio in zip(points, ratios, strict=True)
     ]
-    now, everything = sizes[at], max(curve.everything, ratios[-1])
-    larger = enumerate(sizes[at + 1 :], 1)
+    now, everything, larger = sizes[at], sizes[-1].ratio, enumerate(sizes[at + 1 :], 1)
+    found = replace(view, requests=curve.requests, blocks=curve.blocks, items=sizes, everything=everything)
+    if now.at_least:
+        return replace(found, advice=too_early(evidence))
     found = replace(
-        view,
-        requests=curve.requests,
-        blocks=curve.blocks,
-        items=sizes,
-        everything=everything,
+        found,
         next_useful=next((size for doublings, size in larger if size.ratio - now.ratio >= GAIN * doublings), None),
         enough=next((size for size in sizes[:at] if now.ratio - size.ratio <= LOSS), None),
         end=next((size for size in sizes[at:] if everything - size.ratio < REST), None),
+        disk_advice=_of_disks(sizes[at:]),
     )
     seen = f"seen in the last {counted(curve.requests, 'request')}, {counted(curve.blocks, 'block')}"
-    return replace(found, advice=f"{'; '.join(_parts(found, at, everything, seconds_per_ratio))} ({seen})")
+    return replace(found, advice=f"{'; '.join(_parts(found, at, seconds_per_ratio))} ({seen})")
 
 
-def _parts(view: PoolCurveView, at: int, everything: float, seconds_per_ratio: float | None) -> list[str]:
-    now, larger, smaller = view.items[at], view.next_useful, view.enough
-    if everything < GAIN:
-        return [f"no size would help: a pool that never evicts would hit {percent(everything)} of the blocks"]
+def _parts(view: PoolCurveView, at: int, seconds_per_ratio: float | None) -> list[str]:
+    now, larger, smaller, largest = view.items[at], view.next_useful, view.enough, view.items[-1]
+    if largest.ratio < GAIN:
+        return [f"no size would help{_so_far(largest)}: {_would_hit(largest)} of the blocks"]
 
     def named(size: SizeView) -> str:
         doublings = view.items.index(size) - at
@@ -79,31 +102,72 @@ def _parts(view: PoolCurveView, at: int, everything: float, seconds_per_ratio: f
 
     parts = []
     if larger is not None:
+        gain = larger.ratio - now.ratio
         parts.append(
-            f"{named(larger)} would add {_points(larger.ratio - now.ratio)} to the "
-            f"{percent(now.ratio)} of blocks that hit{_worth(larger.ratio - now.ratio, seconds_per_ratio)}"
+            f"{named(larger)} would add {_least(larger)}{_points(gain)}{_so_far(larger)} to the "
+            f"{percent(now.ratio)} of blocks that hit{_worth(gain, seconds_per_ratio)}"
         )
-        parts.append(_rest(view.end, larger, now, everything))
+        parts.append(_rest(view.end, larger, now, largest))
     if smaller is not None and (larger is None or now.ratio >= GAIN):
         parts.append(
             f"{named(smaller)} would do, and hit {percent(smaller.ratio)} of the blocks instead of {percent(now.ratio)}"
         )
     if not parts:
-        parts.append(f"the size fits, and {percent(now.ratio)} of the blocks hit")
+        next_size = view.items[at + 1] if at + 1 < len(view.items) else None
+        is_known = next_size is None or not next_size.at_least
+        parts.append(f"{'the size fits, and ' if is_known else ''}{percent(now.ratio)} of the blocks hit")
         if at > 0:
             parts.append(f"half of it would lose {_points(now.ratio - view.items[at - 1].ratio)}")
-        if at + 1 < len(view.items):
-            parts.append(f"twice the memory would add {_points(view.items[at + 1].ratio - now.ratio)}")
+        if next_size is not None and is_known:
+            parts.append(f"twice the memory would add {_points(next_size.ratio - now.ratio)}")
+        elif next_size is not None:
+            parts.append(
+                f"too early to tell what twice the memory would add: {next_size.seen_blocks:,} of "
+                f"{counted(next_size.num_slots, 'distinct block')} were seen that fill it"
+                f"{_time_left(next_size.seconds_left)}"
+            )
     return parts
 
 
-def _rest(end: SizeView | None, larger: SizeView, now: SizeView, everything: float) -> str:
-    if end is None:
-        return f"a pool that never evicts would hit {percent(everything)}"
+def _of_disks(sizes: list[SizeView]) -> str | None:
+    """What a disk below the memory would add, from the sizes that are far above it. The first of the `sizes` is that of
+    the pool."""
+    now, far = sizes[0], [size for size in sizes if size.times >= DISK_TIMES * sizes[0].times]
+    if not far:
+        return None
+    largest = far[-1]
+    found = next(size for size in far if largest.ratio - size.ratio < REST)
+    gain = found.ratio - now.ratio
+    if gain < GAIN:
+        return f"disks below the memory would add less than {_points(GAIN)}{_so_far(largest)}"
+    return (
+        f"disks of {format_size(found.num_bytes)} below the memory would add {_least(found)}{_points(gain)}"
+        f"{_so_far(found)} to the {percent(now.ratio)} of blocks that hit"
+    )
+
+
+def _least(size: SizeView) -> str:
+    return "at least " if size.at_least else ""
+
+
+def _so_far(size: SizeView) -> str:
+    return " so far" if size.at_least else ""
+
+
+def _would_hit(largest: SizeView) -> str:
+    return f"a pool of {format_size(largest.num_bytes)} would hit {percent(largest.ratio)}"
+
+
+def _rest(end: SizeView | None, larger: SizeView, now: SizeView, largest: SizeView) -> str:
+    if end is None or end == largest:
+        return f"{_would_hit(largest)}{_so_far(largest)}"
     if end == larger:
-        return "above that less than a point is left"
+        return f"above that less than a point is left{_so_far(largest)}"
     gain = _points(end.ratio - now.ratio)
-    return f"{format_size(end.num_bytes)} would add {gain}, and above that less than a point is left"
+    return (
+        f"{format_size(end.num_bytes)} would add {_least(end)}{gain}, and above that less than a point is left"
+        f"{_so_far(largest)}"
+    )
 
 
 def _worth(gain: float, seconds_per_ratio: float | None) -> str:

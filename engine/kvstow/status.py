@@ -46,23 +46,47 @@ class Readiness:
     ranks: tuple[RankStatus, ...]
 
 
+class CurveEvidence(NamedTuple):
+    """What there is of each thing that a curve needs, and how much it needs: distinct blocks, as many as the pool has
+    slots; and since then requests, and blocks that they have looked up. `seconds_left`: at the pace so far; None if
+    that is unknown."""
+
+    seen: int
+    needed_seen: int
+    requests: int
+    needed_requests: int
+    blocks: int
+    needed_blocks: int
+    seconds_left: float | None
+
+    @property
+    def progress(self) -> float:
+        """From 0.0 to 1.0."""
+        pairs = (self.seen, self.needed_seen), (self.requests, self.needed_requests), (self.blocks, self.needed_blocks)
+        return sum(min(1.0, have / max(1, need)) for have, need in pairs) / len(pairs)
+
+
 @dataclass(frozen=True, slots=True)
 class CurvePoint:
-    """A size, and the shares of blocks that a pool of that size would hit: if it evicted in the order of last use
-    (`lru`), and with the pool's own order (`own`)."""
+    """A size, and the share of blocks that a pool of it would hit, which may differ from the truth by `error`.
+    `at_least`: such a pool was not full for all of the time that the curve goes back, so it may hit more in the long
+    run; `seen_blocks`: how many distinct blocks were seen, up to its size. `seconds_left`: until it is known, at the
+    pace so far."""
 
     num_slots: int
-    lru: float
-    own: float
+    ratio: float
+    error: float = 0.0
+    at_least: bool = False
+    seen_blocks: int = 0
+    seconds_left: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class SizeCurve:
-    """What the requests of the window would have hit in pools of other sizes, by size. `everything`: the share that a
-    pool which never evicts would hit."""
+    """What the last `requests` requests, which looked up `blocks` blocks, would have hit in pools of other sizes, the
+    smallest first."""
 
     points: tuple[CurvePoint, ...]
-    everything: float
     requests: int
     blocks: int
 

@@ -10,54 +10,90 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstow.status import CurvePoint, SizeCurve
+from kvstow.status import CurveEvidence, CurvePoint, SizeCurve
 from kvstow_api.answers import PoolCurveView
-from kvstow_api.sizing import GAIN, LOSS, REST, with_sizes
+from kvstow_api.sizing import GAIN, LOSS, REST, too_early, with_sizes
 
 NOW = 4096
 GIB = 1 << 30
 SLOT = 1 << 26  # 4,096 of them are 256 GiB
 
 
-def curve(ratios: Sequence[float], everything: float = 0.0, lru: Sequence[float] | None = None) -> SizeCurve:
-    """Seven sizes from an eighth to eight times the pool."""
-    pairs = zip(ratios, lru or ratios, strict=True)
-    points = tuple(CurvePoint(NOW * 2**number // 8, other, own) for number, (own, other) in enumerate(pairs))
-    return SizeCurve(points, max(everything, *ratios), 2600, 33_280)
+EVIDENCE = CurveEvidence(NOW, NOW, 2700, 160, 34_000, 16_384, 0.0)
 
 
-def view(num_slots: int = NOW, policy: str = "auto") -> PoolCurveView:
+def curve(ratios: Sequence[float], known: int = 10) -> SizeCurve:
+    """Sizes from an eighth of the pool on, of which the first ones were full for long enough."""
+    points = tuple(
+        CurvePoint(NOW * 2**number // 8, ratio, 0.01, at_least=number >= known, seen_blocks=6000, seconds_left=300.0)
+        for number, ratio in enumerate(ratios)
+    )
+    return SizeCurve(points, 2600, 33_280)
+
+
+def view(num_slots: int = NOW) -> PoolCurveView:
     """Before there is a curve."""
     return PoolCurveView(
-        pool="host", policy=policy, num_slots=num_slots, num_bytes=num_slots * SLOT, slot_bytes=SLOT, advice="no",
+        pool="host", policy="auto", num_slots=num_slots, num_bytes=num_slots * SLOT, slot_bytes=SLOT, advice="no",
         requests=0, blocks=0, items=[],
     )  # fmt: skip
 
 
-def sizing(
-    ratios: Sequence[float],
-    everything: float = 0.0,
-    lru: Sequence[float] | None = None,
-    *,
-    policy: str = "auto",
-    seconds: float | None = None,
-) -> PoolCurveView:
-    found = with_sizes(view(policy=policy), curve(ratios, everything, lru), seconds)
+def sizing(ratios: Sequence[float], known: int = 10, *, seconds: float | None = None) -> PoolCurveView:
+    found = with_sizes(view(), curve(ratios, known), EVIDENCE, seconds)
     assert len(found.items) == len(ratios)
     return found
 
 
-def words(ratios: Sequence[float], everything: float = 0.0, seconds: float | None = None) -> str:
-    return sizing(ratios, everything, seconds=seconds).advice
+def words(ratios: Sequence[float], known: int = 10, *, seconds: float | None = None) -> str:
+    return sizing(ratios, known, seconds=seconds).advice
 
 
 def test_a_larger_size_is_named_with_its_gain_its_worth_and_its_end() -> None:
-    assert words([0.05, 0.1, 0.15, 0.25, 0.34, 0.37, 0.374], seconds=344.4) == (
+    ratios = [0.05, 0.1, 0.15, 0.25, 0.34, 0.37, 0.374]
+    assert words(ratios, seconds=344.4) == (
         "twice the memory (512 GiB) would add 9 points to the 25.0 % of blocks that hit, 31 s of prefill a minute; "
         "1 TiB would add 12 points, and above that less than a point is left "
         "(seen in the last 2,600 requests, 33,280 blocks)"
     )
-    assert "a pool that never evicts would hit 60.0 %" in words([0.05, 0.1, 0.15, 0.25, 0.34, 0.37, 0.4], 0.6)
+    assert "; a pool of 2 TiB would hit 60.0 % (seen" in words([*ratios[:6], 0.6])
+
+
+def test_a_size_that_was_not_full_for_long_enough_hits_at_least_what_it_hit() -> None:
+    assert words([0.05, 0.1, 0.15, 0.25, 0.34, 0.37, 0.374], 4) == (
+        "twice the memory (512 GiB) would add at least 9 points so far to the 25.0 % of blocks that hit; "
+        "1 TiB would add at least 12 points, and above that less than a point is left so far "
+        "(seen in the last 2,600 requests, 33,280 blocks)"
+    )
+    assert words([0.05, 0.1, 0.2, 0.25, 0.256, 0.26, 0.262], 4).startswith(
+        "25.0 % of the blocks hit; half of it would lose 5 points; too early to tell what twice the memory would add: "
+        "6,000 of 8,192 distinct blocks were seen that fill it; about 5m 0s more at the pace so far (seen"
+    )
+    assert words([0.0] * 7, 5).startswith("no size would help so far: a pool of 2 TiB would hit 0.0 % of the blocks")
+
+
+def test_nothing_follows_before_the_pool_was_full() -> None:
+    """Not even that less would do: the pool may hit more when it has seen more."""
+    evidence = CurveEvidence(3000, NOW, 100, 160, 2000, 16_384, 1200.0)
+    found = with_sizes(view(), curve([0.1, 0.25, 0.25, 0.25, 0.25, 0.25, 0.25], 3), evidence, None)
+    assert found.advice == (
+        "too early to tell: the pool has seen 3,000 of 4,096 distinct blocks that fill it; "
+        "about 20m 0s more at the pace so far"
+    )
+    assert (found.next_useful, found.enough, found.end, found.disk_advice) == (None, None, None, None)
+    assert too_early(evidence._replace(seen=NOW, seconds_left=None)) == (
+        "too early to tell: since the pool was full, 100 of 160 requests have begun, and they have looked up "
+        "2,000 of 16,384 blocks"
+    )
+
+
+def test_what_a_disk_would_add_is_said_by_the_sizes_far_above_the_pool() -> None:
+    ratios = [0.05, 0.1, 0.15, 0.25, 0.34, 0.37, 0.374, 0.45, 0.452, 0.453]
+    told = "disks of 4 TiB below the memory would add {}to the 25.0 % of blocks that hit"
+    assert sizing(ratios).disk_advice == told.format("20 points ")
+    assert sizing(ratios, 5).disk_advice == told.format("at least 20 points so far ")
+    assert sizing([0.25] * 10).disk_advice == "disks below the memory would add less than 2 points"
+    assert sizing(ratios[:6]).disk_advice is None
 
 
 def test_a_smaller_size_that_would_do_is_named() -> None:
@@ -81,17 +117,17 @@ def test_a_size_that_fits_says_what_its_neighbours_would_change() -> None:
 
 def test_no_size_helps_prompts_that_never_repeat() -> None:
     assert words([0.0, 0.0, 0.0, 0.001, 0.001, 0.002, 0.003]).startswith(
-        "no size would help: a pool that never evicts would hit 0.3 % of the blocks"
+        "no size would help: a pool of 2 TiB would hit 0.3 % of the blocks"
     )
 
 
 def test_nothing_follows_where_the_curve_is_of_another_size() -> None:
     found = curve([0.1] * 7)
-    assert with_sizes(view(NOW * 100), found, None) == view(NOW * 100)
-    assert with_sizes(view(0), found, None) == view(0)
-    assert with_sizes(view(), replace(found, points=()), None) == view()
-    tiny = replace(found, points=(CurvePoint(0, 0.0, 0.0), CurvePoint(1, 0.1, 0.1), CurvePoint(2, 0.1, 0.1)))
-    assert with_sizes(view(2), tiny, None).items
+    assert with_sizes(view(NOW * 100), found, EVIDENCE, None) == view(NOW * 100)
+    assert with_sizes(view(0), found, EVIDENCE, None) == view(0)
+    assert with_sizes(view(), replace(found, points=()), EVIDENCE, None) == view()
+    tiny = replace(found, points=(CurvePoint(0, 0.0), CurvePoint(1, 0.1), CurvePoint(2, 0.1)))
+    assert with_sizes(view(2), tiny, EVIDENCE, None).items
 
 
 # -- properties --------------------------------------------------------------------------------------------------------
@@ -99,11 +135,11 @@ def test_nothing_follows_where_the_curve_is_of_another_size() -> None:
 ratios = st.lists(st.floats(0, 1), min_size=7, max_size=7)
 
 
-@given(ratios, st.floats(0, 1))
+@given(ratios, st.integers(4, 10))
 def test_nothing_is_recommended_for_less_than_the_gain_or_for_more_than_the_loss(
-    given_ratios: list[float], everything: float
+    given_ratios: list[float], known: int
 ) -> None:
-    found = sizing(given_ratios, everything)
+    found = sizing(given_ratios, known)
     now, larger = found.items[3], found.next_useful
     if larger is not None:
         assert larger.num_slots > NOW

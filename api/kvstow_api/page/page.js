@@ -300,10 +300,9 @@
       if (!drawn.sizes) fill("sizes", "chart", () => []);
       const chart = (drawn.sizes ||= new charts.Chart(byId("sizes"), "Hits by size", { text: percent, xText: bytes, top: null, isSizes: true }));
       const own = { label: curve.policy, values: items.map((one) => one.ratio) };
-      const lru = { label: "lru", values: items.map((one) => one.lru), isDashed: true };
       const present = items.find((one) => one.times === 1);
-      chart.update(items.map((one) => one.num_bytes), curve.policy === "lru" ? [own] : [own, lru],
-        { mark: present?.num_bytes, note: curve.advice, now: present ? `${percent(present.ratio)} with ${bytes(present.num_bytes)}` : "" });
+      chart.update(items.map((one) => one.num_bytes), [own],
+        { mark: present?.num_bytes, note: [curve.advice, curve.disk_advice].filter(Boolean).join("; "), now: present ? `${percent(present.ratio)} with ${bytes(present.num_bytes)}` : "" });
     },
 
     pending({ transfers: { pending, items, load_choices: choices }, sessions }) {

@@ -32,7 +32,7 @@ from kvstow.control.keyhashes import hash_keys
 from kvstow.control.slots import RefCounts, SlotKeys, SlotSet, values_at
 from kvstow.endings import FETCHED, OTHER, RUNNING
 
-_SAME_USE = 2.0
+SAME_USE = 2.0
 """Seconds. A use that begins so soon after the one before does not count: that alone takes bursts their power."""
 _LAST_BIN = NUM_BINS - 1
 _MOST_MOVES = 1024
@@ -260,14 +260,11 @@ class StoreLimit(NamedTuple):
 
 class Chains:
     """The parts of all namespaces of a pool, and what is remembered of evicted ones. Used under the pool's lock; each
-    call is O(slots or keys given), and moves at most 1,024 parts on.
+    call is O(slots or keys given), and moves at most 1,024 parts on."""
 
-    With `learns` false, `hazards` is another pool's, and nothing is observed: for small indexes over sampled keys.
-    """
-
-    def __init__(self, hazards: Hazards, held: RefCounts, *, learns: bool = True) -> None:
+    def __init__(self, hazards: Hazards, held: RefCounts) -> None:
         """`held`: slots that must not be evicted."""
-        self.hazards, self._held, self._learns = hazards, held, learns
+        self.hazards, self._held = hazards, held
         self.is_lru = False
         """What was used longest ago is evicted, by the start of its last request, whatever its class."""
         self.evicted_blocks = EvictedBlocks()
@@ -425,7 +422,7 @@ class Chains:
         part = piece.part
         uses = 1
         if part is not None:
-            counts = part.running is None or now - part.running.since >= _SAME_USE
+            counts = part.running is None or now - part.running.since >= SAME_USE
             uses = max(1, min(part.uses + counts, MOST_USES))
             if part.fetch == _UNUSED:
                 part.fetch, part.uses = _USED, uses
@@ -585,10 +582,9 @@ class Chains:
 
     def _observe(self, part: ChainPart, count: int) -> None:
         """So many of its blocks were used again."""
-        if self._learns:
-            for watch in (part.running, part.ended):
-                if watch is not None:
-                    self.hazards.came_back(watch.first_cell + watch.bin, count * part.weight)
+        for watch in (part.running, part.ended):
+            if watch is not None:
+                self.hazards.came_back(watch.first_cell + watch.bin, count * part.weight)
 
     def watches_of(self, running: Running) -> list[Watch]:
         """Of the blocks of a request that has ended: see `still_watched`."""
@@ -854,9 +850,8 @@ class Chains:
 
     def _move_on(self, watch: Watch, order: Order | None, now: float) -> None:
         number = max(watch.bin + 1, bin_of(now - watch.since))
-        if self._learns:
-            first, part = watch.first_cell, watch.part
-            self.hazards.waited(first + watch.bin, first + number, part.left * part.weight)
+        first, part = watch.first_cell, watch.part
+        self.hazards.waited(first + watch.bin, first + number, part.left * part.weight)
         self._unlink(watch)
         watch.bin = number
         self._link(watch, order)

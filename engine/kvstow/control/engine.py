@@ -12,7 +12,6 @@ from itertools import chain, islice
 
 from kvstow.config import EngineConfig
 from kvstow.control.administration import Administrator
-from kvstow.control.comparison import CurveEvidence
 from kvstow.control.contexts import Context, seconds_to
 from kvstow.control.ops import OpenOp, OpenTierOp
 from kvstow.control.pool import SLICE_SLOTS, Pool
@@ -28,6 +27,7 @@ from kvstow.status import (
     BlockStatus,
     ContextPage,
     ContextStatus,
+    CurveEvidence,
     Readiness,
     SizeCurve,
     TransferState,
@@ -85,13 +85,13 @@ class PoolFacade:
     def curve(self) -> SizeCurve | None:
         """What pools of other sizes would have hit lately; None without `config.curve`, and before enough requests have
         ended. Without the pool's lock."""
-        comparison = self._pool.comparison
-        return None if comparison is None else comparison.curve()
+        curve = self._pool.curve
+        return None if curve is None else curve.curve()
 
     def curve_evidence(self) -> CurveEvidence | None:
         """What there is for a curve, and what it needs; None without `config.curve`."""
-        comparison = self._pool.comparison
-        return None if comparison is None else comparison.evidence()
+        curve = self._pool.curve
+        return None if curve is None else curve.evidence()
 
     @contextmanager
     def record(self, *, seconds: float, max_bytes: int) -> Iterator[Recording]:

@@ -10,9 +10,7 @@ back within a time to the expected wait up to then. That is the index of Gittins
 Allocation Indices", JRSS B 41, 1979, for this hazard. Places are compared, and nothing else: what has the lowest one is
 evicted.
 
-The table belongs to the traffic, not to the size of a pool. So a small index over sampled keys uses the table of the
-real pool: it gets the same `Hazards`, calls neither `waited` nor `came_back`, and orders its own parts by `place` and
-`rank` (`kvstow.control.chains.Chains` with `learns=False`).
+The table belongs to the traffic, not to the size of a pool: `kvstow.control.curve` uses the pool's for all sizes.
 """
 
 from __future__ import annotations

@@ -43,15 +43,14 @@ class Index:
     Sequences of keys and slots are in prefix order, root first; the root is evicted last.
     """
 
-    def __init__(self, hazards: Hazards | None = None) -> None:
-        """`hazards`: see `Chains`; None for those of the index's own."""
+    def __init__(self) -> None:
         self.times = SlotTimes()
         self.slot_keys = SlotKeys()
         self.held = RefCounts()
         """Who keeps which slot from eviction; see `hold`."""
         self._num_orphans = 0
         """Held slots whose key was removed."""
-        self.chains = Chains(hazards or Hazards(), self.held, learns=hazards is None)
+        self.chains = Chains(Hazards(), self.held)
         self.namespaces = Namespaces(self.slot_keys, self.chains.make_order)
         self.quarantined = SlotSet()
         """Used slots that some process may still write, although no store is to become visible there."""

@@ -21,8 +21,8 @@ from kvstow.collector import unvisited
 from kvstow.config import EngineConfig, parse_policy
 from kvstow.control.blockevents import BlockEventLog
 from kvstow.control.chains import NO_LIMIT, Limit, Running, StoreLimit, ignore
-from kvstow.control.comparison import Comparison
 from kvstow.control.contexts import Contexts
+from kvstow.control.curve import Curve
 from kvstow.control.hazards import Observations, compute
 from kvstow.control.index import Index, Removal
 from kvstow.control.indexjournal import IndexJournal
@@ -243,11 +243,10 @@ class Pool:
         self.lock = Lock()
         self.slots = SlotMap()
         self.policy = ""
-        self.comparison: Comparison | None = None
-        """None where no curve is wanted."""
         self.recording: Recording | None = None
         """Takes every use; None while nobody records."""
         self.index = Index()
+        self.curve = Curve(self.index.chains.hazards, self.lock, clock) if config.curve else None
         self.endings = Endings()
         self.contexts = Contexts()
         self.shares = Shares()
@@ -316,8 +315,6 @@ class Pool:
         """Change how what is evicted is chosen; see `parse_policy`, whose result is given. O(1)."""
         self.policy = policy
         self.index.chains.is_lru = policy == "lru"
-        if self.config.curve and self.comparison is None:
-            self.comparison = Comparison(self.slots.limit)
 
     def learn(self, seen: Observations | None) -> None:
         """Compute the places of blocks anew, from what a call with the lock has found due. Without the lock."""
@@ -346,13 +343,17 @@ class Pool:
             self._uses_journaled = end
             return end < limit
 
-    def end_request(self, running: Running, ending: Ending) -> None:
-        """A request has ended. The caller holds the lock. O(parts of its chain)."""
+    def end_request(self, running: Running, ending: Ending, more: Sequence[bytes] = ()) -> None:
+        """A request has ended, with `more` keys at the end of its chain. The caller holds the lock. O(parts of its
+        chain)."""
         chains = self.index.chains
         state, has_changed = self.endings.state_of(ending)
         if has_changed:
             chains.hazards.forget(state)
-        chains.end(running, state, self.clock())
+        now = self.clock()
+        chains.end(running, state, now)
+        if self.curve is not None:
+            self.curve.end(running, more, state, now)
         # Its parts live on. The garbage collector does not visit the list that holds them, so a part that led back to
         # the session, and so to the pool, would keep a pool that has ended in memory.
         running.on_incomplete = ignore
@@ -670,6 +671,8 @@ class Pool:
             self.index.chains.pass_time(now)
         while self.end_left():
             time.sleep(0)
+        if self.curve is not None:
+            self.curve.follow(self.slots.limit, is_lru=self.index.chains.is_lru)
         for _ in range(_USES_SLICES):
             if not self.journal_uses():
                 break

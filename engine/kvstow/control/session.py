@@ -429,17 +429,17 @@ class Session:
                 yield
         with pool.lock:
             chains.admit(running, now)
+            if pool.curve is not None:
+                pool.curve.admit(running, keys, now, looked_up, pool.counters.lookups)
             has_name = hints is not None and hints.context is not None
             request = _Request(running, namespace, hints, keys if has_name else ())
             self._add_running(number, request)
             seen, recording = chains.hazards.count_request(), pool.recording
         pool.learn(seen)
-        tag = request.namespace.tag
         if recording is not None:
             context = None if hints is None else hints.context
+            tag = request.namespace.tag
             recording.add((id(self), number), tuple(keys), tag, looked_up, now, context)
-        if pool.comparison is not None and pool.slots.limit:
-            pool.comparison.use(keys, tag, range(*(looked_up or (0, len(keys)))), pool.slots.limit)
         return number
 
     def _add_running(self, number: int, request: _Request) -> None:
@@ -493,7 +493,7 @@ class Session:
             if hints is not None and ending.status not in ("interrupted", "abort"):
                 resume_in = hints.keep_for if hints.resume_in is None else hints.resume_in
                 ending = ending._replace(resume_in=resume_in, release=hints.release)
-            pool.end_request(request.running, ending)
+            pool.end_request(request.running, ending, more)
             if hints is None or hints.context is None or ending.status == "interrupted":
                 return EndedRequest(request.running.is_incomplete)
             chain_keys = [*request.keys, *more]

@@ -150,7 +150,8 @@ def _shown(view: Any, kind: Columns[Any], *, wide: bool) -> str:
     """Return the table. For a curve, add what follows from it, or why there is none."""
     if not isinstance(view, PoolCurveView):
         return table(view.items, kind, wide=wide)
-    return f"{table(view.items, kind, wide=wide)}\n\n{view.advice}" if view.items else view.advice
+    words = "\n".join(filter(None, (view.advice, view.disk_advice)))
+    return f"{table(view.items, kind, wide=wide)}\n\n{words}" if view.items else words
 
 
 def _note(view: Any, options: dict[str, Any]) -> str:

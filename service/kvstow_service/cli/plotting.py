@@ -165,20 +165,17 @@ def curve(call: Invocation) -> None:
     if not view.items:
         raise CommandError(view.advice, "`kvstow get curve` shows what is known", ExitCode.NOT_READY)
     click.echo(f"{drawn(of_curve(view), min(100, get_terminal_size().columns))}\n")
-    click.echo(view.advice)
+    click.echo("\n".join(filter(None, (view.advice, view.disk_advice))))
 
 
 def of_curve(view: PoolCurveView) -> Plot:
-    """Plot the hits of the pool's own policy, those of LRU if they differ, and those of a pool that never evicts."""
-    lines = [Line(f"policy {view.policy}", [size.ratio for size in view.items])]
-    if view.policy != "lru":
-        lines.append(Line("lru", [size.lru for size in view.items]))
+    """The hits of each size, and of the largest one."""
     return Plot(
         title=f"pool {view.pool}: % of the blocks that hit, by size",
         sizes=[size.num_slots for size in view.items],
         labels=[format_size(size.num_bytes) for size in view.items],
-        lines=lines,
+        lines=[Line(f"policy {view.policy}", [size.ratio for size in view.items])],
         now=next((number for number, size in enumerate(view.items) if size.times == 1), None),
         limit=view.everything,
-        limit_name="without evictions",
+        limit_name="the largest size",
     )

@@ -221,9 +221,8 @@ CURVE = Columns[SizeView](
     Column("slots", lambda one: count(one.num_slots)),
     Column("size", lambda one: format_size(one.num_bytes)),
     Column("times", lambda one: f"{one.times:.3g}"),
-    Column("hits", lambda one: percent(one.ratio)),
-    Column("own order", lambda one: percent(one.own)),
-    Column("lru", lambda one: percent(one.lru)),
+    Column("hits", lambda one: f"{'>= ' if one.at_least else ''}{percent(one.ratio)}"),
+    Column("error", lambda one: percent(one.error)),
     Column("note", lambda one: "now" if one.times == 1 else ""),
 )
 

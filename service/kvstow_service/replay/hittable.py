@@ -47,9 +47,9 @@ class TimedPool:
     between. Everything that a connector tells its control plane at these two moments belongs there.
     """
 
-    def __init__(self, slots: int, policy: str) -> None:
+    def __init__(self, slots: int, policy: str, *, curve: bool = False) -> None:
         self.now, self._next_tick = 0.0, _HOST_TICK
-        config = EngineConfig(slot_bytes=_SLOT_BYTES, capacity_slots=slots, policy=policy, curve=False)
+        config = EngineConfig(slot_bytes=_SLOT_BYTES, capacity_slots=slots, policy=policy, curve=curve)
         self.engine = OffloadEngine(config, clock=lambda: self.now)
         no_pool = RankReport.without_pool(0, _BOOT, "ready", _SLOT_BYTES)
         self.engine.report(replace(no_pool, pinned_slots=slots, target_slots=slots, number=1))

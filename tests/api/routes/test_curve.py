@@ -7,6 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
+from fastapi import FastAPI
 from tests.api.conftest import CAPACITY, RANKS, SLOT_BYTES
 from tests.api.fakenode import FakeNode
 
@@ -26,18 +27,22 @@ use."""
 def use_loop(session: Any, requests: int) -> None:
     for number in range(requests):
         use_keys(session, [LOOP[number % len(LOOP)]])
+    session.pool.tick()
 
 
 async def test_nothing_is_said_before_there_is_evidence(
     client: httpx.AsyncClient, engine: OffloadEngine, ranks: Any
 ) -> None:
+    body = (await client.get("/v1/pools/host/curve")).json()
+    assert body["advice"] == f"too early to tell: the pool has seen 0 of {CAPACITY} distinct blocks that fill it"
     use_loop(engine, 100)
     body = (await client.get("/v1/pools/host/curve")).json()
     assert (body["items"], body["next_useful"], body["enough"], body["everything"]) == ([], None, None, None)
     needed = 4 * CAPACITY
-    assert body["advice"] == (
-        f"too early to tell: 100 of 150 requests have ended, and they have looked up {min(100, needed)} of {needed} "
-        "blocks, four times those of the pool"
+    begun = 100 - CAPACITY
+    assert body["advice"].startswith(
+        f"too early to tell: since the pool was full, {begun} of 160 requests have begun, and they have looked up "
+        f"{min(begun, needed)} of {needed} blocks"
     )
     assert (body["num_slots"], body["num_bytes"]) == (CAPACITY, CAPACITY * SLOT_BYTES * RANKS)
     doctor = (await client.get("/v1/doctor")).json()
@@ -51,9 +56,9 @@ async def test_the_curve_has_sizes_shares_and_what_follows(
     engine.admin.set_policy("lru")
     use_loop(engine, 400)
     body = (await client.get("/v1/pools/host/curve")).json()
-    assert [size["num_slots"] for size in body["items"]] == [CAPACITY * 2**number // 8 for number in range(7)]
+    assert [size["num_slots"] for size in body["items"]] == [CAPACITY * 2**number // 8 for number in range(9)]
     assert [size["num_bytes"] for size in body["items"]][3] == CAPACITY * SLOT_BYTES * RANKS
-    assert [size["times"] for size in body["items"]] == [0.125, 0.25, 0.5, 1, 2, 4, 8]
+    assert [size["times"] for size in body["items"]] == [0.125, 0.25, 0.5, 1, 2, 4, 8, 16, 32]
     assert [size["ratio"] for size in body["items"]][:4] == [0.0] * 4
     assert body["next_useful"]["num_slots"] == 2 * CAPACITY
     assert body["end"] == body["next_useful"]
@@ -67,6 +72,26 @@ async def test_the_curve_has_sizes_shares_and_what_follows(
     assert (told["what"], told["severity"], doctor["healthy"]) == (body["advice"], "info", True)
     readiness = (await client.get("/v1/readiness")).json()
     assert body["advice"] in [one["what"] for one in readiness["conditions"]]
+
+
+async def test_a_sentence_stays_until_it_has_changed(launch: Any, engine: OffloadEngine, ranks: Any) -> None:
+    """By two points, or for ten minutes: not with every request."""
+    apps: list[FastAPI] = []
+    client = await launch(prepare=apps.append)
+    sampler = apps[0].state.kvstow.sampler
+    engine.admin.set_policy("lru")
+    use_loop(engine, 12 * len(LOOP))  # fewer than a window has, so that the next ones change it
+    sampler.tick()
+    body = (await client.get("/v1/pools/host/curve")).json()
+    assert f"{body['requests']:,} requests" in body["advice"]
+    use_loop(engine, 40)
+    sampler.tick()
+    assert (await client.get("/v1/pools/host/curve")).json() == body
+    said = sampler.of_pool("host").said
+    assert said is not None
+    assert not said.has_changed([one + 0.019 for one in said.figures], said.time + 599.0)
+    assert said.has_changed([one + 0.021 for one in said.figures], said.time)
+    assert said.has_changed(said.figures, said.time + 600.0)
 
 
 async def test_a_pool_without_a_curve_says_so(launch: Any, clock: FakeClock) -> None:
