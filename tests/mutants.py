@@ -319,6 +319,20 @@ MUTANTS = [
         f"{HINT_TESTS}::test_no_hint_is_an_error",
     ),
     Mutant(
+        "what_follows_a_removed_slot_in_its_chain_is_lost",
+        f"{CONTROL_CODE}/keytable.py",
+        "nexts[before[is_second]] = nexts[rest[is_second]]",
+        "nexts[before[is_second]] = _END",
+        f"{CONTROL}/test_keytable.py::test_the_table_is_a_dictionary_while_its_buckets_are_split",
+    ),
+    Mutant(
+        "evicted_keys_are_remembered_for_the_wrong_part",
+        f"{CONTROL_CODE}/index.py",
+        "                at += len(some)\n",
+        "",
+        f"{LEARNED}::test_what_is_evicted_together_is_remembered_by_part",
+    ),
+    Mutant(
         "a_body_that_is_no_json_fails_its_request",
         MIDDLEWARE,
         "except (ValueError, RecursionError):",
@@ -691,7 +705,7 @@ MUTANTS = [
     Mutant(
         "a_slot_behind_another_one_stays_in_its_chain",
         "engine/kvstow/control/keytable.py",
-        "                    following[at] = following[slot]\n",
+        "        following[at] = following[slot]\n",
         "",
         f"{CONTROL}/test_keytable.py::test_the_table_is_a_dictionary_while_its_buckets_are_split",
     ),

@@ -171,17 +171,17 @@ class Index:
             wanted = num_slots - len(freed)
             if self.namespaces.only is None and namespace.num_sessions:
                 wanted = min(wanted, _SHARE)
-            before = len(freed)
-            for part, slots in self.chains.evict(
-                namespace.order, wanted, limit if namespace.num_sessions else NO_LIMIT
-            ):
-                keys = namespace.keys.take(slots)
-                self.chains.forget_keys(part, keys)
-                evicted += keys
-                freed += slots
-            if len(freed) == before:
+            taken = self.chains.evict(namespace.order, wanted, limit if namespace.num_sessions else NO_LIMIT)
+            slots = [slot for _, some in taken for slot in some]
+            if not slots:
                 break
-            counts.append((namespace, len(freed) - before))
+            keys, at = namespace.keys.take(slots), 0
+            for part, some in taken:
+                self.chains.forget_keys(part, keys[at : at + len(some)])
+                at += len(some)
+            evicted += keys
+            freed += slots
+            counts.append((namespace, len(slots)))
             if self.namespaces.only is None:
                 self.namespaces.forget_if_empty(namespace)
         return Removal(tuple(evicted), freed, counts=counts)

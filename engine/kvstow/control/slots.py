@@ -357,6 +357,10 @@ class SlotTimes:
         if len(slots) >= _SHORT and slots[-1] - slots[0] == len(slots) - 1:
             moments = array("d", (now,)) * len(slots)
             stored_at[slots[0] : slots[-1] + 1] = used_at[slots[0] : slots[-1] + 1] = moments
+        elif len(slots) >= _SHORT:
+            rows = np.array(slots, np.intp)
+            for times in (stored_at, used_at):
+                np.frombuffer(times)[rows] = now
         else:
             for slot in slots:
                 stored_at[slot] = used_at[slot] = now

@@ -306,6 +306,21 @@ def test_uses_are_remembered_after_eviction(make_traffic: MakeTraffic) -> None:
     assert {part.uses for part in traffic.engine.pool.index.chains.parts()} == {5}
 
 
+def test_what_is_evicted_together_is_remembered_by_part(make_traffic: MakeTraffic) -> None:
+    traffic = make_traffic(8)
+    often, once = make_keys(4, "often"), make_keys(4, "once ")
+    for _ in range(4):
+        traffic.serve(often, 3.0)
+    traffic.serve(once, 3.0)
+    store_keys(traffic.engine, traffic.ranks, make_keys(8, "new  "))  # in one call, which evicts both
+    assert traffic.present([*often, *once]) == 0
+    for chain, uses in ((often, 5), (once, 2)):
+        traffic.clock.advance(100.0)
+        traffic.serve(chain, 100.0)
+        assert traffic.present(chain) == 4
+        assert uses in {part.uses for part in traffic.engine.pool.index.chains.parts()}
+
+
 def test_uses_within_two_seconds_count_once(make_traffic: MakeTraffic) -> None:
     traffic = make_traffic(64)
     chain = make_keys(4)
