@@ -19,6 +19,9 @@ from math import inf
 from pathlib import Path
 from typing import NamedTuple
 
+from tests.doubles.fakes import FakeClock
+from tests.doubles.rank import use_keys
+
 from bench.policytraces import DATA
 from bench.report import Table, verdict
 from kvstow.config import EngineConfig
@@ -28,8 +31,6 @@ from kvstow.control.sharedpool import SharedPool
 from kvstow.keys import make_key
 from kvstow.messages import Completion, Op, RankReport
 from kvstow.prefill import PrefillCost
-from kvstow.testing.fakes import FakeClock
-from kvstow.testing.rank import use_keys
 from kvstow.tier.blockstore import (
     BlockTransfer,
     Expectation,

@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import ParamSpec, TypeVar
 
+from tests.doubles.rank import ready_report
+
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
 from kvstow.keys import make_key
 from kvstow.messages import Completion, DesiredState, RankReport, StepPlan
-from kvstow.testing.rank import ready_report
 
 SLOT_BYTES = 2 << 20
 P = ParamSpec("P")
@@ -95,7 +96,7 @@ class EngineSubject:
         return {"store_present": lambda keys: engine.begin_store(keys, range(len(keys))), "use_long": self.end}
 
     def curve_seconds(self, chains: Iterable[Sequence[bytes]]) -> float:
-        """Return the seconds of CPU that the curve takes for a request, on average over these, on the thread that ticks."""
+        """Return the seconds of CPU that the curve takes for each of these requests, on the thread that ticks."""
         pool, spent, count = self.engine.pool, 0.0, 0
         assert pool.curve is not None
         for keys in chains:

@@ -21,6 +21,7 @@ from PIL import Image
 from tests.api import fakenode
 from tests.api.browser import Browser
 from tests.api.conftest import running
+from tests.doubles.fakes import FakeClock
 from tests.helm.processes import KVSTOW, environ
 
 from kvstow.config import EngineConfig
@@ -28,7 +29,6 @@ from kvstow.control.engine import OffloadEngine
 from kvstow.messages import Completion
 from kvstow.prefill import PrefillCost, PrefillNews
 from kvstow.status import MemoryStatus, SessionStatus
-from kvstow.testing.fakes import FakeClock
 from kvstow_api import app as applications
 from kvstow_api import sampler as sampling
 

@@ -30,30 +30,29 @@ FORBIDDEN = {
     "engine/kvstow/control": {
         "torch",
         "cuda",
-        *(f"kvstow.{part}" for part in ("attach", "memory", "devices", "dataplane", "testing")),
+        *(f"kvstow.{part}" for part in ("attach", "memory", "devices", "dataplane")),
     },
     "engine/kvstow/tier": {
         "torch",
         "cuda",
-        *(f"kvstow.{part}" for part in ("control", "attach", "memory", "devices", "dataplane", "testing")),
+        *(f"kvstow.{part}" for part in ("control", "attach", "memory", "devices", "dataplane")),
     },
     "engine/kvstow/attach": {
         "torch",
         "cuda",
         "zmq",
-        *(f"kvstow.{part}" for part in ("control", "memory", "devices", "dataplane", "testing")),
+        *(f"kvstow.{part}" for part in ("control", "memory", "devices", "dataplane")),
     },
     "engine/kvstow/memory": {
         "torch",
         "cuda",
-        *(f"kvstow.{part}" for part in ("attach", "control", "devices", "dataplane", "testing")),
+        *(f"kvstow.{part}" for part in ("attach", "control", "devices", "dataplane")),
     },
-    "engine/kvstow/devices": {"kvstow.control", "kvstow.dataplane", "kvstow.testing"},
+    "engine/kvstow/devices": {"kvstow.control", "kvstow.dataplane"},
     "service/kvstow_service/cli": {"torch", "cuda"},
-    "service/kvstow_service/node": {"torch", "cuda", "kvstow.devices", "kvstow.dataplane", "kvstow.testing"},
+    "service/kvstow_service/node": {"torch", "cuda", "kvstow.devices", "kvstow.dataplane"},
     "engine/kvstow/devices/jax": {"torch", "cuda"},
-    "api/kvstow_api": {"kvstow_service", "vllm", "torch", "kvstow.memory", "kvstow.devices", "kvstow.testing"},
-    "service/kvstow_service": {"kvstow.testing"},
+    "api/kvstow_api": {"kvstow_service", "vllm", "torch", "kvstow.memory", "kvstow.devices"},
     "service/kvstow_service/connectors/engine_core": {
         "torch",
         "cuda",
@@ -225,6 +224,11 @@ def test_mooncake_is_imported_by_a_child_process_alone() -> None:
     sources = [path for folder in ("engine", "api", "service") for path in (ROOT / folder).rglob("*.py")]
     users = {path.name for path in sources if "mooncake" in {name.split(".")[0] for name in imports_of(path)}}
     assert users == {"storechild.py"}
+
+
+def test_nothing_that_is_shipped_imports_a_test() -> None:
+    for layer in ("engine", "api", "service"):
+        assert violations(layer, {"tests", "bench"}) == []
 
 
 def test_the_check_sees_a_violation() -> None:

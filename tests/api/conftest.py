@@ -17,6 +17,7 @@ import pytest
 from fastapi import FastAPI
 from starlette.types import ASGIApp, Receive, Scope, Send
 from tests.api.tieredhost import TieredHost
+from tests.doubles.fakes import FakeClock
 from tests.quickstop import servers_stop_at_once
 
 from kvstow.attach.calls import Report
@@ -25,7 +26,6 @@ from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
 from kvstow.messages import Completion, Mark, Op, RankReport
 from kvstow.results import Lease
-from kvstow.testing.fakes import FakeClock
 from kvstow_api import appstate
 from kvstow_api.app import create_app
 from kvstow_api.auth import CALLER

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
 
+from tests.doubles.fakes import FakeClock
+
 from kvstow.config import EngineConfig
 from kvstow.control.administration import HostSwitches
 from kvstow.control.attachedsession import AttachedSession
@@ -16,7 +18,6 @@ from kvstow.control.sharedpool import SharedPool
 from kvstow.errors import ConflictError, NotFoundError
 from kvstow.messages import Completion, Op, RankReport
 from kvstow.status import MemoryStatus, NamespaceStatus, ProcessState, SessionStatus, UserLimit
-from kvstow.testing.fakes import FakeClock
 from kvstow.tier.blockstore import Purged
 from kvstow_api.directory import HostedPool, HostTier
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 from starlette.types import Receive, Scope, Send
+from tests.doubles.fakes import FakeClock
 
-from kvstow.testing.fakes import FakeClock
 from kvstow_api.auth import ACTOR
 from kvstow_api.middleware import AnonymousMiddleware, TimeAllowance
 

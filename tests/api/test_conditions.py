@@ -13,6 +13,7 @@ import httpx
 import msgspec
 import pytest
 from tests.api.conftest import send_report
+from tests.doubles.fakes import FakeClock
 
 from kvstow.attach.calls import Report
 from kvstow.config import EngineConfig
@@ -20,7 +21,6 @@ from kvstow.control.engine import OffloadEngine
 from kvstow.messages import DesiredState
 from kvstow.stats import EngineState, SlotCounts
 from kvstow.status import BypassStatus, DrainStatus, RankStatus, Readiness, SessionStatus
-from kvstow.testing.fakes import FakeClock
 from kvstow_api.answers import DoctorView, PoolCurveView
 from kvstow_api.conditions import hosts, pools
 from kvstow_api.conditions.evidence import TABLE, Evidence

@@ -8,9 +8,9 @@ import httpx
 import pytest
 from tests.api.conftest import Launch
 from tests.api.tieredhost import PART, URL, TieredHost
+from tests.doubles.fakes import FakeClock
 
 from kvstow.control.engine import OffloadEngine
-from kvstow.testing.fakes import FakeClock
 
 pytestmark = pytest.mark.anyio
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from starlette.concurrency import run_in_threadpool
 from tests.api.conftest import Eventually
+from tests.doubles.fakes import FakeClock
 
 from kvstow.control.engine import OffloadEngine
-from kvstow.testing.fakes import FakeClock
 from kvstow_api import hostwatch
 from kvstow_api.directory import EmbeddedDirectory, OrphanedMemory
 from kvstow_api.host import ApiHost

@@ -16,10 +16,10 @@ from prometheus_client import CollectorRegistry, Metric
 from prometheus_client.parser import text_string_to_metric_families as parse_untyped
 from tests.api.conftest import CAPACITY
 from tests.api.tieredhost import TieredHost
+from tests.doubles.fakes import FakeClock
 
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
-from kvstow.testing.fakes import FakeClock
 from kvstow.tier.blockstore import PartCounters
 from kvstow.tier.tierstatus import TierCounters
 from kvstow_api.directory import EmbeddedDirectory

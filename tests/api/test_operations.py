@@ -9,13 +9,13 @@ from functools import partial
 
 import pytest
 from tests.api.conftest import Eventually
+from tests.doubles.fakes import FakeClock
+from tests.doubles.rank import make_ranks, store_keys
 
 from kvstow.config import EngineConfig
 from kvstow.control.administration import Sweep
 from kvstow.control.engine import OffloadEngine
 from kvstow.errors import ConflictError, NotFoundError, QueueFullError
-from kvstow.testing.fakes import FakeClock
-from kvstow.testing.rank import make_ranks, store_keys
 from kvstow_api.answers import OperationView, ProgressView, RemovedView
 from kvstow_api.journal import Journal
 from kvstow_api.operations import MAX_RUNNING, Operation, Operations

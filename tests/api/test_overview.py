@@ -10,10 +10,10 @@ import msgspec
 import pytest
 from tests.api.fakenode import FakeNode
 from tests.api.tieredhost import URL, TieredHost
+from tests.doubles.fakes import FakeClock
 
 from kvstow.control.engine import OffloadEngine
 from kvstow.stats import EngineStats
-from kvstow.testing.fakes import FakeClock
 from kvstow_api import overview
 from kvstow_api.answers import OverviewView
 from kvstow_api.figures import PoolHistory, Sample, headline_of

@@ -13,9 +13,8 @@ from tests.api.browser import Browser
 from tests.api.conftest import running
 from tests.api.fakenode import FakeNode
 from tests.api.tieredhost import URL, TieredHost
-
-from kvstow.testing.fakes import FakeClock
-from kvstow.testing.rank import use_keys
+from tests.doubles.fakes import FakeClock
+from tests.doubles.rank import use_keys
 
 pytestmark = pytest.mark.browser
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from tests.doubles.fakes import FakeClock
+
 from kvstow.control.engine import OffloadEngine
 from kvstow.errors import ConflictError, NotFoundError
-from kvstow.testing.fakes import FakeClock
 from kvstow.tier.blockstore import PartCounters, StorePart
 from kvstow.tier.tierstatus import TierCounters, TierStatus
 from kvstow_api.directory import EmbeddedDirectory, TierLabels, TierMeasurements

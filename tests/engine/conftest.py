@@ -9,11 +9,11 @@ from typing import Any, Protocol
 
 import pytest
 from hypothesis import HealthCheck, settings
+from tests.doubles.fakes import FakeRegistrar
 
 from kvstow.config import PoolConfig
 from kvstow.memory.hostpool import HostPool
 from kvstow.memory.limits import HugePageLimits, MemoryLimits
-from kvstow.testing.fakes import FakeRegistrar
 
 Eventually = Callable[[Callable[[], object]], None]
 

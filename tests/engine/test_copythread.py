@@ -6,13 +6,13 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.doubles.fakes import FakeClock, FakeDevice, FakeTicket
 
 from kvstow import copythread
 from kvstow.copythread import CopyThread
 from kvstow.devices.base import TicketState
 from kvstow.errors import CopyError
 from kvstow.messages import Completion, Direction, Op
-from kvstow.testing.fakes import FakeClock, FakeDevice, FakeTicket
 
 if TYPE_CHECKING:
     Eventually = Callable[[Callable[[], object]], None]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from tests.doubles.fakes import FakeDevice, FakeRegistrar, Latch
 
 from kvstow.attach.calls import Report
 from kvstow.dataplane import DataPlane
@@ -18,7 +19,6 @@ from kvstow.layout import KVLayout, Region
 from kvstow.memory.hostpool import HostPool
 from kvstow.memory.slotpool import PoolStatus
 from kvstow.messages import Completion, DesiredState, Direction, LoadLaunch, Op, RankReport, StagedLoad, StepPlan
-from kvstow.testing.fakes import FakeDevice, FakeRegistrar, Latch
 
 if TYPE_CHECKING:
     MakePool = Callable[..., HostPool]

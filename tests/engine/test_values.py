@@ -5,13 +5,13 @@ from __future__ import annotations
 import pickle
 
 import pytest
+from tests.doubles.rank import ready_report
 
 from kvstow.bytesize import format_size, parse_size
 from kvstow.config import EngineConfig, PoolConfig
 from kvstow.errors import ConfigError, InvalidRequestError, KvstowError, PinError
 from kvstow.keys import chain_keys, format_key, make_key, parse_key
 from kvstow.layout import KVLayout, Region
-from kvstow.testing.rank import ready_report
 
 REPORT = ready_report(4096, 8)
 

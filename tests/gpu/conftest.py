@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from tests.doubles.fakes import Polled
 
 from kvstow.config import PoolConfig
 from kvstow.devices.base import Ticket, TicketState
@@ -21,7 +22,6 @@ from kvstow.devices.cuda.context import primary_context
 from kvstow.devices.cuda.copier import pointers_to_fields
 from kvstow.layout import KVLayout, Region
 from kvstow.memory.hostpool import HostPool
-from kvstow.testing.fakes import Polled
 
 Bytes = npt.NDArray[np.uint8]
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.doubles.fakes import Latch
 
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
@@ -18,7 +19,6 @@ from kvstow.dataplane import DataPlane
 from kvstow.devices.base import TicketState
 from kvstow.devices.cuda import CudaFence, CudaOptions
 from kvstow.messages import StepPlan
-from kvstow.testing.fakes import Latch
 
 MakeRank = Callable[..., Any]
 Finish = Callable[[Any], TicketState]

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 from tests.api.fakenode import FakeNode
+from tests.doubles.fakes import FakeClock
+from tests.doubles.rank import use_keys
 
-from kvstow.testing.fakes import FakeClock
-from kvstow.testing.rank import use_keys
 from kvstow_api.app import create_app
 from kvstow_api.host import ApiHost
 

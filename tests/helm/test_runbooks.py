@@ -14,13 +14,13 @@ import pytest
 import yaml
 from tests.api.fakenode import FakeNode
 from tests.api.tieredhost import TieredHost
+from tests.doubles.fakes import FakeClock
 
 import kvstow.errors
 from kvstow.config import POLICIES, EngineConfig
 from kvstow.control.engine import OffloadEngine
 from kvstow.messages import RankState
 from kvstow.stats import EngineStats, FaultStats, LookupStats
-from kvstow.testing.fakes import FakeClock
 from kvstow_api.answers import SessionsView
 from kvstow_api.appstate import AppState
 from kvstow_api.conditions.evidence import TABLE

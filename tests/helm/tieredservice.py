@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from kvstow.testing.memoryblockstore import MemoryBlockStore
+from tests.doubles.memoryblockstore import MemoryBlockStore
+
 from kvstow_service.cli import main
 from kvstow_service.stores import stores
 

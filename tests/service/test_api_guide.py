@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 import httpx
 import pytest
+from tests.doubles.rank import make_ranks, store_keys
 
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
-from kvstow.testing.rank import make_ranks, store_keys
 from kvstow_api.app import create_app
 from kvstow_api.directory import EmbeddedDirectory
 from kvstow_api.host import ApiHost

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import vllm
+from tests.doubles.fakes import FakeClock
 from tests.service.connectors.engine_core.blockpool import FakeBlockPool
 from tests.service.connectors.engine_core.processes import make_process
 from tests.service.connectors.vllm.slowservice import SlowService
@@ -18,7 +19,6 @@ from kvstow.attach.identity import UNNAMED_WEIGHTS, GroupIdentity, NamespaceIden
 from kvstow.attach.worker import AttachedWorker
 from kvstow.config import EngineConfig
 from kvstow.errors import ConfigError
-from kvstow.testing.fakes import FakeClock
 from kvstow_service.connectors.engine_core.controlplane import AttachedControl
 from kvstow_service.connectors.engine_core.kvgroups import KVGroup, KVGroups
 from kvstow_service.connectors.engine_core.metadata import KVStowMetadata, RankHello, RankUpdate

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.doubles.fakes import Latch
 from tests.vllm.engines import (
     A_BLOCKS,
     A_HIT,
@@ -39,7 +40,6 @@ from tests.vllm.engines import (
 
 from kvstow.devices import cpu
 from kvstow.devices.base import Fence
-from kvstow.testing.fakes import Latch
 
 pytestmark = pytest.mark.vllm
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from tests.doubles.fakes import FakeClock
+from tests.doubles.rank import make_ranks
 
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
 from kvstow.keys import chain_keys
 from kvstow.messages import Completion, Op
-from kvstow.testing.fakes import FakeClock
-from kvstow.testing.rank import make_ranks
 from kvstow_service.connectors.engine_core.offloadmetrics import (
     ATTACH_STATE,
     ATTACHED,

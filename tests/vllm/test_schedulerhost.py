@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.doubles.rank import FakeRank
 from tests.service.connectors.engine_core.blockpool import FakeBlockPool
 from tests.service.connectors.engine_core.processes import make_process
 
@@ -19,7 +20,6 @@ from kvstow.control.engine import OffloadEngine
 from kvstow.dataplane import DataPlane
 from kvstow.errors import ConfigError
 from kvstow.messages import Completion
-from kvstow.testing.rank import FakeRank
 from kvstow_service.admin.adminhost import AdminOptions
 from kvstow_service.connectors.engine_core import embeddedschedulerhost, schedulerhost
 from kvstow_service.connectors.engine_core.embeddedschedulerhost import EmbeddedSchedulerHost

@@ -7,8 +7,7 @@ from typing import Any
 import httpx
 import pytest
 from tests.api.fakenode import FakeNode
-
-from kvstow.testing.fakes import FakeClock
+from tests.doubles.fakes import FakeClock
 
 NAMES = ["a-000001", "b-000002", "c-000003"]
 KEYS = [b"\x00\x00" + bytes([number]) * 4 for number in range(4)]

@@ -9,9 +9,9 @@ import pytest
 from tests.api.fakenode import MODEL, RANKS, SLOT_BYTES, SLOTS, FakeNode
 from tests.api.node.conftest import KEYS, NAMES, get
 from tests.api.tieredhost import ShownTiers
+from tests.doubles.fakes import FakeClock
 
 from kvstow.status import KeptMemory, MemoryStatus, MemoryWait, UserLimit
-from kvstow.testing.fakes import FakeClock
 from kvstow_api.directory import OrphanedMemory
 from kvstow_api.sampler import REJECTED_SECONDS
 

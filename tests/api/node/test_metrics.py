@@ -11,9 +11,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families as parse_untyped
 from tests.api.fakenode import RANKS, SLOT_BYTES, SLOTS, FakeNode
 from tests.api.node.conftest import KEYS, NAMES, get
+from tests.doubles.rank import use_keys
 
 from kvstow.status import MemoryStatus
-from kvstow.testing.rank import use_keys
 from kvstow_api.directory import OrphanedMemory
 
 pytestmark = pytest.mark.anyio

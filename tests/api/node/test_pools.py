@@ -6,8 +6,7 @@ import httpx
 import pytest
 from tests.api.fakenode import RANKS, SLOT_BYTES, SLOTS, FakeNode
 from tests.api.node.conftest import KEYS, NAMES, get
-
-from kvstow.testing.fakes import FakeClock
+from tests.doubles.fakes import FakeClock
 
 pytestmark = pytest.mark.anyio
 

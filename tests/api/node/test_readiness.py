@@ -8,9 +8,9 @@ import httpx
 import pytest
 from tests.api.fakenode import RANKS, SLOTS, FakeNode
 from tests.api.node.conftest import KEYS, NAMES, get
+from tests.doubles.fakes import FakeClock
 
 from kvstow.status import MemoryStatus
-from kvstow.testing.fakes import FakeClock
 
 pytestmark = pytest.mark.anyio
 

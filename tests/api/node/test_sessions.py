@@ -10,9 +10,9 @@ import pytest
 from tests.api.conftest import AGENT, send_report
 from tests.api.fakenode import RANKS, SLOTS, FakeNode
 from tests.api.node.conftest import KEYS, NAMES, get
+from tests.doubles.fakes import FakeClock
 
 from kvstow.status import MemoryStatus, SessionStatus
-from kvstow.testing.fakes import FakeClock
 from kvstow.tier.blockstore import Purged
 from kvstow_api.figures import SessionSample, session_now
 

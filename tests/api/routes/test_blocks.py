@@ -4,10 +4,10 @@ from typing import Any
 
 import httpx
 import pytest
+from tests.doubles.fakes import FakeClock
 
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
-from kvstow.testing.fakes import FakeClock
 from kvstow_api.directory import EmbeddedDirectory
 
 pytestmark = pytest.mark.anyio

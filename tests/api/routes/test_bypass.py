@@ -4,9 +4,9 @@ from typing import Any
 
 import httpx
 import pytest
+from tests.doubles.fakes import FakeClock
 
 from kvstow.control.engine import OffloadEngine
-from kvstow.testing.fakes import FakeClock
 
 pytestmark = pytest.mark.anyio
 

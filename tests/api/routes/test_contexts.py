@@ -7,11 +7,11 @@ from typing import Any
 import httpx
 import pytest
 from tests.api.tieredhost import TieredHost
+from tests.doubles.fakes import FakeClock
 
 from kvstow.control.engine import OffloadEngine
 from kvstow.hints import context_id
 from kvstow.status import ContextPage, ContextStatus
-from kvstow.testing.fakes import FakeClock
 
 pytestmark = pytest.mark.anyio
 

@@ -10,11 +10,11 @@ import pytest
 from fastapi import FastAPI
 from tests.api.conftest import CAPACITY, RANKS, SLOT_BYTES
 from tests.api.fakenode import FakeNode
+from tests.doubles.fakes import FakeClock
+from tests.doubles.rank import use_keys
 
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
-from kvstow.testing.fakes import FakeClock
-from kvstow.testing.rank import use_keys
 from kvstow_api.directory import EmbeddedDirectory
 
 pytestmark = pytest.mark.anyio

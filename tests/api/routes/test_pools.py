@@ -7,10 +7,10 @@ import anyio
 import httpx
 import pytest
 from tests.api.conftest import Ranks
+from tests.doubles.fakes import FakeClock
 
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
-from kvstow.testing.fakes import FakeClock
 from kvstow_api.directory import EmbeddedDirectory
 
 pytestmark = pytest.mark.anyio

@@ -7,11 +7,11 @@ import httpx
 import msgspec
 import pytest
 from tests.api.conftest import AGENT, send_report
+from tests.doubles.fakes import FakeClock
 
 from kvstow.attach.calls import Desired
 from kvstow.attach.wire import CONTENT_TYPE
 from kvstow.control.engine import OffloadEngine
-from kvstow.testing.fakes import FakeClock
 
 pytestmark = pytest.mark.anyio
 

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 from tests.api.conftest import Serve
 from tests.api.fakenode import FakeNode
+from tests.doubles.fakes import FakeClock
+from tests.doubles.rank import use_keys
 
 from kvstow.control import recording
 from kvstow.control.engine import OffloadEngine
-from kvstow.testing.fakes import FakeClock
-from kvstow.testing.rank import use_keys
 from kvstow_api.client import ApiError, Client
 
 CHAIN = [hashlib.sha256(bytes([number])).digest() for number in range(8)]

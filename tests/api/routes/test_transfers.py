@@ -4,10 +4,10 @@ from typing import Any
 
 import httpx
 import pytest
+from tests.doubles.fakes import FakeClock
 
 from kvstow.control.engine import OffloadEngine
 from kvstow.messages import Completion
-from kvstow.testing.fakes import FakeClock
 
 pytestmark = pytest.mark.anyio
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import msgspec
 import pytest
+from tests.doubles.rank import ready_report
 
 from kvstow.attach.calls import Desired, Report
 from kvstow.attach.rankreports import ReportNumbers
 from kvstow.errors import ProtocolError
 from kvstow.messages import DesiredState, RankReport
-from kvstow.testing.rank import ready_report
 
 REPORT = ready_report(4096, 8)
 

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.doubles.fakes import FakeClock
 
 from kvstow.attach.calls import (
     Desired,
@@ -26,7 +27,6 @@ from kvstow.attach.wire import MOST_LISTED, Kind
 from kvstow.attach.worker import AttachedWorker
 from kvstow.errors import AttachError, PinError
 from kvstow.messages import DesiredState, Op, RankReport
-from kvstow.testing.fakes import FakeClock
 
 
 class Wire:

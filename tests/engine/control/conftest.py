@@ -6,13 +6,13 @@ from math import inf
 from typing import cast
 
 import pytest
+from tests.doubles.fakes import FakeClock
 
 from kvstow.config import EngineConfig
 from kvstow.control.attachedsession import AttachedSession
 from kvstow.control.engine import OffloadEngine, PoolFacade
 from kvstow.control.pool import SLICE_SLOTS
 from kvstow.control.sharedpool import SharedPool
-from kvstow.testing.fakes import FakeClock
 
 MakeEngine = Callable[..., OffloadEngine]
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tests.doubles.fakes import FakeClock
+from tests.doubles.rank import Content, FakeRank, write_blocks
+
 from kvstow.config import EngineConfig
 from kvstow.control.attachedsession import AttachedSession
 from kvstow.control.engine import PoolFacade
 from kvstow.control.indexjournal import IndexJournal
 from kvstow.control.sharedpool import SharedPool
 from kvstow.messages import Op
-from kvstow.testing.fakes import FakeClock
-from kvstow.testing.rank import Content, FakeRank, write_blocks
 
 
 class Client:

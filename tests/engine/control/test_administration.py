@@ -4,13 +4,13 @@ import gc
 from collections.abc import Callable
 
 import pytest
+from tests.doubles.fakes import FakeClock
+from tests.doubles.rank import make_ranks, store_keys, write_blocks
 
 from kvstow.control.engine import OffloadEngine
 from kvstow.control.pool import SLICE_SLOTS, Pool
 from kvstow.errors import ConfigError, ConflictError, InvalidRequestError
 from kvstow.status import BypassStatus
-from kvstow.testing.fakes import FakeClock
-from kvstow.testing.rank import make_ranks, store_keys, write_blocks
 
 MakeEngine = Callable[..., OffloadEngine]
 

@@ -2,10 +2,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from tests.doubles.fakes import FakeClock
+from tests.doubles.rank import make_ranks, store_keys
+
 from kvstow.control.engine import OffloadEngine
 from kvstow.stats import Histogram
-from kvstow.testing.fakes import FakeClock
-from kvstow.testing.rank import make_ranks, store_keys
 
 MakeEngine = Callable[..., OffloadEngine]
 

@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+from tests.doubles.fakes import FakeClock
+from tests.doubles.rank import FakeRank, make_ranks, store_keys, use_keys
 
 from kvstow.control.engine import OffloadEngine
 from kvstow.control.index import Index
 from kvstow.control.namespaces import KeyMap, PendingStores
 from kvstow.control.pool import SLICE_SLOTS
-from kvstow.testing.fakes import FakeClock
-from kvstow.testing.rank import FakeRank, make_ranks, store_keys, use_keys
 
 MakeEngine = Callable[..., OffloadEngine]
 

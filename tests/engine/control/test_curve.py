@@ -8,6 +8,7 @@ from hashlib import blake2b
 from threading import Lock
 
 import pytest
+from tests.doubles.rank import use_keys
 
 from kvstow.config import EngineConfig
 from kvstow.control.chains import Chains, Running
@@ -18,7 +19,6 @@ from kvstow.control.pool import Pool
 from kvstow.control.slots import RefCounts
 from kvstow.stats import LookupStats
 from kvstow.status import SizeCurve
-from kvstow.testing.rank import use_keys
 from kvstow_service.replay.hittable import Admitted, TimedPool
 
 OWN = TIMES.index(1.0)

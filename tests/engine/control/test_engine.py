@@ -4,13 +4,13 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+from tests.doubles.fakes import FakeClock
+from tests.doubles.rank import FakeRank, make_ranks, store_keys, use_keys, write_blocks
 
 from kvstow.control.engine import OffloadEngine
 from kvstow.errors import InvalidRequestError, LeaseError, NotFoundError
 from kvstow.messages import Completion
 from kvstow.results import Lease, Settled
-from kvstow.testing.fakes import FakeClock
-from kvstow.testing.rank import FakeRank, make_ranks, store_keys, use_keys, write_blocks
 
 MakeEngine = Callable[..., OffloadEngine]
 

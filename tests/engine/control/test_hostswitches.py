@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from tests.doubles.fakes import FakeClock
 
 from kvstow.config import EngineConfig
 from kvstow.control.administration import Administrator, HostSwitches
 from kvstow.control.sharedpool import SharedPool
 from kvstow.errors import InvalidRequestError
 from kvstow.status import BypassStatus
-from kvstow.testing.fakes import FakeClock
 
 
 class Pools:

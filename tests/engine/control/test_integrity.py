@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from tests.doubles.rank import make_ranks, write_blocks
 
 from kvstow.control.chains import Running, ignore
 from kvstow.control.engine import OffloadEngine
 from kvstow.control.pool import Pool
 from kvstow.control.session import sessions_of
 from kvstow.errors import IntegrityError
-from kvstow.testing.rank import make_ranks, write_blocks
 
 Disorder = Callable[[Pool], object]
 

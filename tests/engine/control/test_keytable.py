@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import pytest
+from tests.doubles.rank import make_ranks, store_keys, use_keys
 
 from kvstow.control import keytable
 from kvstow.control.engine import OffloadEngine
 from kvstow.control.keytable import SlotTable, hashes_of, mix_of
 from kvstow.control.pool import Pool
 from kvstow.hints import Hints, context_id
-from kvstow.testing.rank import make_ranks, store_keys, use_keys
 
 MakeEngine = Callable[..., OffloadEngine]
 

@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from math import isclose
 
 import pytest
+from tests.doubles.fakes import FakeClock
+from tests.doubles.rank import FakeRank, make_ranks, store_keys, use_keys
 from tests.engine.control.sharedhost import Host
 
 from kvstow.config import EngineConfig
@@ -28,8 +30,6 @@ from kvstow.endings import (
     Endings,
 )
 from kvstow.hints import Hints, context_id
-from kvstow.testing.fakes import FakeClock
-from kvstow.testing.rank import FakeRank, make_ranks, store_keys, use_keys
 
 MakeEngine = Callable[..., OffloadEngine]
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from tests.doubles.rank import use_keys
 from tests.engine.control.sharedhost import Client, Host
 
 from kvstow.control.engine import PoolFacade
 from kvstow.errors import ConflictError, LeaseError, NotFoundError
 from kvstow.status import NamespaceStatus
-from kvstow.testing.rank import use_keys
 
 A, B, C, D, E = (bytes([letter]) for letter in b"ABCDE")
 KEYS = [bytes([100 + number]) for number in range(16)]

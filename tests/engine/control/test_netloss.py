@@ -7,10 +7,10 @@ import random
 from typing import NamedTuple
 
 import pytest
+from tests.doubles.memoryblockstore import MemoryBlockStore
 from tests.engine.control.tieredpool import PREFILL, TieredPool
 
 from kvstow.control.session import result_of
-from kvstow.testing.memoryblockstore import MemoryBlockStore
 from kvstow.tier.blockstore import Expectation
 from kvstow.tier.breakeven import BreakEven, Estimate
 

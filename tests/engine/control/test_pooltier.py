@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 
 import pytest
+from tests.doubles.memoryblockstore import MemoryBlockStore
 from tests.engine.control.sharedhost import Host
 from tests.engine.control.tieredpool import KEYS, TieredPool
 
@@ -16,7 +17,6 @@ from kvstow.errors import NotFoundError
 from kvstow.hints import Hints
 from kvstow.prefill import PrefillCost
 from kvstow.results import Needed
-from kvstow.testing.memoryblockstore import MemoryBlockStore
 from kvstow.tier.blockstore import Fate, Piece, Purged, PurgeWish, StoredNamespace
 from kvstow.tier.breakeven import FIRST_PROBE_SECONDS, PROBE_BLOCKS
 from kvstow.tier.tierstatus import TIER_FAILED

@@ -4,13 +4,13 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+from tests.doubles.fakes import FakeClock
+from tests.doubles.rank import FakeRank, make_ranks, ready_report, store_keys, write_blocks
 
 from kvstow.control.administration import Administrator, Sweep
 from kvstow.control.engine import OffloadEngine
 from kvstow.control.pool import Pool
 from kvstow.errors import InvalidRequestError, LeaseError, NotFoundError
-from kvstow.testing.fakes import FakeClock
-from kvstow.testing.rank import FakeRank, make_ranks, ready_report, store_keys, write_blocks
 
 MakeEngine = Callable[..., OffloadEngine]
 

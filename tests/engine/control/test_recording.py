@@ -8,14 +8,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+from tests.doubles.fakes import FakeClock
+from tests.doubles.rank import use_keys
 
 from kvstow.control import recording
 from kvstow.control.engine import OffloadEngine
 from kvstow.control.recording import MOST_BYTES, MOST_SECONDS, Recording
 from kvstow.endings import NO_ENDING, Ending
 from kvstow.errors import ConflictError, InvalidRequestError
-from kvstow.testing.fakes import FakeClock
-from kvstow.testing.rank import use_keys
 
 LIMITS: dict[str, Any] = {"seconds": 60.0, "max_bytes": 1 << 20}
 

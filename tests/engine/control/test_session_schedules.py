@@ -12,6 +12,8 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from tests.doubles.fakes import FakeClock
+from tests.doubles.rank import Content, FakeRank, use_keys, write_blocks
 from tests.engine.control.verifiedloads import VerifyingHost
 from tests.seeds import few_and_many
 
@@ -27,8 +29,6 @@ from kvstow.errors import LeaseError
 from kvstow.hints import Hints, context_id
 from kvstow.messages import Mark, Op
 from kvstow.results import Lease, Settled
-from kvstow.testing.fakes import FakeClock
-from kvstow.testing.rank import Content, FakeRank, use_keys, write_blocks
 
 EXTENT_SLOTS = 3
 MAX_EXTENTS = 3

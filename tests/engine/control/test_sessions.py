@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 
 import pytest
+from tests.doubles.rank import FakeRank, write_blocks
 from tests.engine.control.sharedhost import Host
 
 from kvstow.control import session
@@ -14,7 +15,6 @@ from kvstow.control.pool import LeaseBook
 from kvstow.control.sharedpool import EarlierSession, recover
 from kvstow.errors import ConflictError, InvalidRequestError, LeaseError, NotFoundError
 from kvstow.results import KeyRun
-from kvstow.testing.rank import FakeRank, write_blocks
 
 A, B, C, D, E = (bytes([letter]) for letter in b"ABCDE")
 

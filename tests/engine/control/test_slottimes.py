@@ -4,10 +4,10 @@ from array import array
 from collections.abc import Callable
 
 import pytest
+from tests.doubles.rank import make_ranks, store_keys, use_keys
 
 from kvstow.control.engine import OffloadEngine
 from kvstow.control.slots import SlotTimes
-from kvstow.testing.rank import make_ranks, store_keys, use_keys
 
 
 @pytest.fixture

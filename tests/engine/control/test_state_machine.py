@@ -12,6 +12,8 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from tests.doubles.fakes import FakeClock
+from tests.doubles.rank import FakeRank, make_ranks, use_keys, write_blocks
 from tests.engine.control.mutants import first_rank_decides, visible_at_submission
 from tests.engine.control.verifiedloads import VerifyingHost
 from tests.seeds import few_and_many
@@ -29,8 +31,6 @@ from kvstow.errors import LeaseError
 from kvstow.hints import Hints, context_id
 from kvstow.messages import Completion, DesiredState, Mark, Op
 from kvstow.results import Lease, Settled
-from kvstow.testing.fakes import FakeClock
-from kvstow.testing.rank import FakeRank, make_ranks, use_keys, write_blocks
 
 MAX_SLOTS = 6
 CHAINS = [[bytes([chain, depth]) for depth in range(4)] for chain in range(3)]

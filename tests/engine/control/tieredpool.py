@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from tests.doubles.memoryblockstore import MemoryBlockStore, StoredBlock
+from tests.doubles.rank import use_keys
 from tests.engine.control.sharedhost import Client, Host
 
 from kvstow.control.engine import PoolFacade
@@ -12,8 +14,6 @@ from kvstow.control.pooltier import PoolTier, TieredNamespace, TierWait
 from kvstow.control.session import result_of
 from kvstow.prefill import PrefillCost
 from kvstow.results import Needs
-from kvstow.testing.memoryblockstore import MemoryBlockStore, StoredBlock
-from kvstow.testing.rank import use_keys
 from kvstow.tier.blockstore import Expectation, StoredLayout
 
 KEYS = [bytes([0, 0, number]) for number in range(40)]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hypothesis import currently_in_test_context, event
+from tests.doubles.rank import FakeRank
 
 from kvstow.messages import Op
 from kvstow.results import Settled
-from kvstow.testing.rank import FakeRank
 
 
 class VerifyingHost:

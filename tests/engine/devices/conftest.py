@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.doubles.fakes import Polled
 
 from kvstow.config import PoolConfig
 from kvstow.devices.base import Ticket
@@ -23,7 +24,6 @@ from kvstow.devices.cuda.layertrial import PLACE
 from kvstow.devices.cuda.plan import PIECE
 from kvstow.layout import KVLayout, Region
 from kvstow.memory.hostpool import HostPool
-from kvstow.testing.fakes import Polled
 
 _NOT_READY, _INVALID_VALUE = 600, 1
 _ERRORS = {1: "CUDA_ERROR_INVALID_VALUE", 2: "CUDA_ERROR_OUT_OF_MEMORY", 100: "CUDA_ERROR_NO_DEVICE"}

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.doubles.fakes import Latch
 
 from kvstow.config import PoolConfig
 from kvstow.devices.base import Device, Ticket, TicketState
@@ -18,7 +19,6 @@ from kvstow.errors import ConfigError, CopyError
 from kvstow.layout import KVLayout, Region
 from kvstow.memory.hostpool import HostPool
 from kvstow.memory.pinning import PopulateOnly
-from kvstow.testing.fakes import Latch
 
 if TYPE_CHECKING:
     MakePool = Callable[..., HostPool]

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.doubles.fakes import Latch, Polled
 
 from kvstow.config import PoolConfig
 from kvstow.devices.base import TicketState
@@ -23,7 +24,6 @@ from kvstow.memfd import create_memfd
 from kvstow.memory.hostpool import HostPool
 from kvstow.memory.mappedpool import MappedPool
 from kvstow.memory.pinning import FixedPace
-from kvstow.testing.fakes import Latch, Polled
 
 MakeRank = Callable[..., Any]
 NewFence = Callable[[], Any]

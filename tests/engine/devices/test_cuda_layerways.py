@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from tests.doubles.fakes import FakeClock
 
 from kvstow.devices.base import TicketState
 from kvstow.devices.cuda import DriverError
@@ -13,7 +14,6 @@ from kvstow.devices.cuda.layergroups import group_ends, may_use_engine, slot_end
 from kvstow.devices.cuda.layerways import WayRates
 from kvstow.layout import KVLayout, Region, Span
 from kvstow.messages import LayerFigures
-from kvstow.testing.fakes import FakeClock
 
 MakeRank = Callable[..., Any]
 KIB, MIB = 1 << 10, 1 << 20

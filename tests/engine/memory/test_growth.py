@@ -10,13 +10,13 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.doubles.fakes import FakeClock, FakeRegistrar
 
 from kvstow.errors import PinError
 from kvstow.memory import hoststeps, pinning
 from kvstow.memory.growth import Growth
 from kvstow.memory.hostpool import HostPool
 from kvstow.memory.region import HostRegion
-from kvstow.testing.fakes import FakeClock, FakeRegistrar
 
 MakePool = Callable[..., HostPool]
 Eventually = Callable[[Callable[[], object]], None]

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
+from tests.doubles.fakes import FakeClock, FakeRegistrar
 
 from kvstow.errors import ConfigError, CopyError, InsufficientMemoryError, PinError
 from kvstow.memory import hostpool
@@ -19,7 +20,6 @@ from kvstow.memory.hostpool import HostPool
 from kvstow.memory.limits import MemoryLimits
 from kvstow.memory.region import HostRegion
 from kvstow.memory.slotpool import PoolState
-from kvstow.testing.fakes import FakeClock, FakeRegistrar
 
 if TYPE_CHECKING:
     MakePool = Callable[..., HostPool]

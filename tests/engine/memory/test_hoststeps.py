@@ -4,11 +4,11 @@ import threading
 from collections.abc import Callable
 
 import pytest
+from tests.doubles.fakes import FakeClock, Latch
 
 from kvstow.errors import CopyError, PinError
 from kvstow.memory import hoststeps
 from kvstow.memory.hoststeps import IDLE_SECONDS, CallQueue, HostSteps, RegisterCall
-from kvstow.testing.fakes import FakeClock, Latch
 
 Eventually = Callable[[Callable[[], object]], None]
 

@@ -3,10 +3,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from tests.doubles.fakes import FakeClock
 
 from kvstow.errors import PinError
 from kvstow.memory.limits import RESERVE_BYTES, Allowance, Headroom, HugePageLimits, MemoryLimits, Shortage, limits_of
-from kvstow.testing.fakes import FakeClock
 
 MIB, GIB = 1 << 20, 1 << 30
 

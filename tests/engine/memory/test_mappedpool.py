@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 from tests.descriptors import open_descriptors
+from tests.doubles.fakes import FakeClock, FakeRegistrar
 
 from kvstow.devices.base import TicketState
 from kvstow.devices.cpu import CpuDevice
@@ -23,7 +24,6 @@ from kvstow.memory import pinning
 from kvstow.memory.extents import EXTENT_NAME
 from kvstow.memory.mappedpool import ExtentChunk, MappedExtent, MappedPool
 from kvstow.memory.pinning import FixedPace
-from kvstow.testing.fakes import FakeClock, FakeRegistrar
 
 MIB = 1 << 20
 PAGE = 4096

@@ -1,12 +1,12 @@
 from __future__ import annotations
 
 import pytest
+from tests.doubles.fakes import FakeClock, Latch
 
 from kvstow.config import PoolConfig
 from kvstow.errors import ConfigError
 from kvstow.memory.hoststeps import HostSteps
 from kvstow.memory.pinning import AdaptivePace, FixedPace, Pace, pace_of
-from kvstow.testing.fakes import FakeClock, Latch
 
 MIB = 1 << 20
 

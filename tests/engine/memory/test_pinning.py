@@ -1,7 +1,8 @@
 from __future__ import annotations
 
+from tests.doubles.fakes import FakeClock
+
 from kvstow.memory.pinning import PinProgress
-from kvstow.testing.fakes import FakeClock
 
 
 def test_the_rate_is_bytes_over_time_and_does_not_change_afterwards() -> None:

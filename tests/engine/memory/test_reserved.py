@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.doubles.fakes import FakeRegistrar
 from tests.engine.memory.oldkernel import OldKernel
 
 from kvstow.config import PoolConfig
@@ -17,7 +18,6 @@ from kvstow.memory.hostpool import HostPool
 from kvstow.memory.limits import HugePageLimits
 from kvstow.memory.pinning import PopulateOnly
 from kvstow.memory.region import HUGE_PAGE_BYTES, HostRegion
-from kvstow.testing.fakes import FakeRegistrar
 
 if TYPE_CHECKING:
     MakePool = Callable[..., HostPool]

@@ -1,9 +1,9 @@
 from __future__ import annotations
 
 import pytest
+from tests.doubles.fakes import FakeClock
 
 from kvstow.prefill import PrefillCost
-from kvstow.testing.fakes import FakeClock
 from kvstow.tier.blockstore import Expectation
 from kvstow.tier.breakeven import FIRST_PROBE_SECONDS, PROBE_SECONDS, BreakEven
 

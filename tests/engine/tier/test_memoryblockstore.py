@@ -6,9 +6,9 @@ import os
 from collections.abc import Iterator
 
 import pytest
+from tests.doubles.memoryblockstore import MemoryBlockStore
 from tests.engine.tier.blockstorecontract import BlockStoreContract, keys_of
 
-from kvstow.testing.memoryblockstore import MemoryBlockStore
 from kvstow.tier.blockstore import BlockStore, BlockTransfer, Piece, StoredLayout, StoredNamespace
 
 

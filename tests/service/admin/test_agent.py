@@ -18,6 +18,8 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from tests.doubles.fakes import FakeClock
+from tests.doubles.rank import ready_report
 
 from kvstow.attach.calls import Desired, Report
 from kvstow.attach.channel import Channel
@@ -25,8 +27,6 @@ from kvstow.attach.hello import CallError
 from kvstow.attach.wire import Kind
 from kvstow.errors import DisconnectedError
 from kvstow.messages import DesiredState, RankReport, RankState
-from kvstow.testing.fakes import FakeClock
-from kvstow.testing.rank import ready_report
 from kvstow_service.admin.agent import AdminAddress, FindEngine, RankAgent
 
 LONG = 3600.0  # an interval that no test waits for

@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
+from tests.doubles.fakes import FakeClock, FakeDevice, FakeRegistrar
 
 from kvstow.config import EngineConfig, PoolConfig
 from kvstow.control.engine import OffloadEngine
@@ -20,7 +21,6 @@ from kvstow.dataplane import DataPlane
 from kvstow.errors import PinError
 from kvstow.memory.hostpool import HostPool
 from kvstow.messages import Op, StepPlan
-from kvstow.testing.fakes import FakeClock, FakeDevice, FakeRegistrar
 from kvstow_service.admin.adminhost import AdminOptions, Ticker
 from kvstow_service.admin.agent import RankAgent
 from kvstow_service.admin.embedded import EmbeddedAdmin

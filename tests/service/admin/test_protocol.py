@@ -21,8 +21,8 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
+from tests.doubles.fakes import FakeClock
 
-from kvstow.testing.fakes import FakeClock
 from kvstow_api.auth import ACTOR
 from kvstow_service.admin import server as server_module
 from kvstow_service.admin.server import MAX_HEAD_BYTES, MAX_HEADERS, AdminProtocol, AdminServer, RequestQueue, Wait

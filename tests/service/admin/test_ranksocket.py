@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.doubles.rank import ready_report
 
 from kvstow.attach.calls import Desired, Report
 from kvstow.attach.channel import Channel, Frame
@@ -23,7 +24,6 @@ from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
 from kvstow.errors import DisconnectedError
 from kvstow.messages import DesiredState, RankReport
-from kvstow.testing.rank import ready_report
 from kvstow_service.admin import ranksocket
 from kvstow_service.admin.ranksocket import RankSocket
 from kvstow_service.admin.rendezvous import Rendezvous

@@ -4,10 +4,10 @@ import threading
 from typing import Any
 
 import pytest
+from tests.doubles.fakes import FakeClock
 
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
-from kvstow.testing.fakes import FakeClock
 from kvstow_service.admin import adminhost as ticker_module
 from kvstow_service.admin.adminhost import Ticker
 

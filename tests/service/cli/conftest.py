@@ -10,10 +10,10 @@ from typing import Any, Protocol
 
 import pytest
 from click.testing import CliRunner, Result
+from tests.doubles.rank import FakeRank, make_ranks, store_keys
 
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
-from kvstow.testing.rank import FakeRank, make_ranks, store_keys
 from kvstow_api.app import create_app
 from kvstow_api.directory import EmbeddedDirectory
 from kvstow_api.host import ApiHost

@@ -13,11 +13,11 @@ from typing import Any
 
 import httpx
 import pytest
+from tests.doubles.rank import make_ranks
 from tests.service.cli.terminal import Terminal
 
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
-from kvstow.testing.rank import make_ranks
 from kvstow_service.admin.adminhost import AdminOptions
 from kvstow_service.admin.embedded import EmbeddedAdmin
 from kvstow_service.replay.trace import TraceShape, generate_trace

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 from tests.api.fakenode import MODEL, FakeNode
+from tests.doubles.fakes import FakeClock
 from tests.service.cli.terminal import Terminal
 
 from kvstow.status import MemoryStatus
-from kvstow.testing.fakes import FakeClock
 from kvstow.tier.blockstore import Purged
 from kvstow_api.app import create_app
 from kvstow_api.host import ApiHost

@@ -13,12 +13,12 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 import pytest
 import yaml
 from tests.api.tieredhost import ShownTiers, TieredHost
+from tests.doubles.fakes import FakeClock
+from tests.doubles.rank import use_keys
 from tests.service.cli.terminal import Terminal
 
 from kvstow.control.engine import OffloadEngine
 from kvstow.hints import Hints, context_id
-from kvstow.testing.fakes import FakeClock
-from kvstow.testing.rank import use_keys
 from kvstow_api import answers
 from kvstow_api.texts import ABSENT
 from kvstow_service.cli.output import pairs, styled, table, text_of

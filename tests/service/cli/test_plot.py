@@ -7,9 +7,9 @@ import json
 
 import msgspec
 import pytest
+from tests.doubles.rank import use_keys
 from tests.service.cli.conftest import CAPACITY, SLOT_BYTES, Host, Run
 
-from kvstow.testing.rank import use_keys
 from kvstow_api.answers import PoolCurveView
 from kvstow_api.openapi import EXAMPLES
 from kvstow_service.cli.failures import ExitCode

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from tests.doubles.fakes import FakeClock
 
-from kvstow.testing.fakes import FakeClock
 from kvstow_service.cli import app, progress
 from kvstow_service.cli.progress import LINE_SECONDS, ProgressBars
 from kvstow_service.replay.trace import TraceShape, generate_trace

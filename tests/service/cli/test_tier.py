@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 from tests.api.tieredhost import TieredHost
+from tests.doubles.fakes import FakeClock
 from tests.service.cli.conftest import CAPACITY, Host, Run
 
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
-from kvstow.testing.fakes import FakeClock
 from kvstow.tier.tierstatus import TierCounters
 
 

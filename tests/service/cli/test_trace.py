@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from tests.doubles.rank import use_keys
 from tests.service.cli.conftest import Host, Run
 from tests.service.replay.sessions import agents, session, turn, write
 
-from kvstow.testing.rank import use_keys
 from kvstow_api.client import Client
 from kvstow_service.cli import app
 from kvstow_service.cli.failures import ExitCode

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.doubles.fakes import FakeClock
 
-from kvstow.testing.fakes import FakeClock
 from kvstow_service.cli.watching import Status, Waiting
 
 

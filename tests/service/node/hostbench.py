@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from msgspec.structs import replace
+from tests.doubles.fakes import FakeClock
+from tests.doubles.rank import ready_report
 from tests.service.node.rawengine import HELLO, POOL, SLOT_BYTES, key_of
 
 from kvstow.attach.calls import (
@@ -38,8 +40,6 @@ from kvstow.memory.extents import Populator
 from kvstow.memory.limits import MemoryLimits
 from kvstow.memory.nodememory import NodeMemory
 from kvstow.messages import Completion, Mark
-from kvstow.testing.fakes import FakeClock
-from kvstow.testing.rank import ready_report
 from kvstow_service.node.nodehost import NodeHost
 from kvstow_service.node.pools.memorythread import MemoryThread
 from kvstow_service.node.pools.nodepool import NodePool, PoolSettings

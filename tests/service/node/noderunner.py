@@ -19,8 +19,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.doubles.memoryblockstore import MemoryBlockStore, MemoryStoredPool
+
 from kvstow.memory.limits import MemoryLimits
-from kvstow.testing.memoryblockstore import MemoryBlockStore, MemoryStoredPool
 from kvstow.tier.blockstore import StoredNamespace
 from kvstow.tier.tierstatus import TierStatus
 from kvstow_service.node.node import Node

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from msgspec.structs import replace
+from tests.doubles.rank import ready_report
 
 from kvstow.attach.calls import (
     Admit,
@@ -43,7 +44,6 @@ from kvstow.attach.identity import GroupIdentity, NamespaceIdentity, PoolIdentit
 from kvstow.attach.wire import Kind, Message
 from kvstow.hints import Hints
 from kvstow.messages import Completion
-from kvstow.testing.rank import ready_report
 
 SLOT_BYTES = 64 << 10
 DEADLINE_SECONDS = 60.0

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
+from tests.doubles.fakes import FakeRegistrar
 
 from kvstow.attach.connection import Answer
 from kvstow.attach.engine import AttachedEngine, Hits
@@ -29,7 +30,6 @@ from kvstow.layout import KVLayout, Region
 from kvstow.memory.mappedpool import MappedPool
 from kvstow.messages import Op, StepPlan
 from kvstow.results import StoreGrant
-from kvstow.testing.fakes import FakeRegistrar
 
 SLOT_BYTES = 32 << 10
 RANKS = 2

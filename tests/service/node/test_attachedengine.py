@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.doubles.fakes import FakeClock
 from tests.service.node.conftest import DEADLINE_SECONDS, NAMESPACE, POOL, MakeNode, Node, figures_of, wait_until
 
 from kvstow.attach.calls import Hold, SettledOps
@@ -18,7 +19,6 @@ from kvstow.errors import AttachRefusedError, NotFoundError
 from kvstow.messages import Completion, Op
 from kvstow.prefill import PrefillCost, PrefillNews
 from kvstow.results import Lease
-from kvstow.testing.fakes import FakeClock
 
 KEYS = [bytes([number]) * 32 for number in range(1, 7)]
 RANKS = range(POOL.num_ranks)

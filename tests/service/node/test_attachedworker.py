@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.doubles.fakes import FakeClock, FakeDevice, FakeRegistrar, FakeTicket
 from tests.service.node.conftest import DEADLINE_SECONDS, NAMESPACE, POOL, MakeNode, Node, figures_of, wait_until
 from tests.service.node.fakehost import FakeSession
 
@@ -36,7 +37,6 @@ from kvstow.memory.extents import EXTENT_NAME
 from kvstow.memory.mappedpool import MappedPool
 from kvstow.memory.pinning import FixedPace
 from kvstow.messages import Completion, DesiredState, Direction, LayerFigures, Op, RankReport, StepPlan
-from kvstow.testing.fakes import FakeClock, FakeDevice, FakeRegistrar, FakeTicket
 from kvstow_service.node.pools.memoryholder import SessionLink
 from kvstow_service.node.pools.nodesession import Steps
 

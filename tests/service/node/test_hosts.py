@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.doubles.fakes import FakeRegistrar
 
 from kvstow.attach.calls import Hold
 from kvstow.attach.engine import AttachedEngine
@@ -29,7 +30,6 @@ from kvstow.memory.limits import MemoryLimits
 from kvstow.memory.mappedpool import MappedPool
 from kvstow.messages import Op, StepPlan
 from kvstow.results import KeyRun, Lease, Settled, StoreGrant
-from kvstow.testing.fakes import FakeRegistrar
 from kvstow_service.node.node import Node
 from kvstow_service.node.settings import Settings
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
+from tests.doubles.fakes import FakeClock
 from tests.service.node import rawengine
 from tests.service.node.keepers import look
 from tests.service.node.rawengine import HELLO, POOL, SLOT_BYTES, RawEngine, key_of
@@ -21,7 +22,6 @@ from tests.service.node.rawengine import HELLO, POOL, SLOT_BYTES, RawEngine, key
 from kvstow.attach.calls import Hold
 from kvstow.errors import ConflictError, KeeperError
 from kvstow.memory.limits import MemoryLimits
-from kvstow.testing.fakes import FakeClock
 from kvstow_service.node.node import Node
 from kvstow_service.node.pools import noderecords
 from kvstow_service.node.pools.nodepool import PoolSettings

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
+from tests.doubles.memoryblockstore import MemoryBlockStore, MemoryStoredPool
 from tests.service.conftest import Eventually
 from tests.service.node.rawengine import HELLO, NAMESPACE, POOL, SLOT_BYTES, RawEngine, key_of
 
@@ -22,7 +23,6 @@ from kvstow.hints import Hints, context_id
 from kvstow.keys import make_key
 from kvstow.memory.limits import MemoryLimits
 from kvstow.prefill import PrefillCost
-from kvstow.testing.memoryblockstore import MemoryBlockStore, MemoryStoredPool
 from kvstow.tier.tierstatus import TIER_FAILED
 from kvstow_service.node.node import Node
 from kvstow_service.node.pools.nodesession import SessionTier

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from tests.doubles.fakes import FakeClock
 
-from kvstow.testing.fakes import FakeClock
 from kvstow_service.process.runningclock import LONGEST_SECONDS, RunningClock
 
 

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.doubles.memoryblockstore import MemoryBlockStore
 
 from kvstow.control import pooltier
-from kvstow.testing.memoryblockstore import MemoryBlockStore
 from kvstow.tier.tierstatus import TierStatus
 from kvstow_service.node.node import Node
 from kvstow_service.node.settings import Settings

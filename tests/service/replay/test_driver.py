@@ -9,6 +9,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 import pytest
+from tests.doubles.rank import ready_report
 
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
@@ -17,7 +18,6 @@ from kvstow.errors import InvalidRequestError, LeaseError
 from kvstow.messages import Completion, Op, RankReport, StepPlan
 from kvstow.prefill import PrefillCost, PrefillNews
 from kvstow.results import Awaited, Given, Lease, Settled, StoreGrant
-from kvstow.testing.rank import ready_report
 from kvstow_service.replay.driver import ReplayDriver, blocks_needed
 from kvstow_service.replay.kv import HostKV, LocalKV, Page
 from kvstow_service.replay.offload import EmbeddedOffload

@@ -7,6 +7,7 @@ from random import Random
 from typing import Any
 
 import pytest
+from tests.doubles.fakes import FakeClock
 from tests.service.connectors.vllm.slowservice import SlowService
 from tests.vllm.harness.attachment import SteppedAttachment
 from tests.vllm.harness.device import SimulatedDevice
@@ -18,7 +19,6 @@ from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
 from kvstow.devices.base import Device
 from kvstow.memory.hostpool import HostPool
-from kvstow.testing.fakes import FakeClock
 from kvstow_service.connectors.engine_core.controlplane import AttachedControl
 from kvstow_service.connectors.engine_core.loadpolicy import LoadPolicy
 from kvstow_service.connectors.engine_core.schedulerside import SchedulerSide

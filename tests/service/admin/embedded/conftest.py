@@ -12,11 +12,11 @@ from typing import Any
 
 import httpx
 import pytest
+from tests.doubles.rank import ready_report
 
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
 from kvstow.messages import DesiredState, RankReport
-from kvstow.testing.rank import ready_report
 from kvstow_service.admin.adminhost import AdminOptions
 from kvstow_service.admin.agent import RankAgent
 from kvstow_service.admin.embedded import EmbeddedAdmin

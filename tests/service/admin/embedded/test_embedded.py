@@ -128,7 +128,7 @@ def test_a_rank_in_another_process_reports(
 import sys
 from kvstow_service.admin.agent import RankAgent
 from kvstow_service.admin.rendezvous import Rendezvous
-from kvstow.testing.rank import ready_report
+from tests.doubles.rank import ready_report
 class Rank:
     def add_listener(self, callback): pass
     def apply(self, desired): pass

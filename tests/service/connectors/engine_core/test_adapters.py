@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.doubles.fakes import FakeClock
 from tests.service.connectors.engine_core.vllmhost import (
     ONE_GROUP,
     WITH_SHORT_WINDOW,
@@ -20,7 +21,6 @@ from tests.service.connectors.engine_core.vllmhost import (
     keys_of,
 )
 
-from kvstow.testing.fakes import FakeClock
 from kvstow_service.connectors.engine_core import adapters as module
 from kvstow_service.connectors.engine_core import vllmprocess
 from kvstow_service.connectors.engine_core.adapters import READ_SECONDS, Adapter, Adapters, EngineStart

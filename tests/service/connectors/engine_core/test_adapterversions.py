@@ -14,8 +14,8 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
+from tests.doubles.fakes import FakeClock
 
-from kvstow.testing.fakes import FakeClock
 from kvstow_service.connectors.engine_core import pathtrail
 from kvstow_service.connectors.engine_core.adapters import Adapter, Adapters, EngineStart
 from kvstow_service.connectors.engine_core.pathtrail import Trail

@@ -7,6 +7,7 @@ import string
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.doubles.rank import FakeRank, make_ranks, store_keys
 from tests.service.connectors.engine_core.vllmhost import (
     FULL,
     LARGE,
@@ -19,7 +20,6 @@ from tests.service.connectors.engine_core.vllmhost import (
 
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
-from kvstow.testing.rank import FakeRank, make_ranks, store_keys
 from kvstow_service.connectors.engine_core.controlplane import EmbeddedControl
 from kvstow_service.connectors.engine_core.kvgroups import KVGroup, KVGroups
 from kvstow_service.connectors.engine_core.loadpolicy import LoadPolicy

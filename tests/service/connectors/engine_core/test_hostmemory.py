@@ -6,12 +6,12 @@ import threading
 from pathlib import Path
 
 import pytest
+from tests.doubles.fakes import FakeRegistrar
 from tests.service.connectors.engine_core.processes import make_process
 
 from kvstow.errors import InsufficientMemoryError
 from kvstow.memory.hostpool import HostPool
 from kvstow.memory.limits import RESERVE_BYTES, HugePageLimits, MemoryLimits
-from kvstow.testing.fakes import FakeRegistrar
 from kvstow_service.connectors.engine_core import workerside
 from kvstow_service.connectors.engine_core.options import ConnectorOptions
 from kvstow_service.connectors.engine_core.workerside import require_memory, wait_until_pinned

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from tests.doubles.fakes import FakeClock
+from tests.doubles.rank import make_ranks
 from tests.service.connectors.engine_core.vllmhost import FakeRequest, VllmHost, keys_of
 
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
 from kvstow.keys import chain_keys
 from kvstow.messages import Completion, Op
-from kvstow.testing.fakes import FakeClock
-from kvstow.testing.rank import make_ranks
 from kvstow_service.connectors.engine_core.offloadmetrics import INFO, Changes, changes_between, merge, read_family
 
 SLOT = 1 << 20

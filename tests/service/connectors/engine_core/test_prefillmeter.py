@@ -6,9 +6,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.doubles.fakes import FakeClock
 
 from kvstow.prefill import PrefillNews, PromptPart
-from kvstow.testing.fakes import FakeClock
 from kvstow_service.connectors.engine_core.loadpolicy import LoadPolicy
 from kvstow_service.connectors.engine_core.trackedrequests import Choice
 

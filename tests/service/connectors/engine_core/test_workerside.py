@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from tests.doubles.fakes import Latch
+from tests.doubles.rank import ready_report
 
 from kvstow.devices.base import Fence
 from kvstow.messages import Completion, DesiredState, Direction, Mark, Op, RankReport, StepPlan
-from kvstow.testing.fakes import Latch
-from kvstow.testing.rank import ready_report
 from kvstow_service.connectors.engine_core.stepplan import FinishedLoads, PlannedStep
 from kvstow_service.connectors.engine_core.workerside import NoDataPlane, WorkerSide
 

@@ -12,13 +12,13 @@ from functools import cache
 from hashlib import blake2b
 from typing import Any
 
+from tests.doubles.fakes import FakeClock
+from tests.doubles.rank import FakeRank, make_ranks, store_keys
 from tests.service.connectors.engine_core.blockpool import Block, FakeBlockPool
 
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
 from kvstow.keys import make_key
-from kvstow.testing.fakes import FakeClock
-from kvstow.testing.rank import FakeRank, make_ranks, store_keys
 from kvstow_service.connectors.engine_core.adapters import Adapters
 from kvstow_service.connectors.engine_core.controlplane import EmbeddedControl
 from kvstow_service.connectors.engine_core.kvgroups import KVGroup, KVGroups

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+from tests.doubles.fakes import FakeClock
+from tests.doubles.rank import FakeRank
 from tests.service.connectors.engine_core.vllmhost import ONE_GROUP, FakeRequest, VllmHost, keys_of
 from tests.service.connectors.vllm.slowservice import SlowService
 
@@ -14,8 +16,6 @@ from kvstow.config import EngineConfig
 from kvstow.control.attachedsession import AttachedSession
 from kvstow.errors import CopyError
 from kvstow.messages import Completion
-from kvstow.testing.fakes import FakeClock
-from kvstow.testing.rank import FakeRank
 from kvstow_service.connectors.engine_core.kvgroups import KVGroups
 from kvstow_service.connectors.engine_core.stepplan import PlannedStep
 

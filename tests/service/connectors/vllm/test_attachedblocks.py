@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import pytest
+from tests.doubles.fakes import FakeClock
 from tests.service.connectors.engine_core.test_kvevents import Removed, Stored
 from tests.service.connectors.vllm.slowservice import SlowService
 
@@ -14,7 +15,6 @@ from kvstow.config import EngineConfig
 from kvstow.control.attachedsession import AttachedSession
 from kvstow.keys import make_key
 from kvstow.messages import Completion, RankReport
-from kvstow.testing.fakes import FakeClock
 from kvstow_service.connectors.engine_core import kvevents
 from kvstow_service.connectors.engine_core.kvevents import (
     PERIOD_SECONDS,

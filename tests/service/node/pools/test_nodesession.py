@@ -7,13 +7,13 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from tests.doubles.fakes import FakeClock
 from tests.service.node.hostbench import Engine, HostBench
 from tests.service.node.rawengine import key_of
 
 from kvstow.attach.calls import Admit, End, Found, Hold, Lookup, LookupPrompt, Pending, SettledOps
 from kvstow.attach.wire import Message
 from kvstow.hints import Hints, context_id
-from kvstow.testing.fakes import FakeClock
 from kvstow_service.node.pools.nodesession import (
     HINTS_PER_SECOND,
     MOST_SECONDS,

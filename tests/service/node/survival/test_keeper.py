@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.doubles.fakes import FakeClock
 from tests.service.node.keepers import listing_of, look
 
 from kvstow.errors import KeeperBusyError, KeeperError
-from kvstow.testing.fakes import FakeClock
 from kvstow_service.node.survival.keeper import (
     MAX_HELD,
     SOCKET,

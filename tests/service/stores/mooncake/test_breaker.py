@@ -1,4 +1,5 @@
-from kvstow.testing.fakes import FakeClock
+from tests.doubles.fakes import FakeClock
+
 from kvstow_service.stores.mooncake.breaker import PROBE_SECONDS, Breaker
 
 

@@ -6,11 +6,11 @@ import os
 from collections.abc import Callable, Iterator
 
 import pytest
+from tests.doubles.fakes import FakeClock
 from tests.engine.tier.blockstorecontract import NUM_SLOTS, BlockStoreContract, Client, keys_of
 from tests.service.stores.mooncake.memoryclients import MemoryClients
 
 from kvstow.errors import TierUnavailableError
-from kvstow.testing.fakes import FakeClock
 from kvstow.tier.blockstore import BlockStore, PurgeWish
 from kvstow_service.stores.mooncake.breaker import PROBE_SECONDS
 from kvstow_service.stores.mooncake.mooncakeblocks import KEPT, MooncakeBlocks
