@@ -1,7 +1,6 @@
 """Orders of eviction on whole traces, and a pool's curve compared with pools of the curve's sizes.
 
-Each pool is a real control plane, in the time of the trace. MIN knows the next use of every block. The figures of ARC
-are those of KVStow's former implementation, on the same traces.
+Each pool is a real control plane, in the time of the trace. MIN knows the next use of every block.
 """
 
 from __future__ import annotations
@@ -34,13 +33,6 @@ TRACE_FILES = {
 }
 _LARGEST_TIMES = 8
 """Of the sizes that are compared with real pools."""
-_ARC = {
-    "conversation": {1000: 5.29, 2000: 7.19, 4000: 9.67, 8000: 19.19, 16_000: 27.05, 30_000: 31.09},
-    "synthetic": {1000: 9.07, 2000: 14.91, 4000: 24.96, 8000: 39.00, 16_000: 55.73},
-    "shifts": {500: 21.92, 1000: 28.11, 2000: 34.93, 4000: 40.92, 8000: 47.25, 16_000: 55.06},
-    "stays": {500: 23.77, 1000: 30.55, 2000: 37.96, 4000: 45.42, 8000: 53.11, 16_000: 60.80},
-    "sessions": {500: 11.90, 1000: 15.16, 2000: 21.01, 4000: 36.96, 8000: 58.66, 16_000: 77.62},
-}
 _MEAN_ERROR, _LARGEST_ERROR = 1.0, 3.0
 """The bars for the mean and the largest error of a curve, in points."""
 
@@ -73,12 +65,10 @@ def _table(trace: Trace, name: str, say: Callable[[str], None]) -> Table:
         began = time.perf_counter()
         auto, lru = (100 * sum(hits(trace, keys, slots, policy)) / blocks for policy in ("auto", "lru"))
         optimum = 100 * foresight_hits(trace.requests, slots) / blocks
-        arc = _ARC.get(name, {}).get(slots)
-        cells = [f"{share:.2f}" for share in (auto, lru)]
-        cells += ["" if arc is None else f"{arc:.2f}", f"{optimum:.2f}"]
+        cells = [f"{share:.2f}" for share in (auto, lru, optimum)]
         rows.append([f"{slots:,}", *cells, f"{auto - lru:+.2f}"])
         say(f"{trace.name}, {slots:,} slots, {time.perf_counter() - began:.0f} s: {rows[-1]}")
-    head = ["slots", "auto", "lru", "ARC", "MIN", "auto to lru"]
+    head = ["slots", "auto", "lru", "MIN", "auto to lru"]
     return Table(f"{trace.name}: {len(keys):,} requests, % of {blocks:,} blocks that hit", head, rows)
 
 
