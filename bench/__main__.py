@@ -19,6 +19,7 @@ from bench import (
     policy,
     policytraces,
     populate,
+    retention,
     startup,
     steps,
     tier,
@@ -34,6 +35,7 @@ BENCHMARKS: dict[str, _Run] = {
     "trace": lambda options, say: control.run_trace(_conversations(options), control.TRACE_SIZES, say),
     "policy": lambda options, say: policy.run(tuple(policy.POOLS), say),
     "curve": lambda options, say: policy.run_curves(policy.CURVES, say),
+    "retention": lambda options, say: retention.run(_conversations(options), say),
     "agents": lambda options, say: agents.run(
         options.trace or agents.TRACE, options.slots, options.clients, options.gpu_blocks, say
     ),

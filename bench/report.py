@@ -22,7 +22,7 @@ SECTIONS = {
         *("vllm-verify", "vllm-throughput", "vllm-decode", "vllm-start", "vllm-worth"),
     ),
     "Moving bytes on a GPU": ("gpu-rates", "gpu-submit", "gpu-token", "gpu-layers", "gpu-pinning", "gpu-attach"),
-    "Control plane": ("control", "holds", "trace", "policy", "curve", "agents", "vllm-agents", "steps"),
+    "Control plane": ("control", "holds", "trace", "policy", "curve", "retention", "agents", "vllm-agents", "steps"),
     "Node service and admin server": ("attach", "admin", "startup", "populate"),
     "Stores below the pools": ("tier", "disk"),
     "JAX": ("jax-gpu", "jax-cpu", "jax-order"),

@@ -615,6 +615,14 @@ MUTANTS = [
         "tests/api/node/test_metrics.py::test_who_profits_is_told_by_namespace",
     ),
     Mutant(
+        "blocks_that_the_gpu_evicts_before_their_store_are_not_counted",
+        "service/kvstow_service/connectors/engine_core/gpublocks.py",
+        "            self._gpu.lost_blocks += block_hash is None\n",
+        "",
+        "tests/service/connectors/engine_core/test_runningrequests.py::"
+        "test_blocks_that_the_gpu_has_evicted_first_are_counted",
+    ),
+    Mutant(
         "a_recording_has_no_size",
         "engine/kvstow/control/recording.py",
         "if len(line) > self._bytes_left:",

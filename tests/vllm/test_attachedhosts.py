@@ -161,6 +161,16 @@ def test_vllms_metrics_say_whether_there_is_host_memory(bench: Bench) -> None:
     assert bench.figures() == {"attached": 0, "attach_state": gone, "sessions_lost": 1}
 
 
+def test_vllms_metrics_count_blocks_that_were_lost_before_their_store(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.step()
+    bench.join(8)
+    bench.figures()
+    monkeypatch.setattr(SchedulerSide, "lost_blocks", 3)
+    assert bench.figures()["blocks_lost_before_store"] == 3
+
+
 def test_an_engine_with_a_rank_without_data_plane_does_not_attach(
     monkeypatch: pytest.MonkeyPatch, own_log: None, caplog: pytest.LogCaptureFixture
 ) -> None:

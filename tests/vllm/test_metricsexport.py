@@ -21,6 +21,7 @@ from kvstow_service.connectors.engine_core.offloadmetrics import (
     ATTACHED,
     FAMILY,
     INFO,
+    LOST_BLOCKS,
     PREFIX,
     SESSIONS_LOST,
     read_family,
@@ -202,6 +203,7 @@ def test_names_types_and_labels_are_those_of_vllm() -> None:
             ATTACHED,
             ATTACH_STATE,
             SESSIONS_LOST,
+            LOST_BLOCKS,
         ):  # vLLM 0.33 has the first; the others are of attached engines
             continue
         assert type(known[PREFIX + name]).__name__ == f"Offloading{metric.kind.title()}Metadata", name

@@ -98,6 +98,17 @@ def engine_of(host: EmbeddedSchedulerHost) -> OffloadEngine:
     return host.engine
 
 
+def test_the_metrics_count_blocks_that_were_lost_before_their_store(
+    admins: list[FakeAdmin], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = make_host()
+    host.add_rank(make_hello())
+    monkeypatch.setattr(SchedulerSide, "lost_blocks", 3)
+    changes = host.stats.take_stats()
+    assert changes is not None
+    assert changes.data["blocks_lost_before_store"] == 3
+
+
 @pytest.mark.parametrize("pool_first", [True, False])
 def test_the_engine_is_made_when_every_rank_and_the_pool_are_known(admins: list[FakeAdmin], pool_first: bool) -> None:
     host = make_host(num_ranks=2, binds=pool_first)

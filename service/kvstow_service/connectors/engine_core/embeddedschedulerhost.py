@@ -79,7 +79,8 @@ class EmbeddedSchedulerHost(SchedulerHost):
         self._spans_nodes = {hello.node for hello in hellos} != {this_node()}
         engine = OffloadEngine(self._options.engine_config(sizes, self._groups.alignment))
         self.stats = StatsFeed(
-            lambda: read_family(engine.stats(), sum(sizes), self._slot_tokens), lambda: engine.open_transfers > 0
+            lambda: read_family(engine.stats(), sum(sizes), self._slot_tokens, lost_blocks=self.lost_blocks),
+            lambda: engine.open_transfers > 0,
         )
         side = self._new_side(EmbeddedControl(engine), pool, self._event_feed(EmbeddedBlocks(engine)))
         self.engine = engine

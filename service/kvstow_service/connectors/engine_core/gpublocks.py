@@ -57,6 +57,8 @@ class GPUBlocks:
         self.unstored: UnstoredHashes | None = None
         """The hashes of requests that must not be stored; None if there are no such requests."""
         self._sources: dict[int, list[Any]] = {}  # by op
+        self.lost_blocks = 0
+        """How many blocks vLLM evicted while they waited in the backlog to be stored."""
 
     def forget(self, blocks: Set[int]) -> None:
         """Take the blocks out of vLLM's prefix cache: they do not contain what their hashes name. Requests keep
@@ -194,8 +196,6 @@ class Backlog:
         """Blocks that are kept by a reference, and until when."""
         self._taken: list[int] = []
         """Kept blocks that were offered since the last `release_taken`. They still have their reference."""
-        self.lost_blocks = 0
-        """How many blocks the GPU evicted before they were offered."""
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -249,7 +249,7 @@ class Backlog:
             if self._kept.pop(block_id, None) is not None:
                 self._taken.append(block_id)
             block_hash = gpu_blocks[block_id].block_hash
-            self.lost_blocks += block_hash is None
+            self._gpu.lost_blocks += block_hash is None
             if block_hash is not None and not self._gpu.is_unstored(block_hash):
                 hashes.append(block_hash)
                 blocks.append(block_id)

@@ -14,6 +14,8 @@ from kvstow.stats import DIRECTIONS, DirectionStats, EngineStats, LookupStats
 
 PREFIX = "vllm:kv_offload_"
 INFO = "config_info"
+LOST_BLOCKS = "blocks_lost_before_store"
+"""A metric of blocks that wait to be stored, which vLLM's own connectors do not have."""
 ATTACHED, ATTACH_STATE, SESSIONS_LOST = "attached", "attach_state", "sessions_lost"
 """Metrics of engines that attach to a node service. vLLM has no such metrics."""
 
@@ -53,6 +55,7 @@ FAMILY: dict[str, Metric] = {
     "cpu_cache_usage_perc": Metric("gauge", "Share of host memory (0 to 1) held by transfers and admitted hits"),
     "cpu_cache_write_usage_perc": Metric("gauge", "Share of host memory (0 to 1) that stores are filling"),
     "cpu_cache_read_usage_perc": Metric("gauge", "Share of host memory (0 to 1) held for loads"),
+    LOST_BLOCKS: Metric("counter", "Blocks that the GPU evicted while they waited to be stored in host memory"),
     ATTACHED: Metric("gauge", "1 while the engine has host memory of the node service, 0 while it has none"),
     ATTACH_STATE: Metric(
         "info",
@@ -69,11 +72,13 @@ FAMILY: dict[str, Metric] = {
 }
 
 
-def read_family(stats: EngineStats, slot_bytes: int, slot_tokens: int | None) -> dict[str, Any]:
+def read_family(
+    stats: EngineStats, slot_bytes: int, slot_tokens: int | None, *, lost_blocks: int = 0
+) -> dict[str, Any]:
     """The family's counters, gauges and labels at one moment, by name. Histograms are observed where lookups and
     transfers end. `slot_bytes`: bytes of a slot on all ranks together. `slot_tokens`: tokens in a slot; None with
-    several KV groups."""
-    values: dict[str, Any] = {"allocation_failure": stats.stores["dropped_cpu_full"]}
+    several KV groups. `lost_blocks`: see `SchedulerSide.lost_blocks`."""
+    values: dict[str, Any] = {"allocation_failure": stats.stores["dropped_cpu_full"], LOST_BLOCKS: lost_blocks}
     for direction in DIRECTIONS:
         ended = stats.transfers.of(direction)
         values[f"{direction}_bytes"] = ended.blocks * slot_bytes

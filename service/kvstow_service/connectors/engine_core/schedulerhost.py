@@ -228,6 +228,10 @@ class SchedulerHost(ABC):
         specs = [group.kv_cache_spec for group in self._kv_cache_config.kv_cache_groups]
         return event_feed(self._vllm_config, source, specs)
 
+    @property
+    def lost_blocks(self) -> int:
+        return 0 if self.side is None else self.side.lost_blocks
+
     def _new_side(self, control: ControlPlane, pool: BlockPool, events: EventFeed | None) -> SchedulerSide:
         options, process = self._options, self._process
         # A load within a step was tried as vLLM's only connector.

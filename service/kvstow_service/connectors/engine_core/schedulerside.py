@@ -276,6 +276,11 @@ class SchedulerSide:
         )
 
     @property
+    def lost_blocks(self) -> int:
+        """How many blocks vLLM evicted while they waited to be stored."""
+        return self._gpu.lost_blocks
+
+    @property
     def has_requests(self) -> bool:
         """Whether vLLM has requests, so that it goes on making steps."""
         return bool(self._requests)

@@ -27,6 +27,7 @@ from kvstow_service.connectors.engine_core.offloadmetrics import (
     ATTACH_STATE,
     ATTACHED,
     INFO,
+    LOST_BLOCKS,
     SESSIONS_LOST,
     info_labels,
     usage,
@@ -155,7 +156,8 @@ class AttachedSchedulerHost(SchedulerHost):
     def _read_figures(self, control: AttachedControl, identity: PoolIdentity) -> dict[str, Any]:
         """The figures of `read_family` for this engine's session. The service's own metrics have those of the whole
         pool."""
-        values: dict[str, Any] = {"allocation_failure": control.refused_stores["dropped_cpu_full"]}
+        refused = control.refused_stores["dropped_cpu_full"]
+        values: dict[str, Any] = {"allocation_failure": refused, LOST_BLOCKS: self.lost_blocks}
         slot_bytes, (slots, is_whole) = sum(identity.slot_bytes), self._memory()
         for direction in DIRECTIONS:
             stored_once = identity.replicated and direction == "store"

@@ -141,9 +141,10 @@ def test_blocks_of_ended_requests_are_kept_for_a_bounded_time_and_number() -> No
 
 
 def test_blocks_that_the_gpu_has_evicted_first_are_counted() -> None:
-    backlog = Backlog(GPUBlocks(FakeBlockPool(65)), lambda: 0.0)
+    gpu = GPUBlocks(FakeBlockPool(65))
+    backlog = Backlog(gpu, lambda: 0.0)
     backlog.add_blocks([3, 4], keep=True)
     assert backlog.take_cached(5, frozenset()).keys == []
-    assert backlog.lost_blocks == 2
+    assert gpu.lost_blocks == 2
     backlog.release_taken()
     assert not backlog.keeps_blocks
