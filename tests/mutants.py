@@ -116,9 +116,9 @@ MUTANTS = [
     Mutant(
         "a_part_stays_with_the_request_that_has_lost_it",
         f"{CONTROL_CODE}/chains.py",
-        "                del part.request.parts[part]\n",
+        "                del before.request.parts[before]\n",
         "                pass\n",
-        f"{LEARNED}::test_a_request_may_take_back_what_another_one_has_taken_meanwhile",
+        f"{LEARNED}::test_blocks_run_until_the_request_that_has_taken_them_last_ends",
     ),
     Mutant(
         "unknown_blocks_stand_for_those_that_are_not_used",
@@ -209,8 +209,8 @@ MUTANTS = [
     Mutant(
         "every_use_of_a_burst_counts",
         f"{CONTROL_CODE}/chains.py",
-        "now - part.running.since >= SAME_USE",
-        "now - part.running.since >= 0",
+        "now - before.running.since >= SAME_USE",
+        "now - before.running.since >= 0",
         f"{LEARNED}::test_uses_within_two_seconds_count_once",
     ),
     Mutant(
@@ -258,7 +258,7 @@ MUTANTS = [
     Mutant(
         "a_fetch_is_a_use",
         f"{CONTROL_CODE}/chains.py",
-        "if part.fetch == _UNUSED:",
+        "if before.fetch == _UNUSED:",
         "if False:",
         f"{LEARNED}::test_what_was_fetched_is_a_class_of_its_own_until_the_next_hit",
     ),
@@ -2556,7 +2556,7 @@ MUTANTS = [
     Mutant(
         "the_request_that_fetched_is_a_use",
         "engine/kvstow/control/chains.py",
-        "            if part.fetch == _UNUSED:\n",
+        "            if before.fetch == _UNUSED:\n",
         "            if False:\n",
         f"{POOL_TIER_TESTS}::test_the_request_that_fetched_is_no_use_and_the_next_hit_is",
     ),

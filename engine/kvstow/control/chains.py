@@ -419,33 +419,18 @@ class Chains:
 
     def _take(self, running: Running, piece: _Piece, now: float) -> None:
         """Blocks of one part, or of none, become the running request's."""
-        part = piece.part
-        uses = 1
-        if part is not None:
-            counts = part.running is None or now - part.running.since >= SAME_USE
-            uses = max(1, min(part.uses + counts, MOST_USES))
-            if part.fetch == _UNUSED:
-                part.fetch, part.uses = _USED, uses
+        before = piece.part
+        uses, is_shared = 1, False
+        if before is not None:
+            counts = before.running is None or now - before.running.since >= SAME_USE
+            uses = max(1, min(before.uses + counts, MOST_USES))
+            if before.fetch == _UNUSED:
+                before.fetch, before.uses = _USED, uses
                 return
-            self._observe(part, piece.count)
-        resident = sum(map(len, piece.runs))
-        other = None if part is None else part.request
-        is_shared = other is not None and (other.engine != running.engine or (part is not None and part.is_shared))
-        if part is not None and self._is_whole(piece, part, resident):
-            self._unwatch(part)
-            if part.request is not None:
-                del part.request.parts[part]
-            part.fetch = part.evicted = 0
-            part.absent = None
-            self._add_absent_blocks(part, piece.absent)
-        else:
-            before, part = part, ChainPart(next(self._serial), running.order, uses)
-            for run in piece.runs:
-                self._own(part, run)
-            expected = 0 if before is None else before.expected
-            self._add_absent_blocks(part, piece.absent)
-            if before is not None:
-                self._leave(before, resident, len(piece.absent) - (expected - before.expected))
+            self._observe(before, piece.count)
+            other = before.request
+            is_shared = other is not None and (other.engine != running.engine or before.is_shared)
+        part = self._part_of(piece, running.order, uses)
         part.uses, part.request, part.is_shared = uses, running, is_shared
         last = next(reversed(running.parts), None)
         is_open = last is not None and last.running is None and last.is_shared == is_shared
@@ -453,6 +438,27 @@ class Chains:
             self._merge(last, part)
         else:
             running.parts[part] = None
+
+    def _part_of(self, piece: _Piece, order: Order, uses: int) -> ChainPart:
+        """Return a part that has the blocks of the piece and no others, and that no request has: the part that had them
+        so far, if it has no others, or a new one."""
+        before, resident = piece.part, sum(map(len, piece.runs))
+        if before is not None and self._is_whole(piece, before, resident):
+            self._unwatch(before)
+            if before.request is not None:
+                del before.request.parts[before]
+            before.fetch = before.evicted = 0
+            before.absent = None
+            self._add_absent_blocks(before, piece.absent)
+            return before
+        part = ChainPart(next(self._serial), order, uses)
+        for run in piece.runs:
+            self._own(part, run)
+        expected = 0 if before is None else before.expected
+        self._add_absent_blocks(part, piece.absent)
+        if before is not None:
+            self._leave(before, resident, len(piece.absent) - (expected - before.expected))
+        return part
 
     def _is_whole(self, piece: _Piece, part: ChainPart, resident: int) -> bool:
         """Whether the piece, with so many slots, has all blocks of its part. It may have others too, see
@@ -923,18 +929,7 @@ class Chains:
         owned = {slot for slot, part in enumerate(self._owner) if part is not None}
         if owned != visible:
             found.append("a visible slot is of no part, or another slot of one")
-        resident = Counter(part for part in self._owner if part is not None)
-        if any(part.resident != count for part, count in resident.items()):
-            found.append("the count of a part's slots is wrong")
-        expected = Counter(part for order in orders for part in order.expected.owners())
-        parts = dict.fromkeys([*resident, *expected])
-        if any(part.expected != expected[part] or part.evicted < 0 for part in parts):
-            found.append("the count of a part's absent blocks is wrong")
-        if any(part.request is not None and part not in part.request.parts for part in parts):
-            found.append("a part is of a request that does not have it")
-        for part, number in expected.items():
-            if len({key for key in part.absent or () if part.order.expected.get(key) is part}) != number:
-                found.append("a part does not know its absent blocks")
+        found += self._miscounted_parts(orders)
         aside = self._aside.slots()
         if not aside <= held:
             found.append("a slot is set aside that nothing holds")
@@ -945,6 +940,21 @@ class Chains:
         if self._totals.expected != sum(len(order.expected) for order in orders):
             found.append("the count of expected blocks is wrong")
         return found
+
+    def _miscounted_parts(self, orders: Sequence[Order]) -> Iterator[str]:
+        """Inconsistencies of what parts know of their own blocks and requests."""
+        resident = Counter(part for part in self._owner if part is not None)
+        if any(part.resident != count for part, count in resident.items()):
+            yield "the count of a part's slots is wrong"
+        expected = Counter(part for order in orders for part in order.expected.owners())
+        parts = dict.fromkeys([*resident, *expected])
+        if any(part.expected != expected[part] or part.evicted < 0 for part in parts):
+            yield "the count of a part's absent blocks is wrong"
+        if any(part.request is not None and part not in part.request.parts for part in parts):
+            yield "a part is of a request that does not have it"
+        for part, number in expected.items():
+            if len({key for key in part.absent or () if part.order.expected.get(key) is part}) != number:
+                yield "a part does not know its absent blocks"
 
     def parts(self) -> list[ChainPart]:
         """All parts with slots. O(pool)."""

@@ -388,6 +388,19 @@ def test_a_request_may_take_back_what_another_one_has_taken_meanwhile(make_traff
     traffic.engine.check_integrity()
 
 
+def test_blocks_run_until_the_request_that_has_taken_them_last_ends(make_traffic: MakeTraffic) -> None:
+    traffic = make_traffic(64)
+    chain = make_keys(4)
+    store_keys(traffic.engine, traffic.ranks, chain)
+    first = traffic.begin(chain)
+    traffic.clock.advance(5.0)
+    second = traffic.begin(chain)
+    for number, is_running in ((first, True), (second, False)):
+        traffic.engine.end_request(number)
+        parts = traffic.engine.pool.index.chains.parts()
+        assert [part.request is not None for part in parts] == [is_running]
+
+
 def test_a_request_with_unknown_blocks_leaves_others_what_it_does_not_use(make_traffic: MakeTraffic) -> None:
     """An unknown block counts as one of the request that has used the block after it."""
     traffic = make_traffic(64)
