@@ -131,7 +131,7 @@ def dead_boots_are_served(patch: pytest.MonkeyPatch) -> None:
 
 
 def ended_leases_are_not_released(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(f"{SHARED}.loads.Loads._release_lease", lambda self, tracked: setattr(tracked, "hit", None))
+    patch.setattr(f"{SHARED}.loads.Loads._release_lease", lambda self, tracked: setattr(tracked.load, "hit", None))
 
 
 def blocks_that_wait_for_slots_are_not_held(patch: pytest.MonkeyPatch) -> None:
