@@ -306,11 +306,13 @@ def test_hits_by_size_appear_with_the_evidence_and_mark_the_present_size(
     browser.open(serve().url)
     browser.until(f"{LIVE} === 'live'")
     assert "too early to tell" in browser.evaluate(f"{_SIZES}.innerText")
+    engine.admin.set_policy("lru")
     for number in range(400):
         use_keys(engine, [LOOP[number % len(LOOP)]])
+    engine.pool.tick()
     browser.until(f"{_SIZES}.querySelector('canvas') !== null")
     browser.evaluate(f"{_SIZES}.querySelector('summary').click()")
-    browser.until(f"{_SIZES}.querySelectorAll('.values tr').length === 8")
+    browser.until(f"{_SIZES}.querySelectorAll('.values tr').length === 10")
     assert "0.0 % with 128 KiB" in browser.evaluate(f"{_SIZES}.querySelector('.plot').getAttribute('aria-label')")
     browser.until("document.getElementById('state').innerText.includes('twice the memory (256 KiB) would add')")
     for width in (360, 1040):
