@@ -109,13 +109,26 @@ def test_a_report_is_taken_and_answered_with_the_desired_state(connect: Any, eng
 
 
 def test_a_change_of_the_desired_state_is_sent_at_once_and_once_to_each_rank(
-    connect: Any, engine: OffloadEngine
+    connect: Any, engine: OffloadEngine, monkeypatch: pytest.MonkeyPatch, eventually: Any
 ) -> None:
     ranks = [connect(0), connect(1)]
     silent = connect(0)
+    order, look, take = list[str](), engine.desired, engine.report
+
+    def noted(name: str, call: Callable[..., DesiredState]) -> Callable[..., DesiredState]:
+        def call_noted(*arguments: RankReport) -> DesiredState:
+            order.append(name)
+            return call(*arguments)
+
+        return call_noted
+
+    monkeypatch.setattr(engine, "report", noted("report", take))
+    monkeypatch.setattr(engine, "desired", noted("look", look))
     for rank in ranks:
         rank.send()
         rank.desired()
+    eventually(lambda: order[-1] == "look", "the thread to look once more, and to wait then")
+    monkeypatch.setattr(engine, "desired", look)
     engine.admin.pause_pinning(True)
     for rank in ranks:
         assert rank.desired() == (engine.desired(), 0)
