@@ -81,7 +81,7 @@ class ConditionView:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DoctorView:
     """The diagnosis. `conditions` come with the worst first. `healthy` says that none is worse than `info`. `checked`
-    names the conditions that were looked for. `skipped` names those that could not be measured, and says why."""
+    names the conditions that were checked. `skipped` names those that could not be measured, with the reason."""
 
     time: datetime
     healthy: bool

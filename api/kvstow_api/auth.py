@@ -2,7 +2,7 @@
 
 - Probes and metrics are open.
 - Block keys need a credential: a viewer token, an admin token, a client certificate or the Unix socket. A key is a hash
-  of a prompt. So whoever reads keys can follow what others ask, and whoever can look keys up can test a guess.
+  of a prompt. So anyone who reads keys can follow what others ask, and anyone who looks keys up can test a guess.
 - Other reads are open unless viewer tokens are configured. Then they need one of these credentials, too.
 - Changes need the Unix socket, an admin token or a client certificate. Everyone who can open the socket may make them:
   the server's user, root, and a group if the host has given the socket to one.
@@ -13,7 +13,7 @@ code here only if it shows keys. Browsers send no bearer tokens, so reads also a
 authentication. Changes do not, because a browser would add the password to requests from pages of other sites, too.
 
 A browser sends requests for pages of any site to any address that it can reach. Such requests are refused. This
-includes those that only read, because each open stream takes a place. Following a link to the status page is allowed.
+includes requests that only read, because the number of open streams is limited. Links to the status page still work.
 """
 
 from __future__ import annotations

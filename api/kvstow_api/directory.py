@@ -131,7 +131,7 @@ class HostTier(Protocol):
         """Return the parts of the store that can fail alone, such as paths of disks, or client processes."""
 
     def totals(self) -> Mapping[TierLabels, TierCounters]:
-        """Return the totals of all namespaces that have used the store. They include those that have ended, so that no
+        """Return the totals of all namespaces that have used the store, including those that have ended, so that no
         total ever falls. Only pools of `tiers` have totals."""
 
     def prefetch(self, pool: str, context: bytes) -> int:

@@ -144,7 +144,7 @@ class Client:
         **given: Any,
     ) -> T:
         """Make a request, and return its answer. `given` has the values of names in the route's path. The others are
-        query parameters, of which those that are None are not sent.
+        query parameters; None means that a parameter is not sent.
 
         Keys of blocks are hex text, as in answers. `pool` names a pool. That of an embedded engine is `host`. `wait` is
         how many seconds (at most 30) the server may wait for the end of the work before it answers.

@@ -1,4 +1,4 @@
-"""One table of all that can be wrong with a server: the cause, what it concerns, and the command that mends it."""
+"""The table of all that can be wrong with a server: the cause, what is affected, and the command that fixes it."""
 
 from kvstow_api.conditions import disks, hosts, pools
 

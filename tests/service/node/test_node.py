@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
+from tests.descriptors import open_descriptors
 from tests.doubles.fakes import FakeClock
 from tests.service.node import rawengine
 from tests.service.node.keepers import look
@@ -39,7 +40,7 @@ def make_node(tmp_path: Path) -> Iterator[MakeNode]:
     """Nodes that are closed at the end; none leaves a descriptor open."""
     (tmp_path / "meminfo").write_text(f"MemAvailable: {1 << 30} kB\n")
     limits = MemoryLimits(tmp_path / "meminfo", tmp_path / "cgroup", tmp_path / "fs")
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_descriptors()
     nodes: list[Node] = []
 
     def make(extents: int = 8, *, state: Path | None = None, paused: bool = False, **options: Any) -> Node:
@@ -55,7 +56,7 @@ def make_node(tmp_path: Path) -> Iterator[MakeNode]:
         node.give_back()
         node.close()
         node.close()
-    assert len(os.listdir("/proc/self/fd")) <= before, "fewer if a thread of the test before has ended meanwhile"
+    assert open_descriptors() <= before, "fewer if a thread of the test before has ended meanwhile"
 
 
 @pytest.fixture
