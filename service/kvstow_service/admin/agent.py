@@ -89,6 +89,9 @@ class Link(Protocol):
     """A connection to the engine. `send` and `receive` raise `KvstowError` or `OSError` if the connection has failed,
     or if the engine has refused a report."""
 
+    address: AdminAddress | None
+    """Where the admin server was reached; None over the Unix socket."""
+
     def send(self, report: Report) -> None: ...
 
     def receive(self) -> list[Arrival]:
@@ -102,6 +105,8 @@ class Link(Protocol):
 
 class SocketLink:
     """A connection to the engine's Unix socket."""
+
+    address: AdminAddress | None = None
 
     def __init__(self, path: Path) -> None:
         connecting = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -140,6 +145,7 @@ class HttpLink:
     def __init__(self, address: AdminAddress, rank: int) -> None:
         import http.client  # only ranks of other hosts need it
 
+        self.address: AdminAddress | None = address
         url = urlsplit(address.url)
         self._http = (
             http.client.HTTPSConnection(
@@ -206,8 +212,6 @@ class RankAgent:
         self.is_failing = False
         """Whether the last attempt has failed."""
         self._offered: AdminAddress | None = None
-        self._used_offer: AdminAddress | None = None
-        """The offered address, if the link uses it."""
         self._link: Link | None = None
         self._numbers = ReportNumbers()
         self._reported: RankReport | None = None
@@ -316,14 +320,14 @@ class RankAgent:
 
     def _connect(self) -> Link | None:
         """The open connection or a new one; None while the engine has not started."""
-        if self._used_offer is not None and self._used_offer != self._offered:
+        if self._link is not None and self._link.address not in (None, self._offered):
             self._disconnect()
         if self._link is None:
             found, offered = self._find(), self._offered
             if found is not None:
                 self._link = SocketLink(found)
             elif offered is not None:
-                self._link, self._used_offer = HttpLink(offered, self._rank), offered
+                self._link = HttpLink(offered, self._rank)
             elif self.sent:
                 raise NotFoundError("the engine is gone")
         return self._link
@@ -331,7 +335,7 @@ class RankAgent:
     def _disconnect(self) -> None:
         if self._link is not None:
             self._link.close()
-        self._link = self._used_offer = self._reported = self._sent_at = None
+        self._link = self._reported = self._sent_at = None
 
     def _log_change(self, report: RankReport) -> None:
         if report.state == self._state:
