@@ -19,6 +19,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from tests.embeddedreplay import EmbeddedOffload, LocalKV
+
 from bench.hashes import Hashes
 from bench.kvstow_subject import SLOT_BYTES, EngineSubject, SimulatedWorker
 from bench.subject import CHAIN_BLOCKS, STORE_BLOCKS
@@ -30,8 +32,6 @@ from kvstow_service.admin.agent import AdminAddress, RankAgent
 from kvstow_service.admin.server import AdminServer
 from kvstow_service.admin.sockets import AdminSockets, TcpAddress
 from kvstow_service.replay.driver import ReplayDriver, blocks_needed
-from kvstow_service.replay.kv import LocalKV
-from kvstow_service.replay.offload import EmbeddedOffload
 from kvstow_service.replay.trace import ReplayOptions, TraceShape, generate_trace
 
 _AGENT_TOKEN = "bench"

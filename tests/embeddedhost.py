@@ -10,6 +10,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from tests.embeddedreplay import EmbeddedOffload, LocalKV, build_ranks
+
 from kvstow.bytesize import parse_size
 from kvstow.config import EngineConfig, PoolConfig
 from kvstow.control.engine import OffloadEngine
@@ -20,9 +22,6 @@ from kvstow_service.admin.rendezvous import Rendezvous
 from kvstow_service.process.logwriter import configure_logs
 from kvstow_service.process.stop import StopRequests
 from kvstow_service.replay.driver import ReplayDriver, blocks_needed
-from kvstow_service.replay.kv import LocalKV
-from kvstow_service.replay.offload import EmbeddedOffload
-from kvstow_service.replay.ranks import build_ranks
 from kvstow_service.replay.trace import BLOCK_TOKENS, ReplayOptions, read_trace
 
 

@@ -1,5 +1,5 @@
-"""`kvstow replay`: runs a request trace through an engine in this process, through engines that attach to a node
-service, or through control planes of several sizes and policies that move no bytes."""
+"""`kvstow replay`: runs a request trace through engines that attach to a node service, or through control planes of
+several sizes and policies that move no bytes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from kvstow_service.cli.failures import ExitCode
 from kvstow_service.cli.progress import ProgressBars
 from kvstow_service.process.stop import StopRequests
 from kvstow_service.replay.trace import (
-    BLOCK_TOKENS,
     SHAPES,
     ReplayOptions,
     Shape,
@@ -31,7 +30,6 @@ from kvstow_service.replay.trace import (
 )
 
 if TYPE_CHECKING:
-    from kvstow.config import EngineConfig
     from kvstow_service.replay.hittable import HitTable
     from kvstow_service.replay.result import AttachedResult, ReplayResult
 
@@ -42,9 +40,7 @@ _POSITIVE = click.FloatRange(0, min_open=True)
 
 @click.command()
 @click.argument("trace")
-@click.option(
-    "--attach", metavar="unix:PATH", help="Attach to the node service on this socket instead of making a pool here."
-)
+@click.option("--attach", metavar="unix:PATH", help="Attach to the node service on this socket, and move bytes.")
 @click.option(
     "--engines", type=click.IntRange(1), help="With --attach: engines that replay the trace at once. Default: 1."
 )
@@ -81,11 +77,10 @@ _POSITIVE = click.FloatRange(0, min_open=True)
 )
 @click.option("--kv-blocks", type=click.IntRange(1), help="Blocks of the KV cache. Default: what the trace needs.")
 @click.option("--prefill-rate", type=_POSITIVE, help="Tokens per second that an engine computes. Default: no limit.")
-@click.option("--no-data", is_flag=True, help="Replay the control plane alone, in the time of the trace.")
 @click.option(
     "--sizes",
     metavar="SIZE,...",
-    help="With --no-data: replay with each policy at each of these sizes, in slots, or in bytes of all ranks (64GiB). "
+    help="Without --attach: replay with each policy at each of these sizes, in slots or in bytes of all ranks (64GiB). "
     "Prints a table and draws it.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object.")
@@ -104,27 +99,24 @@ def replay(
     concurrency: int,
     kv_blocks: int | None,
     prefill_rate: float | None,
-    no_data: bool,
     sizes: str | None,
     as_json: bool,
 ) -> None:
-    """Replay a request trace and verify every loaded byte.
+    """Replay a request trace, and say what would hit, or move every byte and verify it.
 
-    Each request is looked up, its hits are loaded, the rest is computed and stored. Then it runs until the trace says
-    that it has ended. TRACE is a file of JSON lines, which may be compressed with gzip; - reads standard input.
+    TRACE is a file of JSON lines, which may be compressed with gzip; - reads standard input. Without --attach only a
+    control plane runs, in the time of the trace, and says what would hit; --sizes compares sizes and policies.
 
-    With --attach each engine is a process, and so is each of its ranks. They continue without the service while it is
-    away, and an engine that dies is started again. Engines of equal slot size and ranks share what they store.
+    With --attach each engine is a process, and so is each of its ranks. Each request is looked up, its hits are loaded
+    and verified, the rest is computed and stored. Then it runs until the trace says that it has ended. The processes
+    continue without the service while it is away, and an engine that dies is started again. Engines of equal slot size
+    and ranks share what they store.
 
     If the service has a fleet tier, blocks may come from it; with --prefill-rate, a fetch has to be faster than
     computing the same blocks.
 
-    With --no-data only a control plane runs, and says what would hit; --sizes compares sizes and policies.
-
     Exit codes: 0 all loaded bytes were correct, 1 some were not, 2 bad input or not enough memory.
     """
-    from kvstow_service.replay.driver import blocks_needed, check_fits
-
     try:
         given = {
             "--attach": attach,
@@ -135,7 +127,6 @@ def replay(
             "--time-scale": time_scale,
             "--prefill-rate": prefill_rate,
             "--kv-blocks": kv_blocks,
-            "--no-data": no_data or None,
             "--sizes": sizes,
         }
         _refuse_conflicts({name: value for name, value in given.items() if value is not None})
@@ -147,19 +138,18 @@ def replay(
             _show_table(_hits(found, _parse_sizes(sizes, slot_bytes), names, slot_bytes), as_json=as_json)
             return
         slots, policy = pool_slots or _POOL_SLOTS, _the_policy(policies)
-        if no_data:
+        if socket is None:
             result: ReplayResult | AttachedResult = _run_without_bytes(found, slots, policy, cut.slot_bytes, ranks)
         else:
+            from kvstow_service.replay.driver import blocks_needed, check_fits
+
             options = ReplayOptions(
                 concurrency=concurrency, rate=rate, time_scale=time_scale, prefill_rate=prefill_rate
             )
             blocks = kv_blocks or blocks_needed(found, concurrency)
             check_fits(found, blocks)
-            if socket is None:
-                result = _run_here(_pool_config(cut, slots, ranks, policy), options, found, blocks, cut)
-            else:
-                wanted = (pool_slots or 0) * cut.slot_bytes * ranks
-                result = _run_attached(socket, engines or 1, cut, ranks, blocks, wanted, found, options)
+            wanted = (pool_slots or 0) * cut.slot_bytes * ranks
+            result = _run_attached(socket, engines or 1, cut, ranks, blocks, wanted, found, options)
     except KvstowError as error:
         click.echo(f"kvstow replay: {error}", err=True)
         sys.exit(ExitCode.ERROR if isinstance(error, ProcessEndedError) else ExitCode.USAGE)
@@ -176,13 +166,12 @@ class _Conflict(NamedTuple):
 
 
 _CONFLICTS = (
-    _Conflict("--engines", "--attach", True, "needs --attach: without it there is one engine, in this process"),
     _Conflict("--policy", "--attach", False, "cannot be used with --attach: the pool is the service's"),
-    _Conflict("--sizes", "--no-data", True, "needs --no-data: a table moves no bytes"),
+    _Conflict("--sizes", "--attach", False, "cannot be used with --attach: the pool is the service's"),
     _Conflict("--pool-slots", "--sizes", False, "cannot be used here: --sizes has the sizes"),
     *(
-        _Conflict(option, "--no-data", False, "cannot be used with --no-data: no bytes move")
-        for option in ("--attach", "--rate", "--time-scale", "--prefill-rate", "--kv-blocks")
+        _Conflict(option, "--attach", True, "needs --attach: without it no engine runs and no bytes move")
+        for option in ("--engines", "--rate", "--time-scale", "--prefill-rate", "--kv-blocks")
     ),
 )
 
@@ -192,18 +181,6 @@ def _refuse_conflicts(given: Mapping[str, object]) -> None:
     for rule in _CONFLICTS:
         if rule.option in given and (rule.other in given) is not rule.is_needed:
             raise SettingError(rule.option, given[rule.option], rule.problem)
-
-
-def _pool_config(cut: Shape, slots: int, ranks: int, policy: str) -> EngineConfig:
-    from kvstow.config import EngineConfig
-
-    return EngineConfig(
-        slot_bytes=cut.slot_bytes,
-        capacity_slots=slots,
-        num_ranks=ranks,
-        policy=parse_policy(policy),
-        block_tokens=BLOCK_TOKENS,
-    )
 
 
 def _show(result: ReplayResult | AttachedResult, *, as_json: bool) -> None:
@@ -319,28 +296,6 @@ def _run_without_bytes(
         slots=slots,
         policy=policy,
     )
-
-
-def _run_here(
-    config: EngineConfig, options: ReplayOptions, requests: list[TraceRequest], blocks: int, shape: Shape
-) -> ReplayResult:
-    from kvstow_service.replay.driver import ReplayDriver
-    from kvstow_service.replay.offload import EmbeddedOffload
-    from kvstow_service.replay.ranks import local_session
-
-    with StopRequests() as stops, ProgressBars() as bars:
-        pinned = bars.bar("pinning", config.capacity_slots)
-        with local_session(config, kv_blocks=blocks, shape=shape, stop=stops.requested, on_pinned=pinned) as session:
-            driver = ReplayDriver(
-                EmbeddedOffload(session.engine),
-                session.workers,
-                session.kv,
-                requests,
-                options,
-                kv_blocks=blocks,
-                on_request=bars.bar("replaying", len(requests)),
-            )
-            return driver.run(stops.requested)
 
 
 def _run_attached(

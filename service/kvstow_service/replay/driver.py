@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from kvstow.attach.wire import MOST_STORED
 from kvstow.errors import InvalidRequestError
@@ -27,9 +27,7 @@ from kvstow.keys import BlockKey
 from kvstow.messages import Completion, Op, StepPlan
 from kvstow.prefill import PrefillCost, PrefillNews
 from kvstow.results import Awaited, Lease, Settled, StoreGrant
-from kvstow_service.replay.kv import LocalKV, Verification
-from kvstow_service.replay.offload import AttachedOffload, EmbeddedOffload
-from kvstow_service.replay.remoteranks import RemoteRanks
+from kvstow_service.replay.kv import Verification
 from kvstow_service.replay.result import Position, ReplayResult
 from kvstow_service.replay.trace import BLOCK_TOKENS, ReplayOptions, TraceRequest, events
 
@@ -47,6 +45,67 @@ class RankWorker(Protocol):
     def take_completions(self) -> list[Completion]: ...
 
     def wait_completions(self, timeout: float) -> bool: ...
+
+
+class ReplayedEngine(Protocol):
+    """The calls that the replay makes to the control plane itself, because they have no answer to wait for."""
+
+    def complete(self, rank: int, boot_id: str, completions: Sequence[Completion]) -> object: ...
+
+    def take_settled(self) -> list[Settled]: ...
+
+    def note_prefill(self, news: PrefillNews) -> object: ...
+
+
+class Offload(Protocol):
+    """The control plane as the replay uses it. One thread does. Answers come in the order of the calls, at once or
+    after a later `step`."""
+
+    @property
+    def engine(self) -> ReplayedEngine: ...
+
+    def step(self) -> None:
+        """Called once in each step of the replay."""
+
+    def admit(self, number: int, keys: Sequence[BlockKey]) -> Awaited[Lease]:
+        """Begin request `number` of the replay, which has this chain. Look up its leading present keys, and keep them
+        from eviction. The lease may be empty."""
+
+    def end(self, number: int, stop: str | None) -> bool:
+        """End the request. `stop` says how it ended, as in its trace. Returns whether the pool lacks blocks of it,
+        which should then be stored."""
+
+    def hold(self, keys: Sequence[BlockKey]) -> Awaited[Lease]:
+        """Keep all of these keys from eviction. The lease is empty if one of them is absent."""
+
+    def release(self, held: Awaited[Lease]) -> None:
+        """End a lease as soon as the service has granted it. Idempotent, and allowed after a load has ended the
+        lease."""
+
+    def begin_load(self, lease: Lease, blocks: Sequence[int], request_id: str) -> Awaited[Op | None]:
+        """Load the keys of the lease, which ends it. The answer is None if the lease was broken meanwhile."""
+
+    def begin_store(self, keys: Sequence[BlockKey], blocks: Sequence[int], request_id: str) -> Awaited[StoreGrant]: ...
+
+    def figures(self) -> dict[str, Any]:
+        """Return the fields of `ReplayResult` that describe the pool."""
+
+
+class KVCaches(Protocol):
+    """The KV caches of all ranks."""
+
+    @property
+    def is_verifying(self) -> bool:
+        """Whether a result of `verify` is still missing."""
+
+    def compute(self, keys: Sequence[BlockKey], blocks: Sequence[int]) -> None: ...
+
+    def verify(self, keys: Sequence[BlockKey], blocks: Sequence[int]) -> None: ...
+
+    def scrub(self, blocks: Sequence[int]) -> None: ...
+
+    def take_verifications(self) -> list[Verification]:
+        """Return the results of new calls of `verify`, in their order. Each is that of all ranks together."""
 
 
 _WAIT = 0.05  # seconds after which the loop looks again for a stop and for news of the other ranks
@@ -104,9 +163,9 @@ class ReplayDriver:
 
     def __init__(
         self,
-        offload: EmbeddedOffload | AttachedOffload,
+        offload: Offload,
         workers: Sequence[RankWorker],
-        kv: LocalKV | RemoteRanks,
+        kv: KVCaches,
         requests: Sequence[TraceRequest],
         options: ReplayOptions,
         *,
@@ -265,8 +324,8 @@ class ReplayDriver:
             if completions := worker.take_completions():
                 self._outstanding[rank].difference_update(one.op_id for one in completions if one.mark != "source_free")
                 self._count_copies(completions)
-                self._offload.complete(rank, worker.boot_id, completions)
-        settled = self._offload.take_settled()
+                self._offload.engine.complete(rank, worker.boot_id, completions)
+        settled = self._offload.engine.take_settled()
         for entry in settled:
             self._advance(entry)
         for found in self._kv.take_verifications():
@@ -363,7 +422,7 @@ class ReplayDriver:
         if self._options.prefill_rate is not None:
             saved = self._options.prefill_seconds(job.loaded)
             cost = PrefillCost(1 / self._options.prefill_rate)
-            self._offload.note_prefill(PrefillNews(cost, job.loaded * BLOCK_TOKENS, saved))
+            self._offload.engine.note_prefill(PrefillNews(cost, job.loaded * BLOCK_TOKENS, saved))
         self._model_is_free = max(self._model_is_free, now) + seconds
         self._ask(job, _Computed(self._model_is_free if seconds else now), self._computed)
 

@@ -1,4 +1,4 @@
-"""The KV caches of a replay: that of one rank, and those of all ranks in a process.
+"""The KV cache of one rank of a replay.
 
 Every word of a block is computed from key, rank, region and position. So a page is recognized as wrong if it lands at
 another offset, in another region, rank or block, or if it mixes two blocks. A key names a prefix of tokens, so every
@@ -115,31 +115,3 @@ class HostKV:
         for region in self.regions:
             for block in blocks:
                 region[block] = SCRUB
-
-
-class LocalKV:
-    """The KV caches of the ranks in this process, of which there may be none. `RemoteRanks` has those of other
-    processes."""
-
-    is_verifying = False
-    """Whether a result of `verify` is still missing. Here, none ever is."""
-
-    def __init__(self, ranks: Sequence[HostKV]) -> None:
-        self._ranks = ranks
-        self._found: list[Verification] = []
-
-    def compute(self, keys: Sequence[BlockKey], blocks: Sequence[int]) -> None:
-        for rank in self._ranks:
-            rank.write(keys, blocks)
-
-    def verify(self, keys: Sequence[BlockKey], blocks: Sequence[int]) -> None:
-        self._found.append(Verification.of_ranks([rank.check(keys, blocks) for rank in self._ranks]))
-
-    def scrub(self, blocks: Sequence[int]) -> None:
-        for rank in self._ranks:
-            rank.scrub(blocks)
-
-    def take_verifications(self) -> list[Verification]:
-        """Return the results of new calls of `verify`, in their order. Each is that of all ranks together."""
-        found, self._found = self._found, []
-        return found

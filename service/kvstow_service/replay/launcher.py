@@ -85,7 +85,7 @@ class ReplayEngine:
             driver.run(self._stop)
             last = replace(self._progress(driver, offload), end="finished")
             logging.disable(logging.WARNING)  # the other processes disconnect too, which needs no warning
-        offload.close()  # after the ranks' processes, which release their memory
+        offload.engine.close()  # after the ranks' processes, which release their memory
         self._pipe.send(last)
 
     def _wait_for_begin(self, offload: AttachedOffload, ranks: RemoteRanks) -> None:

@@ -1,4 +1,4 @@
-"""The control plane as a replay uses it: embedded in its process, or in the node service.
+"""The control plane as a replay uses it: the node service's.
 
 A connector tells the control plane about a request at two moments of its life, its beginning and its end. Everything
 that it tells there is in `admit` and `end`.
@@ -17,70 +17,12 @@ from kvstow.attach.connection import Answer
 from kvstow.attach.engine import AttachedEngine, Hits
 from kvstow.attach.hello import SessionTicket
 from kvstow.attach.identity import GroupIdentity, NamespaceIdentity, PoolIdentity, RegionIdentity
-from kvstow.control.engine import OffloadEngine
-from kvstow.errors import LeaseError
 from kvstow.keys import BlockKey
 from kvstow.messages import Op
-from kvstow.results import NO_LEASE, Awaited, Given, Lease, StoreGrant
+from kvstow.results import Awaited, Lease, StoreGrant
 from kvstow.tier.fingerprint import named_weights
 from kvstow_service.replay.remoteranks import RemoteRanks
 from kvstow_service.replay.trace import BLOCK_TOKENS, Shape, ending_of_trace
-
-
-class EmbeddedOffload:
-    """The engine in this process. One thread uses it. `AttachedOffload` has the same methods. Its answers come in the
-    order of the calls, at once or after a later `step`."""
-
-    def __init__(self, engine: OffloadEngine) -> None:
-        self._engine = engine
-        self._evicted_before = engine.stats().evicted_for_capacity
-        # These calls need no answer, so they go directly to the engine.
-        self.complete, self.take_settled = engine.complete, engine.take_settled
-        self.note_prefill = engine.note_prefill
-        self._numbers: dict[int, int] = {}
-        """The control plane's numbers of the running requests."""
-
-    def step(self) -> None:
-        """Do nothing, because the engine's host ticks it. The replay calls this once in each of its steps."""
-
-    def admit(self, number: int, keys: Sequence[BlockKey]) -> Awaited[Lease]:
-        """Begin request `number` of the replay, which has this chain. Look up its leading present keys, and keep them
-        from eviction. The lease may be empty."""
-        lease = self._engine.acquire(keys)
-        self._numbers[number] = self._engine.admit(keys)
-        return Given(lease)
-
-    def end(self, number: int, stop: str | None) -> bool:
-        """End the request. `stop` says how it ended, as in its trace. Returns whether the pool lacks blocks of it,
-        which should then be stored."""
-        return self._engine.end_request(self._numbers.pop(number), ending_of_trace(stop)).is_incomplete
-
-    def hold(self, keys: Sequence[BlockKey]) -> Awaited[Lease]:
-        """Keep all of these keys from eviction. The lease is empty if one of them is absent."""
-        return Given(self._engine.lease(keys) or NO_LEASE)
-
-    def release(self, held: Awaited[Lease]) -> None:
-        """End a lease as soon as the service has granted it. Idempotent, and allowed after a load has ended the
-        lease."""
-        self._engine.release_lease(held.value)
-
-    def begin_load(self, lease: Lease, blocks: Sequence[int], request_id: str) -> Awaited[Op | None]:
-        """Load the keys of the lease, which ends it. The answer is None if the lease was broken meanwhile."""
-        try:
-            return Given(self._engine.begin_load(lease, blocks, request_id=request_id))
-        except LeaseError:
-            self._engine.release_lease(lease)
-            return Given(None)
-
-    def begin_store(self, keys: Sequence[BlockKey], blocks: Sequence[int], request_id: str) -> Awaited[StoreGrant]:
-        return Given(self._engine.begin_store(keys, blocks, request_id=request_id))
-
-    def figures(self) -> dict[str, Any]:
-        """Return the fields of `ReplayResult` that describe the pool."""
-        stats = self._engine.stats()
-        evicted = stats.evicted_for_capacity - self._evicted_before
-        return {"slots": stats.pool.capacity_slots, "policy": stats.pool.policy, "evicted_blocks": evicted}
-
 
 _MODEL = "replay"
 _CONTENT = "blake2b-1"
@@ -124,8 +66,8 @@ class _FoundLease:
 
 
 class AttachedOffload:
-    """The engine in the node service. The ranks join each of its sessions. While there is no session, lookups miss and
-    stores are refused."""
+    """An `Offload` whose engine is in the node service. The ranks join each of its sessions. While there is no session,
+    lookups miss and stores are refused."""
 
     def __init__(
         self, path: Path, engine: str, pool: PoolIdentity, ranks: RemoteRanks, *, wanted_bytes: int = 0
@@ -142,9 +84,6 @@ class AttachedOffload:
             fleet_weights=named_weights(_CONTENT, _MODEL),
             wanted_bytes=wanted_bytes,
         )
-        # These calls need no answer, so they go directly to the engine.
-        self.complete, self.take_settled = self.engine.complete, self.engine.take_settled
-        self.note_prefill, self.close = self.engine.note_prefill, self.engine.close
         self._ranks = ranks
         self._numbers: dict[int, int] = {}
         self._joined: SessionTicket | None = None

@@ -172,7 +172,7 @@ class RemoteRank:
 
 
 class RemoteRanks:
-    """All ranks of an engine. It has the methods of `LocalKV` for their KV caches. `close` ends the processes."""
+    """All ranks of an engine. They are the `KVCaches` of a replay. `close` ends the processes."""
 
     def __init__(self, num_ranks: int, engine: str, socket: Path, layout: KVLayout) -> None:
         self.workers: list[RemoteRank] = []

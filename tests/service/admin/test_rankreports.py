@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
+from tests.embeddedreplay import LocalRank, build_ranks
 
 from kvstow.config import EngineConfig, PoolConfig
 from kvstow.control.engine import OffloadEngine
@@ -20,7 +21,6 @@ from kvstow_api.host import ApiHost
 from kvstow_service.admin.agent import AdminAddress, RankAgent
 from kvstow_service.admin.ranksocket import RankSocket
 from kvstow_service.admin.rendezvous import Rendezvous
-from kvstow_service.replay.ranks import LocalRank, build_ranks
 
 SLOT, SLOTS, RANKS = 16 << 10, 32, 2
 POOL = PoolConfig(slot_bytes=SLOT, pool_bytes=SLOTS * SLOT, max_bytes=2 * SLOTS * SLOT, chunk_bytes=4 * SLOT, pause=0.0)

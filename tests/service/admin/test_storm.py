@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
+from tests.embeddedreplay import EmbeddedOffload, LocalKV, LocalRank, build_ranks
 
 from kvstow.config import EngineConfig, PoolConfig
 from kvstow.control.engine import OffloadEngine
@@ -24,9 +25,6 @@ from kvstow_service.admin.agent import AdminAddress, RankAgent
 from kvstow_service.admin.server import AdminServer
 from kvstow_service.admin.sockets import AdminSockets, TcpAddress
 from kvstow_service.replay.driver import ReplayDriver, blocks_needed
-from kvstow_service.replay.kv import LocalKV
-from kvstow_service.replay.offload import EmbeddedOffload
-from kvstow_service.replay.ranks import LocalRank, build_ranks
 from kvstow_service.replay.result import ReplayResult
 from kvstow_service.replay.trace import ReplayOptions, TraceShape, generate_trace
 

@@ -41,7 +41,7 @@ def test_on_a_terminal_there_are_bars_and_no_such_lines(monkeypatch: pytest.Monk
     assert "replaying: " not in screen.getvalue()
 
 
-@pytest.mark.parametrize("words", [("--slot-size", "1KiB", "--pool-slots", "100"), ("--sizes", "100", "--no-data")])
+@pytest.mark.parametrize("words", [("--slot-size", "1KiB", "--pool-slots", "100"), ("--sizes", "100")])
 def test_a_replay_without_a_terminal_says_how_far_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
 ) -> None:

@@ -94,7 +94,7 @@ def test_sessions_become_a_trace_that_replays_read(tmp_path: Path) -> None:
     assert outcome.stderr.splitlines() == [
         f"imported {len(found)} requests of 6 sessions; left out 1 request to another model than their session's first"
     ]
-    table = CliRunner().invoke(app, ["replay", str(trace), "--no-data", "--sizes", "400", "--json"])
+    table = CliRunner().invoke(app, ["replay", str(trace), "--sizes", "400", "--json"])
     assert json.loads(table.stdout)["requests"] == len(found)
 
 
@@ -181,7 +181,7 @@ def test_a_recording_is_a_trace_that_replays_read(host: Host, run: Run, tmp_path
     assert {request.looked_up for request in found} == {(0, 2)}
     assert {one for request in found for one in request.hash_ids} == set(range(7 + 2)), "numbered by their first use"
     assert path.stat().st_size <= 2000
-    table = run("replay", str(path), "--no-data", "--sizes", "4,64", "--json")
+    table = run("replay", str(path), "--sizes", "4,64", "--json")
     assert table.exit_code == 0, table.stderr
     sizes = json.loads(table.stdout)["sizes"]
     assert [size["slots"] for size in sizes] == [4, 64]

@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import pytest
 from tests.doubles.rank import ready_report
+from tests.embeddedreplay import EmbeddedOffload, LocalKV
 
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
@@ -19,8 +20,7 @@ from kvstow.messages import Completion, Op, RankReport, StepPlan
 from kvstow.prefill import PrefillCost, PrefillNews
 from kvstow.results import Awaited, Given, Lease, Settled, StoreGrant
 from kvstow_service.replay.driver import ReplayDriver, blocks_needed
-from kvstow_service.replay.kv import HostKV, LocalKV, Page
-from kvstow_service.replay.offload import EmbeddedOffload
+from kvstow_service.replay.kv import HostKV, Page
 from kvstow_service.replay.trace import BLOCK_TOKENS, ReplayOptions, TraceRequest
 
 PAGE = 24

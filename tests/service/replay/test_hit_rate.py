@@ -7,10 +7,9 @@ from threading import Event
 
 import pytest
 from bench.kvstow_subject import EngineSubject
+from tests.embeddedreplay import EmbeddedOffload, LocalKV
 
 from kvstow_service.replay.driver import ReplayDriver, blocks_needed
-from kvstow_service.replay.kv import LocalKV
-from kvstow_service.replay.offload import EmbeddedOffload
 from kvstow_service.replay.result import ReplayResult
 from kvstow_service.replay.trace import ReplayOptions, TraceRequest, read_trace
 

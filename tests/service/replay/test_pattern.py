@@ -2,9 +2,10 @@
 
 import numpy as np
 import pytest
+from tests.embeddedreplay import LocalKV
 
 from kvstow.keys import make_key
-from kvstow_service.replay.kv import HostKV, LocalKV, Page
+from kvstow_service.replay.kv import HostKV, Page
 
 KEYS = [make_key(0, bytes([number]) * 32) for number in range(3)]
 

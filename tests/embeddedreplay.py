@@ -1,0 +1,160 @@
+"""A replay without a node service: its engine and its ranks are in this process, on the CPU."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from kvstow.config import EngineConfig, PoolConfig
+from kvstow.control.engine import OffloadEngine
+from kvstow.dataplane import DataPlane
+from kvstow.devices.cpu import CpuDevice
+from kvstow.errors import LeaseError, PinError
+from kvstow.keys import BlockKey
+from kvstow.memory.hostpool import HostPool
+from kvstow.memory.pinning import MlockRegistrar
+from kvstow.messages import Op
+from kvstow.results import NO_LEASE, Awaited, Given, Lease, StoreGrant
+from kvstow_service.replay.kv import HostKV, Verification
+from kvstow_service.replay.trace import ending_of_trace, even_shape
+
+_POLL = 0.01
+
+
+class EmbeddedOffload:
+    """An `Offload` whose engine is in this process. One thread uses it."""
+
+    def __init__(self, engine: OffloadEngine) -> None:
+        self.engine = engine
+        self._evicted_before = engine.stats().evicted_for_capacity
+        self._numbers: dict[int, int] = {}
+        """The control plane's numbers of the running requests."""
+
+    def step(self) -> None:
+        """Does nothing, because the engine's host ticks it."""
+
+    def admit(self, number: int, keys: Sequence[BlockKey]) -> Awaited[Lease]:
+        lease = self.engine.acquire(keys)
+        self._numbers[number] = self.engine.admit(keys)
+        return Given(lease)
+
+    def end(self, number: int, stop: str | None) -> bool:
+        return self.engine.end_request(self._numbers.pop(number), ending_of_trace(stop)).is_incomplete
+
+    def hold(self, keys: Sequence[BlockKey]) -> Awaited[Lease]:
+        return Given(self.engine.lease(keys) or NO_LEASE)
+
+    def release(self, held: Awaited[Lease]) -> None:
+        self.engine.release_lease(held.value)
+
+    def begin_load(self, lease: Lease, blocks: Sequence[int], request_id: str) -> Awaited[Op | None]:
+        try:
+            return Given(self.engine.begin_load(lease, blocks, request_id=request_id))
+        except LeaseError:
+            self.engine.release_lease(lease)
+            return Given(None)
+
+    def begin_store(self, keys: Sequence[BlockKey], blocks: Sequence[int], request_id: str) -> Awaited[StoreGrant]:
+        return Given(self.engine.begin_store(keys, blocks, request_id=request_id))
+
+    def figures(self) -> dict[str, Any]:
+        stats = self.engine.stats()
+        evicted = stats.evicted_for_capacity - self._evicted_before
+        return {"slots": stats.pool.capacity_slots, "policy": stats.pool.policy, "evicted_blocks": evicted}
+
+
+class LocalKV:
+    """The `KVCaches` of the ranks in this process, of which there may be none."""
+
+    is_verifying = False
+
+    def __init__(self, ranks: Sequence[HostKV]) -> None:
+        self._ranks = ranks
+        self._found: list[Verification] = []
+
+    def compute(self, keys: Sequence[BlockKey], blocks: Sequence[int]) -> None:
+        for rank in self._ranks:
+            rank.write(keys, blocks)
+
+    def verify(self, keys: Sequence[BlockKey], blocks: Sequence[int]) -> None:
+        self._found.append(Verification.of_ranks([rank.check(keys, blocks) for rank in self._ranks]))
+
+    def scrub(self, blocks: Sequence[int]) -> None:
+        for rank in self._ranks:
+            rank.scrub(blocks)
+
+    def take_verifications(self) -> list[Verification]:
+        found, self._found = self._found, []
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class LocalRank:
+    """A rank whose data plane is in this process. The data plane owns the pool. `worker.start` begins to pin, and
+    `worker.close` ends the whole rank."""
+
+    worker: DataPlane
+    pool: HostPool
+    kv: HostKV
+
+
+def build_ranks(num_ranks: int, config: PoolConfig, kv_blocks: int) -> list[LocalRank]:
+    """Make `num_ranks` ranks, each with a KV cache of `kv_blocks` blocks in a few equal layers. Nothing is pinned yet.
+    Raises `InsufficientMemoryError` for a pool or a KV cache that cannot fit. Then no rank is left."""
+    layout = even_shape(config.slot_bytes).layout(kv_blocks)
+    ranks: list[LocalRank] = []
+    with ExitStack() as undo:
+        for number in range(num_ranks):
+            with ExitStack() as parts:
+                kv = HostKV.allocate(number, layout)
+                pool = HostPool(config, MlockRegistrar())
+                parts.callback(pool.close)
+                device = CpuDevice(pool, layout, kv.regions)
+                parts.callback(device.close)
+                ranks.append(LocalRank(DataPlane(number, pool, device), pool, kv))
+                parts.pop_all()
+            undo.callback(ranks[-1].worker.close)
+        undo.pop_all()
+    return ranks
+
+
+@dataclass(frozen=True, slots=True)
+class ReplaySession:
+    """An engine and its ranks for a replay. The context manager that made it owns it."""
+
+    engine: OffloadEngine
+    ranks: Sequence[LocalRank]
+
+    @property
+    def workers(self) -> list[DataPlane]:
+        return [rank.worker for rank in self.ranks]
+
+    @property
+    def kv(self) -> LocalKV:
+        return LocalKV([rank.kv for rank in self.ranks])
+
+
+@contextmanager
+def local_session(config: EngineConfig, kv_blocks: int) -> Iterator[ReplaySession]:
+    """Yield a session once every slot is usable, so that figures can be repeated. Raises `PinError` and the errors of
+    `build_ranks`."""
+    pool = PoolConfig(slot_bytes=config.slot_bytes, pool_bytes=config.slot_bytes * config.capacity_slots)
+    with ExitStack() as stack:
+        engine = OffloadEngine(config)
+        stack.callback(engine.close)
+        session = ReplaySession(engine, build_ranks(config.num_ranks, pool, kv_blocks))
+        for worker in session.workers:
+            stack.callback(worker.close)
+        for worker in session.workers:
+            worker.start()
+        while engine.readiness().usable_slots < config.capacity_slots:
+            for worker in session.workers:
+                report = worker.report()
+                if report.error is not None:
+                    raise PinError(report.error_reason or "driver", f"rank {report.rank}: {report.error}")
+                worker.apply(engine.report(report))
+            time.sleep(_POLL)
+        yield session
