@@ -285,3 +285,53 @@ def test_an_attached_engine_imports_no_engine_and_no_admin_server(name: str) -> 
     code = ast.parse((ROOT / f"service/kvstow_service/connectors/{name}.py").read_text())
     modules = [node.module for node in code.body if isinstance(node, ast.ImportFrom) and node.module]
     assert [one for one in modules if is_of(one, embedded)] == []
+
+
+def _assigned(tree: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
+    """The pairs of target and value of all assignments, also of those of tuples."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign):
+            for target in node.targets:
+                value = node.value
+                if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+                    yield from zip(target.elts, value.elts, strict=True)
+                else:
+                    yield target, value
+
+
+def forwards(files: Iterable[Path]) -> list[str]:
+    """The assignments that forward a method, as in `self.use = engine.use` or, in a class, `take = peek`. A search for
+    the method's definition or its callers does not find these."""
+    trees = {path.name: ast.parse(path.read_text()) for path in files}
+    classes = [
+        (name, node) for name, tree in trees.items() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)
+    ]
+    members = [one for _, each in classes for one in each.body]
+    functions = [one for one in members if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)]
+    data = {one.name for one in functions if any("property" in ast.unparse(how) for how in one.decorator_list)}
+    data |= {ast.unparse(one.target) for one in members if isinstance(one, ast.AnnAssign)}
+    methods = {one.name for one in functions} - data
+    found = [
+        f"{name}: {ast.unparse(one)}"
+        for name, each in classes
+        for one in each.body
+        if isinstance(one, ast.Assign) and isinstance(one.value, ast.Name) and one.value.id in methods
+    ]
+    for name, tree in trees.items():
+        for target, value in _assigned(tree):
+            if not (isinstance(target, ast.Attribute) and isinstance(value, ast.Attribute)):
+                continue
+            if ast.unparse(target.value) == "self" and target.attr == value.attr and value.attr in methods:
+                found.append(f"{name}: {ast.unparse(target)} = {ast.unparse(value)}")
+    return found
+
+
+def test_no_attribute_forwards_a_method() -> None:
+    assert forwards(path for root in ("engine", "api", "service") for path in sorted((ROOT / root).rglob("*.py"))) == []
+
+
+def test_a_forward_is_found(tmp_path: Path) -> None:
+    module = tmp_path / "module.py"
+    lines = ("class A:", " def use(self): ...", " again = use", "class B:", " def __init__(self, a): ")
+    module.write_text("\n".join(lines) + "self.x, self.use = 1, a.use\n")
+    assert forwards([module]) == ["module.py: again = use", "module.py: self.use = a.use"]

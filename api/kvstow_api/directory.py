@@ -233,12 +233,14 @@ class EmbeddedDirectory:
     ) -> None:
         self.engine_id = engine.engine_id
         self.switches = engine.admin
-        self.take_report = engine.report
         self.errors: Mapping[str, int] = {}
         self.rejected: Mapping[str, int] = {}
         self._engine, self._name, self._model = engine, name, model
         self._max_capacity_slots = max_capacity_slots
         self._clock, self._started_at = clock, clock()
+
+    def take_report(self, report: RankReport) -> DesiredState:
+        return self._engine.report(report)
 
     def pools(self) -> Sequence[HostedPool]:
         return (self._pool(),)

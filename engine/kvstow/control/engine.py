@@ -12,6 +12,7 @@ from itertools import chain, islice
 
 from kvstow.config import EngineConfig
 from kvstow.control.administration import Administrator
+from kvstow.control.blockevents import BlockEventLog
 from kvstow.control.contexts import Context, seconds_to
 from kvstow.control.ops import OpenOp, OpenTierOp
 from kvstow.control.pool import SLICE_SLOTS, Pool
@@ -38,38 +39,51 @@ from kvstow.status import (
 class PoolFacade:
     """Snapshots and administration of one pool. Every call is safe from any thread.
 
-    `engine_id` names this life of the pool. `check_integrity` holds the lock for O(pool), snapshots for O(1) or as they
-    say.
+    `check_integrity` holds the lock for O(pool), snapshots for O(1) or as they say.
     """
 
     def __init__(self, pool: Pool) -> None:
-        self._pool = pool
-        self.config = pool.config
-        self.engine_id = pool.desired.engine_id
+        self.pool = pool
         self.admin = Administrator(pool)
-        self.events = pool.events
-        self.tick = pool.tick
+
+    @property
+    def config(self) -> EngineConfig:
+        return self.pool.config
+
+    @property
+    def engine_id(self) -> str:
+        """Names this life of the pool."""
+        return self.pool.desired.engine_id
+
+    @property
+    def events(self) -> BlockEventLog:
+        """The blocks that were stored and removed lately."""
+        return self.pool.events
+
+    def tick(self) -> None:
+        """Let time pass; see `Pool.tick`."""
+        self.pool.tick()
 
     @property
     def used_slots(self) -> int:
         """Slots that hold a block, or will. O(1), without the lock."""
-        return self._pool.used_slots
+        return self.pool.used_slots
 
     def desired(self) -> DesiredState:
         """The desired state of every rank."""
-        with self._pool.lock:
-            return self._pool.desired
+        with self.pool.lock:
+            return self.pool.desired
 
     @property
     def integrity_error(self) -> str | None:
         """What the last integrity check found."""
-        with self._pool.lock:
-            return self._pool.integrity_error
+        with self.pool.lock:
+            return self.pool.integrity_error
 
     def check_integrity(self) -> None:
         """Compare all records with each other, without the lock. Raises `IntegrityError`. O(pool) with the lock held,
         1 s for a million slots: for tests and quiet hours."""
-        pool = self._pool
+        pool = self.pool
         with pool.lock:
             defects = _defects(pool)
             pool.integrity_error = "; ".join(defects) or None
@@ -79,25 +93,25 @@ class PoolFacade:
 
     def count_error(self, code: str) -> None:
         """Count an error of the host; `code` is one of `kvstow.stats.ERRORS`."""
-        with self._pool.lock:
-            self._pool.counters.faults.errors[code] += 1
+        with self.pool.lock:
+            self.pool.counters.faults.errors[code] += 1
 
     def curve(self) -> SizeCurve | None:
         """What pools of other sizes would have hit lately; None without `config.curve`, and before enough requests have
         ended. Without the pool's lock."""
-        curve = self._pool.curve
+        curve = self.pool.curve
         return None if curve is None else curve.curve()
 
     def curve_evidence(self) -> CurveEvidence | None:
         """What there is for a curve, and what it needs; None without `config.curve`."""
-        curve = self._pool.curve
+        curve = self.pool.curve
         return None if curve is None else curve.evidence()
 
     @contextmanager
     def record(self, *, seconds: float, max_bytes: int) -> Iterator[Recording]:
         """Record the pool's requests while the context is open. Raises `InvalidRequestError` for limits that are too
         high, and `ConflictError` while another recording goes on."""
-        pool = self._pool
+        pool = self.pool
         with pool.lock:
             if pool.recording is not None and not pool.recording.is_over:
                 raise ConflictError(f"pool {pool.name} is being recorded already; it ends with its reader")
@@ -119,7 +133,7 @@ class PoolFacade:
     def contexts(self, start_rank: int = 0, limit: int = 100) -> ContextPage:
         """The contexts that hints have named, those with the most blocks first. O(contexts), mostly without the
         lock."""
-        pool = self._pool
+        pool = self.pool
         with pool.lock:
             known = pool.contexts.all()
         known.sort(key=lambda context: len(context.chain), reverse=True)
@@ -132,7 +146,7 @@ class PoolFacade:
 
     def context(self, context: bytes) -> list[ContextStatus]:
         """The contexts with this id, in all namespaces."""
-        pool = self._pool
+        pool = self.pool
         with pool.lock:
             now = pool.clock()
             return [_context(pool, found, now) for found in pool.contexts.find(context)]
@@ -141,7 +155,7 @@ class PoolFacade:
 
     def stats(self) -> EngineStats:
         """One consistent copy of all counters. O(1)."""
-        pool, config = self._pool, self._pool.config
+        pool, config = self.pool, self.pool.config
         with pool.lock:
             now = pool.clock()
             pool_stats = PoolStats(
@@ -157,7 +171,7 @@ class PoolFacade:
 
     def readiness(self) -> Readiness:
         """Whether traffic can flow, the reason if not, and the status of each rank. O(ranks)."""
-        pool = self._pool
+        pool = self.pool
         with pool.lock:
             now = pool.clock()
             name, reason = _state_of(pool, now)
@@ -167,7 +181,7 @@ class PoolFacade:
 
     def transfers(self, limit: int = 1000) -> list[TransferStatus]:
         """Ops in flight, oldest first."""
-        pool = self._pool
+        pool = self.pool
         with pool.lock:
             now = pool.clock()
             by_session = [
@@ -178,7 +192,7 @@ class PoolFacade:
 
     def block(self, key: bytes) -> BlockStatus | None:
         """The visible block under `key`."""
-        pool = self._pool
+        pool = self.pool
         with pool.lock:
             slots = pool.index.namespaces.find_all((key,))
             return _block(pool, slots[0], key, pool.clock()) if slots else None
@@ -186,7 +200,7 @@ class PoolFacade:
     def blocks(self, start_slot: int = 0, limit: int = 100) -> BlockPage:
         """Visible blocks in order of their slots, from `start_slot` on. Visits 1,024 slots at most: a page may be short
         or empty and still have a `next_slot`."""
-        pool = self._pool
+        pool = self.pool
         with pool.lock:
             now = pool.clock()
             end = min(start_slot + SLICE_SLOTS, pool.index.slot_keys.num_slots)

@@ -37,7 +37,7 @@ class RankTable:
         ]
         self.boots = ("",) * config.num_ranks
         """The current boot of each rank; empty before its first report."""
-        self._slot_bytes_of = config.slot_bytes_of
+        self._config = config
         self._report_timeout = config.report_timeout
         self._gone: deque[tuple[int, str]] = deque(maxlen=16 * config.num_ranks)  # former senders
         self._desired = desired
@@ -54,7 +54,7 @@ class RankTable:
     def check(self, report: RankReport) -> None:
         """Raises `NotFoundError` or `InvalidRequestError` if the report cannot be from a rank of this pool."""
         self._get(report.rank)
-        slot_bytes = self._slot_bytes_of(report.rank)
+        slot_bytes = self._config.slot_bytes_of(report.rank)
         if report.slot_bytes != slot_bytes:
             raise InvalidRequestError(
                 f"rank {report.rank} reports slot_bytes {report.slot_bytes}; allowed: {slot_bytes}, as this rank's pool"

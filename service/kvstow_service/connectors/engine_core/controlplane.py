@@ -23,8 +23,10 @@ from kvstow.attach.hello import NO_HOLD, GateHold, SessionTicket, number_of
 from kvstow.attach.wire import Message
 from kvstow.endings import NO_ENDING, Ending
 from kvstow.errors import LeaseError
-from kvstow.messages import Op
-from kvstow.results import Awaited, Given, Lease, StoreGrant
+from kvstow.hints import Hints
+from kvstow.messages import Completion, Op
+from kvstow.prefill import PrefillNews
+from kvstow.results import Awaited, Given, Lease, Settled, StoreGrant
 from kvstow_service.connectors.engine_core.kvgroups import KeyPresence, KVGroups, longest_end
 from kvstow_service.connectors.engine_core.trackedrequests import Hit, TrackedRequest
 
@@ -78,18 +80,18 @@ class EmbeddedControl:
     begins_loads_at_once = True
     gates_are_held = True
     """Always True: there are no sessions, so no rank refuses an op."""
+    store_below = ""
 
     def __init__(self, engine: OffloadEngine) -> None:
         self._engine = engine
         self.slot_bytes = engine.config.slot_bytes
-        # Calls without an answer are those of the engine itself.
-        self.contains, self.store_room, self.admit = engine.contains, engine.store_room, engine.admit
-        self.release_lease, self.count_lookup, self.fail = engine.release_lease, engine.count_lookup, engine.fail
-        self.complete, self.take_settled = engine.complete, engine.take_settled
-        self.note_prefill = engine.note_prefill
-        self.store_below = ""
 
     def step(self) -> None: ...
+
+    def admit(
+        self, keys: Sequence[bytes], *, looked_up: tuple[int, int], hints: Hints | None = None, salt: bytes = b""
+    ) -> int:
+        return self._engine.admit(keys, looked_up=looked_up, hints=hints, salt=salt)
 
     def end_request(
         self,
@@ -110,7 +112,17 @@ class EmbeddedControl:
     def wait(self, answer: Awaited[object]) -> bool:
         return answer.done
 
-    wait_for_slots = wait
+    def wait_for_slots(self, answer: Awaited[object]) -> bool:
+        return answer.done
+
+    def contains(self, keys: Sequence[bytes]) -> Sequence[bool]:
+        return self._engine.contains(keys)
+
+    def count_lookup(self, queried: int, hits: int) -> None:
+        self._engine.count_lookup(queried, hits)
+
+    def release_lease(self, lease: Lease) -> None:
+        self._engine.release_lease(lease)
 
     def hit_finder(self, groups: KVGroups) -> EmbeddedHits:
         return EmbeddedHits(self._engine, groups)
@@ -126,6 +138,21 @@ class EmbeddedControl:
 
     def begin_store(self, keys: Sequence[bytes], blocks: Sequence[int], *, request_id: str) -> Given[StoreGrant]:
         return Given(self._engine.begin_store(keys, blocks, request_id=request_id))
+
+    def store_room(self) -> int:
+        return self._engine.store_room()
+
+    def complete(self, rank: int, boot_id: str, completions: Sequence[Completion]) -> None:
+        self._engine.complete(rank, boot_id, completions)
+
+    def take_settled(self) -> list[Settled]:
+        return self._engine.take_settled()
+
+    def note_prefill(self, news: PrefillNews) -> None:
+        self._engine.note_prefill(news)
+
+    def fail(self, reason: str) -> None:
+        self._engine.fail(reason)
 
     @property
     def awaited_transfers(self) -> int:

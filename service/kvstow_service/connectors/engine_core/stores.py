@@ -174,7 +174,7 @@ class EagerStores:
         self._step_blocks = self._left_for_ends = step_blocks
         self._due: dict[str, TrackedRequest] = {}
         self._backlog = Backlog(gpu)
-        stores.offer_again, self.forget_blocks = self._backlog.add_blocks, self._backlog.forget_backlog
+        stores.offer_again = self._backlog.add_blocks
         # The step that is being planned: its number, its requests, and the blocks of recurrent layers that it computes.
         self._planned: tuple[int, Iterable[str], Sequence[int]] = 0, (), ()
         self._written_blocks: set[int] | None = set()
@@ -184,6 +184,9 @@ class EagerStores:
         """Whether blocks wait that were offered and not stored, or whose request has ended before they could be
         offered."""
         return bool(self._backlog)
+
+    def forget_blocks(self) -> None:
+        self._backlog.forget_backlog()
 
     def admitted(self, tracked: TrackedRequest) -> None:
         """Offer the request's complete blocks in later steps. Blocks that the GPU had cached are offered, too, because

@@ -72,7 +72,8 @@ class RunnerHost(PoolWorkerHost):
         arrays: Sequence[jax.Array] = self._kv_cache.kv_caches
         return arrays
 
-    take = peek
+    def take(self) -> Sequence[jax.Array]:
+        return self.peek()
 
     def put(self, arrays: Sequence[jax.Array]) -> None:
         self._kv_cache.kv_caches = list(arrays)
