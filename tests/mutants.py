@@ -1685,14 +1685,14 @@ MUTANTS = [
     Mutant(
         "an_agent_waits_forever_for_an_answer",
         AGENT,
-        "        if self._sent_at is not None and now >= self._due():\n",
+        "        if self._awaited_since is not None and now >= self._due():\n",
         "        if False:\n",
         "tests/service/admin/test_agent.py::test_an_engine_that_does_not_answer_is_a_failure_and_the_link_is_new",
     ),
     Mutant(
         "reports_do_not_wait_for_answers",
         AGENT,
-        "        if self._sent_at is None and now >= self._due():\n",
+        "        if self._awaited_since is None and now >= self._due():\n",
         "        if now >= (self._next_look if self._is_changed else self._next_report):\n",
         "tests/service/admin/test_agent.py::test_a_report_waits_until_the_one_before_is_answered",
     ),
@@ -3100,7 +3100,7 @@ MUTANTS = [
     Mutant(
         "ranks_introduce_themselves_with_the_first_request_only",
         f"{ENGINE_CORE}/schedulerhost.py",
-        "return self._clock() < self._expecting_until",
+        "return self._setup.clock() < self._expecting_until",
         "return False",
         "tests/vllm/test_schedulerhost.py::test_an_engine_whose_ranks_are_unknown_makes_steps_for_a_while",
     ),

@@ -203,8 +203,9 @@ def fingerprint_of(engine: Engine) -> str | None:
 
     host = engine.connector._host
     hellos = [host._hellos[rank] for rank in sorted(host._hellos)]
+    setup = host._setup
     pool = pool_identity(
-        host._vllm_config, host._kv_cache_config, host._groups, hellos, replicated=host._process.replicated
+        setup.vllm_config, setup.kv_cache_config, setup.groups, hellos, replicated=setup.process.replicated
     )
     return fingerprint(pool, host._find_namespace(), host._model.fleet_weights, "").value
 

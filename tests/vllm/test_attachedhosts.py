@@ -23,6 +23,7 @@ from kvstow_service.connectors.engine_core.controlplane import AttachedControl
 from kvstow_service.connectors.engine_core.kvgroups import KVGroup, KVGroups
 from kvstow_service.connectors.engine_core.metadata import KVStowMetadata, RankHello, RankUpdate
 from kvstow_service.connectors.engine_core.options import ConnectorOptions
+from kvstow_service.connectors.engine_core.schedulerhost import EngineSetup
 from kvstow_service.connectors.engine_core.schedulerside import SchedulerSide
 from kvstow_service.connectors.vllm import attachedschedulerhost, engineidentity, tensorhost
 from kvstow_service.connectors.vllm.attachedschedulerhost import (
@@ -64,7 +65,9 @@ class Bench:
         cache: Any = SimpleNamespace(kv_cache_groups=[], hash_block_size=16)
         options = ConnectorOptions(attach=Path("/none"), cpu_bytes_to_use=0)
         groups = KVGroups((KVGroup(0, 16, 1),), 16)
-        self.host = AttachedSchedulerHost(options, make_process(), groups, vllm_config, cache, clock=self.clock)
+        self.host = AttachedSchedulerHost(
+            EngineSetup(options, make_process(), groups, vllm_config, cache, clock=self.clock)
+        )
         self.host.add_rank(RankHello(0, PAGE, 0, "node", 0, regions))
         self.host.bind(FakeBlockPool(8))
 

@@ -26,7 +26,7 @@ from kvstow_service.connectors.engine_core.embeddedschedulerhost import Embedded
 from kvstow_service.connectors.engine_core.kvgroups import KVGroup, KVGroups
 from kvstow_service.connectors.engine_core.metadata import RankHello, RankUpdate
 from kvstow_service.connectors.engine_core.options import ConnectorOptions
-from kvstow_service.connectors.engine_core.schedulerhost import EXPECTING_SECONDS
+from kvstow_service.connectors.engine_core.schedulerhost import EXPECTING_SECONDS, EngineSetup
 from kvstow_service.connectors.engine_core.schedulerside import SchedulerSide
 from kvstow_service.connectors.engine_core.stepplan import BootCompletions
 from kvstow_service.connectors.engine_core.vllmprocess import this_node
@@ -82,7 +82,7 @@ def make_host(
     """A host that knows no rank, and vLLM's block pool unless not `binds`."""
     options = options or ConnectorOptions(cpu_bytes_to_use=1000)
     config, cache = SimpleNamespace(kv_events_config=None), SimpleNamespace(kv_cache_groups=[])
-    host = EmbeddedSchedulerHost(options, make_process(**process), groups, config, cache, clock=clock)
+    host = EmbeddedSchedulerHost(EngineSetup(options, make_process(**process), groups, config, cache, clock=clock))
     if binds:
         host.bind(FakeBlockPool(8))
     return host

@@ -11,6 +11,7 @@ import logging
 import socket
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -85,30 +86,40 @@ class Arrival(NamedTuple):
     answers: bool
 
 
-class Link(Protocol):
+class Link(ABC):
     """A connection to the engine. `send` and `receive` raise `KvstowError` or `OSError` if the connection has failed,
     or if the engine has refused a report."""
 
-    address: AdminAddress | None
+    address: AdminAddress | None = None
     """Where the admin server was reached; None over the Unix socket."""
 
+    def __init__(self) -> None:
+        self.reported: RankReport | None = None
+        """The last report that was sent."""
+        self.sent_at: float | None = None
+        """When it was sent; None once it is answered. There is one at a time, so that an engine which is late has no
+        queue of them."""
+
+    @abstractmethod
     def send(self, report: Report) -> None: ...
 
+    @abstractmethod
     def receive(self) -> list[Arrival]:
         """What has arrived since the last call, in order. Does not wait."""
 
+    @abstractmethod
     def fileno(self) -> int:
         """Can be read when something arrives. -1 if `send` waits for the answer."""
 
+    @abstractmethod
     def close(self) -> None: ...
 
 
-class SocketLink:
+class SocketLink(Link):
     """A connection to the engine's Unix socket."""
 
-    address: AdminAddress | None = None
-
     def __init__(self, path: Path) -> None:
+        super().__init__()
         connecting = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             connecting.settimeout(_TIMEOUT_SECONDS)
@@ -139,13 +150,14 @@ class SocketLink:
         self._channel.close()
 
 
-class HttpLink:
+class HttpLink(Link):
     """Posts each report to the admin server, and waits for the answer."""
 
     def __init__(self, address: AdminAddress, rank: int) -> None:
         import http.client  # only ranks of other hosts need it
 
-        self.address: AdminAddress | None = address
+        super().__init__()
+        self.address = address
         url = urlsplit(address.url)
         self._http = (
             http.client.HTTPSConnection(
@@ -214,11 +226,6 @@ class RankAgent:
         self._offered: AdminAddress | None = None
         self._link: Link | None = None
         self._numbers = ReportNumbers()
-        self._reported: RankReport | None = None
-        """The last report that was sent over this link."""
-        self._sent_at: float | None = None
-        """When it was sent; None once it is answered. There is one at a time, so that an engine which is late has no
-        queue of them."""
         self._is_changed = self._is_urgent = False
         self._next_look = self._next_report = float("-inf")
         self._state: RankState | None = None
@@ -260,22 +267,27 @@ class RankAgent:
         self._disconnect()
         self._wake.close()
 
+    @property
+    def _awaited_since(self) -> float | None:
+        """When the report was sent that the engine has not answered. None if there is none."""
+        return None if self._link is None else self._link.sent_at
+
     def _due(self) -> float:
         """When there is something to do, unless something arrives before."""
-        if self._sent_at is not None:
-            return self._sent_at + _TIMEOUT_SECONDS
+        if self._awaited_since is not None:
+            return self._awaited_since + _TIMEOUT_SECONDS
         return self._next_look if self._is_changed or self._is_urgent else self._next_report
 
     def _turn(self) -> None:
         if self._link is not None:
             self._take_arrivals(self._link)
         now = self._clock()
-        if self._sent_at is not None and now >= self._due():
+        if self._awaited_since is not None and now >= self._due():
             raise AttachError(f"the engine has not answered within {_TIMEOUT_SECONDS:.0f} s")
         if self._is_urgent:
             self._is_urgent = False
             self._next_look = self._next_report = now
-        if self._sent_at is None and now >= self._due():
+        if self._awaited_since is None and now >= self._due():
             self._look(now)
 
     def _look(self, now: float) -> None:
@@ -284,15 +296,15 @@ class RankAgent:
         self._next_look = now + GAP_SECONDS
         report = self._source.report()
         self._log_change(report)
-        if now < self._next_report and not is_news(report, self._reported):
+        if now < self._next_report and not is_news(report, None if self._link is None else self._link.reported):
             return
         link = self._connect()
         if link is None:
             self._next_look = self._next_report = now + _SEARCH_SECONDS
             return
-        self._next_report, self._sent_at = now + self._interval, now
+        self._next_report, link.sent_at = now + self._interval, now
         link.send(Report.now(self._numbers.number(report)))
-        self._reported = report
+        link.reported = report
         self._take_arrivals(link)
 
     def _take_arrivals(self, link: Link) -> None:
@@ -302,7 +314,7 @@ class RankAgent:
             self._source.apply(arrival.desired)
             if not arrival.answers:
                 continue
-            self._sent_at = None
+            link.sent_at = None
             self.sent += 1
             if self.is_failing:
                 logger.info("rank %d: reports arrive again after %d failures", self._rank, self.failed)
@@ -335,7 +347,7 @@ class RankAgent:
     def _disconnect(self) -> None:
         if self._link is not None:
             self._link.close()
-        self._link = self._reported = self._sent_at = None
+        self._link = None
 
     def _log_change(self, report: RankReport) -> None:
         if report.state == self._state:

@@ -82,7 +82,6 @@ class EmbeddedAdmin:
         self.failure: str | None = None
         """A sentence that says why the server does not serve. None while it starts or serves, and after `stop`."""
         self._engine, self._options, self._node_host = engine, options, node_host
-        self._head_start, self._freezes_heap = head_start, freezes_heap
         self._token = secrets.token_hex(16)
         self._tls: ServerTls | None = None
         self._ticker = Ticker(engine.tick, renew_tls=None if options.tls is None else self._renew_tls)
@@ -95,7 +94,9 @@ class EmbeddedAdmin:
         self._warned_of_loopback = False
         self._failing = threading.Lock()
         self._stopping = threading.Event()
-        self._opening = threading.Thread(target=self._open, name="kvstow-admin-start", daemon=True)
+        self._opening = threading.Thread(
+            target=self._open, args=(head_start, freezes_heap), name="kvstow-admin-start", daemon=True
+        )
 
     def start(self) -> None:
         try:
@@ -156,13 +157,13 @@ class EmbeddedAdmin:
                 self._options.host,
             )
 
-    def _open(self) -> None:
-        if self._stopping.wait(self._head_start):
+    def _open(self, head_start: float, freezes_heap: bool) -> None:
+        if self._stopping.wait(head_start):
             return
         try:
             with short_switch_interval():
                 server = self._make_server()
-            if self._freezes_heap:
+            if freezes_heap:
                 gc.freeze()
             server.start()
             self._server = server

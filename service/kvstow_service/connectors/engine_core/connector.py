@@ -17,11 +17,11 @@ from vllm.v1.core.sched import output
 
 from kvstow.attach.hello import NO_HOLD
 from kvstow.errors import CopyError
-from kvstow_service.connectors.engine_core.kvgroups import KVGroups, kv_groups
+from kvstow_service.connectors.engine_core.kvgroups import kv_groups
 from kvstow_service.connectors.engine_core.metadata import KVStowMetadata, KVStowWorkerMetadata, RankHello, RankUpdate
 from kvstow_service.connectors.engine_core.metricsexport import KVStowPromMetrics, KVStowStats
 from kvstow_service.connectors.engine_core.options import ConnectorOptions, misuse, say_size
-from kvstow_service.connectors.engine_core.schedulerhost import SchedulerHost
+from kvstow_service.connectors.engine_core.schedulerhost import EngineSetup, SchedulerHost
 from kvstow_service.connectors.engine_core.vllmprocess import VLLMProcess, hash_block_tokens, join_vllm_log
 
 if TYPE_CHECKING:
@@ -69,7 +69,8 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
         self._lost: str | None = None
         self._timed_step = 0  # the step that this rank computes, if it is timed
         if role == KVConnectorRole.SCHEDULER:
-            self._half = self._host = self._make_host(options, process, groups, vllm_config, kv_cache_config)
+            setup = EngineSetup(options, process, groups, vllm_config, kv_cache_config)
+            self._half = self._host = self._make_host(setup)
         else:
             self._half = self._rank = self._make_rank(options, process, vllm_config, kv_cache_config)
 
@@ -78,9 +79,7 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
     _options: type[ConnectorOptions] = ConnectorOptions
 
     @abstractmethod
-    def _make_host(
-        self, options: Any, process: VLLMProcess, groups: KVGroups, vllm_config: Any, kv_cache_config: Any
-    ) -> SchedulerHost: ...
+    def _make_host(self, setup: EngineSetup) -> SchedulerHost: ...
 
     @abstractmethod
     def _make_rank(self, options: Any, process: VLLMProcess, vllm_config: Any, kv_cache_config: Any) -> WorkerHost:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Sequence
 from importlib.metadata import version
-from typing import Any
 
 import vllm
 from vllm.utils.network_utils import get_ip
@@ -22,12 +19,11 @@ from kvstow_service.admin.tls import TlsFiles
 from kvstow_service.connectors.engine_core.controlplane import EmbeddedControl
 from kvstow_service.connectors.engine_core.gpublocks import BlockPool
 from kvstow_service.connectors.engine_core.kvevents import EmbeddedBlocks
-from kvstow_service.connectors.engine_core.kvgroups import KVGroups
 from kvstow_service.connectors.engine_core.metadata import RankHello
 from kvstow_service.connectors.engine_core.metricsexport import StatsFeed
 from kvstow_service.connectors.engine_core.offloadmetrics import read_family
 from kvstow_service.connectors.engine_core.options import ConnectorOptions, misuse
-from kvstow_service.connectors.engine_core.schedulerhost import SchedulerHost
+from kvstow_service.connectors.engine_core.schedulerhost import EngineSetup, SchedulerHost
 from kvstow_service.connectors.engine_core.schedulerside import SchedulerSide
 from kvstow_service.connectors.engine_core.vllmprocess import VLLMProcess, this_node
 
@@ -41,25 +37,12 @@ logger = logging.getLogger("kvstow.vllm")
 class EmbeddedSchedulerHost(SchedulerHost):
     """Runs an engine and an admin server in vLLM's process."""
 
-    def __init__(
-        self,
-        options: ConnectorOptions,
-        process: VLLMProcess,
-        groups: KVGroups,
-        vllm_config: Any,
-        kv_cache_config: Any,
-        *,
-        packages: Sequence[str] = ("torch",),
-        by_layer: bool = True,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """`packages`: the packages besides vLLM whose versions the admin server shows. Raises `ConfigError` if the
-        options do not allow an admin server to start."""
-        super().__init__(options, process, groups, vllm_config, kv_cache_config, by_layer=by_layer, clock=clock)
+    def __init__(self, setup: EngineSetup) -> None:
+        """Raises `ConfigError` if the options do not allow an admin server to start."""
+        super().__init__(setup)
         self.engine: OffloadEngine | None = None
         self.admin: EmbeddedAdmin | None = None
-        self._packages = packages
-        self._admin_options = _admin_options(options, process)
+        self._admin_options = _admin_options(setup.options, setup.process)
         self._spans_nodes = False
 
     @property
@@ -75,9 +58,10 @@ class EmbeddedSchedulerHost(SchedulerHost):
             self.engine.close()
 
     def _make_side(self, pool: BlockPool, hellos: list[RankHello]) -> SchedulerSide:
+        options, process, groups = self._setup.options, self._setup.process, self._setup.groups
         sizes = [hello.slot_bytes for hello in hellos]
         self._spans_nodes = {hello.node for hello in hellos} != {this_node()}
-        engine = OffloadEngine(self._options.engine_config(sizes, self._groups.alignment))
+        engine = OffloadEngine(options.engine_config(sizes, groups.alignment))
         self.stats = StatsFeed(
             lambda: read_family(engine.stats(), sum(sizes), self._slot_tokens, lost_blocks=self.lost_blocks),
             lambda: engine.open_transfers > 0,
@@ -87,11 +71,11 @@ class EmbeddedSchedulerHost(SchedulerHost):
         admin = EmbeddedAdmin(
             engine,
             self._admin_options,
-            identity=self._process.engine_id,
+            identity=process.engine_id,
             mode="vllm",
             max_capacity_slots=self._max_slots(hellos),
-            settings={**self._options.public(), "model": self._process.model, "engine_id": self._process.engine_id},
-            build={"vllm": vllm.__version__, **{name: version(name) for name in self._packages}},
+            settings={**options.public(), "model": process.model, "engine_id": process.engine_id},
+            build={"vllm": vllm.__version__, **{name: version(name) for name in self._setup.packages}},
             node_host=get_ip() if self._spans_nodes else "",
             head_start=_HEAD_START_SECONDS,
             freezes_heap=True,
@@ -101,8 +85,8 @@ class EmbeddedSchedulerHost(SchedulerHost):
         slots = engine.config.capacity_slots
         logger.info(
             "KVStow %s keeps %d blocks of %d tokens in %s of host memory, over %d ranks; stores are %s",
-            *(kvstow.__version__, slots, self._groups.alignment, format_size(slots * sum(sizes)), len(sizes)),
-            "lazy" if self._options.lazy_offload else "eager",
+            *(kvstow.__version__, slots, groups.alignment, format_size(slots * sum(sizes)), len(sizes)),
+            "lazy" if options.lazy_offload else "eager",
         )
         return side
 
@@ -114,7 +98,7 @@ class EmbeddedSchedulerHost(SchedulerHost):
             for node in {hello.node for hello in hellos}
             if (ranks := [hello for hello in hellos if hello.node == node])
         ]
-        wanted = self._options.max_slots([hello.slot_bytes for hello in hellos], min(fitting))
+        wanted = self._setup.options.max_slots([hello.slot_bytes for hello in hellos], min(fitting))
         return min(wanted, *(hello.max_slots for hello in hellos))
 
 

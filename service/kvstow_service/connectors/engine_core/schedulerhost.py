@@ -6,9 +6,9 @@ import logging
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from kvstow.attach.hello import NO_HOLD, GateHold, SessionTicket
 from kvstow_service.admin.agent import AdminAddress
@@ -33,6 +33,20 @@ EXPECTING_SECONDS = 10.0
 _NO_CHANGES: Mapping[int, int] = {}
 
 
+class EngineSetup(NamedTuple):
+    """What a scheduler's half knows of its engine from the start. `vllm_config` and `kv_cache_config` are vLLM's.
+    `by_layer`: whether ranks can load layer by layer. `packages`: those besides vLLM whose versions are shown."""
+
+    options: ConnectorOptions
+    process: VLLMProcess
+    groups: KVGroups
+    vllm_config: Any
+    kv_cache_config: Any
+    by_layer: bool = True
+    packages: Sequence[str] = ("torch",)
+    clock: Callable[[], float] = time.monotonic
+
+
 class SchedulerHost(ABC):
     """Makes the scheduler side and what it needs as soon as every rank has reported its slot size.
 
@@ -42,24 +56,13 @@ class SchedulerHost(ABC):
     _lazy_steps = 2
     """Lazy stores look ahead as far as this many steps can evict, because a store holds its GPU blocks that long."""
 
-    def __init__(
-        self,
-        options: ConnectorOptions,
-        process: VLLMProcess,
-        groups: KVGroups,
-        vllm_config: Any,
-        kv_cache_config: Any,
-        *,
-        by_layer: bool = True,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """Starts nothing. `by_layer`: whether ranks can load layer by layer."""
+    def __init__(self, setup: EngineSetup) -> None:
+        """Starts nothing."""
         self.side: SchedulerSide | None = None
         """The scheduler side; None until every rank is known."""
         self.stats: StatsFeed
         """The statistics, which are made with the side."""
-        self._options, self._process, self._groups = options, process, groups
-        self._vllm_config, self._kv_cache_config = vllm_config, kv_cache_config
+        self._setup = setup
         self._pool: BlockPool | None = None
         self._hellos: dict[int, RankHello] = {}
         self._has_failed = False
@@ -68,10 +71,8 @@ class SchedulerHost(ABC):
         self._weights_changed = self._unheard = ""
         self._thread = threading.get_ident()
         self._weight_changes: dict[int, int] = {}  # calls that ranks have noticed by themselves, by rank
-        self._by_layer = by_layer
-        self._clock = clock
         self._expecting_until: float | None = None
-        self.num_ranks = process.num_ranks
+        self.num_ranks = setup.process.num_ranks
         """How many ranks there are, if vLLM's configuration does not have it. 0 until a rank has reported it."""
 
     # What hosts differ in.
@@ -107,8 +108,8 @@ class SchedulerHost(ABC):
         if self.side is not None or self._has_failed:
             return False
         if self._expecting_until is None:  # vLLM's start has ended
-            self._expecting_until = self._clock() + EXPECTING_SECONDS
-        return self._clock() < self._expecting_until
+            self._expecting_until = self._setup.clock() + EXPECTING_SECONDS
+        return self._setup.clock() < self._expecting_until
 
     # What they have in common.
 
@@ -225,18 +226,18 @@ class SchedulerHost(ABC):
             self._forget()
 
     def _event_feed(self, source: BlockSource) -> EventFeed | None:
-        specs = [group.kv_cache_spec for group in self._kv_cache_config.kv_cache_groups]
-        return event_feed(self._vllm_config, source, specs)
+        specs = [group.kv_cache_spec for group in self._setup.kv_cache_config.kv_cache_groups]
+        return event_feed(self._setup.vllm_config, source, specs)
 
     @property
     def lost_blocks(self) -> int:
         return 0 if self.side is None else self.side.lost_blocks
 
     def _new_side(self, control: ControlPlane, pool: BlockPool, events: EventFeed | None) -> SchedulerSide:
-        options, process = self._options, self._process
+        options, process, groups = self._setup.options, self._setup.process, self._setup.groups
         # A load within a step was tried as vLLM's only connector.
         is_alone = all(hello.is_alone for hello in self._hellos.values())
-        is_possible = self._by_layer and self._groups.are_attention and process.may_load_by_layer and is_alone
+        is_possible = self._setup.by_layer and groups.are_attention and process.may_load_by_layer and is_alone
         if options.load_path == "layer" and not is_possible:
             logger.warning(
                 "load_path is 'layer', and this engine loads before the step: loads by layer need a model with "
@@ -247,12 +248,12 @@ class SchedulerHost(ABC):
             options.load_step_budget,
             control.slot_bytes,
             is_possible=is_possible,
-            block_tokens=self._groups.alignment,
+            block_tokens=groups.alignment,
             least_tokens=min(LEAST_TOKENS, process.max_batched_tokens // 2),
         )
         return SchedulerSide(
             control,
-            self._groups,
+            groups,
             pool,
             lazy_blocks=self._lazy_steps * self._blocks_per_step if options.lazy_offload else None,
             events=events,
@@ -265,22 +266,23 @@ class SchedulerHost(ABC):
 
     def _make_adapters(self, settings: str) -> Adapters:
         """Make the adapters, before vLLM loads any."""
-        folders = [Path(str(self._vllm_config.model_config.model)), *adapter_folders()]
+        folders = [Path(str(self._setup.vllm_config.model_config.model)), *adapter_folders()]
         return Adapters(settings, EngineStart.now(process_start(), folders))
 
     @property
     def _slot_tokens(self) -> int | None:
-        return self._groups.alignment if len(self._groups.groups) == 1 else None
+        groups = self._setup.groups
+        return groups.alignment if len(groups.groups) == 1 else None
 
     @property
     def _blocks_per_step(self) -> int:
         """How many blocks one step can take from the GPU's free queue, or complete. These are the blocks of all its
         tokens, plus one for each request, whose tokens may begin in the middle of a block. Blocks that loads take are
         not included."""
-        process = self._process
+        process, groups = self._setup.process, self._setup.groups
         # A probe (8 requests at once, 64 tokens a step) evicted at least 65 blocks. Lazy stores took 59 blocks without
         # those of requests, and 87 with them.
-        sizes = [*(group.block_tokens for group in self._groups.groups), *self._groups.left_out]
+        sizes = [*(group.block_tokens for group in groups.groups), *groups.left_out]
         return sum(process.max_batched_tokens // size for size in sizes) + process.max_requests * len(sizes)
 
     @property

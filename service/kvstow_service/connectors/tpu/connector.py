@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Any
 from kvstow.control.launchorder import LaunchOrder
 from kvstow_service.connectors.engine_core.connector import OffloadConnector
 from kvstow_service.connectors.engine_core.embeddedschedulerhost import EmbeddedSchedulerHost
-from kvstow_service.connectors.engine_core.kvgroups import KVGroups
 from kvstow_service.connectors.engine_core.metadata import KVStowMetadata, KVStowWorkerMetadata, RankUpdate
-from kvstow_service.connectors.engine_core.schedulerhost import SchedulerHost
+from kvstow_service.connectors.engine_core.schedulerhost import EngineSetup, SchedulerHost
 from kvstow_service.connectors.engine_core.vllmprocess import VLLMProcess
 from kvstow_service.connectors.tpu.support import EndedLoads, TPUOptions, require_kept, require_supported
 
@@ -44,20 +43,16 @@ class TPUOffloadConnector(OffloadConnector):
         self._ended = EndedLoads()
         self._order: LaunchOrder | None = None  # made when the ranks are known
 
-    def _make_host(
-        self, options: Any, process: VLLMProcess, groups: KVGroups, vllm_config: Any, kv_cache_config: Any
-    ) -> SchedulerHost:
-        require_kept(groups)
+    def _make_host(self, setup: EngineSetup) -> SchedulerHost:
+        require_kept(setup.groups)
         if self._fails_requests:
             logger.warning(
                 "a failed load of this model (several KV groups or a window) is not computed: the first such request "
                 "waits until it is aborted, and loads are bypassed from then on"
             )
-        ranks_unknown = replace(process, num_ranks=0)  # the ranks report how many they are
+        ranks_unknown = replace(setup.process, num_ranks=0)  # the ranks report how many they are
         packages = ("tpu-inference", "jax")
-        return EmbeddedSchedulerHost(
-            options, ranks_unknown, groups, vllm_config, kv_cache_config, packages=packages, by_layer=False
-        )
+        return EmbeddedSchedulerHost(setup._replace(process=ranks_unknown, packages=packages, by_layer=False))
 
     def _make_rank(self, options: Any, process: VLLMProcess, vllm_config: Any, kv_cache_config: Any) -> WorkerHost:
         import jax

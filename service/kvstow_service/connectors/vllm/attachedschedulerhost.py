@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -20,7 +18,6 @@ from kvstow.stats import DIRECTIONS
 from kvstow_service.connectors.engine_core.controlplane import AttachedControl
 from kvstow_service.connectors.engine_core.gpublocks import BlockPool
 from kvstow_service.connectors.engine_core.kvevents import AttachedBlocks
-from kvstow_service.connectors.engine_core.kvgroups import KVGroups
 from kvstow_service.connectors.engine_core.metadata import RankHello, RankUpdate
 from kvstow_service.connectors.engine_core.metricsexport import StatsFeed
 from kvstow_service.connectors.engine_core.offloadmetrics import (
@@ -32,11 +29,10 @@ from kvstow_service.connectors.engine_core.offloadmetrics import (
     info_labels,
     usage,
 )
-from kvstow_service.connectors.engine_core.options import ConnectorOptions
-from kvstow_service.connectors.engine_core.schedulerhost import SchedulerHost
+from kvstow_service.connectors.engine_core.schedulerhost import EngineSetup, SchedulerHost
 from kvstow_service.connectors.engine_core.schedulerside import SchedulerSide
 from kvstow_service.connectors.engine_core.stepplan import PlannedStep
-from kvstow_service.connectors.engine_core.vllmprocess import VLLMProcess, hash_block_tokens
+from kvstow_service.connectors.engine_core.vllmprocess import hash_block_tokens
 from kvstow_service.connectors.vllm import engineidentity
 
 LOOKING_SECONDS = 2.0
@@ -53,17 +49,9 @@ class AttachedSchedulerHost(SchedulerHost):
 
     _lazy_steps = 4
 
-    def __init__(
-        self,
-        options: ConnectorOptions,
-        process: VLLMProcess,
-        groups: KVGroups,
-        vllm_config: Any,
-        kv_cache_config: Any,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        super().__init__(options, process, groups, vllm_config, kv_cache_config, clock=clock)
-        self._model = engineidentity.read_model(vllm_config, options.weights_id)
+    def __init__(self, setup: EngineSetup) -> None:
+        super().__init__(setup)
+        self._model = engineidentity.read_model(setup.vllm_config, setup.options.weights_id)
         self._control: AttachedControl | None = None
         self._blocks: AttachedBlocks | None = None
         """The source of KV events; None if vLLM publishes none."""
@@ -93,11 +81,11 @@ class AttachedSchedulerHost(SchedulerHost):
         if self._has_failed:
             return False
         if self._looking_until is None:  # vLLM's start has ended
-            self._looking_until = self._clock() + LOOKING_SECONDS
+            self._looking_until = self._setup.clock() + LOOKING_SECONDS
         self._follow_session()
         if self._blocks is not None and self._blocks.is_behind:
             return True
-        if self._clock() >= self._looking_until:
+        if self._setup.clock() >= self._looking_until:
             return False
         return self.ticket is None or not self._control.is_attached or not self._memory()[0]
 
@@ -123,32 +111,37 @@ class AttachedSchedulerHost(SchedulerHost):
             allowed = "none if an engine's ranks are on several nodes: each node has its own service"
             raise ConfigError("kv_connector_extra_config: attach", "set", allowed)
         identity = engineidentity.pool_identity(
-            self._vllm_config, self._kv_cache_config, self._groups, hellos, replicated=self._process.replicated
+            self._setup.vllm_config,
+            self._setup.kv_cache_config,
+            self._setup.groups,
+            hellos,
+            replicated=self._setup.process.replicated,
         )
-        assert self._options.attach is not None
+        options = self._setup.options
+        assert options.attach is not None
         control = AttachedControl(
-            self._options.attach,
+            options.attach,
             max(identity.slot_bytes),
-            engine=self._process.engine_id,
+            engine=self._setup.process.engine_id,
             engine_version=f"vllm {vllm.__version__}",
             pool=identity,
             namespace=self._find_namespace,
             fleet_weights=self._model.fleet_weights,
-            wanted_bytes=self._options.cpu_bytes_to_use,
-            require_sharing=self._options.attach_require_sharing,
+            wanted_bytes=options.cpu_bytes_to_use,
+            require_sharing=options.attach_require_sharing,
         )
         self._control = control
         self.stats = StatsFeed(
-            partial(self._read_figures, control, identity), lambda: control.open_transfers > 0, self._clock
+            partial(self._read_figures, control, identity), lambda: control.open_transfers > 0, self._setup.clock
         )
         logger.info(
             "KVStow %s keeps blocks of %d tokens in memory of the node service at unix:%s, %s of it at most, for %d "
             "ranks; stores are %s; the service's admin API shows the pool, and this engine has none of its own",
-            *(kvstow.__version__, self._groups.alignment, self._options.attach),
-            *(format_size(self._options.cpu_bytes_to_use) if self._options.cpu_bytes_to_use else "all", len(hellos)),
-            "lazy" if self._options.lazy_offload else "eager",
+            *(kvstow.__version__, self._setup.groups.alignment, options.attach),
+            *(format_size(options.cpu_bytes_to_use) if options.cpu_bytes_to_use else "all", len(hellos)),
+            "lazy" if options.lazy_offload else "eager",
         )
-        blocks = AttachedBlocks(control, self._has_all_memory, self._clock)
+        blocks = AttachedBlocks(control, self._has_all_memory, self._setup.clock)
         events = self._event_feed(blocks)
         self._blocks = blocks if events is not None else None
         return self._new_side(control, pool, events)
@@ -178,9 +171,9 @@ class AttachedSchedulerHost(SchedulerHost):
 
     def _find_namespace(self) -> NamespaceIdentity:
         """The namespace of this engine. It is called when vLLM has initialized its block hashes."""
-        hash_tokens = hash_block_tokens(self._vllm_config, self._kv_cache_config)
+        hash_tokens = hash_block_tokens(self._setup.vllm_config, self._setup.kv_cache_config)
         loaded = [self._hellos[rank].loaded for rank in range(self.num_ranks)]
-        namespace = engineidentity.namespace_identity(self._vllm_config, hash_tokens, self._model, loaded)
+        namespace = engineidentity.namespace_identity(self._setup.vllm_config, hash_tokens, self._model, loaded)
         if self._weights_changed and not namespace.unshared:
             namespace = replace(namespace, unshared=self._weights_changed)
         if namespace.unshared:
@@ -193,7 +186,7 @@ class AttachedSchedulerHost(SchedulerHost):
         if ticket is not None and ticket.number != self._number:
             assert self._control is not None
             self._number = ticket.number
-            self._looking_until = self._clock() + JOINING_SECONDS
+            self._looking_until = self._setup.clock() + JOINING_SECONDS
             for reason in self._control.sharing_off:
                 logger.warning("this engine shares no blocks with others: %s", reason)
 
@@ -204,7 +197,7 @@ class AttachedSchedulerHost(SchedulerHost):
 
     def _memory(self) -> tuple[int, bool]:
         """How many slots all ranks have in the current session, and whether no more will come."""
-        ranks = [self._sessions.get(rank, RankSession()) for rank in range(self._process.num_ranks)]
+        ranks = [self._sessions.get(rank, RankSession()) for rank in range(self._setup.process.num_ranks)]
         if any(rank.number != self._number for rank in ranks):
             return 0, False
         return min(rank.slots for rank in ranks), all(rank.is_whole for rank in ranks)

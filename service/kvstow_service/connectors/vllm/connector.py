@@ -13,9 +13,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
 from kvstow.errors import ConfigError
 from kvstow_service.connectors.engine_core.connector import OffloadConnector
-from kvstow_service.connectors.engine_core.kvgroups import KVGroups
 from kvstow_service.connectors.engine_core.metadata import KVStowMetadata, RankHello, RankUpdate
-from kvstow_service.connectors.engine_core.schedulerhost import SchedulerHost
+from kvstow_service.connectors.engine_core.schedulerhost import EngineSetup, SchedulerHost
 from kvstow_service.connectors.engine_core.stepplan import FinishedLoads
 from kvstow_service.connectors.engine_core.vllmprocess import VLLMProcess
 from kvstow_service.connectors.vllm import weightwatch
@@ -41,11 +40,9 @@ class KVStowConnector(OffloadConnector):
         self._finished = FinishedLoads(set(), set(), set())
         self._expected_changes = 0  # how many changes of weights the scheduler side knows of
 
-    def _make_host(
-        self, options: Any, process: VLLMProcess, groups: KVGroups, vllm_config: Any, kv_cache_config: Any
-    ) -> SchedulerHost:
+    def _make_host(self, setup: EngineSetup) -> SchedulerHost:
         # Each is imported only if it is used. The first imports the engine, which adds 0.03 s to vLLM's start.
-        if options.attach is None:
+        if setup.options.attach is None:
             from kvstow_service.connectors.engine_core.embeddedschedulerhost import EmbeddedSchedulerHost
 
             kind: type[SchedulerHost] = EmbeddedSchedulerHost
@@ -53,7 +50,7 @@ class KVStowConnector(OffloadConnector):
             from kvstow_service.connectors.vllm.attachedschedulerhost import AttachedSchedulerHost
 
             kind = AttachedSchedulerHost
-        host = kind(options, process, groups, vllm_config, kv_cache_config)
+        host = kind(setup)
         weightwatch.watch_executors()
         self._watch.listener, host.calls_asked = host.weights_may_change, lambda: self._watch.asked
         return host
