@@ -221,11 +221,11 @@ class TieredPool:
         self._session = pool.attach("engine", "model")
         report = RankReport.without_pool(0, "boot", "ready", config.slot_bytes)
         self._session.report(replace(report, sender="rank", number=1))
-        self._session.set_memory(0, slots * fine, pool.desired.number)
+        self._session.set_memory(0, slots * fine, pool.target.desired.number)
         layout = StoredLayout("pool", (config.slot_bytes,), "identity", "owner")
         self._pool = pool
         self._tier = PoolTier(pool, self._session.namespace, self.disk, layout)
-        self._tier.session.set_registered(slots * fine, pool.desired.number)
+        self._tier.session.set_registered(slots * fine, pool.target.desired.number)
         self._of = self._tier.enter(self._session, "model", "fingerprint")
         self._tier.note_prefill(self._of, PrefillCost(COMPUTE_SECONDS / BLOCK_TOKENS))
 
@@ -260,7 +260,7 @@ class TieredPool:
 
     def _free_owed(self) -> None:
         """Slots of ended leases are freed in steps, which a host makes while it has nothing else to do."""
-        while self._pool.free_owed():
+        while self._pool.debts.pay():
             pass
 
     def _end(self, op: Op | None) -> None:

@@ -98,11 +98,11 @@ class EngineSubject:
     def curve_seconds(self, chains: Iterable[Sequence[bytes]]) -> float:
         """Return the seconds of CPU that the curve takes for each of these requests, on the thread that ticks."""
         pool, spent, count = self.engine.pool, 0.0, 0
-        assert pool.curve is not None
+        assert pool.requests.curve is not None
         for keys in chains:
             self.end(keys)
             began = time.thread_time()
-            pool.curve.follow(pool.slots.limit, is_lru=False)
+            pool.requests.curve.follow(pool.slots.limit, is_lru=False)
             spent += time.thread_time() - began
             count += 1
         return spent / count

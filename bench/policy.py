@@ -97,7 +97,7 @@ def _replay(requests: Sequence[TraceRequest], keys: KeysById, pool: TimedPool) -
 def _curve(name: str, slots: int, say: Callable[[str], None]) -> Table:
     requests, keys = read_trace(str(DATA / TRACE_FILES[name])), KeysById()
     pool = TimedPool(slots, "auto", curve=True)
-    followed = pool.engine.pool.curve
+    followed = pool.engine.pool.requests.curve
     assert followed is not None
     spent = 0.0
 

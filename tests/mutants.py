@@ -174,7 +174,7 @@ MUTANTS = [
     Mutant(
         "what_was_learned_is_not_recorded",
         f"{CONTROL_CODE}/pool.py",
-        "                    self.journal.write_learned(self.endings.dump() + observed)\n",
+        "                    self.journal.write_learned(self.requests.endings.dump() + observed)\n",
         "                    pass\n",
         "tests/service/node/test_noderestart.py::test_what_was_learned_of_blocks_and_traffic_outlives_the_service",
     ),
@@ -632,14 +632,16 @@ MUTANTS = [
     Mutant(
         "a_recording_outlives_its_reader",
         "engine/kvstow/control/engine.py",
-        "            recording.stop()\n            with pool.lock:\n                if pool.recording is recording:\n",
+        "            recording.stop()\n"
+        "            with pool.lock:\n"
+        "                if pool.requests.recording is recording:\n",
         "            with pool.lock:\n                if False:\n",
         "tests/api/routes/test_trace.py::test_it_ends_with_its_connection",
     ),
     Mutant(
         "recordings_of_stalled_readers_pile_up",
         "engine/kvstow/control/engine.py",
-        "                pool.recording.stop()\n",
+        "                pool.requests.recording.stop()\n",
         "                pass\n",
         f"{CONTROL}/test_recording.py::test_stalled_readers_hold_no_more_than_one_recording",
     ),
@@ -1649,8 +1651,8 @@ MUTANTS = [
     Mutant(
         "changes_wait_for_the_next_report",
         RANK_SOCKET,
-        "        self._engine.pool.on_wanted = self._wake.set\n",
-        "        self._engine.pool.on_wanted = lambda: None\n",
+        "        self._engine.pool.target.on_wanted = self._wake.set\n",
+        "        self._engine.pool.target.on_wanted = lambda: None\n",
         "tests/service/admin/test_ranksocket.py::"
         "test_a_change_of_the_desired_state_is_sent_at_once_and_once_to_each_rank",
     ),
@@ -1817,14 +1819,14 @@ MUTANTS = [
     Mutant(
         "what_is_released_and_not_yet_freed_has_no_bound",
         "engine/kvstow/control/session.py",
-        " + self.pool.owed_slots",
+        " + self.pool.debts.num_slots",
         "",
         f"{CONTROL}/test_sessions.py::test_what_is_released_counts_until_it_is_freed",
     ),
     Mutant(
         "the_end_of_a_lease_frees_all_its_slots_at_once",
         "engine/kvstow/control/sharedpool.py",
-        "        self.owe(held)  #",
+        "        self.debts.owe(held)  #",
         "        super().end_holds(held)  #",
         "tests/engine/control/test_slices.py::test_the_slots_of_a_large_load_are_freed_in_slices",
     ),
@@ -1881,7 +1883,7 @@ MUTANTS = [
     Mutant(
         "a_store_leaves_slots_that_are_owed",
         "engine/kvstow/control/pool.py",
-        "                    if len(found) < missing and self.owed:",
+        "                    if len(found) < missing and self.debts.slots:",
         "                    if False:",
         "tests/engine/control/test_slices.py::test_a_store_finds_slots_that_are_owed",
     ),
@@ -1915,7 +1917,7 @@ MUTANTS = [
     ),
     Mutant(
         "the_collector_visits_the_slots_of_a_large_lease",
-        "engine/kvstow/control/pool.py",
+        "engine/kvstow/control/leases.py",
         "            unvisited(slots)  #",
         "            pass  #",
         "tests/engine/control/test_sessions.py::test_the_collector_visits_no_slots_of_a_large_lease",
@@ -1930,8 +1932,8 @@ MUTANTS = [
     Mutant(
         "one_client_keeps_the_thread_of_the_memory",
         "service/kvstow_service/node/pools/memorythread.py",
-        "        if pool.free_owed():\n            self._owing.add(pool)",
-        "        while pool.free_owed():\n            pass",
+        "        if pool.debts.pay():\n            self._owing.add(pool)",
+        "        while pool.debts.pay():\n            pass",
         f"{NODE_HOST}::test_many_slots_are_freed_by_the_thread_of_the_memory",
     ),
     Mutant(
@@ -2668,7 +2670,7 @@ MUTANTS = [
     Mutant(
         "every_rank_writes_replicated_blocks",
         NODE_STORE,
-        "for rank in sorted(pool.storing_ranks))",
+        "for rank in pool.config.storing_ranks)",
         "for rank in range(pool.config.num_ranks))",
         "tests/service/node/test_nodestore.py::test_blocks_that_are_the_same_on_all_ranks_are_stored_once",
     ),

@@ -37,7 +37,8 @@ class EngineConfig:
     until every rank has finished it; a stuck load keeps waiting, because a rank may still write its blocks.
     `report_timeout`: a rank that is silent for longer is not ready. `event_buffer`: how many stored and removed events
     are kept for slow readers. It is also the number of keys that they have together at most, or two keys for each slot
-    of the pool if that is more.
+    of the pool if that is more. `replicated`: all ranks of a `SharedPool` have the same KV. Rank 0 stores it for all of
+    them, and every rank loads it.
     """
 
     slot_bytes: int
@@ -50,6 +51,7 @@ class EngineConfig:
     report_timeout: float = 5.0
     event_buffer: int = 4096
     rank_slot_bytes: tuple[int, ...] = ()
+    replicated: bool = False
 
     def __post_init__(self) -> None:
         for key in ("slot_bytes", "capacity_slots", "num_ranks", "event_buffer"):
@@ -77,6 +79,11 @@ class EngineConfig:
     def slot_bytes_of(self, rank: int) -> int:
         """Bytes of a slot on this rank."""
         return self.rank_slot_bytes[rank] if self.rank_slot_bytes else self.slot_bytes
+
+    @property
+    def storing_ranks(self) -> range:
+        """The ranks that a store has to finish on."""
+        return range(1 if self.replicated else self.num_ranks)
 
     @property
     def total_slot_bytes(self) -> int:

@@ -138,7 +138,7 @@ async def test_a_stuck_transfer_fails_readyz(
 async def test_an_engine_degraded_for_another_reason_fails_the_engine_check(
     client: httpx.AsyncClient, engine: OffloadEngine, ranks: Any
 ) -> None:
-    engine.pool.integrity_error = "a slot is in two states"
+    engine.pool.acceptance.integrity_error = "a slot is in two states"
     answer = await client.get("/readyz/engine")
     assert answer.status_code == 503
     assert "a slot is in two states" in answer.text

@@ -439,14 +439,10 @@ class Administrator(BaseSwitches):
         """`resize`, for the pool's host: to any number of slots."""
         pool = self._pool
         with pool.lock:
-            if pool.resizing:
-                raise ConflictError("another resize is under way; wait for its operation, or cancel it")
+            pool.target.begin_resize(capacity_slots)
             top = max(pool.slots.limit, pool.slots.top)
-            pool.resizing = True
-            pool.settings_revision += capacity_slots != pool.ceiling
-            pool.ceiling = capacity_slots
             if capacity_slots > pool.capacity:
-                pool.want(replace(pool.desired, capacity_slots=capacity_slots))
+                pool.want(replace(pool.target.desired, capacity_slots=capacity_slots))
             pool.apply_limit()
         logger.info("resize to %d slots", capacity_slots)
         total = max(0, top - capacity_slots)
@@ -457,7 +453,7 @@ class Administrator(BaseSwitches):
 
     def _vacate(self, sweep: Sweep, top: int) -> Iterator[None]:
         pool = self._pool
-        low = pool.ceiling
+        low = pool.target.ceiling
         yield from pool.make_tables_in_slices(low)
         while low < top:
             with pool.lock:
@@ -470,10 +466,10 @@ class Administrator(BaseSwitches):
             with pool.lock:
                 sweep.waiting = pool.slots.leaving > 0
                 if not sweep.waiting:
-                    if pool.ceiling < pool.capacity:
-                        pool.settings_revision += 1
-                        pool.want(replace(pool.desired, capacity_slots=pool.ceiling))
-                    pool.resizing = False
+                    if pool.target.ceiling < pool.capacity:
+                        pool.target.revision += 1
+                        pool.want(replace(pool.target.desired, capacity_slots=pool.target.ceiling))
+                    pool.target.is_resizing = False
                     return
             yield
 
@@ -481,21 +477,19 @@ class Administrator(BaseSwitches):
         """Restore the capacity."""
         pool = self._pool
         with pool.lock:
-            pool.resizing = False
-            pool.settings_revision += pool.ceiling != pool.capacity
-            pool.ceiling = pool.capacity
+            pool.target.undo_resize()
             pool.apply_limit()
 
     @property
     def settings_revision(self) -> int:
         """Grows with each change of size, policy or pausing, including one that reverts another."""
-        return self._pool.settings_revision
+        return self._pool.target.revision
 
     def set_policy(self, name: str) -> None:
         """Change how the pool chooses what it evicts; see `parse_policy`. Raises `ConfigError`. O(1)."""
         name = parse_policy(name)
         with self._pool.lock:
-            self._pool.settings_revision += name != self._pool.policy
+            self._pool.target.revision += name != self._pool.policy
             self._pool.set_policy(name)
 
     # -- contexts -------------------------------------------------------------------------------------------
@@ -510,7 +504,7 @@ class Administrator(BaseSwitches):
             for each in found:
                 blocks += len(each.chain)
                 pool.index.chains.end_anew(each.watches, RELEASED, pool.clock())
-                pool.contexts.drop(each)
+                pool.requests.contexts.drop(each)
         return blocks
 
     def set_context(self, context: bytes, resume_in: float) -> None:
@@ -525,7 +519,7 @@ class Administrator(BaseSwitches):
 
     def _find_contexts(self, context: bytes) -> list[Context]:
         """The caller holds the lock."""
-        found = self._pool.contexts.find(context)
+        found = self._pool.requests.contexts.find(context)
         if not found:
             lost = "; contexts are forgotten at a restart, so the store below the pool may have blocks of it"
             raise NotFoundError(f"there is no context {context.hex()}{lost if self._pool.tier is not None else ''}")
@@ -559,7 +553,7 @@ class Administrator(BaseSwitches):
             if not dry_run:
                 with pool.lock:
                     for each in contexts:
-                        pool.contexts.drop(each)
+                        pool.requests.contexts.drop(each)
 
         return Sweep(kind, total, pool.config.slot_bytes, work)
 
@@ -569,14 +563,14 @@ class Administrator(BaseSwitches):
         """Make ranks whose pinning failed try again."""
         pool = self._pool
         with pool.lock:
-            pool.want(replace(pool.desired, pin_attempt=pool.desired.pin_attempt + 1))
+            pool.want(replace(pool.target.desired, pin_attempt=pool.target.desired.pin_attempt + 1))
 
     def pause_pinning(self, paused: bool) -> None:
         """While paused, ranks start no further chunk; pinned slots stay usable."""
         pool = self._pool
         with pool.lock:
-            pool.settings_revision += paused != pool.desired.paused
-            pool.want(replace(pool.desired, paused=paused))
+            pool.target.revision += paused != pool.target.desired.paused
+            pool.want(replace(pool.target.desired, paused=paused))
 
 
 def _exactly_one(**selectors: object) -> None:

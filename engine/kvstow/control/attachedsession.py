@@ -9,9 +9,10 @@ from itertools import islice
 from logging import INFO
 from typing import Literal
 
+from kvstow.control.leases import SLOTS_OF_LEASE, LeaseBook
 from kvstow.control.namespaces import Namespace
 from kvstow.control.ops import OP_SLOTS
-from kvstow.control.pool import SLOTS_OF_LEASE, LeaseBook, Pool
+from kvstow.control.pool import Pool
 from kvstow.control.session import Session
 from kvstow.errors import ConflictError, InvalidRequestError
 from kvstow.messages import RankReport
@@ -48,17 +49,17 @@ class AttachedSession(Session):
         """How many slots `_held` has."""
         self._ending: Literal["no", "ops", "processes", "slots"] = "no"
         """What a lost session ends next, or waits for."""
-        self._first_number = pool.desired.number
+        self._first_number = pool.target.desired.number
         self.adapt_to_pool()
 
     def release_leases(self, lease_ids: Sequence[int]) -> None:
         """End these leases, unless they have ended. O(leases given), and few of their slots are freed at once: see
-        `Pool.owed`."""
+        `Debts`."""
         pool = self.pool
         for start in range(0, len(lease_ids), pool.slice_slots):
             with pool.lock:
                 found = map(self.leases.get, lease_ids[start : start + pool.slice_slots])
-                pool.owe([lease.slots for lease in found if lease is not None and self.leases.end(lease)])
+                pool.debts.owe([lease.slots for lease in found if lease is not None and self.leases.end(lease)])
 
     # -- processes and end ----------------------------------------------------------------------------------
 
@@ -71,7 +72,7 @@ class AttachedSession(Session):
             self.processes.add(process)
 
     def lose(self, reason: str) -> None:
-        """One of the session's connections has ended. Idempotent. Its ops end in steps: see `Pool.free_owed`."""
+        """One of the session's connections has ended. Idempotent. Its ops end in steps: see `Debts.pay`."""
         with self.pool.lock:
             self.end(reason)
         self.pool.write_log()
@@ -90,7 +91,7 @@ class AttachedSession(Session):
             *(reason, held, written + len(self.quarantined_slots), len(self.processes)),
         )
         self._ending = "ops"
-        self.pool.end_in_steps(self._end_ops())
+        self.pool.debts.end_in_steps(self._end_ops())
 
     def leave_namespace(self) -> None:
         """Stop counting as a session of its namespace. The caller holds the lock."""
@@ -102,7 +103,7 @@ class AttachedSession(Session):
             self.processes.remove(process)
             self.end("one of its processes has ended")
             if self._ending == "processes" and not self.processes:
-                self.pool.end_in_steps(self._free_slots())
+                self.pool.debts.end_in_steps(self._free_slots())
 
     def _end_ops(self) -> Iterator[None]:
         while True:
@@ -129,10 +130,10 @@ class AttachedSession(Session):
         most = max(1, pool.slice_slots // OP_SLOTS)
         while self._ended_leases or self._held or self.quarantined_slots:
             leases = list(islice(self._ended_leases, most))
-            pool.owe([lease.slots for lease in leases if self._ended_leases.end(lease)])
+            pool.debts.owe([lease.slots for lease in leases if self._ended_leases.end(lease)])
             held = [self._held.popleft() for _ in range(min(most, len(self._held)))]
             self._held_slots -= sum(map(len, held))
-            pool.owe(held)
+            pool.debts.owe(held)
             pool.end_quarantine(self.quarantined_slots[-pool.slice_slots :])
             del self.quarantined_slots[-pool.slice_slots :]
             if self._ended_leases or self._held or self.quarantined_slots:
@@ -173,7 +174,7 @@ class AttachedSession(Session):
                 raise ConflictError(f"{self.label}the session has ended; attach again")
             is_fresh = namespace is None
             if namespace is None:
-                namespace = pool.index.namespaces.fresh_name(self.namespace.name, pool.desired.engine_id)
+                namespace = pool.index.namespaces.fresh_name(self.namespace.name, pool.target.desired.engine_id)
             joined = pool.join_namespace(namespace)
             if is_fresh:
                 joined.lookups = self.namespace.lookups

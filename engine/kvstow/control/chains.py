@@ -270,7 +270,7 @@ class Chains:
         self.evicted_blocks = EvictedBlocks()
         self._owner: list[ChainPart | None] = unvisited([])
         """The part of each slot. A part must not lead back to the pool when its request has ended: see
-        `Pool.end_request`."""
+        `Requests.end`."""
         self._aside = SlotSet()
         """Held slots that are in no part's `slots`, because something tried to evict them. They return with the end of
         their last hold."""

@@ -53,7 +53,7 @@ class PoolFacade:
     @property
     def engine_id(self) -> str:
         """Names this life of the pool."""
-        return self.pool.desired.engine_id
+        return self.pool.target.desired.engine_id
 
     @property
     def events(self) -> BlockEventLog:
@@ -72,13 +72,13 @@ class PoolFacade:
     def desired(self) -> DesiredState:
         """The desired state of every rank."""
         with self.pool.lock:
-            return self.pool.desired
+            return self.pool.target.desired
 
     @property
     def integrity_error(self) -> str | None:
         """What the last integrity check found."""
         with self.pool.lock:
-            return self.pool.integrity_error
+            return self.pool.acceptance.integrity_error
 
     def check_integrity(self) -> None:
         """Compare all records with each other, without the lock. Raises `IntegrityError`. O(pool) with the lock held,
@@ -86,7 +86,7 @@ class PoolFacade:
         pool = self.pool
         with pool.lock:
             defects = _defects(pool)
-            pool.integrity_error = "; ".join(defects) or None
+            pool.acceptance.integrity_error = "; ".join(defects) or None
             pool.counters.faults.errors["integrity"] += bool(defects)
         if defects:
             raise IntegrityError("; ".join(defects))
@@ -99,12 +99,12 @@ class PoolFacade:
     def curve(self) -> SizeCurve | None:
         """What pools of other sizes would have hit lately; None without `config.curve`, and before enough requests have
         ended. Without the pool's lock."""
-        curve = self.pool.curve
+        curve = self.pool.requests.curve
         return None if curve is None else curve.curve()
 
     def curve_evidence(self) -> CurveEvidence | None:
         """What there is for a curve, and what it needs; None without `config.curve`."""
-        curve = self.pool.curve
+        curve = self.pool.requests.curve
         return None if curve is None else curve.evidence()
 
     @contextmanager
@@ -113,20 +113,20 @@ class PoolFacade:
         high, and `ConflictError` while another recording goes on."""
         pool = self.pool
         with pool.lock:
-            if pool.recording is not None and not pool.recording.is_over:
+            if pool.requests.recording is not None and not pool.requests.recording.is_over:
                 raise ConflictError(f"pool {pool.name} is being recorded already; it ends with its reader")
-            if pool.recording is not None:  # readers that have stalled hold no more than one of them does
-                pool.recording.stop()
+            if pool.requests.recording is not None:  # readers that have stalled hold no more than one of them does
+                pool.requests.recording.stop()
             tokens = pool.config.block_tokens
             recording = Recording(pool.clock(), seconds=seconds, max_bytes=max_bytes, block_tokens=tokens)
-            pool.recording = recording
+            pool.requests.recording = recording
         try:
             yield recording
         finally:
             recording.stop()
             with pool.lock:
-                if pool.recording is recording:
-                    pool.recording = None
+                if pool.requests.recording is recording:
+                    pool.requests.recording = None
 
     # -- contexts -------------------------------------------------------------------------------------------
 
@@ -135,7 +135,7 @@ class PoolFacade:
         lock."""
         pool = self.pool
         with pool.lock:
-            known = pool.contexts.all()
+            known = pool.requests.contexts.all()
         known.sort(key=lambda context: len(context.chain), reverse=True)
         page = known[start_rank : start_rank + limit]
         with pool.lock:
@@ -149,7 +149,7 @@ class PoolFacade:
         pool = self.pool
         with pool.lock:
             now = pool.clock()
-            return [_context(pool, found, now) for found in pool.contexts.find(context)]
+            return [_context(pool, found, now) for found in pool.requests.contexts.find(context)]
 
     # -- snapshots ------------------------------------------------------------------------------------------
 
@@ -238,7 +238,7 @@ class OffloadEngine(Session, PoolFacade):
     def close(self) -> None:
         """The host stops: nothing is served from now on. Idempotent."""
         with self.pool.lock:
-            self.closed = self.pool.closed = True
+            self.closed = self.pool.acceptance.closed = True
 
 
 def _defects(pool: Pool) -> list[str]:
@@ -263,7 +263,7 @@ def _defects_of_slots(pool: Pool, in_use: Mapping[str, set[int]]) -> Iterator[st
     kept = {slot for slot in pool.index.visible_slots() if slot not in pool.lost}
     if any(map(pool.index.times.outlived_a_loss, kept)):
         yield "blocks that a rank has lost are visible"
-    if not pool.resizing and any(slot >= pool.slots.limit for slot in kept):
+    if not pool.target.is_resizing and any(slot >= pool.slots.limit for slot in kept):
         yield "blocks above the usable slots are visible"
     counts = _slot_counts(pool)
     if counts.usable != pool.slots.in_service:
@@ -285,11 +285,11 @@ def _defects_of_transfers(pool: Pool, in_use: Mapping[str, set[int]]) -> Iterato
 
 def _defects_of_holds(pool: Pool) -> Iterator[str]:
     """The slots that are held are those of leases and loads, and the counts of leases and sessions are right."""
-    held = chain(pool.owed, *(session.held_slots() for session in sessions_of(pool)))
+    held = chain(pool.debts.slots, *(session.held_slots() for session in sessions_of(pool)))
     holders = Counter(slot for slots in held for slot in slots)
     if holders != {slot: pool.index.held.count(slot) for slot in pool.index.held.slots()}:
         yield "the held slots are not those of leases and loads"
-    if pool.owed_slots != sum(map(len, pool.owed)):
+    if pool.debts.num_slots != sum(map(len, pool.debts.slots)):
         yield "the count of owed slots is wrong"
     if not all(session.leases.is_consistent() for session in sessions_of(pool)):
         yield "the count of leased slots is wrong"
@@ -337,7 +337,7 @@ def _pending(pool: Pool, now: float) -> PendingTransfers:
 
 def _state_of(pool: Pool, now: float) -> tuple[EngineState, str]:
     """The engine's state, and the reason for it as a sentence."""
-    if pool.closed:
+    if pool.acceptance.closed:
         return "stopped", "the engine was closed"
     if pool.acceptance.drain_mode:
         return "draining", f"an operator drains the engine (mode {pool.acceptance.drain_mode})"
@@ -347,8 +347,8 @@ def _state_of(pool: Pool, now: float) -> tuple[EngineState, str]:
     silent = pool.silent_ranks()
     if silent:
         return "starting", f"ranks {silent} have not reported yet"
-    if pool.slots.limit < pool.ceiling:
-        return "pinning", f"{pool.slots.limit} of {pool.ceiling} slots are pinned on every rank"
+    if pool.slots.limit < pool.target.ceiling:
+        return "pinning", f"{pool.slots.limit} of {pool.target.ceiling} slots are pinned on every rank"
     return "ready", "all slots are pinned"
 
 
@@ -356,8 +356,8 @@ def _trouble(pool: Pool, now: float) -> str:
     for session in sessions_of(pool):
         if session.host_error:
             return f"{session.label}the host has failed: {session.host_error}"
-    if pool.integrity_error:
-        return f"an integrity check failed: {pool.integrity_error}"
+    if pool.acceptance.integrity_error:
+        return f"an integrity check failed: {pool.acceptance.integrity_error}"
     for session in sessions_of(pool):
         trouble = _session_trouble(session, now) if session.is_engine and not session.is_lost else ""
         if trouble:
@@ -384,7 +384,7 @@ def _session_trouble(session: Session, now: float) -> str:
 
 def _transfer(entry: OpenOp, session: Session, now: float) -> TransferStatus:
     op = entry.op
-    ranks = len(session.pool.storing_ranks) if op.direction != "load" else len(session.ranks)
+    ranks = len(session.pool.config.storing_ranks) if op.direction != "load" else len(session.ranks)
     phase: TransferState = "queued"
     if entry.abandoned:
         phase = "quarantined"

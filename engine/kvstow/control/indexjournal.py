@@ -208,6 +208,8 @@ class IndexJournal:
         self._content: dict[str, Any] = {}
         self._uses_at = HEADER_BYTES + max_slots * RECORD_BYTES
         self._learned_at = self._uses_at + max_slots
+        self.next_uses = 0
+        """The slot after those of the last call of `write_uses`."""
 
     @classmethod
     def create(cls, max_slots: int, content: Mapping[str, Any]) -> Self:
@@ -322,6 +324,7 @@ class IndexJournal:
         """How often the blocks in the slots from `first_slot` on were used. The slots were reserved."""
         at = self._uses_at + first_slot
         self._memory[at : at + len(uses)] = uses
+        self.next_uses = first_slot + len(uses)
 
     def uses(self, num_slots: int) -> bytes:
         """What `write_uses` has written of the slots below `num_slots`, which were reserved; some may be of an earlier

@@ -109,6 +109,7 @@ class OpsInFlight:
     def __init__(self, pool: Pool, owner: PoolSession) -> None:
         self.pool, self._owner = pool, owner
         self._ranks = frozenset(range(pool.config.num_ranks))
+        self._storing_ranks = frozenset(pool.config.storing_ranks)
         self._open: dict[int, OpenOp] = {}
         self._moving: dict[int, OpenOp] = {}
         """Those that are not stuck. Like `_open`, in order of their start."""
@@ -161,7 +162,7 @@ class OpsInFlight:
         boots = self._owner.ranks.boots if self._owner.owns_memory else ()
         op = Op(pool.last_op_id, direction, blocks, slots, boots)
         if direction == "store":
-            pending, reading = set(pool.storing_ranks), set(pool.storing_ranks)
+            pending, reading = set(self._storing_ranks), set(self._storing_ranks)
         else:
             pending, reading = set(self._ranks), set[int]()
         entry = OpenOp(op, self._owner.namespace, held, request_id, now, pending, reading)

@@ -12,30 +12,25 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import chain, islice
+from itertools import chain
 from math import inf
 from threading import Lock
 from typing import Literal, NamedTuple, Protocol
 
-from kvstow.collector import unvisited
-from kvstow.config import EngineConfig, parse_policy
+from kvstow.config import EngineConfig
 from kvstow.control.blockevents import BlockEventLog
-from kvstow.control.chains import NO_LIMIT, Limit, Running, StoreLimit, ignore
-from kvstow.control.contexts import Contexts
-from kvstow.control.curve import Curve
+from kvstow.control.chains import NO_LIMIT, Limit, Running, StoreLimit
 from kvstow.control.hazards import Observations, compute
 from kvstow.control.index import Index, Removal
 from kvstow.control.indexjournal import IndexJournal
+from kvstow.control.leases import Debts, LeaseBook
 from kvstow.control.namespaces import Namespace
 from kvstow.control.ranktable import RankTable
-from kvstow.control.recording import Recording
-from kvstow.control.shares import Shares
+from kvstow.control.requests import Requests
 from kvstow.control.slots import AgeSampler, SlotMap
-from kvstow.endings import PAIRS_BYTES, Ending, Endings
-from kvstow.errors import InvalidRequestError
+from kvstow.endings import PAIRS_BYTES
+from kvstow.errors import ConflictError, InvalidRequestError
 from kvstow.messages import DesiredState
-from kvstow.owners import Holding
-from kvstow.results import Lease
 from kvstow.stats import Counters
 from kvstow.status import HOST_NAME, BypassStatus, DrainMode, DrainStatus, Refusal
 from kvstow.tier.blockstore import Purged, PurgeWish
@@ -45,24 +40,23 @@ SLICE_SLOTS = 1024
 _EVICTIONS_PER_SLOT = 4
 """Blocks that a store may evict for each slot that it lacks. While the pool shrinks, most evictable blocks may be above
 its new limit, and evicting them frees no usable slot."""
-_LEASES_AT_ONCE = 256
-_MANY = 256
-"""A lease of this many slots or more is kept from the garbage collector."""
-_ENDS_AT_ONCE = 16
-"""Requests."""
 _USES_SLICES = 16
-"""Of slots whose uses are recorded in one tick: 64 ticks for a million."""
-INTERRUPTED = Ending("interrupted")
+"""How many slices of slots have their uses recorded in one tick. A million slots take 64 ticks."""
+ANY_SESSION = 0
+"""Slots that sessions may still read, although they hold no block any more, are begun under this number."""
+
+logger = logging.getLogger("kvstow.engine")
 
 
 class PoolAcceptance:
     """What operators have switched off in a pool (drain, bypass), and whether its blocks can be trusted. Not locked."""
 
     def __init__(self) -> None:
+        self.closed = False
+        self.integrity_error: str | None = None
+        """What the last integrity check has found; None if it has found nothing wrong."""
         self.drain_mode: DrainMode | None = None
         self.drain_deadline = inf
-        self.rebuilding = False
-        """Blocks that a rank has lost are still being removed; nothing is served meanwhile."""
         self.bypass_load = self.bypass_store = False
         self.bypass_until = inf
 
@@ -88,6 +82,39 @@ class PoolAcceptance:
         return BypassStatus(self.bypass_load, self.bypass_store, left)
 
 
+class PoolTarget:
+    """The size that a pool is to have, and what its ranks are to do about their memory. Not locked."""
+
+    def __init__(self, capacity_slots: int) -> None:
+        self.desired = DesiredState(secrets.token_hex(8), capacity_slots, number=1)
+        """The desired state of every rank; ranks free memory only when its capacity is lowered. See `Pool.want`."""
+        self.on_wanted: Callable[[], object] = lambda: None
+        """Called when the desired state has changed, with the lock held. It must not block."""
+        self.ceiling = capacity_slots
+        """Slots at or above it are not allocated; below `capacity` while a resize vacates them."""
+        self.is_resizing = False
+        self.revision = 0
+        """Grows with each change of capacity, ceiling, policy or pausing, reverted ones included."""
+
+    @property
+    def capacity(self) -> int:
+        """Slots wanted on every rank."""
+        return self.desired.capacity_slots
+
+    def begin_resize(self, num_slots: int) -> None:
+        """Raises `ConflictError` while another resize is under way."""
+        if self.is_resizing:
+            raise ConflictError("another resize is under way; wait for its operation, or cancel it")
+        self.is_resizing = True
+        self.revision += num_slots != self.ceiling
+        self.ceiling = num_slots
+
+    def undo_resize(self) -> None:
+        self.is_resizing = False
+        self.revision += self.ceiling != self.capacity
+        self.ceiling = self.capacity
+
+
 class Room(NamedTuple):
     """`slots` for the keys with the indices `accepted`, in ascending order both. `deferred`: how many of the others may
     evict nothing of what is there."""
@@ -95,95 +122,6 @@ class Room(NamedTuple):
     slots: list[int]
     accepted: Sequence[int]
     deferred: int = 0
-
-
-class LeaseBook:
-    """The leases of a session that have not ended, oldest first. Not locked; O(1).
-
-    A broken lease cannot be used any more, though it still holds slots. `max_slots`: how many slots all leases together
-    may hold when a store finds no other slot; the oldest ones end for it.
-    """
-
-    def __init__(self) -> None:
-        self._open: dict[int, Lease] = {}
-        self._last_id = 0
-        self._last_broken_id = self._last_cut_id = 0
-        self._cut_from: float = inf
-        """Leases up to the last cut one are broken if they have slots from this one on."""
-        self.num_slots = 0
-        self.max_slots: float = inf
-
-    def __len__(self) -> int:
-        return len(self._open)
-
-    def __iter__(self) -> Iterator[Lease]:
-        return iter(self._open.values())
-
-    def get(self, lease_id: int) -> Lease | None:
-        """The lease with this id, unless it has ended."""
-        return self._open.get(lease_id)
-
-    def grant(self, slots: tuple[int, ...]) -> Lease:
-        if len(slots) >= _MANY:
-            unvisited(slots)  # the collector takes milliseconds for those of a call with 65,536 keys
-        self._last_id += 1
-        lease = self._open[self._last_id] = Lease(self._last_id, len(slots), slots)
-        self.num_slots += len(slots)
-        return lease
-
-    def is_open(self, lease: Lease) -> bool:
-        return self._open.get(lease.lease_id) is lease
-
-    def is_broken(self, lease: Lease) -> bool:
-        if lease.lease_id <= self._last_broken_id:
-            return True
-        return lease.lease_id <= self._last_cut_id and max(lease.slots, default=-1) >= self._cut_from
-
-    def break_all(self) -> None:
-        """All leases that were granted until now are broken."""
-        self._last_broken_id = self._last_id
-
-    def break_from(self, low: int) -> None:
-        """All leases that were granted until now, and that have slots from `low` on, are broken."""
-        self._last_cut_id = self._last_id
-        self._cut_from = min(low, self._cut_from) if self._open else low
-
-    def end(self, lease: Lease) -> bool:
-        """End the lease; False if it had ended before."""
-        if not self.is_open(lease):
-            return False
-        del self._open[lease.lease_id]
-        self.num_slots -= len(lease.slots)
-        return True
-
-    def is_consistent(self) -> bool:
-        """Whether the count of slots is right. For integrity checks."""
-        return self.num_slots == sum(len(lease.slots) for lease in self)
-
-    @property
-    def excess_slots(self) -> int:
-        """How many slots the leases hold beyond `max_slots`; a slot counts once for each of its leases."""
-        return int(max(0, self.num_slots - self.max_slots))
-
-    def end_excess(self) -> list[Lease]:
-        """End the oldest leases until the others hold at most `max_slots`, or a bounded number of them; returns the
-        ended ones."""
-        ended: list[Lease] = []
-        for lease in list(islice(self, _LEASES_AT_ONCE)) if self.num_slots > self.max_slots else ():
-            if self.num_slots <= self.max_slots:
-                break
-            self.end(lease)
-            ended.append(lease)
-        return ended
-
-
-SLOTS_OF_LEASE = 8
-"""A lease or a load takes as much of the process's memory, beside its slots, as so many slots in it."""
-ANY_SESSION = 0
-"""Slots that sessions may still read, although they hold no block any more, are begun under this number."""
-
-
-logger = logging.getLogger("kvstow.engine")
 
 
 class PoolStore(Protocol):
@@ -242,56 +180,26 @@ class Pool:
         """Slots that bulk work visits before it releases the lock."""
         self.lock = Lock()
         self.slots = SlotMap()
-        self.policy = ""
-        self.recording: Recording | None = None
-        """Takes every use; None while nobody records."""
         self.index = Index()
-        self.curve = Curve(self.index.chains.hazards, self.lock, clock) if config.curve else None
-        self.endings = Endings()
-        self.contexts = Contexts()
-        self.shares = Shares()
-        self.left: deque[Running] = deque()
-        """Requests of sessions that have ended, which are still to end: see `end_left`."""
-        self.set_policy(parse_policy(config.policy))
+        self.requests = Requests(self.index.chains, self.lock, clock, has_curve=config.curve)
+        self.set_policy(config.policy)
         self.sessions: list[PoolSession] = []
         self.acceptance = PoolAcceptance()
         self.counters = Counters()
         self.ages = AgeSampler(self.index.times, self.counters.ages)
-        self.events = BlockEventLog(config.event_buffer, lambda: self.desired.capacity_slots)
-        self.desired = DesiredState(secrets.token_hex(8), config.capacity_slots, number=1)
-        """The desired state of every rank; ranks free memory only when its capacity is lowered. See `want`."""
-        self.on_wanted: Callable[[], object] = lambda: None
-        """Called when the desired state has changed, with the lock held. It must not block."""
-        self.ceiling = config.capacity_slots
-        """Slots at or above it are not allocated; below `capacity` while a resize vacates them."""
-        self.resizing = False
+        self.events = BlockEventLog(config.event_buffer, lambda: self.capacity)
+        self.target = PoolTarget(config.capacity_slots)
         self.lost = range(0)
         """Slots whose contents some rank has lost and which `remove_lost` has yet to clear. Nothing is accepted while
         there are any."""
-        self.settings_revision = 0
-        """Grows with each change of capacity, ceiling, policy or pausing, reverted ones included."""
-        self.closed = False
-        self.integrity_error: str | None = None
-        self.storing_ranks = frozenset(range(config.num_ranks))
-        """The ranks that a store has to finish on."""
         self.last_op_id = 0
         self.tier: PoolStore | None = None
         """The store below it; only a `SharedPool` may have one."""
         self.journal: IndexJournal | None = None
         """Only a `SharedPool` has one, as its memory may outlive the process."""
-        self._uses_journaled = 0
-        """The slots below it have their uses in the journal; see `journal_uses`."""
         self.earlier: EarlierUses | None = None
         """Processes of an earlier service's sessions may still use the pool's blocks."""
-        self.owed: deque[Sequence[int]] = deque()
-        """Slots of leases and loads that have ended, and that are kept until `free_owed` comes to them: a session of a
-        node's pool may have held 4 million."""
-        self.owed_slots = 0
-        """How many slots `owed` has."""
-        self.holding: Holding | None = None
-        """What it owes, of what the pools of all owners may hold in leases; None where there is one pool."""
-        self._endings: deque[Iterator[None]] = deque()
-        """What is left to do for sessions that have ended, in steps, each with the lock held."""
+        self.debts = Debts(self.lock, slice_slots, self.unhold)
         self._messages: deque[tuple[int, str, tuple[object, ...]]] = deque()
         self.make_tables(config.capacity_slots)
 
@@ -311,9 +219,13 @@ class Pool:
                     return
             yield
 
+    @property
+    def policy(self) -> str:
+        """How the pool chooses what it evicts: see `parse_policy`. Without the lock."""
+        return "lru" if self.index.chains.is_lru else "auto"
+
     def set_policy(self, policy: str) -> None:
-        """Change how what is evicted is chosen; see `parse_policy`, whose result is given. O(1)."""
-        self.policy = policy
+        """Change how the pool chooses what it evicts. `policy` is a result of `parse_policy`. O(1)."""
         self.index.chains.is_lru = policy == "lru"
 
     def learn(self, seen: Observations | None) -> None:
@@ -324,12 +236,12 @@ class Pool:
             with self.lock:
                 self.index.chains.hazards.install(places)
                 if self.journal is not None:
-                    self.journal.write_learned(self.endings.dump() + observed)
+                    self.journal.write_learned(self.requests.endings.dump() + observed)
 
     def learn_from(self, learned: bytes) -> None:
         """Take up what `learn` has left in the journal of an earlier life of the pool, before any request."""
         if self.index.chains.hazards.load(learned[PAIRS_BYTES:]):
-            self.endings.load(learned[:PAIRS_BYTES])
+            self.requests.endings.load(learned[:PAIRS_BYTES])
 
     def journal_uses(self) -> bool:
         """Record how often the blocks of the next slice of slots were used. Returns False after the last slice."""
@@ -337,33 +249,10 @@ class Pool:
             limit = self.slots.limit
             if self.journal is None or not limit:
                 return False
-            start = self._uses_journaled if self._uses_journaled < limit else 0
+            start = self.journal.next_uses if self.journal.next_uses < limit else 0
             end = min(start + self.slice_slots, limit)
             self.journal.write_uses(start, self.index.chains.uses_of(start, end))
-            self._uses_journaled = end
             return end < limit
-
-    def end_request(self, running: Running, ending: Ending, more: Sequence[bytes] = ()) -> None:
-        """A request has ended, with `more` keys at the end of its chain. The caller holds the lock. O(parts of its
-        chain)."""
-        chains = self.index.chains
-        state, has_changed = self.endings.state_of(ending)
-        if has_changed:
-            chains.hazards.forget(state)
-        now = self.clock()
-        chains.end(running, state, now)
-        if self.curve is not None:
-            self.curve.end(running, more, state, now)
-        # Its parts live on. The garbage collector does not visit the list that holds them, so a part that led back to
-        # the session, and so to the pool, would keep a pool that has ended in memory.
-        running.on_incomplete = ignore
-
-    def end_left(self) -> bool:
-        """End some of the requests that sessions have left. Returns False if there are none."""
-        with self.lock:
-            for _ in range(min(len(self.left), _ENDS_AT_ONCE)):
-                self.end_request(self.left.popleft(), INTERRUPTED)
-            return bool(self.left)
 
     def log(self, level: int, message: str, *values: object) -> None:
         """Queue a log line for `write_log`, because a log handler may block."""
@@ -454,60 +343,6 @@ class Pool:
         for slots in held:
             self.unhold(slots)
 
-    def owe(self, leased: Iterable[tuple[int, ...]]) -> None:
-        """`end_holds`, and at most `slice_slots` are freed at once. The others are freed by `free_owed`, so that no
-        call holds the lock for long."""
-        for slots in leased:
-            self.owed.append(slots)
-            self.owed_slots += len(slots)
-        self._free_slots()
-
-    def end_in_steps(self, steps: Iterator[None]) -> None:
-        """A session has ended. The first step is made at once, and the others by `free_owed`. The caller holds the
-        lock."""
-        if next(steps, self) is not self:
-            self._endings.append(steps)
-
-    @property
-    def owes(self) -> bool:
-        """Whether there is anything for `free_owed` to do. Without the lock."""
-        return bool(self.owed or self._endings)
-
-    def note_held(self) -> None:
-        """The caller holds the lock."""
-        if self.holding is not None:
-            self.holding.note(self.owed_slots + SLOTS_OF_LEASE * len(self.owed))
-
-    def close_holding(self) -> None:
-        """The pool is gone, with all that it owes. The caller holds the lock."""
-        if self.holding is not None:
-            self.holding.note(0)
-            self.holding = None
-
-    def free_owed(self) -> bool:
-        """Make one more step of what ended sessions, leases and loads have left to do: slots are freed, and ops fail.
-        Returns False if nothing is left."""
-        with self.lock:
-            if not self._endings:
-                self._free_slots()
-            elif next(self._endings[0], self) is self:
-                self._endings.popleft()
-            return self.owes
-
-    def _free_slots(self) -> None:
-        left = self.slice_slots
-        while self.owed and left > 0:
-            slots = self.owed.popleft()
-            self.owed_slots -= len(slots)
-            if len(slots) > left:
-                rest = slots if isinstance(slots, list) else list(slots)  # the end of the prefix goes first
-                slots = rest[-left:]
-                del rest[-left:]
-                self.owed.appendleft(rest)
-                self.owed_slots += len(rest)
-            self.unhold(slots)
-            left -= max(1, len(slots))
-
     def make_room(
         self, count: int, present: Sequence[Sequence[int]], now: float, below: int | None = None
     ) -> list[int]:
@@ -552,8 +387,8 @@ class Pool:
                 missing = count - got
                 if missing:
                     found = self._evict(missing, now, below, limit)
-                    if len(found) < missing and self.owed:
-                        self._free_slots()
+                    if len(found) < missing and self.debts.slots:
+                        self.debts.free_slice()
                         found += self._evict(missing - len(found), now, below, limit)
                     # Nothing is left to evict but leased blocks: those of sessions that lease too much.
                     if len(found) < missing and not self.index.num_cached and self._end_excess_leases():
@@ -618,14 +453,15 @@ class Pool:
     @property
     def capacity(self) -> int:
         """Slots wanted on every rank."""
-        return self.desired.capacity_slots
+        return self.target.capacity
 
     def want(self, desired: DesiredState) -> None:
         """Set a new desired state of the ranks, with the next number."""
-        self.desired = replace(desired, number=self.desired.number + 1)
+        target = self.target
+        target.desired = replace(desired, number=target.desired.number + 1)
         for session in self.sessions:
-            session.ranks.want(self.desired)
-        self.on_wanted()
+            session.ranks.want(target.desired)
+        target.on_wanted()
 
     def silent_ranks(self) -> list[int]:
         """Ranks that have to report before the pool has memory, and have not."""
@@ -643,7 +479,7 @@ class Pool:
 
     def apply_limit(self) -> None:
         """Update the usable slots from the ceiling and the ranks. The caller removes blocks above a lower limit."""
-        limit = min(self.ceiling, self.memory_slots())
+        limit = min(self.target.ceiling, self.memory_slots())
         if limit != self.slots.limit:
             self.slots.set_limit(limit)
             self.index.set_num_slots(limit)
@@ -665,14 +501,14 @@ class Pool:
             with self.lock:
                 marked = any(session.mark_stuck(now) for session in self.sessions)
         with self.lock:
-            self.note_held()
+            self.debts.note_held()
             for session in self.sessions:
                 session.note_held()
             self.index.chains.pass_time(now)
-        while self.end_left():
+        while self.requests.end_left():
             time.sleep(0)
-        if self.curve is not None:
-            self.curve.follow(self.slots.limit, is_lru=self.index.chains.is_lru)
+        if self.requests.curve is not None:
+            self.requests.curve.follow(self.slots.limit, is_lru=self.index.chains.is_lru)
         for _ in range(_USES_SLICES):
             if not self.journal_uses():
                 break
@@ -707,7 +543,6 @@ class Pool:
 
     def _set_lost(self, slots: range) -> None:
         self.lost = slots or range(0)
-        self.acceptance.rebuilding = bool(slots)
 
 
 class EarlierUses:

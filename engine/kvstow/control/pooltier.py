@@ -604,7 +604,7 @@ class PoolTier:
 
     def _last(self, of: TieredNamespace, context: bytes) -> Context | None:
         """With the lock held: the request of this context that ended last in the namespace."""
-        known = [one for one in self._pool.contexts.find(context) if one.namespace is of.namespace]
+        known = [one for one in self._pool.requests.contexts.find(context) if one.namespace is of.namespace]
         return max(known, key=lambda one: one.ended_at, default=None)
 
     def _schedule(self, of: TieredNamespace, context: bytes) -> None:

@@ -10,10 +10,12 @@ from typing import Literal, NamedTuple, TypeVar
 
 from kvstow.control.chains import Running
 from kvstow.control.indexjournal import MAX_KEY_BYTES, fit
+from kvstow.control.leases import SLOTS_OF_LEASE, LeaseBook
 from kvstow.control.namespaces import Namespace, first_of_runs
 from kvstow.control.ops import OP_SLOTS, OpsInFlight
-from kvstow.control.pool import INTERRUPTED, SLOTS_OF_LEASE, LeaseBook, Pool
+from kvstow.control.pool import Pool
 from kvstow.control.ranktable import RankTable
+from kvstow.control.requests import INTERRUPTED
 from kvstow.control.slots import values_at
 from kvstow.endings import NO_ENDING, Ending
 from kvstow.errors import InvalidRequestError, LeaseError
@@ -92,10 +94,10 @@ class Session:
     def __init__(self, pool: Pool, namespace: str = "") -> None:
         self.pool = pool
         self.namespace = self.join_namespace(namespace)
-        self.ranks = RankTable(pool.config, pool.desired)
+        self.ranks = RankTable(pool.config, pool.target.desired)
         self.leases = LeaseBook()
         self.ops = OpsInFlight(pool, self)
-        self.holding = None if pool.holding is None else pool.holding.another()
+        self.holding = None if pool.debts.holding is None else pool.debts.holding.another()
         """What its leases and loads hold, of what those of all owners may hold."""
         self.serving = False
         """Every rank can copy and no transfer is stuck."""
@@ -213,10 +215,10 @@ class Session:
         refusal = self.refusal("load", now)
         if refusal:
             return refusal
-        num_held = len(self.leases) + self.ops.num_ops["load"] + len(self.pool.owed)
-        slots = self.leases.num_slots + self.ops.held_slots + self.pool.owed_slots
+        num_held = len(self.leases) + self.ops.num_ops["load"] + len(self.pool.debts.slots)
+        slots = self.leases.num_slots + self.ops.held_slots + self.pool.debts.num_slots
         self.note_held()
-        self.pool.note_held()
+        self.pool.debts.note_held()
         may_grow = self.holding is None or self.holding.may_grow
         return "too_many_leases" if num_held >= MOST_HELD or slots >= MOST_HELD_SLOTS or not may_grow else None
 
@@ -414,7 +416,7 @@ class Session:
         with pool.lock:
             self._last_request += number is None
             number = self._last_request if number is None else number
-            share = pool.shares.weigh(self.namespace.tag, salt)
+            share = pool.requests.shares.weigh(self.namespace.tag, salt)
             running = chains.begin(self.namespace.order, pool.clock(), share, engine=id(self))
             namespace = self.namespace
             running.on_incomplete = lambda: self.incomplete.append(number)
@@ -429,12 +431,12 @@ class Session:
                 yield
         with pool.lock:
             chains.admit(running, now)
-            if pool.curve is not None:
-                pool.curve.admit(running, keys, now, looked_up, pool.counters.lookups)
+            if pool.requests.curve is not None:
+                pool.requests.curve.admit(running, keys, now, looked_up, pool.counters.lookups)
             has_name = hints is not None and hints.context is not None
             request = _Request(running, namespace, hints, keys if has_name else ())
             self._add_running(number, request)
-            seen, recording = chains.hazards.count_request(), pool.recording
+            seen, recording = chains.hazards.count_request(), pool.requests.recording
         pool.learn(seen)
         if recording is not None:
             context = None if hints is None else hints.context
@@ -447,9 +449,9 @@ class Session:
         if ended is None and len(self._running) >= MOST_RUNNING:
             ended = self._running.pop(next(iter(self._running)))
         if ended is not None:
-            self.pool.end_request(ended.running, INTERRUPTED)
+            self.pool.requests.end(ended.running, INTERRUPTED)
         if self.is_lost:
-            self.pool.left.append(request.running)
+            self.pool.requests.left.append(request.running)
         else:
             self._running[number] = request
 
@@ -487,23 +489,23 @@ class Session:
                 pool.index.absorb(request.running, request.namespace, some, pool.clock())
             yield
         hints = request.hints
-        if (recording := pool.recording) is not None:
+        if (recording := pool.requests.recording) is not None:
             recording.end((id(self), number), ending, pool.clock())
         with pool.lock:
             if hints is not None and ending.status not in ("interrupted", "abort"):
                 resume_in = hints.keep_for if hints.resume_in is None else hints.resume_in
                 ending = ending._replace(resume_in=resume_in, release=hints.release)
-            pool.end_request(request.running, ending, more)
+            pool.requests.end(request.running, ending, more)
             if hints is None or hints.context is None or ending.status == "interrupted":
                 return EndedRequest(request.running.is_incomplete)
             chain_keys = [*request.keys, *more]
             watches = chains.watches_of(request.running)
-            pool.contexts.note(request.namespace, hints, chain_keys, watches, pool.clock())
+            pool.requests.contexts.note(request.namespace, hints, chain_keys, watches, pool.clock())
             return EndedRequest(request.running.is_incomplete, hints, chain_keys)
 
     def leave_requests(self) -> None:
         """The session's requests end, later. The caller holds the lock."""
-        self.pool.left.extend([request.running for request in self._running.values()])
+        self.pool.requests.left.extend([request.running for request in self._running.values()])
         self._running = {}
 
     def note_prefill(self, news: PrefillNews) -> None:
@@ -584,7 +586,7 @@ class Session:
         pool = self.pool
         failing: Iterator[None] = iter(())
         is_failing = False
-        if report.engine_id != pool.desired.engine_id:
+        if report.engine_id != pool.target.desired.engine_id:
             report = replace(report, applied=0)  # it has applied no desired state of this engine
         with pool.lock:
             self.check_report(report)
@@ -614,7 +616,7 @@ class Session:
     def desired(self) -> DesiredState:
         """The desired state of every rank."""
         with self.pool.lock:
-            return self.pool.desired
+            return self.pool.target.desired
 
     def check_report(self, report: RankReport) -> None:
         """Raises `NotFoundError` or `InvalidRequestError` for a report that no rank of this session can have sent. The
@@ -646,12 +648,12 @@ class Session:
     def refusal(self, what: Literal["load", "store"], now: float) -> Refusal | None:
         """Why the session may not load, or store: what its pool allows, and its own state. The caller holds the
         lock."""
-        pool = self.pool.acceptance
-        if self.closed or pool.drain_mode == "all" or (pool.drain_mode and what == "store"):
+        acceptance = self.pool.acceptance
+        if self.closed or acceptance.drain_mode == "all" or (acceptance.drain_mode and what == "store"):
             return "draining"
-        if not self.serving or pool.rebuilding:
+        if not self.serving or self.pool.lost:
             return "not_ready"
-        if pool.bypasses(what, now):
+        if acceptance.bypasses(what, now):
             return "bypassed"
         return "not_ready" if what == "store" and not self.pool.slots.limit else None
 

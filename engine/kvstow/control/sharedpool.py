@@ -17,7 +17,7 @@ from kvstow.control.administration import Administrator, Sweep, sweep_namespace
 from kvstow.control.attachedsession import AttachedSession, TierSession
 from kvstow.control.indexjournal import IndexJournal, RecoveredIndex
 from kvstow.control.namespaces import Namespace, NamespaceLabel
-from kvstow.control.pool import ANY_SESSION, SLICE_SLOTS, EarlierUses, Pool
+from kvstow.control.pool import ANY_SESSION, SLICE_SLOTS, EarlierUses, Pool, PoolTarget
 from kvstow.errors import ConflictError, InvalidRequestError, NotFoundError
 from kvstow.messages import DesiredState
 from kvstow.status import NamespaceStatus
@@ -26,8 +26,7 @@ from kvstow.status import NamespaceStatus
 class SharedPool(Pool):
     """A pool of extents. It begins without any, and grows and shrinks by whole ones, the last of which goes first.
 
-    `config.capacity_slots` plays no part. With `replicated`, all ranks of a session have the same KV: rank 0 stores it
-    for all of them, and every rank loads it. The journal stays the caller's.
+    `config.capacity_slots` plays no part. The journal stays the caller's.
     """
 
     def __init__(
@@ -36,15 +35,11 @@ class SharedPool(Pool):
         *,
         clock: Callable[[], float] = time.monotonic,
         slice_slots: int = SLICE_SLOTS,
-        replicated: bool = False,
         journal: IndexJournal | None = None,
     ) -> None:
         super().__init__(config, clock, slice_slots=slice_slots)
         self.journal = journal
-        self.desired = replace(self.desired, capacity_slots=0)
-        self.ceiling = 0
-        if replicated:
-            self.storing_ranks = frozenset((0,))
+        self.target = PoolTarget(0)
         self.admin = Administrator(self)
         self._extents: list[int] = []
         self._populated = 0
@@ -61,7 +56,7 @@ class SharedPool(Pool):
         """A new session of an engine with this name. Sessions with the same namespace share blocks. Raises
         `ConflictError` if the pool was closed."""
         with self.lock:
-            if self.closed:
+            if self.acceptance.closed:
                 raise ConflictError("the pool was closed")
             self.last_session_id += 1
             return AttachedSession(self, self.last_session_id, engine, namespace)
@@ -70,7 +65,7 @@ class SharedPool(Pool):
         """The host's own session, for transfers of the store below the pool; call it once. Raises `ConflictError` if
         the pool was closed."""
         with self.lock:
-            if self.closed:
+            if self.acceptance.closed:
                 raise ConflictError("the pool was closed")
             self.last_session_id += 1
             return TierSession(self, self.last_session_id, namespace)
@@ -96,7 +91,7 @@ class SharedPool(Pool):
         return [session for session in self.sessions if isinstance(session, AttachedSession)]
 
     def end_holds(self, held: Iterable[tuple[int, ...]]) -> None:
-        self.owe(held)  # a client may hold as much as it likes, and others wait for the lock
+        self.debts.owe(held)  # a client may hold as much as it likes, and others wait for the lock
 
     # -- namespaces -----------------------------------------------------------------------------------------
 
@@ -164,11 +159,11 @@ class SharedPool(Pool):
         with self.lock:
             if not self._is_released():
                 raise ConflictError("some engines still use memory that was taken from the pool")
-            if self.resizing:
+            if self.target.is_resizing:
                 raise ConflictError("the pool is being resized; wait for its operation, or cancel it")
             self._extents.append(num_slots)
-            self.ceiling = ceiling = sum(self._extents)
-            self.want(replace(self.desired, capacity_slots=self.ceiling))
+            self.target.ceiling = ceiling = sum(self._extents)
+            self.want(replace(self.target.desired, capacity_slots=ceiling))
             self.apply_limit()
         self.make_tables(ceiling)
 
@@ -213,7 +208,7 @@ class SharedPool(Pool):
         is_lower = desired.capacity_slots < self.capacity
         super().want(desired)
         if is_lower:
-            self._last_lowering = self.desired.number
+            self._last_lowering = self.target.desired.number
             while sum(self._extents) > self.capacity:
                 self._extents.pop()
             self._populated = min(self._populated, self.capacity)

@@ -62,11 +62,11 @@ class RankSocket:
 
     def start(self) -> None:
         """Raises `RuntimeError` if no thread can be started."""
-        self._engine.pool.on_wanted = self._wake.set
+        self._engine.pool.target.on_wanted = self._wake.set
         self._thread.start()
 
     def stop(self) -> None:
-        self._engine.pool.on_wanted = lambda: None
+        self._engine.pool.target.on_wanted = lambda: None
         self._stopping.set()
         self._wake.set()
         if self._thread.ident is not None:

@@ -17,7 +17,7 @@ from kvstow.attach.identity import NamespaceIdentity, PoolIdentity
 from kvstow.attach.peer import Peer
 from kvstow.bytesize import format_size
 from kvstow.control.administration import HostSwitches
-from kvstow.control.pool import SLOTS_OF_LEASE
+from kvstow.control.leases import SLOTS_OF_LEASE
 from kvstow.control.session import MOST_HELD, MOST_HELD_SLOTS
 from kvstow.errors import AttachRefusedError, ConflictError, NotFoundError
 from kvstow.owners import Holding, SharedLimit
@@ -119,7 +119,7 @@ class NodeHost:
         lock."""
         self._closing[pool.name] = self._pools.pop(pool.name)
         with pool.lock:
-            pool.closed = True
+            pool.acceptance.closed = True
         if self.tier is not None:
             self.tier.drop_pool(pool, partial(self._end_pool, pool), on_purged)
             return
@@ -134,7 +134,7 @@ class NodeHost:
             self._memory.do(self._memory.remove_pool, pool)
             del self._closing[pool.name]
         with pool.lock:
-            pool.close_holding()
+            pool.debts.close_holding()
 
     def has_sessions(self, pool: NodePool) -> bool:
         """Whether the pool has sessions, including lost ones."""
@@ -178,13 +178,13 @@ class NodeHost:
         """Stop serving. Call after the threads have ended. Idempotent."""
         for pool in self.pools():
             with pool.lock:
-                pool.closed = True
+                pool.acceptance.closed = True
 
     # -- what an earlier service has left: before an engine can name it ----------------------------------------
 
     def restore_pool(self, record: PoolRecord, namespaces: Mapping[str, NamespaceIdentity]) -> NodePool:
         pool = NodePool(record.name, record.identity, record.model, self._settings, clock=self._clock)
-        pool.holding = Holding(self.held, record.owner)
+        pool.debts.holding = Holding(self.held, record.owner)
         pool.known.update((name, KnownNamespace(name, identity, ())) for name, identity in namespaces.items())
         with self._lock:
             self._pools[pool.name] = pool
@@ -284,7 +284,7 @@ class NodeHost:
         """Make a pool, without adding it to the host. The caller holds the lock. Raises `AttachRefusedError`."""
         name = unique_name(identity, model, {*self._pools, *self._closing})
         pool = NodePool(name, identity, model, self._settings, clock=self._clock)
-        pool.holding = Holding(self.held, owner)
+        pool.debts.holding = Holding(self.held, owner)
         slot_bytes = pool.record(owner, self._memory.budget.extent_bytes).layout.bytes_of(1)
         total_bytes = self._memory.budget.total_bytes
         if slot_bytes > total_bytes:

@@ -97,7 +97,7 @@ async def test_required_checks_fail_readyz(launch: Any, node: FakeNode) -> None:
 
 
 async def test_records_that_are_wrong_fail_readyz(client: httpx.AsyncClient, node: FakeNode) -> None:
-    node.attach(NAMES[0]).pool.integrity_error = "a slot is in two states"
+    node.attach(NAMES[0]).pool.acceptance.integrity_error = "a slot is in two states"
     answer = await client.get("/readyz")
     assert answer.status_code == 503
     assert f"pool {NAMES[0]}: its records are inconsistent" in answer.text

@@ -59,7 +59,7 @@ def test_requests_come_as_lines_and_the_last_line_says_why_it_ended(
         rest = [json.loads(line) for line in lines if line]
         assert [len(one.get("hash_ids", ())) for one in rest] in ([0], [8, 0])
         assert rest[-1]["recording"]["end"] == "size"
-        until(lambda: engine.pool.recording is None)
+        until(lambda: engine.pool.requests.recording is None)
 
 
 def test_it_ends_by_time(serve: Serve, engine: OffloadEngine, tmp_path: Path) -> None:
@@ -72,12 +72,12 @@ def test_it_ends_with_its_connection(serve: Serve, engine: OffloadEngine, tmp_pa
     with client_of(serve, tmp_path) as client:
         lines = client.record("host", **LIMITS)
         next(lines)
-        assert engine.pool.recording is not None
+        assert engine.pool.requests.recording is not None
         with pytest.raises(ApiError, match="is being recorded already") as refused:
             next(client.record("host", **LIMITS))
         assert refused.value.status == 409
         lines.close()
-        until(lambda: engine.pool.recording is None)
+        until(lambda: engine.pool.requests.recording is None)
 
 
 def test_a_client_that_does_not_read_ends_it_and_delays_nobody(
@@ -92,8 +92,8 @@ def test_a_client_that_does_not_read_ends_it_and_delays_nobody(
         body = json.dumps({"seconds": 600.0, "max_bytes": 1 << 30}).encode()
         head = "POST /v1/pools/host/trace HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
         deaf.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-        until(lambda: engine.pool.recording is not None)
-        made = engine.pool.recording
+        until(lambda: engine.pool.requests.recording is not None)
+        made = engine.pool.requests.recording
         assert made is not None
         deadline = time.monotonic() + 60.0
         while not made.is_over:
@@ -125,7 +125,7 @@ def test_a_stranger_records_nothing(serve: Serve, engine: OffloadEngine) -> None
     with Client(listeners.url) as client, pytest.raises(ApiError) as refused:
         next(client.record("host", **LIMITS))
     assert refused.value.status == 403
-    assert engine.pool.recording is None
+    assert engine.pool.requests.recording is None
 
 
 def use_often(engine: OffloadEngine) -> None:

@@ -73,8 +73,10 @@ class Host:
         journal: IndexJournal | None = None,
     ) -> None:
         self.clock = FakeClock()
-        config = EngineConfig(slot_bytes=64, capacity_slots=slots, num_ranks=ranks, policy=policy)
-        self.pool = SharedPool(config, clock=self.clock, replicated=replicated, journal=journal)
+        config = EngineConfig(
+            slot_bytes=64, capacity_slots=slots, num_ranks=ranks, policy=policy, replicated=replicated
+        )
+        self.pool = SharedPool(config, clock=self.clock, journal=journal)
         self.memory: list[dict[int, Content]] = [{} for _ in range(ranks)]
         if replicated:
             self.memory = [self.memory[0]] * ranks

@@ -68,7 +68,7 @@ def timed_pool(slots: int, policy: str = "auto", most_keys: int | None = None) -
     pool = TimedPool(slots, policy, curve=True)
     inner: Pool = pool.engine.pool
     if most_keys is not None:
-        inner.curve = Curve(inner.index.chains.hazards, inner.lock, inner.clock, most_keys)
+        inner.requests.curve = Curve(inner.index.chains.hazards, inner.lock, inner.clock, most_keys)
     return pool
 
 
@@ -153,7 +153,7 @@ def test_another_size_begins_anew() -> None:
     pool = timed_pool(64)
     serve(pool, requests)
     assert pool.engine.curve() is not None
-    curve = pool.engine.pool.curve
+    curve = pool.engine.pool.requests.curve
     assert curve is not None
     curve.follow(66, is_lru=False)
     assert pool.engine.curve() is not None, "hardly another size"
@@ -169,7 +169,7 @@ def test_a_client_whose_chains_are_none_harms_no_other(most_keys: int | None) ->
     """Repeated keys, and keys that follow others than before."""
     pool = timed_pool(40, most_keys=most_keys)
     choose = random.Random(1)
-    curve = pool.engine.pool.curve
+    curve = pool.engine.pool.requests.curve
     assert curve is not None
     for number in range(200):
         pool.serve([key(choose.randrange(60)) for _ in range(choose.randint(1, 30))], float(number))
@@ -206,7 +206,7 @@ def test_a_class_that_only_a_larger_size_has_gets_its_row_in_the_table_of_the_po
 
 def test_requests_that_are_too_many_to_follow_begin_a_thinner_sample(make_engine: Callable[..., OffloadEngine]) -> None:
     pool = make_engine().pool
-    curve = pool.curve
+    curve = pool.requests.curve
     assert curve is not None
     curve.follow(1 << 20, is_lru=False)
     step = curve.step
@@ -220,7 +220,7 @@ def test_requests_that_are_too_many_to_follow_begin_a_thinner_sample(make_engine
 
 def test_without_the_setting_nothing_is_followed(make_engine: Callable[..., OffloadEngine]) -> None:
     engine = make_engine(curve=False)
-    assert engine.pool.curve is None
+    assert engine.pool.requests.curve is None
     use_keys(engine, [key(1)])
     engine.tick()
     assert (engine.curve(), engine.curve_evidence()) == (None, None)

@@ -416,7 +416,7 @@ def test_a_request_with_unknown_blocks_leaves_others_what_it_does_not_use(make_t
 
 
 def test_every_salt_teaches_as_much(make_traffic: MakeTraffic) -> None:
-    shares = make_traffic(4).engine.pool.shares
+    shares = make_traffic(4).engine.pool.requests.shares
     weights = {b"many": 0.0, b"few": 0.0}
     for number in range(4000):
         salt = b"few" if number % 4 == 0 else b"many"
@@ -434,7 +434,7 @@ def test_requests_of_a_session_that_is_lost_end(clock: FakeClock) -> None:
     other = host.attach()
     client.session.lose("its socket has closed")
     host.pool.tick()
-    assert not host.pool.left
+    assert not host.pool.requests.left
     parts = host.pool.index.chains.parts()
     assert parts
     assert all(part.request is None for part in parts), "nothing is running any more"

@@ -369,7 +369,7 @@ def asked_in(tiered: TieredPool, monkeypatch: pytest.MonkeyPatch, what: str) -> 
         return call(namespace, keys, *args, **options)
 
     monkeypatch.setattr(stored, what, note)
-    tiered.pool.slice_slots = 3
+    tiered.pool.slice_slots = tiered.pool.debts.slice_slots = 3
     return asked
 
 

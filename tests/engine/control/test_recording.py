@@ -205,7 +205,7 @@ def test_a_pool_records_uses_with_and_without_a_comparison(make_engine: Callable
             (line,) = lines(made)
             assert (len(line["hash_ids"]), line["looked_up"]) == (4, [0, 3])
             assert line["end"] >= line["timestamp"]
-        assert engine.pool.recording is None
+        assert engine.pool.requests.recording is None
         use_keys(engine, keys(1))
         assert made.take() == (b"", "stopped")
 
@@ -221,8 +221,8 @@ def test_a_pool_has_one_recording_at_a_time(make_engine: Callable[..., OffloadEn
         with engine.record(**LIMITS) as second:
             use_keys(engine, keys(1))
             assert len(lines(second)) == 1
-        assert engine.pool.recording is None
-    assert engine.pool.recording is None
+        assert engine.pool.requests.recording is None
+    assert engine.pool.requests.recording is None
 
 
 def test_stalled_readers_hold_no_more_than_one_recording(

@@ -22,8 +22,9 @@ from kvstow.control import namespaces
 from kvstow.control.administration import Sweep
 from kvstow.control.attachedsession import AttachedSession
 from kvstow.control.engine import PoolFacade
+from kvstow.control.leases import LeaseBook
 from kvstow.control.namespaces import KeyMap, Namespaces
-from kvstow.control.pool import LeaseBook, Pool
+from kvstow.control.pool import Pool
 from kvstow.control.sharedpool import SharedPool
 from kvstow.errors import LeaseError
 from kvstow.hints import Hints, context_id
@@ -113,7 +114,7 @@ class Engine(VerifyingHost):
         op = self.session.begin_store(keys, blocks).op
         if op:
             self.stores[op.op_id] = op
-            self.submit(op, [self.ranks[rank] for rank in self.pool.storing_ranks])
+            self.submit(op, [self.ranks[rank] for rank in self.pool.config.storing_ranks])
 
     def contents(self, keys: Sequence[bytes]) -> tuple[bytes, ...]:
         return tuple(self.namespace.encode() + key for key in keys)
@@ -162,8 +163,8 @@ class Engines(RuleBasedStateMachine):
     @initialize(num_ranks=st.integers(1, 2), replicated=st.booleans(), policy=st.sampled_from(["lru", "auto"]))
     def start(self, num_ranks: int, replicated: bool, policy: str) -> None:
         self.clock = FakeClock()
-        config = EngineConfig(slot_bytes=1, capacity_slots=EXTENT_SLOTS, num_ranks=num_ranks, policy=policy)
-        self.pool = self.make_pool(config, replicated)
+        config = EngineConfig(1, EXTENT_SLOTS, num_ranks=num_ranks, policy=policy, replicated=replicated)
+        self.pool = self.make_pool(config)
         self.memory: list[list[dict[int, Content]]] = [[] for _ in range(num_ranks)]
         """The extents of each rank."""
         if replicated:
@@ -175,8 +176,8 @@ class Engines(RuleBasedStateMachine):
         self.sweep: Sweep | None = None
         self.life("attach", 2)
 
-    def make_pool(self, config: EngineConfig, replicated: bool) -> SharedPool:
-        return SharedPool(config, clock=self.clock, slice_slots=2, replicated=replicated)
+    def make_pool(self, config: EngineConfig) -> SharedPool:
+        return SharedPool(config, clock=self.clock, slice_slots=2)
 
     # One rule: of several, hypothesis leaves some out of most runs.
     @rule(action=st.sampled_from(CHOICES), pick=st.integers(0, PICKS - 1))
@@ -247,7 +248,7 @@ class Engines(RuleBasedStateMachine):
             if len(self.engines) < MAX_CLIENTS:
                 engine = Engine(self.pool, self.memory, NAMESPACES[pick % len(NAMESPACES)])
                 for rank in engine.ranks:
-                    rank.pin(min(pick % 5 * 2, self.pool.desired.capacity_slots))
+                    rank.pin(min(pick % 5 * 2, self.pool.target.desired.capacity_slots))
                 self.engines.append(engine)
         elif what in ("speak late", "die"):
             if self.ended:
@@ -317,7 +318,7 @@ class Engines(RuleBasedStateMachine):
             self.clock.advance(40.0)
             pool.tick()
         elif what == "free owed":
-            pool.free_owed()
+            pool.debts.pay()
         elif what == "add extent":
             if len(pool.extents) < MAX_EXTENTS and self.sweep is None and pool.is_released:
                 self.add_extent()
@@ -387,7 +388,7 @@ class Engines(RuleBasedStateMachine):
         for engine in self.ended:
             for number in list(engine.alive):
                 engine.die(number)
-        while self.pool.free_owed():
+        while self.pool.debts.pay():
             self.books_balance()
         self.books_balance()
         stats = PoolFacade(self.pool).stats()

@@ -11,7 +11,7 @@ from tests.engine.control.sharedhost import Host
 from kvstow.control import session
 from kvstow.control.engine import PoolFacade
 from kvstow.control.indexjournal import RecoveredIndex
-from kvstow.control.pool import LeaseBook
+from kvstow.control.leases import LeaseBook
 from kvstow.control.sharedpool import EarlierSession, recover
 from kvstow.errors import ConflictError, InvalidRequestError, LeaseError, NotFoundError
 from kvstow.results import KeyRun
@@ -476,17 +476,17 @@ def test_the_slots_of_a_sessions_leases_and_loads_are_bounded(host: Host, monkey
 
 def test_what_is_released_counts_until_it_is_freed(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     """A client may lease and release faster than slots are freed."""
-    host.pool.slice_slots = 2
+    host.pool.slice_slots = host.pool.debts.slice_slots = 2
     client = host.attach()
     client.store([A, B, C])
     for most in ("MOST_HELD", "MOST_HELD_SLOTS"):
         with monkeypatch.context() as patch:
             leases = [client.session.acquire([A, B, C]).lease_id for _ in range(3)]
             client.session.release_leases(leases)
-            assert (len(host.pool.owed), host.pool.owed_slots) == (2, 5)
+            assert (len(host.pool.debts.slots), host.pool.debts.num_slots) == (2, 5)
             patch.setattr(session, most, 2)
             assert client.session.acquire([A]).slots == ()
-            while host.pool.free_owed():
+            while host.pool.debts.pay():
                 pass
             assert client.session.acquire([A]).slots
             PoolFacade(host.pool).check_integrity()
@@ -501,7 +501,7 @@ def test_the_bounds_are_above_what_an_engines_queue_holds() -> None:
 @pytest.mark.parametrize("ends", ["release", "death"])
 def test_a_lease_with_a_repeated_key_gives_up_one_hold_of_its_slot(host: Host, ends: str) -> None:
     """The parts in which its slots are freed are not holds of their own."""
-    host.pool.slice_slots = 2
+    host.pool.slice_slots = host.pool.debts.slice_slots = 2
     client, other = host.attach(), host.attach()
     client.store([A, B, C])
     loading = other.session.begin_load(other.session.acquire([A]), [0])
@@ -512,7 +512,7 @@ def test_a_lease_with_a_repeated_key_gives_up_one_hold_of_its_slot(host: Host, e
     else:
         client.session.lose("closed")
         host.kill(client)
-    while host.pool.free_owed():
+    while host.pool.debts.pay():
         pass
     assert host.counts["leased"] == 1
     host.pool.remove_blocks(loading.slots, "purge")

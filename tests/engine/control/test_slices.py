@@ -17,7 +17,7 @@ KEYS = [bytes([letter]) for letter in b"ABCDEFGH"]
 @pytest.fixture
 def host() -> Host:
     host = Host(slots=16)
-    host.pool.slice_slots = 2
+    host.pool.slice_slots = host.pool.debts.slice_slots = 2
     return host
 
 
@@ -33,7 +33,7 @@ def begin_load(client: Client, keys: list[bytes]) -> Op:
 def run_owed(host: Host) -> int:
     """Make all steps, and return how many there were."""
     count = 1
-    while host.pool.free_owed():
+    while host.pool.debts.pay():
         PoolFacade(host.pool).check_integrity()
         count += 1
     return count
@@ -105,7 +105,7 @@ def test_a_store_finds_slots_that_are_owed(host: Host) -> None:
     held = other.session.acquire(keys[size // 2 :])
     client.session.release_leases([lease.lease_id])
     assert held.slots
-    freed = size // 2 - host.pool.owed_slots
+    freed = size // 2 - host.pool.debts.num_slots
     assert freed < size // 2
     op = client.session.begin_store([b"new%d" % number for number in range(freed + 1)], range(freed + 1)).op
     assert op is not None
@@ -130,7 +130,7 @@ def test_the_ops_of_a_lost_session_end_in_steps(host: Host) -> None:
 
 def test_an_op_with_many_slots_is_a_step_of_its_own() -> None:
     host = Host(64)
-    host.pool.slice_slots = 2 * OP_SLOTS
+    host.pool.slice_slots = host.pool.debts.slice_slots = 2 * OP_SLOTS
     client = host.attach()
     keys = [bytes([number]) for number in range(4 + 2 * OP_SLOTS)]
     half = len(keys) // 2

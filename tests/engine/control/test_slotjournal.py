@@ -79,11 +79,11 @@ class JournaledEngines(Engines):
     """At every write to the journal, each block in it has its bytes on all ranks, and no slot is empty that a process
     still uses. Between calls, the journal says what the pool says."""
 
-    def make_pool(self, config: EngineConfig, replicated: bool) -> SharedPool:
+    def make_pool(self, config: EngineConfig) -> SharedPool:
         self.journal = WatchedJournal.create(MAX_SLOTS, {"pool": "a", "namespaces": []})
         self.engines = []
         self.ended = []
-        pool = SharedPool(config, clock=self.clock, slice_slots=2, replicated=replicated, journal=self.journal)
+        pool = SharedPool(config, clock=self.clock, slice_slots=2, journal=self.journal)
         self.journal.watch = self.check_bytes
         return pool
 
@@ -92,7 +92,7 @@ class JournaledEngines(Engines):
         names_now = names(self.journal)
         for tag, blocks in found.blocks.items():
             for key, slot in blocks.items():
-                for rank in self.pool.storing_ranks:
+                for rank in self.pool.config.storing_ranks:
                     content = self.memory[rank][slot // EXTENT_SLOTS].get(slot)
                     assert tag not in names_now or content == names_now[tag].encode() + key, "recovered bytes are wrong"
         self.check_uses(found)
@@ -180,14 +180,7 @@ class RestartedEngines(JournaledEngines):
         found = recovered(self.journal)
         before.journal, before.earlier = None, None
         self.journal = WatchedJournal.open(os.dup(self.journal.fd))
-        config = before.config
-        self.pool = SharedPool(
-            config,
-            clock=self.clock,
-            slice_slots=2,
-            replicated=len(before.storing_ranks) < config.num_ranks,
-            journal=self.journal,
-        )
+        self.pool = SharedPool(before.config, clock=self.clock, slice_slots=2, journal=self.journal)
         for num_slots in before.extents:
             self.pool.add_extent(num_slots)
         self.pool.set_populated(before._populated)

@@ -22,8 +22,9 @@ from kvstow.config import EngineConfig
 from kvstow.control.administration import Sweep
 from kvstow.control.engine import OffloadEngine
 from kvstow.control.index import Index
+from kvstow.control.leases import LeaseBook
 from kvstow.control.ops import OpenOp, OpsInFlight
-from kvstow.control.pool import LeaseBook, Pool, PoolAcceptance
+from kvstow.control.pool import Pool
 from kvstow.control.ranktable import RankTable
 from kvstow.control.slots import SlotMap
 from kvstow.endings import STATUSES, Ending
@@ -422,7 +423,7 @@ def leases_outlive_a_restart(patch: pytest.MonkeyPatch) -> None:
 def lost_blocks_are_served(patch: pytest.MonkeyPatch) -> None:
     """They are served until they are removed, and they never are."""
     patch.setattr(Pool, "remove_lost", lambda self: None)
-    patch.setattr(PoolAcceptance, "rebuilding", property(lambda self: False, lambda self, value: None), raising=False)
+    patch.setattr(Pool, "lost", property(lambda self: range(0), lambda self, slots: None), raising=False)
 
 
 def resize_does_not_wait(patch: pytest.MonkeyPatch) -> None:
@@ -430,8 +431,8 @@ def resize_does_not_wait(patch: pytest.MonkeyPatch) -> None:
 
     def at_once(self: OffloadEngine) -> object:
         pool = self.pool
-        if pool.ceiling < pool.capacity:
-            pool.want(replace(pool.desired, capacity_slots=pool.ceiling))
+        if pool.target.ceiling < pool.capacity:
+            pool.want(replace(pool.target.desired, capacity_slots=pool.target.ceiling))
         return desired(self)
 
     patch.setattr(OffloadEngine, "desired", at_once)

@@ -58,7 +58,7 @@ class TieredPool:
             self.tier.note_prefill(self.of, PrefillCost(1 / PREFILL))
 
     def register(self) -> None:
-        self.tier.session.set_registered(self.pool.capacity, self.pool.desired.number)
+        self.tier.session.set_registered(self.pool.capacity, self.pool.target.desired.number)
 
     def enter(self, engine: Client, fingerprint: str | None = "f") -> TieredNamespace:
         return self.tier.enter(engine.session, "model", fingerprint, "" if fingerprint else "for a reason")

@@ -161,10 +161,10 @@ class Traffic:
 
     def _run(self) -> None:
         engine, deadline = self._host.engine, time.monotonic() + 60.0
-        while engine.pool.recording is None and time.monotonic() < deadline:
+        while engine.pool.requests.recording is None and time.monotonic() < deadline:
             time.sleep(0.001)
         number = 0
-        while engine.pool.recording is not None and time.monotonic() < deadline:
+        while engine.pool.requests.recording is not None and time.monotonic() < deadline:
             use_keys(engine, keys(number % 7, 100, 101), looked_up=(0, 2))
             number += 1
             time.sleep(0.001)

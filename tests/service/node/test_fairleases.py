@@ -6,7 +6,7 @@ from tests.service.node.conftest import MakeBench
 from tests.service.node.hostbench import ONE_RANK, ONE_RANK_OTHER, Engine
 
 from kvstow.attach.calls import Hold
-from kvstow.control.pool import SLOTS_OF_LEASE
+from kvstow.control.leases import SLOTS_OF_LEASE
 from kvstow.control.session import MOST_HELD, MOST_HELD_SLOTS
 
 COST = 8 + SLOTS_OF_LEASE

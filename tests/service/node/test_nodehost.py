@@ -185,13 +185,13 @@ def test_many_slots_are_freed_by_the_thread_of_the_memory(
     """While the attach server's thread answers others, and one slice between two actions of its own."""
     engine = bench.start(ONE_RANK)
     engine.store(*range(8))
-    engine.pool.slice_slots = 20
+    engine.pool.slice_slots = engine.pool.debts.slice_slots = 20
     shared = engine.pool
     for _ in LEASES:
         engine.find(*range(8), hold=Hold.PRESENT)
 
     def held() -> int:
-        return shared.owed_slots + sum(len(slots) for one in shared.attached() for slots in one.held_slots())
+        return shared.debts.num_slots + sum(len(slots) for one in shared.attached() for slots in one.held_slots())
 
     end(engine)
     assert held() >= 8 * len(LEASES) - 20
@@ -202,7 +202,7 @@ def test_many_slots_are_freed_by_the_thread_of_the_memory(
         assert 0 < before - held() <= 20
         assert ran == [number]
         shared.facade.check_integrity()
-    while shared.owes:
+    while shared.debts.exist:
         bench.run_memory()
     assert shared.facade.stats().pool.slots.leased == 0
 

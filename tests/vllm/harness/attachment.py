@@ -48,6 +48,6 @@ class SteppedAttachment(AttachedWorker):
                 service.let_go(self._session, rank)
                 self._session = None
         if self._session is not None and self.is_attached:
-            desired = service.pool.desired
+            desired = service.pool.target.desired
             report = replace(self.plane.report(), engine_id=desired.engine_id, applied=desired.number)
             self._session.report(report)

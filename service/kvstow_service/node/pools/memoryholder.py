@@ -173,7 +173,7 @@ class MemoryHolder:
     def _memory_of(self, rank: int) -> RankMemory:
         """Return the memory of a rank. If none of it lies above the newest desired state's capacity, the rank counts as
         having applied that state."""
-        memory, desired = self.ranks[rank], self.pool.desired
+        memory, desired = self.ranks[rank], self.pool.target.desired
         if memory.top_slot <= desired.capacity_slots:
             memory.applied = desired.number
         return memory

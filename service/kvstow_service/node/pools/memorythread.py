@@ -206,7 +206,7 @@ class MemoryThread:
 
     def _free_slice(self, pool: NodePool) -> None:
         self._owing.discard(pool)  # before the slice, because another thread may add the pool meanwhile
-        if pool.free_owed():
+        if pool.debts.pay():
             self._owing.add(pool)
 
     def _guarded(self, action: Callable[[], object]) -> None:

@@ -78,7 +78,7 @@ class NodePool(SharedPool):
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(config_of(identity, settings), clock=clock, replicated=identity.replicated)
+        super().__init__(config_of(identity, settings), clock=clock)
         self.name = name
         self.identity = identity
         self.model = model
@@ -210,6 +210,7 @@ def config_of(identity: PoolIdentity, settings: PoolSettings) -> EngineConfig:
             report_timeout=settings.report_timeout,
             event_buffer=settings.event_buffer,
             rank_slot_bytes=sizes if len(set(sizes)) > 1 else (),
+            replicated=identity.replicated,
         )
     except ConfigError as error:
         raise AttachRefusedError("identity", str(error)) from error

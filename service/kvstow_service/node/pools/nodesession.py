@@ -343,7 +343,7 @@ class NodeSession(MemoryHolder):
             yield
 
     def _free_owed(self) -> None:
-        if self.pool.owes:
+        if self.pool.debts.exist:
             self._memory.free_owed(self.pool)
 
     def begin_load(self, call: BeginLoad) -> LoadBegun:
@@ -449,7 +449,7 @@ class NodeSession(MemoryHolder):
             replace(
                 report,
                 pinned_slots=memory.registered_slots,
-                engine_id=self.pool.desired.engine_id,
+                engine_id=self.pool.target.desired.engine_id,
                 applied=memory.applied,
             )
         )

@@ -148,7 +148,7 @@ class NodeStore:
 
     def _layout_of(self, pool: NodePool) -> StoredLayout:
         owner = self._tenant_of(_uid_of(pool)) or f"uid:{_uid_of(pool)}"
-        sizes = tuple(pool.config.slot_bytes_of(rank) for rank in sorted(pool.storing_ranks))
+        sizes = tuple(pool.config.slot_bytes_of(rank) for rank in pool.config.storing_ranks)
         return StoredLayout(pool.name, sizes, _identity_of(pool, owner), owner)
 
     def restore_pool(self, pool: NodePool) -> None:

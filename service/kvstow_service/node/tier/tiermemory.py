@@ -51,7 +51,7 @@ class TierMemory(MemoryHolder):
         super().__init__(secrets.token_hex(8), self, pool, namespace, tier.session, 1)
         self.tier = tier
         self._memory, self._post = memory, post
-        self.stored_ranks = sorted(pool.storing_ranks)
+        self.stored_ranks = list(pool.config.storing_ranks)
         """The ranks whose bytes are in the store, in the order of `StoredLayout.slot_bytes`."""
         self._waiting: dict[int, tuple[ExtentGrant, int, int]] = {}
         """Extents that were granted and are not populated yet, by id: the grant, its descriptor, which this object

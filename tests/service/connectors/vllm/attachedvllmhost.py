@@ -128,7 +128,7 @@ class AttachedVllmHost(VllmHost):
                     self.control.complete(rank.rank, rank.boot_id, [Completion(op.op_id, "failed", "another session")])
 
     def _desired(self) -> Any:
-        return self.service.pool.desired
+        return self.service.pool.target.desired
 
     def _report(self, report: Any) -> Any:
         assert self._joined is not None

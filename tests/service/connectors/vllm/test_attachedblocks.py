@@ -106,7 +106,7 @@ class Bench:
 
 def join(service: SlowService, session: AttachedSession) -> None:
     """Its only rank has all memory."""
-    desired = service.pool.desired
+    desired = service.pool.target.desired
     report = RankReport(
         rank=0,
         boot_id="boot",
