@@ -199,11 +199,9 @@ class Node:
             earlier.append(EarlierSession(record.number, record.hello.engine, processes))
         names = {tag: label.name for tag, label in found.journal.namespaces().items()}
         num_blocks = recover(pool, found.journal.recover(), names, earlier)
-        for session_id, workers in sessions.items():
-            record = workers[0].record
-            peers = [(one.record.hello, one.peer()) for one in workers]
-            session = self.server.restore_session(session_id, record.token_digest, peers)
-            session.hosted = self.host.restore_session(record, session)
+        for workers in sessions.values():
+            session = self.host.restore_session(workers[0].record, self.server.send)
+            self.server.restore_session(session, [(one.record.hello, one.peer()) for one in workers])
         return num_blocks
 
     # -- for the admin process ------------------------------------------------------------------------------

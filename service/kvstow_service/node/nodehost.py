@@ -24,10 +24,9 @@ from kvstow.owners import Holding, SharedLimit
 from kvstow.plaintext import plain
 from kvstow.status import NamespaceStatus, SessionStatus, UserLimit
 from kvstow.tier.blockstore import Purged
-from kvstow_service.node.pools.memoryholder import SessionLink
 from kvstow_service.node.pools.memorythread import MemoryThread
 from kvstow_service.node.pools.nodepool import KnownNamespace, NodePool, PoolSettings, sharing_off, unique_name
-from kvstow_service.node.pools.nodesession import Later, NodeSession
+from kvstow_service.node.pools.nodesession import Later, NodeSession, Send
 from kvstow_service.node.survival.roster import PoolRecord, WorkerRecord
 from kvstow_service.node.tier.nodestore import NodeStore
 
@@ -191,7 +190,7 @@ class NodeHost:
         self.switches.apply_to(pool.facade.admin)
         return pool
 
-    def restore_session(self, record: WorkerRecord, link: SessionLink) -> NodeSession:
+    def restore_session(self, record: WorkerRecord, send: Send) -> NodeSession:
         """Restore a lost session, which its pool has recovered, from the record of one of its workers."""
         pool = self._pools[record.pool]
         unknown = NamespaceIdentity(pool.model, "", "", "")
@@ -199,15 +198,29 @@ class NodeHost:
         hello = replace(record.hello, role="scheduler", namespace=namespace.identity)
         control = pool.find_session(record.number)
         peer, memory = Peer(0, record.uid, record.gid, None), self._memory
-        session = NodeSession(record.session_id, hello, peer, link, pool, namespace, control, memory, self._waiting)
+        session = NodeSession(
+            record.session_id,
+            hello,
+            peer,
+            record.token_digest,
+            send,
+            pool,
+            namespace,
+            control,
+            memory,
+            self._waiting,
+        )
         with self._lock:
             self._sessions[record.session_id] = session
         return session
 
     # -- the attach server's thread -------------------------------------------------------------------------
 
-    def open_session(self, session_id: str, hello: Hello, peer: Peer, link: SessionLink) -> tuple[NodeSession, Welcome]:
-        """Open a session for the scheduler half of an engine. `hello` is what the engine says of itself. `peer.uid`
+    def open_session(
+        self, session_id: str, hello: Hello, peer: Peer, token_digest: str, send: Send
+    ) -> tuple[NodeSession, Welcome]:
+        """Open a session for the scheduler half of an engine. `token_digest` is that of the token with which workers
+        join it. `send` sends its messages. `hello` is what the engine says of itself. `peer.uid`
         comes from the kernel, and becomes part of the pool's identity. Raises `AttachRefusedError`."""
         assert hello.pool is not None, "the hello of a scheduler half has both identities"
         assert hello.namespace is not None
@@ -240,7 +253,10 @@ class NodeHost:
                 self._pools[pool.name] = pool
             hello = replace(hello.in_session(), namespace=namespace.identity, fleet_weights=hello.fleet_weights)
             control = pool.enter(hello.engine, namespace)
-            session = NodeSession(session_id, hello, peer, link, pool, namespace, control, self._memory, self._waiting)
+            memory, waiting = self._memory, self._waiting
+            session = NodeSession(
+                session_id, hello, peer, token_digest, send, pool, namespace, control, memory, waiting
+            )
             self._sessions[session_id] = session
         if found is None:
             self.switches.apply_to(pool.facade.admin)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from kvstow.attach.calls import (
     Admit,
@@ -32,10 +33,10 @@ from kvstow.attach.calls import (
 )
 from kvstow.attach.hello import Hello, Welcome
 from kvstow.attach.peer import Peer
+from kvstow.attach.wire import Message
 from kvstow.errors import AttachRefusedError, LeaseError, NotFoundError
 from kvstow.messages import DesiredState, RankReport
-from kvstow_service.node.pools.memoryholder import SessionLink
-from kvstow_service.node.pools.nodesession import Later, Steps
+from kvstow_service.node.pools.nodesession import Later, Member, Steps
 
 
 @dataclass
@@ -49,11 +50,19 @@ class FakeOp:
 class FakeSession:
     """A session of a `FakeHost`."""
 
-    def __init__(self, host: FakeHost, session_id: str, link: SessionLink, uid: int, ranks: int) -> None:
-        self.host, self.session_id, self.link, self.uid, self.ranks = host, session_id, link, uid, ranks
+    def __init__(self, host: FakeHost, session_id: str, token_digest: str, send: Any, uid: int, ranks: int) -> None:
+        self.host, self.session_id, self.uid, self.num_ranks = host, session_id, uid, ranks
+        self.token_digest, self._send, self.state = token_digest, send, "attached"
+        self.members: list[Member] = []
         self.leases: dict[int, tuple[bytes, ...]] = {}
         self.ops: dict[int, FakeOp] = {}
         self.lost = False
+
+    def push(self, message: Message, *, rank: int | None = None, fds: Sequence[int] = ()) -> None:
+        self._send(self, message, rank, fds)
+
+    def member_of(self, rank: int | None) -> Member | None:
+        return next((one for one in self.members if one.rank == rank and one.is_connected), None)
 
     def _called(self) -> None:
         self.host.threads.add(threading.get_ident())
@@ -61,7 +70,7 @@ class FakeSession:
 
     def join_worker(self, hello: Hello, peer: Peer) -> None:
         self.host.events.append(("joined", self.session_id, hello.rank))
-        self.host.on_join(self.link, hello.rank)
+        self.host.on_join(self, hello.rank)
 
     def lookup(self, call: Lookup | LookupPrompt, later: Later | None = None) -> Found | Pending:
         """Pending while the host `holds_lookups`: `answer_held` answers then."""
@@ -124,7 +133,7 @@ class FakeSession:
 
     def _start(self, direction: str, keys: tuple[bytes, ...], slots: tuple[int, ...]) -> int:
         op_id = self.host.new_id()
-        self.ops[op_id] = FakeOp(direction, keys, slots, set(range(self.ranks)))
+        self.ops[op_id] = FakeOp(direction, keys, slots, set(range(self.num_ranks)))
         return op_id
 
     def complete_in_steps(self, call: Completions) -> Steps[None]:
@@ -142,7 +151,7 @@ class FakeSession:
                     self.host.slot_of.update(zip(op.keys, op.slots, strict=True))
                 settled.append(SettledOp(done.op_id, "store" if op.direction == "store" else "load", done.mark))
         if settled:
-            self.link.push(SettledOps(tuple(settled), room=7))
+            self.push(SettledOps(tuple(settled), room=7))
 
     def admit_in_steps(self, call: Admit) -> Steps[None]:
         yield
@@ -208,14 +217,16 @@ class FakeHost:
         """When to answer what is held, on the server's clock."""
         self.clock: Callable[[], float] = time.monotonic
         self.on_lookup: Callable[[], object] = lambda: None
-        self.on_join: Callable[[SessionLink, int], object] = lambda link, rank: None
+        self.on_join: Callable[[FakeSession, int], object] = lambda session, rank: None
 
-    def open_session(self, session_id: str, hello: Hello, peer: Peer, link: SessionLink) -> tuple[FakeSession, Welcome]:
+    def open_session(
+        self, session_id: str, hello: Hello, peer: Peer, token_digest: str, send: Any
+    ) -> tuple[FakeSession, Welcome]:
         self.threads.add(threading.get_ident())
         if self.refusal is not None:
             raise self.refusal
         assert hello.pool is not None
-        session = self.session_type(self, session_id, link, peer.uid, hello.pool.num_ranks)
+        session = self.session_type(self, session_id, token_digest, send, peer.uid, hello.pool.num_ranks)
         self.sessions[session_id] = session
         self.events.append(("opened", session_id))
         return session, Welcome(

@@ -43,7 +43,7 @@ from kvstow.messages import Completion, Mark
 from kvstow_service.node.nodehost import NodeHost
 from kvstow_service.node.pools.memorythread import MemoryThread
 from kvstow_service.node.pools.nodepool import NodePool, PoolSettings
-from kvstow_service.node.pools.nodesession import result_of
+from kvstow_service.node.pools.nodesession import NodeSession, result_of
 
 EXTENT = 2 << 20
 ROW_SLOTS = EXTENT // SLOT_BYTES
@@ -63,7 +63,7 @@ class Pushed:
 
 
 class Engine:
-    """A session, with the workers of all ranks. It is its own `SessionLink`."""
+    """A session, with the workers of all ranks."""
 
     def __init__(self, bench: HostBench, session_id: str, hello: Hello, uid: int) -> None:
         self.bench, self.session_id, self.hello, self.uid = bench, session_id, hello, uid
@@ -76,7 +76,7 @@ class Engine:
         self.kept: list[int] = []
         """Copies of what it was sent, if `keeps_fds`. The test closes them."""
         self.reports = 0
-        self.session, self.answer = bench.host.open_session(session_id, hello, self.peer(), self)
+        self.session, self.answer = bench.host.open_session(session_id, hello, self.peer(), "", self._send)
 
     def peer(self, pid: int = 0) -> Peer:
         return Peer(pid, self.uid, self.uid, None)
@@ -96,6 +96,9 @@ class Engine:
         return f"{self.session_id}/{rank}"
 
     # -- as the attach server's connections -------------------------------------------------------------------
+
+    def _send(self, _: NodeSession, message: Message, rank: int | None, fds: Sequence[int]) -> None:
+        self.push(message, rank=rank, fds=fds)
 
     def push(self, message: Message, *, rank: int | None = None, fds: Sequence[int] = ()) -> None:
         if fds and self.refuses_fds:

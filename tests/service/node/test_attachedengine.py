@@ -110,7 +110,7 @@ def test_what_is_said_of_a_request_after_its_end_is_known_too(engine: Engine, no
     first, second = engine.admit(KEYS), engine.admit(KEYS)
     assert not engine.end_request(first)
     (session,) = node.host.sessions.values()
-    node.server.post(lambda: session.link.push(SettledOps((), 0, (first, second))))
+    node.server.post(lambda: session.push(SettledOps((), 0, (first, second))))
     late = list[int]()
 
     def step() -> None:

@@ -37,7 +37,6 @@ from kvstow.memory.extents import EXTENT_NAME
 from kvstow.memory.mappedpool import MappedPool
 from kvstow.memory.pinning import FixedPace
 from kvstow.messages import Completion, DesiredState, Direction, LayerFigures, Op, RankReport, StepPlan
-from kvstow_service.node.pools.memoryholder import SessionLink
 from kvstow_service.node.pools.nodesession import Steps
 
 MIB = 1 << 20
@@ -73,7 +72,7 @@ class Service:
     def __init__(self, node: Node, extents: Sequence[int] = ()) -> None:
         self.node, self.host = node, node.host
         self.fds = list(extents)
-        self.links: list[SessionLink] = []
+        self.links: list[FakeSession] = []
         self.words: list[str] = []
         """What the worker of rank 0 says of its memory, in order."""
         self.reports: list[RankReport] = []
@@ -83,7 +82,7 @@ class Service:
         self.host.on_join = self._join
         self.host.session_type = partial(RecordingSession, self)
 
-    def _join(self, link: SessionLink, rank: int) -> None:
+    def _join(self, link: FakeSession, rank: int) -> None:
         self.links.append(link)
         grants = tuple(map(self._grant, range(len(self.fds))))
         link.push(GrantedExtents(SLOT, grants, is_all=True), rank=rank, fds=self.fds)

@@ -36,9 +36,9 @@ def node(make_node: MakeNode, processes: list[FakeProcess]) -> Node:
 def restore(node: Node, *peers: Peer) -> None:
     """A session with these workers; starts the server."""
     workers = [(replace(WORKER, rank=rank), peer) for rank, peer in enumerate(peers)]
-    session = node.server.restore_session("before", digest_of(TOKEN), workers)
-    node.host.sessions["before"] = FakeSession(node.host, "before", session, 1000, len(peers))
-    session.hosted = cast(NodeSession, node.host.sessions["before"])
+    session = FakeSession(node.host, "before", digest_of(TOKEN), node.server.send, peers[0].uid, len(peers))
+    node.host.sessions["before"] = session
+    node.server.restore_session(cast(NodeSession, session), workers)
     node.server.start()
 
 

@@ -42,9 +42,9 @@ from kvstow.messages import DesiredState
 from kvstow.status import UserLimit
 from kvstow_service.admin.sockets import bind_unix, file_id, require_folder
 from kvstow_service.node.attach.clients import AttachTally, ClientConnection, Clients, client_limit
-from kvstow_service.node.attach.sessionlife import Member, SessionLife, WireSession, described
+from kvstow_service.node.attach.sessionlife import SessionLife, described
 from kvstow_service.node.nodehost import NodeHost
-from kvstow_service.node.pools.nodesession import CALL_SLICE, Later, NodeSession, Steps
+from kvstow_service.node.pools.nodesession import CALL_SLICE, Later, Member, NodeSession, Steps
 from kvstow_service.process.switchinterval import short_switch_interval
 
 logger = logging.getLogger("kvstow.attach")
@@ -130,7 +130,7 @@ def _answer_in_steps(host: NodeHost, member: Member, frame: Frame, later: Later 
 def _answer(
     host: NodeHost, member: Member, call: Message, later: Later | None
 ) -> Message | Steps[Message | None] | None:
-    if (steps := _steps_of_long(member.session.hosted, call, later)) is not None:
+    if (steps := _steps_of_long(member.session, call, later)) is not None:
         return steps
     if isinstance(call, Report | Completions | RegisteredExtents | ReleasedExtents):
         return _answer_to_rank(member, call)
@@ -156,7 +156,7 @@ def _answer_to_rank(
 ) -> Steps[Message | None] | None:
     """Make a call of one rank's worker: its report, its completions, or the extents that it has registered or
     released."""
-    session = member.session.hosted
+    session = member.session
     match call:
         case Report(report):
             if report.rank != _rank_of(member):
@@ -177,7 +177,7 @@ def _answer_to_engine(
     host: NodeHost, member: Member, call: Message, later: Later | None
 ) -> Message | Steps[Message | None] | None:
     """Make a call of an engine's scheduler half."""
-    session = member.session.hosted
+    session = member.session
     match call:
         case Lookup() | LookupPrompt():
             return session.lookup(call, later)
@@ -226,7 +226,7 @@ class AttachServer:
 
     `start` starts the thread, which makes every call to the host. `close` ends it and closes all connections, but makes
     no call to the host, whose own `close` settles what the sessions hold. Any thread may use `tally`, `detach` and
-    `WireSession.push`, which do not wait.
+    `NodeSession.push`, which do not wait.
 
     No client can stop the thread or fill its memory: `Clients` limits connections, `Channel` limits what is queued for
     sending, `NodeHost` limits what one user may have, and `Session` of the control plane limits leases and loads. An
@@ -261,7 +261,7 @@ class AttachServer:
             host,
             self._epoll,
             self._disconnect,
-            self._send_later,
+            self.send,
             max_awaited=self._clients.limit,
             errors=self.tally.errors,
             trust_eof=trust_eof,
@@ -281,9 +281,9 @@ class AttachServer:
         self._epoll.register(self._listener, select.EPOLLIN)
         self._thread.start()
 
-    def restore_session(self, session_id: str, token_digest: str, workers: Sequence[tuple[Hello, Peer]]) -> WireSession:
-        """Restore a session of an earlier service: see `SessionLife.restore`. Call it before `start`."""
-        return self._life.restore(session_id, token_digest, workers)
+    def restore_session(self, session: NodeSession, workers: Sequence[tuple[Hello, Peer]]) -> None:
+        """Take over a session of an earlier service: see `SessionLife.restore`. Call it before `start`."""
+        self._life.restore(session, workers)
 
     def close(self) -> None:
         """End the thread. Idempotent. Must not be called on that thread."""
@@ -320,7 +320,8 @@ class AttachServer:
             with suppress(BlockingIOError):  # the counter is full, so the thread will wake up
                 os.eventfd_write(self._wake, 1)
 
-    def _send_later(self, session: WireSession, message: Message, rank: int | None, fds: Sequence[int]) -> None:
+    def send(self, session: NodeSession, message: Message, rank: int | None, fds: Sequence[int]) -> None:
+        """Send a message of a session: see `MemoryHolder.push`."""
         copies = duplicates_of(fds)
         self.post(partial(self._push, session, message, rank, copies), copies)
 
@@ -621,7 +622,7 @@ class AttachServer:
 
     # -- sending unasked ------------------------------------------------------------------------------------
 
-    def _push(self, session: WireSession, message: Message, rank: int | None, fds: Sequence[int]) -> None:
+    def _push(self, session: NodeSession, message: Message, rank: int | None, fds: Sequence[int]) -> None:
         """Send a message to a member, if it is connected."""
         member = session.member_of(rank)
         client = None if member is None else self._connected.get(member)
@@ -637,7 +638,7 @@ class AttachServer:
 
     # -- ending ---------------------------------------------------------------------------------------------
 
-    def _detach(self, session: WireSession, kill: bool) -> None:
+    def _detach(self, session: NodeSession, kill: bool) -> None:
         if kill:
             for member in session.members:
                 if not member.peer.kill() and not member.peer.has_ended():

@@ -14,8 +14,7 @@ from kvstow.attach.wire import Kind, Message
 from kvstow.owners import most_of
 from kvstow.status import UserLimit
 from kvstow_api.journal import LimitedLog
-from kvstow_service.node.attach.sessionlife import Member
-from kvstow_service.node.pools.nodesession import Steps
+from kvstow_service.node.pools.nodesession import Member, Steps
 
 logger = logging.getLogger("kvstow.attach")
 

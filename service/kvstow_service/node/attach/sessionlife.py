@@ -14,77 +14,20 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Literal
 
 from msgspec.structs import replace
 
 from kvstow.attach.hello import Hello, Welcome, digest_of
 from kvstow.attach.peer import Peer
-from kvstow.attach.wire import Message
 from kvstow.errors import AttachRefusedError
 from kvstow.owners import most_of
 from kvstow.status import UserLimit
 from kvstow_service.node.nodehost import NodeHost
-from kvstow_service.node.pools.nodesession import NodeSession
+from kvstow_service.node.pools.nodesession import Member, NodeSession, Send
 
 logger = logging.getLogger("kvstow.attach")
 
-SessionState = Literal["attached", "lost", "over"]
-Send = Callable[["WireSession", Message, int | None, Sequence[int]], object]
-"""Sends a message to the worker of a rank or to the scheduler half: see `SessionLink.push`."""
-
 _ID_BYTES, _TOKEN_BYTES = 8, 16
-
-
-class Member:
-    """A process of a session: its scheduler half (`rank` is None) or the worker of a rank.
-
-    With `has_memory`, it was sent descriptors, so the service must wait until the process has ended or has reported
-    that it has released them. `has_ended` says that one of these has happened. `left_alive` is set after a mere report:
-    the process, which is watched further because the report may be false.
-    """
-
-    __slots__ = ("has_ended", "has_memory", "hello", "is_connected", "left_alive", "peer", "rank", "session")
-
-    def __init__(self, session: WireSession, hello: Hello, peer: Peer) -> None:
-        self.session = session
-        self.hello = hello.in_session()
-        self.peer = peer
-        self.rank = None if hello.role == "scheduler" else hello.rank
-        self.is_connected = True
-        self.has_memory = False
-        self.has_ended = False
-        self.left_alive: Peer | None = None
-
-    @property
-    def is_awaited(self) -> bool:
-        return self.has_memory and not self.has_ended
-
-
-class WireSession:
-    """One life of an engine: the connection of its scheduler half, and one for the worker of each rank."""
-
-    hosted: NodeSession
-    """The session in the control plane. Set once, before other code can find this object."""
-
-    def __init__(self, session_id: str, token: str, hello: Hello, uid: int, send: Send) -> None:
-        """`token` is empty for a session of the previous service, because this one knows only the token's digest."""
-        self.session_id, self.token = session_id, token
-        self.token_digest = digest_of(token)
-        self.hello = hello.in_session()
-        self.num_ranks = 0 if hello.pool is None else hello.pool.num_ranks
-        self.uid = uid
-        self.state: SessionState = "attached"
-        self.members: list[Member] = []
-        """Includes processes that have ended."""
-        self._send = send
-
-    def push(self, message: Message, *, rank: int | None = None, fds: Sequence[int] = ()) -> None:
-        """Send a message: see `SessionLink.push`."""
-        self._send(self, message, rank, fds)
-
-    def member_of(self, rank: int | None) -> Member | None:
-        return next((member for member in self.members if member.rank == rank and member.is_connected), None)
 
 
 class SessionLife:
@@ -108,9 +51,9 @@ class SessionLife:
     ) -> None:
         """`epoll` watches the pidfds of members. Call `on_pidfd` for each that it reports. `disconnect` closes a
         member's connection."""
-        self.sessions: dict[str, WireSession] = {}
+        self.sessions: dict[str, NodeSession] = {}
         """The sessions that are not over, by id. Any thread may look one up."""
-        self._by_token: dict[str, WireSession] = {}
+        self._by_token: dict[str, NodeSession] = {}
         """The same sessions by the digests of their tokens."""
         self._host = host
         self._epoll, self._disconnect, self._send = epoll, disconnect, send
@@ -141,18 +84,18 @@ class SessionLife:
         if hello.role == "worker":
             return self._join(hello, peer)
         token = secrets.token_urlsafe(_TOKEN_BYTES)
-        session = WireSession(secrets.token_hex(_ID_BYTES), token, hello, peer.uid, self._send)
-        session.hosted, welcome = self._host.open_session(session.session_id, hello, peer, session)
+        session_id, digest = secrets.token_hex(_ID_BYTES), digest_of(token)
+        session, welcome = self._host.open_session(session_id, hello, peer, digest, self._send)
         self.sessions[session.session_id] = self._by_token[session.token_digest] = session
         member = self._add_member(session, hello, peer)
         logger.info("session %s: %r on %r attached", session.session_id, hello.engine, hello.host)
-        return member, replace(welcome, service=self._service, token=session.token)
+        return member, replace(welcome, service=self._service, token=token)
 
     def awaited(self) -> Counter[int]:
         """Count, by user, the processes of lost sessions that may still reach memory. O(members of sessions)."""
         return Counter(one.uid for one in self.lost() for member in one.members if member.is_awaited)
 
-    def lost(self) -> list[WireSession]:
+    def lost(self) -> list[NodeSession]:
         """Return the sessions that are lost and not over. From any thread."""
         return [one for one in list(self.sessions.values()) if one.state == "lost"]
 
@@ -186,11 +129,11 @@ class SessionLife:
             raise AttachRefusedError("rank", f"rank {hello.rank} of a session with {session.num_ranks} ranks")
         if session.member_of(hello.rank) is not None:
             raise AttachRefusedError("rank", f"rank {hello.rank} of the session is attached already")
-        session.hosted.join_worker(hello, peer)
+        session.join_worker(hello, peer)
         member = self._add_member(session, hello, peer)
         return member, Welcome(session_id=session.session_id, service=self._service)
 
-    def _add_member(self, session: WireSession, hello: Hello, peer: Peer) -> Member:
+    def _add_member(self, session: NodeSession, hello: Hello, peer: Peer) -> Member:
         member = Member(session, hello, peer)
         try:
             if peer.pidfd is not None:
@@ -217,13 +160,11 @@ class SessionLife:
             return member.peer.uid == peer.uid
         return member.peer.is_same_process(peer)
 
-    def restore(self, session_id: str, token_digest: str, workers: Sequence[tuple[Hello, Peer]]) -> WireSession:
-        """Restore a session of the previous service as lost, with the workers that may still reach memory. It owns the
-        peers. Call this before any client can name the session. The caller sets `hosted`."""
-        hello, peer = workers[0]
-        session = WireSession(session_id, "", hello, peer.uid, self._send)
-        session.state, session.token_digest = "lost", token_digest
-        self.sessions[session_id] = self._by_token[token_digest] = session
+    def restore(self, session: NodeSession, workers: Sequence[tuple[Hello, Peer]]) -> None:
+        """Take over a session of the previous service as lost, with the workers that may still reach memory. It owns
+        the peers. Call this before any client can name the session."""
+        session.state = "lost"
+        self.sessions[session.session_id] = self._by_token[session.token_digest] = session
         for hello, peer in workers:
             member = Member(session, hello, peer)
             member.is_connected, member.has_memory = False, True
@@ -236,13 +177,13 @@ class SessionLife:
                 logger.warning(
                     "session %s: the service cannot see when %s ends, so its memory stays in use until that process "
                     "attaches again; if the process has ended, restart the service with --trust-eof",
-                    *(session_id, described(member)),
+                    session.session_id,
+                    described(member),
                 )
-        return session
 
     # -- ending ---------------------------------------------------------------------------------------------
 
-    def lose(self, session: WireSession, reason: str, *, expected: bool = False) -> None:
+    def lose(self, session: NodeSession, reason: str, *, expected: bool = False) -> None:
         """Mark the session as lost, because one of its connections has ended. With `expected`, the client or an
         operator asked for the end. Idempotent."""
         if session.state != "attached":
@@ -253,7 +194,7 @@ class SessionLife:
         for member in session.members:
             if member.is_connected:
                 self._disconnect(member)
-        self._guarded(partial(session.hosted.lose, reason))
+        self._guarded(partial(session.lose, reason))
         for member in session.members:
             if member.has_memory and member.has_ended:
                 self._end_worker(member)
@@ -304,7 +245,7 @@ class SessionLife:
         self._num_trusted += 1
         heapq.heappush(self._trusted, (self._clock() + self._trust_eof, self._num_trusted, member))
 
-    def _end_if_over(self, session: WireSession) -> None:
+    def _end_if_over(self, session: NodeSession) -> None:
         if session.state != "lost" or any(member.is_awaited for member in session.members):
             return
         session.state = "over"
@@ -316,7 +257,7 @@ class SessionLife:
     def _end_worker(self, member: Member) -> None:
         assert member.rank is not None, "a scheduler half has no memory"
         left_alive, member.left_alive = member.left_alive, None
-        self._guarded(partial(member.session.hosted.end_worker, member.rank, left_alive))
+        self._guarded(partial(member.session.end_worker, member.rank, left_alive))
 
     @staticmethod
     def _copy_of(peer: Peer) -> Peer | None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from msgspec.structs import replace
 
@@ -16,16 +16,6 @@ from kvstow.control.attachedsession import AttachedSession
 from kvstow.errors import InvalidRequestError
 from kvstow_service.node.pools.nodepool import KnownNamespace, NodePool
 from kvstow_service.node.survival.roster import WorkerRecord
-
-
-class SessionLink(Protocol):
-    """Sends messages to the connections of a session. Thread-safe. It never waits."""
-
-    def push(self, message: Message, *, rank: int | None = None, fds: Sequence[int] = ()) -> None:
-        """Send a message to the worker of `rank`, or to the scheduler half if `rank` is None. A receiver gets messages
-        in the order of the calls. If it is not connected, the message is dropped. The caller still owns the
-        descriptors. A worker that was sent descriptors counts as having memory from then on: see
-        `NodeSession.end_worker`. Raises `OSError`, and sends nothing, if this process can have no more descriptors."""
 
 
 @dataclass(slots=True)
@@ -113,28 +103,39 @@ class RankMemory:
         return extent
 
 
-class MemoryHolder:
+class MemoryHolder(ABC):
     """A client of a pool's memory, with a worker for each rank: an engine's session, or the transfers of the store
     below the pool.
 
     Workers say in messages about each extent what they have registered and released. Their reports do not count for
-    that. Used only by the attach server's thread, except for attributes that never change.
+    that. Used only by the attach server's thread, except `push` and attributes
+    that never change.
     """
 
     def __init__(
         self,
         session_id: str,
-        link: SessionLink,
         pool: NodePool,
         namespace: KnownNamespace,
         control: AttachedSession,
         wanted_slots: int | None,
     ) -> None:
         """`wanted_slots` is how many slots it asks for, or None if it asks for all."""
-        self.session_id, self.link = session_id, link
+        self.session_id = session_id
         self.pool, self.namespace, self.control = pool, namespace, control
         self.wanted_slots = wanted_slots
         self.ranks = [RankMemory() for _ in range(pool.config.num_ranks)]
+
+    @abstractmethod
+    def push(self, message: Message, *, rank: int | None = None, fds: Sequence[int] = ()) -> None:
+        """Send a message to the worker of `rank`, or to the scheduler half if `rank` is None. From any thread. It never
+        waits. A receiver gets messages in the order of the calls. If it is not connected, the message is dropped. The
+        caller still owns the descriptors. A worker that was sent descriptors counts as having memory from then on: see
+        `NodeSession.end_worker`. Raises `OSError`, and sends nothing, if this process can have no more descriptors."""
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.ranks)
 
     def client(self, rank: int) -> str:
         """Return the name of a rank's worker, which is unique among all processes of the node."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 from kvstow.attach.calls import (
     Admit,
@@ -41,7 +41,7 @@ from kvstow.hints import Hints
 from kvstow.messages import DesiredState, RankReport
 from kvstow.results import NO_LEASE, KeyRun, Lease, Needs
 from kvstow.status import ProcessState, SessionStatus
-from kvstow_service.node.pools.memoryholder import MemoryHolder, SessionLink
+from kvstow_service.node.pools.memoryholder import MemoryHolder
 from kvstow_service.node.pools.memorythread import MemoryThread
 from kvstow_service.node.pools.nodepool import KnownNamespace, NodePool
 
@@ -180,9 +180,39 @@ class Rate:
         return True
 
 
+class Member:
+    """A process of a session: its scheduler half (`rank` is None) or the worker of a rank.
+
+    With `has_memory`, it was sent descriptors, so the service must wait until the process has ended or has reported
+    that it has released them. `has_ended` says that one of these has happened. `left_alive` is set after a mere report:
+    the process, which is watched further because the report may be false.
+    """
+
+    __slots__ = ("has_ended", "has_memory", "hello", "is_connected", "left_alive", "peer", "rank", "session")
+
+    def __init__(self, session: NodeSession, hello: Hello, peer: Peer) -> None:
+        self.session = session
+        self.hello = hello.in_session()
+        self.peer = peer
+        self.rank = None if hello.role == "scheduler" else hello.rank
+        self.is_connected = True
+        self.has_memory = False
+        self.has_ended = False
+        self.left_alive: Peer | None = None
+
+    @property
+    def is_awaited(self) -> bool:
+        return self.has_memory and not self.has_ended
+
+
+Send = Callable[["NodeSession", Message, int | None, Sequence[int]], object]
+"""Sends a message to the worker of a rank or to the scheduler half: see `MemoryHolder.push`."""
+
+
 class NodeSession(MemoryHolder):
-    """One attached engine. Only the attach server's thread calls its methods, except `status`. All engines depend on
-    that thread, so no method may wait.
+    """One life of an attached engine: the connection of its scheduler half, and one for the worker of each rank. Only
+    the attach server's thread calls its methods, except `status` and `push`. All engines depend on that thread, so no
+    method may wait.
 
     If a call raises a `KvstowError`, the engine gets its code and message, and the session continues. A client may name
     ops, leases and extents that it does not have, so the session refuses all but its own.
@@ -196,7 +226,8 @@ class NodeSession(MemoryHolder):
         session_id: str,
         hello: Hello,
         peer: Peer,
-        link: SessionLink,
+        token_digest: str,
+        send: Send,
         pool: NodePool,
         namespace: KnownNamespace,
         control: AttachedSession,
@@ -205,9 +236,14 @@ class NodeSession(MemoryHolder):
     ) -> None:
         """`waiting` is a set to which the session adds itself when one of its lookups waits."""
         wanted = max(1, hello.wanted_bytes // sum(pool.stored_slot_bytes)) if hello.wanted_bytes else None
-        super().__init__(session_id, link, pool, namespace, control, wanted)
+        super().__init__(session_id, pool, namespace, control, wanted)
         self.hello = hello
-        self.pid = peer.pid or hello.pid
+        self.token_digest = token_digest
+        self.state: Literal["attached", "lost", "over"] = "attached"
+        """A lost session is over once none of its processes can reach memory. See `SessionLife`, which sets it."""
+        self.members: list[Member] = []
+        """Includes processes that have ended."""
+        self._send = send
         self.process: ProcessState = "unknown"
         """The state of the scheduler's process at the last `look`: see `SessionStatus`."""
         self._scheduler = Peer(peer.pid, peer.uid, peer.gid, None)
@@ -219,6 +255,17 @@ class NodeSession(MemoryHolder):
         self._memory, self._waiting = memory, waiting
         self._hint_rate = Rate(HINTS_PER_SECOND)
         self._began = pool.clock()
+
+    @property
+    def uid(self) -> int:
+        return self._scheduler.uid
+
+    def push(self, message: Message, *, rank: int | None = None, fds: Sequence[int] = ()) -> None:
+        self._send(self, message, rank, fds)
+
+    def member_of(self, rank: int | None) -> Member | None:
+        """The connected process of a rank, or the scheduler half."""
+        return next((member for member in self.members if member.rank == rank and member.is_connected), None)
 
     def join_worker(self, hello: Hello, peer: Peer) -> None:
         """Add the worker of `hello.rank`. The caller has checked that it has the session's token and uid, and that the
@@ -439,7 +486,7 @@ class NodeSession(MemoryHolder):
         settled = [SettledOp(one.op_id, one.direction, one.mark, one.error) for one in self.control.take_settled()]
         room = self.control.store_room()
         for start in range(0, max(1, len(settled)), _OPS_PER_FRAME):
-            self.link.push(SettledOps(tuple(settled[start : start + _OPS_PER_FRAME]), room, self._incomplete()))
+            self.push(SettledOps(tuple(settled[start : start + _OPS_PER_FRAME]), room, self._incomplete()))
 
     # -- memory ---------------------------------------------------------------------------------------------
 
@@ -501,7 +548,7 @@ class NodeSession(MemoryHolder):
             engine=hello.engine,
             model=hello.namespace.model if hello.namespace else "",
             host=hello.host,
-            pid=self.pid,
+            pid=self._scheduler.pid or hello.pid,
             process=self.process,
             age_seconds=self.pool.clock() - self._began,
         )

@@ -194,7 +194,7 @@ class PoolMemory:
                     news.append((number, ExtentBytes(extent_id, extent.populated_bytes)))
             for worker in self.workers.values() if news else ():
                 if worker.place == place and (known := tuple(one for number, one in news if number in worker.rows)):
-                    worker.session.link.push(PopulatedExtents(known), rank=worker.rank)
+                    worker.session.push(PopulatedExtents(known), rank=worker.rank)
         self._num_announced = self._num_full
 
     def _give_up_sealed(self, rows: Mapping[int, Row]) -> bool:
@@ -259,7 +259,7 @@ class PoolMemory:
                 fds.append(open_for_client(extent.fd))
             # One thread makes both calls in this order, so `RankMemory` has the extents before the worker names them.
             self._post(partial(session.ranks[worker.rank].granted, grants))
-            session.link.push(GrantedExtents(stride, tuple(grants), is_all), rank=worker.rank, fds=fds)
+            session.push(GrantedExtents(stride, tuple(grants), is_all), rank=worker.rank, fds=fds)
         except OSError as error:
             for grant in grants:
                 self._budget.record_unmapping(worker.client, grant.extent_id)
@@ -302,13 +302,13 @@ class PoolMemory:
             if extent is not None:
                 session, rank = worker.session, worker.rank
                 self._post(partial(session.ranks[rank].revoked, (extent,)))
-                session.link.push(RevokedExtents((extent,)), rank=rank)
+                session.push(RevokedExtents((extent,)), rank=rank)
 
     def revoke_all(self) -> None:
         """Ask the workers to release all rows, because the service ends."""
         for worker in self.workers.values():
             if worker.rows:
-                worker.session.link.push(RevokedExtents(tuple(worker.rows.values()), at_end=True), rank=worker.rank)
+                worker.session.push(RevokedExtents(tuple(worker.rows.values()), at_end=True), rank=worker.rank)
 
     def _drop_claim(self, number: int) -> None:
         """Drop the pool's own mapping of a row, whose slots hold none of its blocks any more."""

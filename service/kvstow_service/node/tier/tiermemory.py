@@ -34,9 +34,8 @@ class TierMemory(MemoryHolder):
     extents, release them when they are recalled, and are recorded for the next service. But the host does not list them
     as a session, and they ask for one slot only, which is the least.
 
-    This object is its own `SessionLink`, over which the memory thread grants and revokes extents. The store gets an
-    extent once all of it is populated. An extent is reported as released once no process of the store maps it. Only
-    then can another pool get it.
+    The memory thread grants and revokes extents by `push`. The store gets an extent once all of it is populated. An
+    extent is reported as released once no process of the store maps it. Only then can another pool get it.
     """
 
     def __init__(
@@ -48,7 +47,7 @@ class TierMemory(MemoryHolder):
         post: Callable[[Callable[[], object]], object],
     ) -> None:
         """`post` makes the attach server's thread call something."""
-        super().__init__(secrets.token_hex(8), self, pool, namespace, tier.session, 1)
+        super().__init__(secrets.token_hex(8), pool, namespace, tier.session, 1)
         self.tier = tier
         self._memory, self._post = memory, post
         self.stored_ranks = list(pool.config.storing_ranks)
@@ -80,7 +79,7 @@ class TierMemory(MemoryHolder):
     # -- the memory thread ------------------------------------------------------------------------------------
 
     def push(self, message: Message, *, rank: int | None = None, fds: Sequence[int] = ()) -> None:
-        """Take a message of the memory thread: see `SessionLink`."""
+        """Take a message of the memory thread: see `MemoryHolder.push`."""
         if rank is None:
             return
         match message:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from msgspec.structs import replace
@@ -226,7 +225,7 @@ class SlowConnection:
     def _attach(self) -> None:
         self._session = session = object.__new__(NodeSession)
         session.control = self._service.open_session()
-        session.link = SimpleNamespace(push=lambda message: self._pushed.append(_frame(message)))
+        session._send = lambda session, message, rank, fds: self._pushed.append(_frame(message))
         self.state, self.problem = "attached", None
         session.pool = self._service.pool  # type: ignore[assignment]
         session.pool.grow_above = -1  # all its memory is there

@@ -12,6 +12,7 @@ from functools import partial
 import pytest
 from msgspec.structs import replace
 from tests.service.node.conftest import HELLO, WORKER, FakeProcess, MakeNode, Node, figures_of, next_push, wait_until
+from tests.service.node.fakehost import FakeSession
 
 from kvstow.attach.calls import Detach, ExtentGrant, GrantedExtents, Lookup, ReleasedExtents
 from kvstow.attach.connection import AttachConnection
@@ -19,7 +20,6 @@ from kvstow.attach.peer import Peer, peer_of
 from kvstow.errors import AttachRefusedError
 from kvstow_service.node.attach import attachserver
 from kvstow_service.node.attach.sessionlife import SessionLife
-from kvstow_service.node.pools.memoryholder import SessionLink
 
 GRANT = GrantedExtents(4096, (ExtentGrant(5, 0, 0, 4, 16384, 0),), True)
 
@@ -27,9 +27,9 @@ GRANT = GrantedExtents(4096, (ExtentGrant(5, 0, 0, 4, 16384, 0),), True)
 def give_memory(node: Node) -> None:
     """Every worker that joins gets an extent."""
 
-    def grant(link: SessionLink, rank: int) -> None:
+    def grant(session: FakeSession, rank: int) -> None:
         file = os.memfd_create("extent")
-        link.push(GRANT, rank=rank, fds=(file,))
+        session.push(GRANT, rank=rank, fds=(file,))
         os.close(file)
 
     node.host.on_join = grant
