@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 from kvstow.attach.channel import Channel, Frame, close_fds, encode_header
 from kvstow.attach.hello import TRANSIENT_REFUSALS, CallError, Hello, Refused, Welcome
@@ -47,69 +47,54 @@ _M = TypeVar("_M", bound=Message)
 _T = TypeVar("_T")
 
 
-class Call:
-    """A request that was sent. Only one thread uses it. It is `done` once its answer has arrived, or is known never to
-    arrive."""
+class Answer(Generic[_T]):
+    """The answer to a request. Only one thread uses it. It is `done` once it has arrived, or is known never to arrive.
+    Its `value` is made from the service's message then. If the service has refused the request or disconnected, the
+    value is an empty one (no hits, no op), and `error` says why."""
 
-    __slots__ = ("_answer", "_error", "done", "is_pending", "is_unwanted")
+    __slots__ = ("_failure", "_frame", "_read", "done", "error", "is_pending", "is_unwanted", "value")
 
-    def __init__(self) -> None:
+    def __init__(self, read: Callable[[Answer[Any]], _T] | None = None, without: Any = None) -> None:
+        """`read` makes the value when the message arrives. `without` is the value if there is no message, if `read`
+        raises, or without `read`, for a caller who unpacks the message."""
         self.done = False
+        self.value: _T = without
+        self.error: str | None = None
         self.is_unwanted = False
         """The host no longer needs the answer."""
         self.is_pending = False
-        """The service has sent `Pending`, because this answer takes time. Answers to later calls may come first."""
-        self._answer: Frame | None = None
-        self._error: KvstowError | None = None
-
-    def answer(self, kind: type[_M]) -> _M:
-        """Return the answer of a call that is `done`. Raises `DisconnectedError` if the connection ended first,
-        `CallFailedError` if the service refused the call, and `ProtocolError` for an answer of another kind. All of
-        these are `AttachError`s."""
-        if self._error is not None:
-            raise self._error
-        if self._answer is None:
-            raise AttachError("the call has no answer yet")
-        if self._answer.kind == Kind.ERROR:
-            refusal = CallError.unpack(self._answer.payload)
-            raise CallFailedError(refusal.code, refusal.message)
-        if self._answer.kind != kind.KIND:
-            raise ProtocolError("malformed", f"kind {self._answer.kind} answers where {kind.KIND.name} must")
-        return kind.unpack(self._answer.payload)
-
-    def resolve(self, frame: Frame) -> None:
-        """Take the answer. An `Answer` raises `ProtocolError` if it cannot be read."""
-        self.done, self._answer = True, frame
-
-    def fail(self, error: KvstowError) -> None:
-        """End the call without an answer."""
-        self.done, self._error = True, error
-
-
-class Answer(Call, Generic[_T]):
-    """A request of an `AttachedEngine`, which has a `value` once it is `done`. The value is made from the service's
-    answer. If the service refused the request or disconnected, the value is an empty one (no hits, no op), and `error`
-    says why."""
-
-    __slots__ = ("_read", "error", "value")
-
-    def __init__(self, read: Callable[[Call], _T], without: _T) -> None:
-        """`read` makes the value from the answer when it arrives. `without` is the value if there is no answer, or if
-        `read` raises."""
-        super().__init__()
-        self.value = without
-        self.error: str | None = None
+        """The service has sent `Pending`, because this answer takes time. Answers to later requests may come first."""
         self._read = read
+        self._frame: Frame | None = None
+        self._failure: KvstowError | None = None
 
     @classmethod
     def given(cls, value: _T, error: str | None = None) -> Answer[_T]:
         """Make an answer that is done, for a request that need not be sent."""
-        answer = cls(lambda call: value, value)
+        answer = cls(without=value)
         answer.done, answer.error = True, error
         return answer
 
+    def unpack(self, kind: type[_M]) -> _M:
+        """Return the message of an answer that is `done`. Raises `DisconnectedError` if the connection ended first,
+        `CallFailedError` if the service refused the request, and `ProtocolError` for a message of another kind. All of
+        these are `AttachError`s."""
+        if self._failure is not None:
+            raise self._failure
+        if self._frame is None:
+            raise AttachError("the answer has not arrived yet")
+        if self._frame.kind == Kind.ERROR:
+            refusal = CallError.unpack(self._frame.payload)
+            raise CallFailedError(refusal.code, refusal.message)
+        if self._frame.kind != kind.KIND:
+            raise ProtocolError("malformed", f"kind {self._frame.kind} answers where {kind.KIND.name} must")
+        return kind.unpack(self._frame.payload)
+
     def resolve(self, frame: Frame) -> None:
-        super().resolve(frame)
+        """Take the message. Raises `ProtocolError` if it cannot be read."""
+        self.done, self._frame = True, frame
+        if self._read is None:
+            return
         try:
             self.value = self._read(self)
         except AttachError as error:
@@ -118,8 +103,8 @@ class Answer(Call, Generic[_T]):
                 raise
 
     def fail(self, error: KvstowError) -> None:
-        super().fail(error)
-        self.error = str(error)
+        """End the wait for a message that will not come."""
+        self.done, self._failure, self.error = True, error, str(error)
 
 
 class AttachConnection:
@@ -156,7 +141,7 @@ class AttachConnection:
         self._clock = clock
         self._jitter = jitter
         self._channel: Channel | None = None
-        self._calls: dict[int, Call] = {}
+        self._awaited: dict[int, Answer[Any]] = {}
         self._last_request = 0
         self._pushed: list[Frame] = []
         self._pause = FIRST_PAUSE_SECONDS
@@ -172,22 +157,22 @@ class AttachConnection:
 
     # -- sending --------------------------------------------------------------------------------------------
 
-    def call(self, message: Message, call: Call | None = None) -> Call:
-        """Send a request that the service answers. Never waits. The answer goes to `call`, or to a new `Call`. Without
-        a session, the returned call has already failed.
+    def call(self, message: Message, answer: Answer[Any] | None = None) -> Answer[Any]:
+        """Send a request that the service answers. Never waits. Returns `answer`, or a new one, in which the message
+        will arrive. Without a session, it has failed already.
 
         Raises `ProtocolError`, and sends nothing, if the message does not fit in a frame.
         """
-        call = call or Call()
+        answer = answer or Answer()
         channel = self._channel
         if channel is None or self.state != "attached":
-            call.fail(DisconnectedError(self.problem or "not attached"))
-            return call
+            answer.fail(DisconnectedError(self.problem or "not attached"))
+            return answer
         payload = _payload_of(message)
         self._last_request += 1
-        self._calls[self._last_request] = call
+        self._awaited[self._last_request] = answer
         self._send_frame(channel, message.KIND, payload, self._last_request)
-        return call
+        return answer
 
     def send(self, message: Message) -> bool:
         """Send a message that has no answer. Returns False if there is no session. Raises `ProtocolError` as `call`
@@ -198,16 +183,16 @@ class AttachConnection:
         self._send_frame(channel, message.KIND, _payload_of(message))
         return self._channel is channel
 
-    def wait(self, call: Call, seconds: float) -> bool:
-        """Wait up to `seconds` for the answer of a call. Returns whether the call is done. Messages that answer no call
-        and arrive meanwhile are kept for `poll`."""
+    def wait(self, answer: Answer[Any], seconds: float) -> bool:
+        """Wait up to `seconds` for an answer. Returns whether it is done. Messages that answer no request and arrive
+        meanwhile are kept for `poll`."""
         deadline = self._clock() + seconds
-        while not call.done and self.state == "attached":
+        while not answer.done and self.state == "attached":
             left = deadline - self._clock()
             self._exchange(max(0.0, left))
             if left <= 0:
                 break
-        return call.done
+        return answer.done
 
     def drain(self) -> None:
         """Receive everything that has arrived. If the service has closed the connection, that includes all messages
@@ -345,13 +330,13 @@ class AttachConnection:
                 raise ProtocolError("unexpected", f"{Kind(frame.kind).name} comes before the welcome")
             self._attach(Welcome.unpack(frame.payload))
         elif frame.kind == Kind.PENDING:
-            pending = self._calls.get(frame.request_id)
-            if pending is not None:
-                pending.is_pending = True
+            answer = self._awaited.get(frame.request_id)
+            if answer is not None:
+                answer.is_pending = True
         elif frame.request_id:
-            call = self._calls.pop(frame.request_id, None)
-            if call is not None:
-                call.resolve(frame)
+            answer = self._awaited.pop(frame.request_id, None)
+            if answer is not None:
+                answer.resolve(frame)
         else:
             self._pushed.append(frame)
 
@@ -394,9 +379,9 @@ class AttachConnection:
         if problem != self.problem:
             logger.warning("not attached to unix:%s: %s", self._path, problem)
         self.problem = problem
-        calls, self._calls = self._calls, {}
-        for call in calls.values():
-            call.fail(DisconnectedError(problem))
+        awaited, self._awaited = self._awaited, {}
+        for answer in awaited.values():
+            answer.fail(DisconnectedError(problem))
         now = self._clock()
         if was_attached and now >= self._attached_at + LONGEST_PAUSE_SECONDS:
             self._pause = FIRST_PAUSE_SECONDS

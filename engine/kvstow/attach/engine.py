@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from secrets import randbits
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from msgspec.structs import replace
 
@@ -39,7 +39,7 @@ from kvstow.attach.calls import (
     StoreBegun,
 )
 from kvstow.attach.channel import Frame
-from kvstow.attach.connection import Answer, AttachConnection, Call
+from kvstow.attach.connection import Answer, AttachConnection
 from kvstow.attach.hello import Hello, SessionTicket, Welcome, count_of, number_of, unique_id
 from kvstow.attach.identity import UNNAMED_WEIGHTS, FleetWeights, NamespaceIdentity, PoolIdentity
 from kvstow.attach.openops import OpenOps
@@ -358,8 +358,8 @@ class AttachedEngine:
         self._hello = replace(self._hello, namespace=fresh)
         return self._ask(Reset(), self._read_reset, "")
 
-    def _read_reset(self, call: Call) -> str:
-        done = call.answer(ResetDone)
+    def _read_reset(self, answer: Answer[Any]) -> str:
+        done = answer.unpack(ResetDone)
         if done.notice:
             logger.warning("the cache was reset, but blocks of it may be left: %s", done.notice)
         return done.namespace
@@ -374,7 +374,7 @@ class AttachedEngine:
     def read_events(self, after: int = 0) -> Answer[EventPage]:
         """Ask which blocks of the session's namespace were stored or removed since `after`, the cursor of an earlier
         page of this session. Without an answer, the page is empty and its cursor is `after`."""
-        return self._ask(ReadEvents(after), lambda call: call.answer(EventPage), EventPage(after, ()))
+        return self._ask(ReadEvents(after), lambda answer: answer.unpack(EventPage), EventPage(after, ()))
 
     # -- completion -----------------------------------------------------------------------------------------
 
@@ -440,7 +440,7 @@ class AttachedEngine:
     def _is_of_session(self, identifier: int) -> bool:
         return self.ticket is not None and number_of(identifier) == self.ticket.number
 
-    def _ask(self, message: Message, read: Callable[[Call], _T], without: _T) -> Answer[_T]:
+    def _ask(self, message: Message, read: Callable[[Answer[Any]], _T], without: _T) -> Answer[_T]:
         self._flush()
         answer = Answer(read, without)
         self._connection.call(message, answer)
@@ -478,8 +478,8 @@ class AttachedEngine:
             self._note_incomplete(results.incomplete)
             self._ops.take_results(results.ops)
 
-    def _read_found(self, num_keys: int, call: Call) -> Hits:
-        found = call.answer(Found)
+    def _read_found(self, num_keys: int, answer: Answer[Any]) -> Hits:
+        found = answer.unpack(Found)
         runs, fetched = tuple(map(KeyRun._make, found.runs)), tuple(map(KeyRun._make, found.fetched))
         assert self.ticket is not None
         if runs and sum(runs[-1]) > num_keys:
@@ -487,18 +487,18 @@ class AttachedEngine:
         lease = NO_LEASE
         if found.lease_id:
             lease = Lease(unique_id(self.ticket.number, found.lease_id), sum(run.length for run in runs))
-        if call.is_unwanted and found.lease_id:
+        if answer.is_unwanted and found.lease_id:
             self._unwanted.append(lease)
         return Hits(lease, runs, fetched)
 
-    def _read_load(self, blocks: tuple[int, ...], request_id: str, call: Call) -> Op:
-        begun = call.answer(LoadBegun)
+    def _read_load(self, blocks: tuple[int, ...], request_id: str, answer: Answer[Any]) -> Op:
+        begun = answer.unpack(LoadBegun)
         if len(begun.slots) != len(blocks):
             raise ProtocolError("malformed", f"the service gives {len(begun.slots)} slots for {len(blocks)} blocks")
         return self._ops.start("load", blocks, begun.slots, begun.op_id, request_id)
 
-    def _read_store(self, blocks: tuple[int, ...], request_id: str, call: Call) -> StoreGrant:
-        begun = call.answer(StoreBegun)
+    def _read_store(self, blocks: tuple[int, ...], request_id: str, answer: Answer[Any]) -> StoreGrant:
+        begun = answer.unpack(StoreBegun)
         if max(begun.accepted, default=0) >= max(1, len(blocks)):
             raise ProtocolError("malformed", f"the service stores more blocks than the {len(blocks)} of the request")
         self._room = begun.room

@@ -9,10 +9,10 @@ import socket
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvstow.attach.calls import Desired, ExtentSlots, RegisteredExtents, ReleasedExtents, Report, listed
-from kvstow.attach.connection import AttachConnection, Call
+from kvstow.attach.connection import Answer, AttachConnection
 from kvstow.messages import RankReport
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class RankReports:
         """The pool or the rank has changed since the last check."""
         self._connection, self._plane, self._pool, self._clock = connection, plane, pool, clock
         self._numbers = ReportNumbers()
-        self._calls: list[Call] = []
+        self._answers: list[Answer[Any]] = []
         """The reports whose answers have not been applied."""
         self._last: RankReport | None = None
         """The last report."""
@@ -84,12 +84,12 @@ class RankReports:
 
     def apply_answers(self) -> None:
         """Apply the desired states in the answers that have arrived. Raises `AttachError`."""
-        calls, self._calls = self._calls, []
-        for call in calls:
-            if call.done:
-                self._plane.apply(call.answer(Desired).desired)
+        answers, self._answers = self._answers, []
+        for answer in answers:
+            if answer.done:
+                self._plane.apply(answer.unpack(Desired).desired)
             else:
-                self._calls.append(call)
+                self._answers.append(answer)
 
     def _check(self, now: float) -> None:
         """Send what has changed since the last check."""
@@ -101,6 +101,6 @@ class RankReports:
         report = self._plane.report()
         if released or now >= self._next_report or is_news(report, self._last):
             self._next_report, self._last = now + REPORT_SECONDS, report
-            self._calls.append(self._connection.call(Report.now(self._numbers.number(report))))
+            self._answers.append(self._connection.call(Report.now(self._numbers.number(report))))
         for extent_ids in listed(released):
             self._connection.send(ReleasedExtents(extent_ids))

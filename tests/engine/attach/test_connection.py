@@ -136,14 +136,14 @@ def test_it_attaches_and_calls(client: Client, service: FakeService) -> None:
     client.attach(service)
     assert (connection.welcome, connection.problem, client.heard) == (WELCOME, None, ["s1"])
     call = connection.call(Lookup(KEYS))
-    with pytest.raises(AttachError, match="no answer yet"):
-        call.answer(Found)
+    with pytest.raises(AttachError, match="not arrived yet"):
+        call.unpack(Found)
     asked = service.receive()
     assert Lookup.unpack(asked.payload) == Lookup(KEYS)
     service.send(SettledOps(()))
     service.send(Found(7, ((0, 1),)), asked.request_id)
     assert connection.wait(call, 10)
-    assert call.answer(Found) == Found(7, ((0, 1),))
+    assert call.unpack(Found) == Found(7, ((0, 1),))
     (pushed,) = connection.poll()
     assert pushed.kind == Kind.SETTLED
 
@@ -155,7 +155,7 @@ def test_a_call_that_is_not_answered_in_time_is_answered_later(client: Client, s
     for name in ("a", "b"):
         service.send(ResetDone(name), service.receive().request_id)
     assert client.connection.wait(second, 10)
-    assert [first.answer(ResetDone).namespace, second.answer(ResetDone).namespace] == ["a", "b"]
+    assert [first.unpack(ResetDone).namespace, second.unpack(ResetDone).namespace] == ["a", "b"]
 
 
 def test_all_that_has_arrived_is_read_up_to_the_end_of_the_connection(client: Client, service: FakeService) -> None:
@@ -166,7 +166,7 @@ def test_all_that_has_arrived_is_read_up_to_the_end_of_the_connection(client: Cl
     service.send(SettledOps(()))
     service.hang_up()
     client.connection.drain()
-    assert asked.answer(ResetDone).namespace == "a"
+    assert asked.unpack(ResetDone).namespace == "a"
     assert (client.connection.state, client.heard[-1]) == ("detached", "lost")
     assert [frame.kind for frame in client.connection.take_pushed()] == [Kind.SETTLED]
     client.connection.drain()
@@ -192,7 +192,7 @@ def test_without_a_service_nothing_raises_and_the_pauses_grow(client: Client, pa
     assert call.done
     assert connection.wait(call, 10)
     with pytest.raises(DisconnectedError, match="cannot connect"):
-        call.answer(Found)
+        call.unpack(Found)
     assert not connection.send(Reset())
     assert client.heard == []
 
@@ -210,7 +210,7 @@ def test_the_end_of_the_service_fails_open_calls_and_the_next_life_is_another_se
     assert connection.poll() == []
     assert (connection.state, connection.welcome) == ("detached", None)
     with pytest.raises(DisconnectedError, match="has closed the connection"):
-        call.answer(Found)
+        call.unpack(Found)
     client.now += FIRST_PAUSE_SECONDS
     client.attach(service)
     service.send(Found(7, ()), request_id)  # an answer to a call of the life before
@@ -343,13 +343,13 @@ def test_a_refused_call_leaves_the_session(client: Client, service: FakeService)
     service.send(CallError("conflict", "not now"), service.receive().request_id)
     assert client.connection.wait(call, 10)
     with pytest.raises(CallFailedError, match="not now") as caught:
-        call.answer(ResetDone)
+        call.unpack(ResetDone)
     assert caught.value.service_code == "conflict"
     wrong = client.connection.call(Reset())
     service.send(Found(1, ()), service.receive().request_id)
     assert client.connection.wait(wrong, 10)
     with pytest.raises(ProtocolError, match="where RESET_DONE must"):
-        wrong.answer(ResetDone)
+        wrong.unpack(ResetDone)
     assert client.connection.state == "attached"
 
 

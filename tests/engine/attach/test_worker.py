@@ -19,7 +19,7 @@ from kvstow.attach.calls import (
     RevokedExtents,
 )
 from kvstow.attach.channel import Frame
-from kvstow.attach.connection import Call
+from kvstow.attach.connection import Answer
 from kvstow.attach.hello import Welcome, unique_id
 from kvstow.attach.opgate import OpGate
 from kvstow.attach.rankreports import GAP_SECONDS, REPORT_SECONDS, RankReports
@@ -36,15 +36,15 @@ class Wire:
 
     def __init__(self) -> None:
         self.said: list[Any] = []
-        self.calls: list[Call] = []
+        self.calls: list[Answer[Any]] = []
 
     def send(self, message: Any) -> bool:
         self.said.append(message)
         return True
 
-    def call(self, message: Any) -> Call:
+    def call(self, message: Any) -> Answer[Any]:
         self.said.append(message)
-        self.calls.append(Call())
+        self.calls.append(Answer())
         return self.calls[-1]
 
     def taken(self) -> list[Any]:

@@ -218,7 +218,7 @@ class RawEngine:
     def ask(self, message: Message, kind: type[_M]) -> _M:
         call = self.scheduler.call(message)
         self.wait_for(lambda: call.done)
-        return call.answer(kind)
+        return call.unpack(kind)
 
     def begin_store(self, keys: Sequence[bytes]) -> StoreBegun:
         begun = self.ask(BeginStore(keys), StoreBegun)

@@ -168,7 +168,7 @@ def test_an_answer_that_takes_time_delays_no_other_one(make_node: MakeNode, engi
     assert not call.done
     store.release()
     engine.wait_for(lambda: call.done)
-    assert call.answer(Found).leading == 4
+    assert call.unpack(Found).leading == 4
     assert call.is_pending
 
 
@@ -182,7 +182,7 @@ def test_an_answer_says_which_blocks_the_store_has_brought(make_node: MakeNode, 
     found = looked_up(engine, node, keys_of(0, 6))
     store.release()
     engine.wait_for(lambda: found.done)
-    assert (found.answer(Found).runs, found.answer(Found).fetched) == (((0, 6),), ((2, 4),))
+    assert (found.unpack(Found).runs, found.unpack(Found).fetched) == (((0, 6),), ((2, 4),))
     assert engine.lookup(keys_of(0, 6)).fetched == (), "by now they are in host memory"
     assert [one.hit_blocks for one in node_store(node).totals().values()] == [4]
 
@@ -202,13 +202,13 @@ def test_of_several_groups_what_a_hit_needs_is_read(make_node: MakeNode, engines
     calls = [engine.scheduler.call(LookupPrompt(full + window))]
 
     def has_arrived() -> bool:
-        if calls[-1].done and not calls[-1].answer(Found).runs:
+        if calls[-1].done and not calls[-1].unpack(Found).runs:
             calls.append(engine.scheduler.call(LookupPrompt(full + window)))
         return calls[-1].done
 
     engine.wait_for(has_arrived)
     assert calls[-1].is_pending or len(calls) > 1, "what an earlier call has begun to read may be there by then"
-    assert calls[-1].answer(Found).runs == ((0, 6), (8 + 3, 3)), "6 blocks, and of the window the last ones"
+    assert calls[-1].unpack(Found).runs == ((0, 6), (8 + 3, 3)), "6 blocks, and of the window the last ones"
     engine.wait_for(lambda: [totals.read_blocks for totals in node_store(node).totals().values()] == [9])
     lease = engine.lookup([*full[:6], *window[3:6]], Hold.ALL)
     assert lease.leading == 9
@@ -263,7 +263,7 @@ def test_a_request_whose_deadline_passes_is_answered_without_another_message(
     engine.wait_for(lambda: only_pool(node).slots.in_service)
     call = looked_up(engine, node, keys_of(0, 4))
     engine.wait_for(lambda: call.done)
-    assert call.answer(Found).leading == 0
+    assert call.unpack(Found).leading == 0
     assert tier_of(node).of.counters.cut_waits > 0
 
 
@@ -336,7 +336,7 @@ def test_the_answer_to_a_reset_waits_for_the_store(make_node: MakeNode, engines:
     assert not call.done
     store_of(node).release()
     engine.wait_for(lambda: call.done)
-    assert call.answer(ResetDone).namespace not in before
+    assert call.unpack(ResetDone).namespace not in before
 
 
 def test_after_a_reset_nothing_is_written_or_read_and_the_former_blocks_are_gone(
@@ -444,7 +444,7 @@ def test_a_defect_switches_the_store_off_for_the_pool(
     monkeypatch.setattr(MemoryStoredPool, broken, fail)
     call = engine.scheduler.call(Lookup(keys_of(50, 4)))
     engine.wait_for(lambda: call.done)
-    assert call.answer(Found).leading == 0
+    assert call.unpack(Found).leading == 0
     engine.store_until_found(keys_of(0, 4))
     engine.use(keys_of(0, 4))
     engine.wait_for(lambda: node_store(node).tiers()[0].state == "off")

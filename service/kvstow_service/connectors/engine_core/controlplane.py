@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 from kvstow.attach.calls import Hold, Lookup
-from kvstow.attach.connection import Answer, Call
+from kvstow.attach.connection import Answer
 from kvstow.attach.engine import AttachedEngine, Hits
 from kvstow.attach.hello import NO_HOLD, GateHold, SessionTicket, number_of
 from kvstow.attach.wire import Message
@@ -210,7 +210,7 @@ _MOST_KEYS = 100_000
 """How many keys one lookup may have. A frame has room for more."""
 
 
-class _Question(NamedTuple):
+class _OpenLookup(NamedTuple):
     """A lookup of a request's tokens `start` to `end`. `keys`: the keys that are looked up. `is_last`: whether they are
     exactly those of a hit from `start` to `end`, so that the answer holds all of them or nothing. `fetched`: the tokens
     of blocks that the fleet tier has brought before."""
@@ -237,41 +237,41 @@ class AttachedHits:
 
     def __init__(self, control: AttachedControl, groups: KVGroups, clock: Callable[[], float]) -> None:
         self._control, self._groups, self._clock = control, groups, clock
-        self._questions: dict[TrackedRequest, _Question] = {}
+        self._lookups: dict[TrackedRequest, _OpenLookup] = {}
 
     def expect(self, tracked: TrackedRequest, end: int) -> None:
-        if self._control.finds_hits and tracked not in self._questions and len(self._questions) < MOST_AHEAD:
+        if self._control.finds_hits and tracked not in self._lookups and len(self._lookups) < MOST_AHEAD:
             self._ask(tracked, 0, end, Hold.PRESENT)
 
     def find(self, tracked: TrackedRequest, local: int, end: int) -> Hit | Later | None:
-        question = self._questions.get(tracked)
-        if question is None or not question.covers(local, end):
+        lookup = self._lookups.get(tracked)
+        if lookup is None or not lookup.covers(local, end):
             self.forget(tracked)
             if not self._control.finds_hits:
                 return None
-            question = self._ask(tracked, local, end, Hold.LEADING)
-        while question is not None:
-            if not self._control.wait(question.answer):
-                patience = LONGEST_PATIENCE_SECONDS if question.answer.is_pending else PATIENCE_SECONDS
-                if self._control.finds_hits and self._clock() - question.at < patience:
+            lookup = self._ask(tracked, local, end, Hold.LEADING)
+        while lookup is not None:
+            if not self._control.wait(lookup.answer):
+                patience = LONGEST_PATIENCE_SECONDS if lookup.answer.is_pending else PATIENCE_SECONDS
+                if self._control.finds_hits and self._clock() - lookup.at < patience:
                     return LATER
                 self.forget(tracked)
                 return None
-            del self._questions[tracked]
-            if question.is_last or self._groups.is_plain:
-                return self._take(tracked, question, local, end)
-            question = self._ask_for_hit(tracked, question, local, end)
+            del self._lookups[tracked]
+            if lookup.is_last or self._groups.is_plain:
+                return self._take(tracked, lookup, local, end)
+            lookup = self._ask_for_hit(tracked, lookup, local, end)
         return None
 
     def is_valid(self, hit: Hit) -> bool:
         return self._control.is_held(hit.lease)
 
     def forget(self, tracked: TrackedRequest) -> None:
-        question = self._questions.pop(tracked, None)
-        if question is not None:
-            self._control.discard(question.answer)
+        lookup = self._lookups.pop(tracked, None)
+        if lookup is not None:
+            self._control.discard(lookup.answer)
 
-    def _ask(self, tracked: TrackedRequest, start: int, end: int, hold: Hold) -> _Question | None:
+    def _ask(self, tracked: TrackedRequest, start: int, end: int, hold: Hold) -> _OpenLookup | None:
         keys: list[bytes] = []
         for group in self._groups.groups:
             keys += tracked.keys(group, start // group.block_tokens, end // group.block_tokens)
@@ -283,10 +283,10 @@ class AttachedHits:
             answer = self._control.find(keys, hold=hold, count=False)
         else:
             answer = self._control.find_prompt(keys)
-        self._questions[tracked] = question = _Question(start, end, keys, False, self._clock(), answer)
-        return question
+        self._lookups[tracked] = lookup = _OpenLookup(start, end, keys, False, self._clock(), answer)
+        return lookup
 
-    def _ask_for_hit(self, tracked: TrackedRequest, asked: _Question, local: int, end: int) -> _Question | None:
+    def _ask_for_hit(self, tracked: TrackedRequest, asked: _OpenLookup, local: int, end: int) -> _OpenLookup | None:
         """Ask for the blocks of the longest hit, now that it is known which blocks are present."""
         runs = asked.answer.value.runs
         found = {key for first, length in runs for key in asked.keys[first : first + length]}
@@ -296,31 +296,31 @@ class AttachedHits:
         if not keys:
             return None
         answer, fetched = self._control.find(keys, hold=Hold.ALL, count=False), self._fetched(tracked, asked)
-        self._questions[tracked] = question = _Question(local, end, keys, True, self._clock(), answer, fetched)
-        return question
+        self._lookups[tracked] = lookup = _OpenLookup(local, end, keys, True, self._clock(), answer, fetched)
+        return lookup
 
-    def _take(self, tracked: TrackedRequest, question: _Question, local: int, end: int) -> Hit | None:
-        lease, runs, _ = question.answer.value
+    def _take(self, tracked: TrackedRequest, lookup: _OpenLookup, local: int, end: int) -> Hit | None:
+        lease, runs, _ = lookup.answer.value
         if not lease.lease_id or not self._control.is_held(lease):
             return None
-        if question.is_last:
-            return Hit(question.start, question.end, lease, fetched=question.fetched)
+        if lookup.is_last:
+            return Hit(lookup.start, lookup.end, lease, fetched=lookup.fetched)
         tokens, before = self._groups.full[0].block_tokens, 0  # the lease has the keys of all runs
-        number = (local - question.start) // tokens
+        number = (local - lookup.start) // tokens
         for first, length in runs:
             if first <= number < first + length:
                 end = min(end, local + (first + length - number) * tokens)
-                return Hit(local, end, lease, before + number - first, self._fetched(tracked, question))
+                return Hit(local, end, lease, before + number - first, self._fetched(tracked, lookup))
             before += length
         self._control.release_lease(lease)
         return None
 
-    def _fetched(self, tracked: TrackedRequest, question: _Question) -> tuple[range, ...]:
+    def _fetched(self, tracked: TrackedRequest, lookup: _OpenLookup) -> tuple[range, ...]:
         """The tokens of the blocks that the fleet tier has brought, by an answer to `_ask`."""
-        runs, found, at = question.answer.value.fetched, list[range](), 0
+        runs, found, at = lookup.answer.value.fetched, list[range](), 0
         for group in self._groups.groups if runs else ():
-            size, number = group.block_tokens, question.start // group.block_tokens
-            count = len(tracked.keys(group, number, question.end // size))
+            size, number = group.block_tokens, lookup.start // group.block_tokens
+            count = len(tracked.keys(group, number, lookup.end // size))
             for first, length in runs:
                 begin, end = max(first, at), min(first + length, at + count)
                 if begin < end:
@@ -465,7 +465,7 @@ class AttachedControl(AttachedEngine):
         if silent > SILENT_SECONDS:
             self.disconnect(f"the service has not answered for {silent:.0f} seconds")
 
-    def _ask(self, message: Message, read: Callable[[Call], _T], without: _T) -> Answer[_T]:
+    def _ask(self, message: Message, read: Callable[[Answer[Any]], _T], without: _T) -> Answer[_T]:
         answer = super()._ask(message, read, without)
         if not answer.done:
             self._asked.append(_Asked(answer, self._clock(), self._step))
@@ -506,9 +506,9 @@ class AttachedControl(AttachedEngine):
     def present(self, keys: Sequence[bytes]) -> Answer[list[bool]]:
         """Ask which of the keys are present. This holds no blocks."""
 
-        def read(call: Call) -> list[bool]:
+        def read(answer: Answer[Any]) -> list[bool]:
             there = [False] * len(keys)
-            for first, length in self._read_found(len(keys), call).runs:
+            for first, length in self._read_found(len(keys), answer).runs:
                 there[first : first + length] = [True] * length
             return there
 
@@ -534,8 +534,8 @@ class AttachedControl(AttachedEngine):
         self.refused_stores["not_attached"] += len(keys)
         return Answer.given(StoreGrant(None, (), {}, range(len(keys))))
 
-    def _read_store(self, blocks: tuple[int, ...], request_id: str, call: Call) -> StoreGrant:
-        grant = super()._read_store(blocks, request_id, call)
+    def _read_store(self, blocks: tuple[int, ...], request_id: str, answer: Answer[Any]) -> StoreGrant:
+        grant = super()._read_store(blocks, request_id, answer)
         self.refused_stores.update(grant.outcomes)
         return grant
 

@@ -108,8 +108,7 @@ class MemoryHolder(ABC):
     below the pool.
 
     Workers say in messages about each extent what they have registered and released. Their reports do not count for
-    that. Used only by the attach server's thread, except `push` and attributes
-    that never change.
+    that. Used only by the attach server's thread, except `push` and attributes that never change.
     """
 
     def __init__(

@@ -27,7 +27,7 @@ from kvstow.attach.calls import (
     ResetDone,
 )
 from kvstow.attach.channel import Frame
-from kvstow.attach.connection import Call
+from kvstow.attach.connection import Answer
 from kvstow.attach.hello import CallError, Welcome
 from kvstow.attach.identity import GroupIdentity, NamespaceIdentity, PoolIdentity, RegionIdentity
 from kvstow.attach.wire import Kind, Message
@@ -114,8 +114,8 @@ class SlowConnection:
         self._service, self._on_attached, self._on_lost = service, on_attached, on_lost
         self._step = 0
         self._is_over = False
-        self._answers: deque[tuple[int, Call, Frame]] = deque()
-        self._held: list[tuple[Lookup | LookupPrompt, Call]] = []
+        self._answers: deque[tuple[int, Answer[Any], Frame]] = deque()
+        self._held: list[tuple[Lookup | LookupPrompt, Answer[Any]]] = []
         self._pushed: list[Frame] = []
         self._session: Any = None
         self.state = "detached"
@@ -123,8 +123,8 @@ class SlowConnection:
         self.refusal: str | None = None
         self.welcome: Welcome | None = None
 
-    def call(self, message: Message, call: Call | None = None) -> Call:
-        call = call or Call()
+    def call(self, message: Message, call: Answer[Any] | None = None) -> Answer[Any]:
+        call = call or Answer()
         if self.state != "attached":
             call.fail(DisconnectedError(str(self.problem)))
             return call
@@ -180,7 +180,7 @@ class SlowConnection:
         pushed, self._pushed = self._pushed, []
         return pushed
 
-    def wait(self, call: Call, seconds: float) -> bool:
+    def wait(self, call: Answer[Any], seconds: float) -> bool:
         """The answers that are due are there; those of later steps are not, however long one waits."""
         self._deliver()
         if self._is_over and not call.done:
@@ -241,7 +241,7 @@ class SlowConnection:
         for message, call in held:
             call.resolve(_frame(replace(self._find(message), fetched=self._service.fetched)))
 
-    def _answer(self, message: Message, call: Call) -> Any:
+    def _answer(self, message: Message, call: Answer[Any]) -> Any:
         match message:
             case Lookup() | LookupPrompt():
                 if self._service.holds_lookups and not (isinstance(message, Lookup) and message.hold == Hold.ALL):

@@ -68,7 +68,7 @@ class Honest:
     def ask(self, message: Message, kind: type[Answer]) -> Answer:
         call = self.connection.call(message)
         assert self.connection.wait(call, 20)
-        return call.answer(kind)
+        return call.unpack(kind)
 
 
 @pytest.fixture

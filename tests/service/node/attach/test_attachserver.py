@@ -62,7 +62,7 @@ Answer = TypeVar("Answer", bound=Message)
 def ask(connection: AttachConnection, message: Message, kind: type[Answer]) -> Answer:
     call = connection.call(message)
     assert connection.wait(call, 20)
-    return call.answer(kind)
+    return call.unpack(kind)
 
 
 def refusal_by(node: Node, connection: AttachConnection) -> str:
