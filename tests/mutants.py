@@ -272,8 +272,8 @@ MUTANTS = [
     Mutant(
         "a_context_belongs_to_its_name",
         f"{CONTROL_CODE}/contexts.py",
-        "place = namespace.tag, hints.context, chain[0]",
-        'place = namespace.tag, hints.context, b""',
+        "place = _Place(namespace.tag, hints.context, chain[0])",
+        'place = _Place(namespace.tag, hints.context, b"")',
         f"{LEARNED}::test_a_name_in_a_strangers_request_releases_only_its_own_chain",
     ),
     Mutant(

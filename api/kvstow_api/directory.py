@@ -21,6 +21,7 @@ from kvstow.status import (
     MemoryStatus,
     NamespaceStatus,
     RankStatus,
+    Readiness,
     SessionState,
     SessionStatus,
     UserLimit,
@@ -93,8 +94,12 @@ class TierMeasurements(NamedTuple):
     memlock_bytes: int | None = None
 
 
-TierLabels = tuple[str, str, str]
-"""The names of the store, the pool and the model."""
+class TierLabels(NamedTuple):
+    """The names of a store, a pool and a model."""
+
+    store: str
+    pool: str
+    model: str
 
 
 class Switches(Protocol):
@@ -337,7 +342,7 @@ def host_readiness(directory: Directory, pool: HostedPool | None = None) -> Read
         ((_, only),) = found
         state, reason = only.state, only.reason
     else:
-        state, reason = _node_state(directory, [(name, it.state, it.reason) for name, it in found])
+        state, reason = _node_state(directory, found)
     return ReadinessView(
         state=state,
         reason=reason,
@@ -348,13 +353,13 @@ def host_readiness(directory: Directory, pool: HostedPool | None = None) -> Read
     )
 
 
-def _node_state(directory: Directory, pools: Sequence[tuple[str, EngineState, str]]) -> tuple[EngineState, str]:
+def _node_state(directory: Directory, pools: Sequence[tuple[str, Readiness]]) -> tuple[EngineState, str]:
     """Return the state of a node, and its reason. A node serves other pools while one is starting or pinning, so only a
     degraded or stopped pool counts."""
     drain, memory = directory.switches.drain_status, directory.memory()
     if drain.active:
         return "draining", f"an operator drains the node (mode {drain.mode})"
-    troubles = [f"pool {name}: {reason}" for name, state, reason in pools if state in ("degraded", "stopped")]
+    troubles = [f"pool {name}: {it.reason}" for name, it in pools if it.state in ("degraded", "stopped")]
     if memory.failure:
         troubles.insert(0, f"memory: {memory.failure}")
     if troubles:

@@ -480,7 +480,7 @@ def tier_metrics(tier: HostTier | None) -> Iterator[Metric]:
         return
     tiers: dict[TierLabels, list[TierStatus]] = {}
     for one in tier.tiers():
-        tiers.setdefault((one.store, one.pool, one.model), []).append(one)
+        tiers.setdefault(TierLabels(one.store, one.pool, one.model), []).append(one)
     if tiers:
         yield from (family.of(TIER, tiers.items()) for family in _OF_TIERS)
         totals = tier.totals()

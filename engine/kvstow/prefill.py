@@ -76,6 +76,14 @@ _SHORT = 512
 """Contexts of fewer tokens are one class."""
 
 
+class _Medians(NamedTuple):
+    """The steps of one class: their median context for each token, the median seconds for a token, and their tokens."""
+
+    context: float
+    seconds: float
+    tokens: int
+
+
 class PrefillFit:
     """Fits the cost to the steps of an engine. Not locked. O(1) in memory and for each step.
 
@@ -90,8 +98,8 @@ class PrefillFit:
         """The fitted cost; None until there are enough steps."""
         self._steps = 0
         self._classes: dict[int, deque[tuple[PromptPart, float]]] = {}
-        self._medians: dict[int, tuple[float, float, float]] = {}
-        """The median context, the median seconds per token, and the tokens of each class that counts."""
+        self._medians: dict[int, _Medians] = {}
+        """The medians of each class that counts."""
 
     def observe(self, part: PromptPart, seconds: float) -> None:
         """Note that a step has computed these tokens in this time."""
@@ -102,7 +110,7 @@ class PrefillFit:
         steps = self._classes.setdefault(number, deque(maxlen=_RECENT))
         steps.append((part, seconds / part.tokens))
         if len(steps) >= _LEAST_OF_CLASS:
-            self._medians[number] = (
+            self._medians[number] = _Medians(
                 weighted_median((one.context / one.tokens, one.tokens) for one, _ in steps),
                 weighted_median((cost, one.tokens) for one, cost in steps),
                 sum(one.tokens for one, _ in steps),

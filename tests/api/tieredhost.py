@@ -56,7 +56,7 @@ class ShownTiers:
 
     def totals(self) -> dict[TierLabels, TierCounters]:
         counted = sum((one.counters for one in self.shown), self._ended)
-        return {(self.store, self.pool, "org/model"): counted} if self.shown else {}
+        return {TierLabels(self.store, self.pool, "org/model"): counted} if self.shown else {}
 
     def prefetch(self, pool: str, context: bytes) -> int:
         if not self.shown:

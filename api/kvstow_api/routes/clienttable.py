@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
 from starlette.responses import Response
 
@@ -29,14 +29,14 @@ _STREAMS = ("/v1/events", "/v1/pools/{pool}/trace")  # left out, as `Client.even
 
 def table() -> str:
     lines = []
-    for name, kind, operation, method, path in _routes():
-        answer = "type(None)" if kind is NoneType else _named(kind)
-        given = f'"{method}", "{path}", {answer}'
-        if operation:  # on several lines, as ruff would format it
+    for one in _routes():
+        answer = "type(None)" if one.answer is NoneType else _named(one.answer)
+        given = f'"{one.method}", "{one.path}", {answer}'
+        if one.has_operation:  # on several lines, as ruff would format it
             union = f"Route[{answer} | {_named(OperationView)}]"
-            lines.append(f"{name}: {union} = Route(\n    {given}, operation=True\n)")
+            lines.append(f"{one.name}: {union} = Route(\n    {given}, operation=True\n)")
         else:
-            lines.append(f"{name} = Route({given})")
+            lines.append(f"{one.name} = Route({given})")
     return "\n".join([_HEAD, *lines, ""])
 
 
@@ -45,16 +45,24 @@ def _named(kind: type) -> str:
     return kind.__name__ if module in ("builtins", "client") else f"{module}.{kind.__name__}"
 
 
-def _routes() -> Iterator[tuple[str, type, bool, str, str]]:
-    """Yield the name, the answer's type, whether an operation may be answered, the method and the path of each
-    route."""
+class _ClientRoute(NamedTuple):
+    """`answer` is the type of a route's answer. `has_operation`: the answer may be an operation, too."""
+
+    name: str
+    answer: type
+    has_operation: bool
+    method: str
+    path: str
+
+
+def _routes() -> Iterator[_ClientRoute]:
     routes: list[Any] = [route for router in ROUTERS for route in router.routes]
     for route in (one for one in routes if one.include_in_schema or one.path in _TEXTS):
         (method,) = route.methods
         if route.path in _TEXTS:
-            yield route.path.removeprefix("/"), _TEXTS[route.path], False, method, route.path
+            yield _ClientRoute(route.path.removeprefix("/"), _TEXTS[route.path], False, method, route.path)
         elif route.path.startswith("/v1/") and route.path not in _STREAMS:
-            yield route.endpoint.__name__, _answer(route), 202 in route.responses, method, route.path
+            yield _ClientRoute(route.endpoint.__name__, _answer(route), 202 in route.responses, method, route.path)
 
 
 def _answer(route: Any) -> type:

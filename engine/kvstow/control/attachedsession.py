@@ -87,8 +87,13 @@ class AttachedSession(Session):
         self.leave_namespace()
         held, written = self._ended_leases.num_slots + self.ops.held_slots, self.ops.num_blocks["store"]
         self.pool.log(
-            *(INFO, "%s%s; %d leased slots and %d half-written ones wait for the end of %d processes", self.label),
-            *(reason, held, written + len(self.quarantined_slots), len(self.processes)),
+            INFO,
+            "%s%s; %d leased slots and %d half-written ones wait for the end of %d processes",
+            self.label,
+            reason,
+            held,
+            written + len(self.quarantined_slots),
+            len(self.processes),
         )
         self._ending = "ops"
         self.pool.debts.end_in_steps(self._end_ops())

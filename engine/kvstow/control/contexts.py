@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import inf
+from typing import NamedTuple
 
 from kvstow.control.chains import Watch
 from kvstow.control.namespaces import Namespace
@@ -34,7 +35,12 @@ class Context:
         self.expected: float | None = None
 
 
-_Place = tuple[int, bytes, bytes]
+class _Place(NamedTuple):
+    """What tells a context from others: its namespace, its id, and the first key of its chain."""
+
+    tag: int
+    context_id: bytes
+    root: bytes
 
 
 class Contexts:
@@ -58,7 +64,7 @@ class Contexts:
         """A request with a name has ended, which has used this chain."""
         if hints.context is None or not chain:
             return
-        place = namespace.tag, hints.context, chain[0]
+        place = _Place(namespace.tag, hints.context, chain[0])
         context = self._forget(place)
         if hints.release or len(chain) > MOST_KEYS:
             return
@@ -87,7 +93,7 @@ class Contexts:
     def drop(self, context: Context) -> None:
         """Nothing continues it."""
         if context.chain:
-            self._forget((context.namespace.tag, context.context_id, context.chain[0]))
+            self._forget(_Place(context.namespace.tag, context.context_id, context.chain[0]))
 
     def find(self, context_id: bytes) -> list[Context]:
         """In all namespaces."""

@@ -76,15 +76,22 @@ def read_header(memory: bytes | mmap.mmap, copy_bytes: int = COPY_BYTES) -> Jour
     copies = [copy for at in (0, copy_bytes) if (copy := _read_copy(memory, at, copy_bytes)) is not None]
     if not copies:
         raise JournalError("the journal has no whole header")
-    sequence, version, body = max(copies)
-    if version != VERSION:
-        raise JournalError(f"the journal has version {version}; this service reads version {VERSION}")
-    return JournalHeader(sequence, json.loads(body))
+    newest = max(copies)
+    if newest.version != VERSION:
+        raise JournalError(f"the journal has version {newest.version}; this service reads version {VERSION}")
+    return JournalHeader(newest.sequence, json.loads(newest.body))
 
 
-def _read_copy(memory: bytes | mmap.mmap, at: int, copy_bytes: int) -> tuple[int, int, bytes] | None:
-    """Its sequence, version and JSON; None unless the copy is whole. Reads no more than it needs, as that takes
-    memory."""
+class _HeaderCopy(NamedTuple):
+    """A whole copy of the header. `body` is JSON."""
+
+    sequence: int
+    version: int
+    body: bytes
+
+
+def _read_copy(memory: bytes | mmap.mmap, at: int, copy_bytes: int) -> _HeaderCopy | None:
+    """Return the copy, or None unless it is whole. Reads no more than it needs, as that takes memory."""
     magic, version, length, sequence = _START.unpack_from(memory, at)
     end = _START.size + length
     if magic != _MAGIC or end + _CRC.size > copy_bytes:
@@ -92,7 +99,7 @@ def _read_copy(memory: bytes | mmap.mmap, at: int, copy_bytes: int) -> tuple[int
     data = memory[at : at + end + _CRC.size]
     if _CRC.unpack_from(data, end)[0] != zlib.crc32(data[:end]):
         return None
-    return sequence, version, data[_START.size : end]
+    return _HeaderCopy(sequence, version, data[_START.size : end])
 
 
 RECORD_BYTES = 64

@@ -278,8 +278,13 @@ class OpsInFlight:
             pool.counters.transfers.of(op.direction).error += 1
             pool.counters.faults.errors[f"{op.direction}_failed"] += 1
             pool.log(
-                *(WARNING, "%s%s %d of %d blocks failed: %s", self._owner.label),
-                *(op.direction, op.op_id, len(op.blocks), entry.error),
+                WARNING,
+                "%s%s %d of %d blocks failed: %s",
+                self._owner.label,
+                op.direction,
+                op.op_id,
+                len(op.blocks),
+                entry.error,
             )
         else:
             num_bytes = len(op.blocks) * pool.config.slot_bytes
@@ -391,7 +396,11 @@ class OpsInFlight:
         pool.log(
             ERROR,
             "%s%s %d is stuck after %g s: %s%s",
-            *(self._owner.label, op.direction, op.op_id, pool.config.transfer_timeout, reason),
+            self._owner.label,
+            op.direction,
+            op.op_id,
+            pool.config.transfer_timeout,
+            reason,
             "; loads and stores stop until it ends" if is_copy else "",
         )
         if entry.fills_slots:

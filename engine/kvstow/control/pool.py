@@ -163,6 +163,12 @@ class PoolSession(Protocol):
     def note_held(self) -> None: ...
 
 
+class _LogLine(NamedTuple):
+    level: int
+    message: str
+    values: tuple[object, ...]
+
+
 class Pool:
     """Slots, the index of their blocks, counters and what operators have set, for its sessions. Each session adds
     itself to `sessions`.
@@ -200,7 +206,7 @@ class Pool:
         self.earlier: EarlierUses | None = None
         """Processes of an earlier service's sessions may still use the pool's blocks."""
         self.debts = Debts(self.lock, slice_slots, self.unhold)
-        self._messages: deque[tuple[int, str, tuple[object, ...]]] = deque()
+        self._log_lines: deque[_LogLine] = deque()
         self.make_tables(config.capacity_slots)
 
     def make_tables(self, num_slots: int) -> None:
@@ -256,16 +262,16 @@ class Pool:
 
     def log(self, level: int, message: str, *values: object) -> None:
         """Queue a log line for `write_log`, because a log handler may block."""
-        self._messages.append((level, message, values))
+        self._log_lines.append(_LogLine(level, message, values))
 
     def write_log(self) -> None:
         """Write the queued lines. Without the lock."""
-        while self._messages:
+        while self._log_lines:
             try:
-                level, message, values = self._messages.popleft()
+                line = self._log_lines.popleft()
             except IndexError:  # another thread was faster
                 return
-            logger.log(level, message, *values)
+            logger.log(line.level, line.message, *line.values)
 
     def publish(
         self,

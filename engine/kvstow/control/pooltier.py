@@ -103,6 +103,14 @@ class _Read:
     waits: list[TierWait] = field(default_factory=list)
 
 
+class _Prefetch(NamedTuple):
+    """What is left to fetch of a context. `whole`: the keys are only of use together."""
+
+    of: TieredNamespace
+    keys: list[bytes]
+    whole: bool
+
+
 class PoolTier:
     """Decides for each request whether to read from the store, takes the slots, makes what arrives visible, and has
     every block written.
@@ -150,8 +158,7 @@ class PoolTier:
         self._noted: deque[tuple[TieredNamespace, Sequence[bytes]]] = deque()
         """Blocks that engines have stored, or used, and that were not written yet. Bounded: what finds no place here
         waits for its next use."""
-        self._prefetching: tuple[TieredNamespace, list[bytes], bool] | None = None
-        """What is left of a context, and whether it is of use as a whole only."""
+        self._prefetching: _Prefetch | None = None
         self._num_purges = 0
         """Nothing is read or written while one is under way."""
         self.is_closed = False
@@ -646,7 +653,7 @@ class PoolTier:
         count = len(keys) if whole else max(1, int(STUCK_SHARE * pool.slots.limit))
         some, rest = keys[:count], keys[count:]
         with pool.lock:
-            self._prefetching = (of, rest, whole) if rest else None
+            self._prefetching = _Prefetch(of, rest, whole) if rest else None
             has_room = some and len(some) <= self.session.room()
         if has_room and self._begin_read(of, some, 0.0, whole=whole, is_prefetch=True):
             of.counters.prefetched_blocks += len(some)
@@ -663,7 +670,7 @@ class PoolTier:
         def begin(has: Sequence[bool]) -> None:
             hit = self._leading(wait, has) if needs is None else self._needed(wait, needs, has)
             with self._pool.lock:
-                self._prefetching = (of, list(hit.remote), needs is not None) if hit.remote else None
+                self._prefetching = _Prefetch(of, list(hit.remote), needs is not None) if hit.remote else None
             self._go_on_prefetching()
 
         has = self.stored_pool.has(of.stored, keys, begin)

@@ -259,11 +259,10 @@ def recover(
             session = _restore_session(pool, EarlierSession(ANY_SESSION, "earlier sessions", everyone), nameless)
             pool.earlier = EarlierUses(pool, session)
             pool.log(
-                *(
-                    INFO,
-                    "%d blocks were recovered; nothing is evicted before %d processes have attached again or ended",
-                ),
-                *(num_blocks, len(everyone)),
+                INFO,
+                "%d blocks were recovered; nothing is evicted before %d processes have attached again or ended",
+                num_blocks,
+                len(everyone),
             )
         pool.journal_namespaces()
     pool.write_log()

@@ -60,6 +60,14 @@ class Close(NamedTuple):
 Step = Create | Give | Recall | TakeBack | Close
 
 
+class RowExtent(NamedTuple):
+    """An extent of a row that is restored."""
+
+    number: int
+    num_bytes: int
+    numa_node: int | None
+
+
 class MemoryBudget:
     """Divides `total_bytes` among pools, in extents.
 
@@ -177,23 +185,20 @@ class MemoryBudget:
         """Restore an extent of an earlier service that belongs to no pool."""
         self._restore(number, BookedExtent(num_bytes, numa_node, owner))
 
-    def restore_row(
-        self, name: str, first_slot: int, num_slots: int, extents: Sequence[tuple[int, int, int | None]]
-    ) -> None:
-        """Restore the next row of a pool of an earlier service, from the number, the size and the NUMA node of each
-        extent. The caller then records the mappings of clients that may be alive. Raises `ConflictError` if the pool
-        cannot have such a row."""
+    def restore_row(self, name: str, first_slot: int, num_slots: int, extents: Sequence[RowExtent]) -> None:
+        """Restore the next row of a pool of an earlier service. The caller then records the mappings of clients that
+        may be alive. Raises `ConflictError` if the pool cannot have such a row."""
         pool = self.pool(name)
-        sizes = [num_bytes for _, num_bytes, _ in extents]
+        sizes = [one.num_bytes for one in extents]
         if first_slot != pool.held_slots() or not pool.layout.has_row(num_slots, sizes):
             raise ConflictError(
                 f"pool {name} cannot have a row of {num_slots} slots from slot {first_slot} on, in extents of {sizes} "
                 "bytes"
             )
         row = len(pool.rows)
-        for number, num_bytes, node in extents:
-            self._restore(number, BookedExtent(num_bytes, node, pool.layout.owner, name, row))
-        pool.rows[row] = Row(first_slot, num_slots, tuple(number for number, _, _ in extents), sum(sizes))
+        for one in extents:
+            self._restore(one.number, BookedExtent(one.num_bytes, one.numa_node, pool.layout.owner, name, row))
+        pool.rows[row] = Row(first_slot, num_slots, tuple(one.number for one in extents), sum(sizes))
 
     def _restore(self, number: int, extent: BookedExtent) -> None:
         _require_units("size of an extent", extent.num_bytes)

@@ -8,7 +8,7 @@ import pytest
 from tests.seeds import few_and_many
 
 from kvstow.errors import ConfigError, ConflictError, InvalidRequestError, NotFoundError
-from kvstow.memory.budget import Close, Create, Give, MemoryBudget, Recall, Step, TakeBack
+from kvstow.memory.budget import Close, Create, Give, MemoryBudget, Recall, RowExtent, Step, TakeBack
 from kvstow.memory.rows import UNIT_BYTES, BookedExtent, BookedPool, PoolLayout, RankLayout, fair_shares
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -291,7 +291,7 @@ def test_a_lower_total_takes_memory_from_pools_and_closes_it() -> None:
 def test_a_restart_restores_rows_and_numbers_go_on() -> None:
     budget = MemoryBudget(4 * GIB)
     budget.add_pool("a", layout(2 * MIB, 2 * MIB, owner=7))
-    budget.restore_row("a", 0, 512, [(11, GIB, 0), (12, GIB, 1)])
+    budget.restore_row("a", 0, 512, [RowExtent(11, GIB, 0), RowExtent(12, GIB, 1)])
     budget.restore_spare(13, GIB, None, None)
     budget.check_integrity()
     assert settle(budget) == [Create(14, GIB, None)]
@@ -302,7 +302,7 @@ def test_a_restart_restores_rows_and_numbers_go_on() -> None:
         budget.restore_spare(11, GIB, 0, 7)
     for first_slot, num_slots, sizes in ((0, 512, [GIB, GIB]), (1024, 513, [GIB, GIB]), (1024, 512, [GIB])):
         with pytest.raises(ConflictError, match="pool a cannot have a row"):
-            budget.restore_row("a", first_slot, num_slots, [(90 + n, size, 0) for n, size in enumerate(sizes)])
+            budget.restore_row("a", first_slot, num_slots, [RowExtent(90 + n, size, 0) for n, size in enumerate(sizes)])
     budget.check_integrity()
     assert set(budget.pool("a").rows) == {0, 1}
 
@@ -310,7 +310,7 @@ def test_a_restart_restores_rows_and_numbers_go_on() -> None:
 def test_a_pool_from_before_a_restart_keeps_its_size_of_extents() -> None:
     budget = MemoryBudget(4 * GIB, 2 * GIB)
     budget.add_pool("a", layout(2 * MIB, extent=GIB))
-    budget.restore_row("a", 0, 512, [(1, GIB, None)])
+    budget.restore_row("a", 0, 512, [RowExtent(1, GIB, None)])
     budget.attach("a", "s")
     settle(budget)
     assert [row.num_slots for row in budget.pool("a").rows.values()] == [512] * 4
@@ -348,7 +348,7 @@ def test_more_than_the_budget_may_be_restored_and_goes_down() -> None:
     budget = MemoryBudget(GIB)
     budget.add_pool("a", layout(2 * MIB))
     for extent in (1, 2):
-        budget.restore_row("a", 512 * (extent - 1), 512, [(extent, GIB, None)])
+        budget.restore_row("a", 512 * (extent - 1), 512, [RowExtent(extent, GIB, None)])
     budget.record_mapping("engine", 2)
     assert settle(budget) == [Recall("a", 1, (2,))]
     budget.record_death("engine")

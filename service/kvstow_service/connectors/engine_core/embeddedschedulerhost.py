@@ -85,7 +85,11 @@ class EmbeddedSchedulerHost(SchedulerHost):
         slots = engine.config.capacity_slots
         logger.info(
             "KVStow %s keeps %d blocks of %d tokens in %s of host memory, over %d ranks; stores are %s",
-            *(kvstow.__version__, slots, groups.alignment, format_size(slots * sum(sizes)), len(sizes)),
+            kvstow.__version__,
+            slots,
+            groups.alignment,
+            format_size(slots * sum(sizes)),
+            len(sizes),
             "lazy" if options.lazy_offload else "eager",
         )
         return side

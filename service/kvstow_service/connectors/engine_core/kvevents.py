@@ -120,8 +120,17 @@ _CHECKS_PER_TAKE = 256
 _WITHDRAWN_PER_TAKE = 1024
 """How many announcements are withdrawn per step after all blocks have gone at once."""
 
-Origins = dict[bytes, tuple[Any, KVGroup, int]]
-"""The request, group and number of each block that may be stored, by key."""
+
+class OfferedBlock(NamedTuple):
+    """A block that may be stored: vLLM's request, and the block's group and number in it."""
+
+    request: Any
+    group: KVGroup
+    number: int
+
+
+Origins = dict[bytes, OfferedBlock]
+"""By key."""
 
 
 class Vocabulary(NamedTuple):
@@ -210,7 +219,7 @@ class EventFeed:
         """Note that the store of these consecutive blocks of vLLM's `request`, starting at `first_block`, may be
         planned in this step."""
         for number, key in enumerate(keys, first_block):
-            self._offered[key] = request, group, number
+            self._offered[key] = OfferedBlock(request, group, number)
 
     def name(self, key: bytes, block_hash: bytes) -> None:
         """Note that the store of the block with this key may be planned. vLLM knows the block by `block_hash`, which
@@ -226,11 +235,12 @@ class EventFeed:
     def granted(self, keys: Iterable[bytes], origins: Origins) -> None:
         for key in keys:
             if key in origins:
-                self._planned[key] = self._describe(*origins[key])
+                self._planned[key] = self._describe(origins[key])
         while len(self._planned) > MAX_PLANNED:
             del self._planned[next(iter(self._planned))]
 
-    def _describe(self, request: Any, group: KVGroup, number: int) -> _Block:
+    def _describe(self, offered: OfferedBlock) -> _Block:
+        request, group, number = offered
         start, end = number * group.block_tokens, (number + 1) * group.block_tokens
         step, hashes = group.hashes_per_block, request.block_hashes
         parent = hashes[number * step - 1] if number else None

@@ -146,6 +146,14 @@ class Stores:
 # -- what finds blocks -----------------------------------------------------------------------------------------
 
 
+class _StepInPlan(NamedTuple):
+    """The step that is being planned: its number, its requests, and the blocks of recurrent layers that it computes."""
+
+    number: int = 0
+    requests: Iterable[str] = ()
+    states: Sequence[int] = ()
+
+
 class EagerStores:
     """Finds complete blocks that were not offered yet.
 
@@ -175,8 +183,7 @@ class EagerStores:
         self._due: dict[str, TrackedRequest] = {}
         self._backlog = Backlog(gpu)
         stores.offer_again = self._backlog.add_blocks
-        # The step that is being planned: its number, its requests, and the blocks of recurrent layers that it computes.
-        self._planned: tuple[int, Iterable[str], Sequence[int]] = 0, (), ()
+        self._planned = _StepInPlan()
         self._written_blocks: set[int] | None = set()
 
     @property
@@ -198,7 +205,7 @@ class EagerStores:
         backlog, as far as the pool has `room`. `states`: blocks of recurrent layers that the step computes. Returns how
         many blocks were offered."""
         self._follow_tables(step.scheduled_cached_reqs, number)
-        self._planned, self._written_blocks = (number, step.num_scheduled_tokens, states), None
+        self._planned, self._written_blocks = _StepInPlan(number, step.num_scheduled_tokens, states), None
         offer, left = self._completed(step.num_scheduled_tokens)
         count = min(left, room - len(offer.keys))
         if self._backlog and count > 0:
@@ -221,12 +228,12 @@ class EagerStores:
         step or in an older one.
         """
         if self._written_blocks is None:
-            number, scheduled, states = self._planned
-            found = set(states)
-            for request_id in scheduled:
+            found = set(self._planned.states)
+            for request_id in self._planned.requests:
                 if (tracked := self._requests.get(request_id)) is not None:
                     first = max(0, tracked.confirmed_tokens)
-                    if tracked.admitted_at == number:  # another child of MultiConnector may load within this step
+                    # Another child of MultiConnector may load within this step.
+                    if tracked.admitted_at == self._planned.number:
                         first = min(first, tracked.load.start)
                     for group in self._groups:
                         found.update(tracked.tables[group.index][first // group.block_tokens :])

@@ -137,8 +137,11 @@ class AttachedSchedulerHost(SchedulerHost):
         logger.info(
             "KVStow %s keeps blocks of %d tokens in memory of the node service at unix:%s, %s of it at most, for %d "
             "ranks; stores are %s; the service's admin API shows the pool, and this engine has none of its own",
-            *(kvstow.__version__, self._setup.groups.alignment, options.attach),
-            *(format_size(options.cpu_bytes_to_use) if options.cpu_bytes_to_use else "all", len(hellos)),
+            kvstow.__version__,
+            self._setup.groups.alignment,
+            options.attach,
+            format_size(options.cpu_bytes_to_use) if options.cpu_bytes_to_use else "all",
+            len(hellos),
             "lazy" if options.lazy_offload else "eager",
         )
         blocks = AttachedBlocks(control, self._has_all_memory, self._setup.clock)

@@ -96,6 +96,14 @@ def kv_geometry(kv_caches: Mapping[str, Any], num_blocks: int) -> KVGeometry:
     return KVGeometry(KVLayout(tuple(regions)), tuple(views), tuple(contents), parts, part_of)
 
 
+class _Taken(NamedTuple):
+    """The bytes of a region that belong to a part."""
+
+    start: int
+    end: int
+    part: int
+
+
 def _parts(
     of_layers: Mapping[str, Sequence[tuple[int, _Run]]], places: Sequence[tuple[int, _Run]]
 ) -> tuple[tuple[Part, ...], dict[str, int]]:
@@ -103,7 +111,7 @@ def _parts(
     it. `places[i]` is the storage and the run of region `i`."""
     parts: list[Part] = []
     part_of: dict[str, int] = {}
-    taken: list[list[tuple[int, int, int]]] = [[] for _ in places]  # by region: start, end, part; ascending
+    taken: list[list[_Taken]] = [[] for _ in places]  # by region, ascending
     for layer, runs in of_layers.items():
         new: list[Span] = []
         last = -1
@@ -113,7 +121,7 @@ def _parts(
             free, owners = _free(taken[number], start, start + run.num_bytes)
             last = max(last, *owners, -1)
             new += [Span(number, first, end - first) for first, end in free]
-            taken[number] = sorted([*taken[number], *((first, end, len(parts)) for first, end in free)])
+            taken[number] = sorted([*taken[number], *(_Taken(first, end, len(parts)) for first, end in free)])
         if new:
             last = len(parts)
             parts.append(tuple(sorted(new)))
@@ -121,7 +129,7 @@ def _parts(
     return tuple(parts), part_of
 
 
-def _free(taken: Sequence[tuple[int, int, int]], start: int, end: int) -> tuple[list[tuple[int, int]], list[int]]:
+def _free(taken: Sequence[_Taken], start: int, end: int) -> tuple[list[tuple[int, int]], list[int]]:
     """The ranges between `start` and `end` that no part has taken, and the parts that have taken the others."""
     free, owners = [], []
     for first, last, part in taken:

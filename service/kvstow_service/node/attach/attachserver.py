@@ -644,7 +644,9 @@ class AttachServer:
                 if not member.peer.kill() and not member.peer.has_ended():
                     logger.warning(
                         "session %s: %s was not killed: the service sees no process of uid %d that it may kill for it",
-                        *(session.session_id, described(member), member.peer.uid),
+                        session.session_id,
+                        described(member),
+                        member.peer.uid,
                     )
         self._life.lose(session, "an operator has detached it", expected=True)
 

@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
@@ -28,6 +29,14 @@ from kvstow_service.node.pools.nodesession import Member, NodeSession, Send
 logger = logging.getLogger("kvstow.attach")
 
 _ID_BYTES, _TOKEN_BYTES = 8, 16
+
+
+class _Trusted(NamedTuple):
+    """A member without a pidfd, and when it counts as ended. `number` orders members of the same time."""
+
+    ends_at: float
+    number: int
+    member: Member
 
 
 class SessionLife:
@@ -65,8 +74,8 @@ class SessionLife:
         self._errors = errors
         self._trust_eof, self.needs_pidfd = trust_eof, trust_eof is None
         self._clock = clock
-        self._trusted: list[tuple[float, int, Member]] = []
-        """A heap of members without a pidfd, with the times at which they count as ended."""
+        self._trusted: list[_Trusted] = []
+        """A heap."""
         self._num_trusted = 0
 
     # -- attaching ------------------------------------------------------------------------------------------
@@ -228,12 +237,12 @@ class SessionLife:
     def expire(self) -> None:
         """End the members whose time of `trust_eof` is over."""
         now = self._clock()
-        while self._trusted and self._trusted[0][0] <= now:
-            self.process_ended(heapq.heappop(self._trusted)[2])
+        while self._trusted and self._trusted[0].ends_at <= now:
+            self.process_ended(heapq.heappop(self._trusted).member)
 
     def next_deadline(self) -> float | None:
         """Return when `expire` next has something to do, or None."""
-        return self._trusted[0][0] if self._trusted else None
+        return self._trusted[0].ends_at if self._trusted else None
 
     def close(self) -> None:
         for session in self.sessions.values():
@@ -243,7 +252,7 @@ class SessionLife:
     def _trust_later(self, member: Member) -> None:
         assert self._trust_eof is not None, "members without a pidfd are refused otherwise"
         self._num_trusted += 1
-        heapq.heappush(self._trusted, (self._clock() + self._trust_eof, self._num_trusted, member))
+        heapq.heappush(self._trusted, _Trusted(self._clock() + self._trust_eof, self._num_trusted, member))
 
     def _end_if_over(self, session: NodeSession) -> None:
         if session.state != "lost" or any(member.is_awaited for member in session.members):

@@ -14,7 +14,7 @@ from typing import NamedTuple, ParamSpec
 
 from kvstow.attach.hello import Hello
 from kvstow.attach.peer import Peer
-from kvstow.memory.budget import MemoryBudget
+from kvstow.memory.budget import MemoryBudget, RowExtent
 from kvstow.memory.nodememory import NodeMemory
 from kvstow.owners import most_of
 from kvstow.status import KeptMemory, MemoryWait
@@ -237,7 +237,7 @@ class MemoryThread:
         memory = self._enter_pool(pool, found.record)
         for row in found.rows:
             extents = [(extent, survivors.extents[extent][0]) for extent in row.extents]
-            described = [(extent, taken.num_bytes, taken.numa_node) for extent, taken in extents]
+            described = [RowExtent(extent, taken.num_bytes, taken.numa_node) for extent, taken in extents]
             self.budget.restore_row(pool.name, row.first_slot, row.num_slots, described)
             for extent, taken in extents:
                 self.memory.restore(extent, taken)
@@ -316,7 +316,8 @@ class MemoryThread:
             if session_of(client) == session_id and not peer.kill() and not peer.has_ended():
                 logger.warning(
                     "session %s: a process was not killed: the service sees no process of uid %d that it may kill",
-                    *(session_id, peer.uid),
+                    session_id,
+                    peer.uid,
                 )
 
     def end_claims(self, pool: str) -> None:

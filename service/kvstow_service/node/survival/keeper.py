@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvstow.attach.peer import credentials_of
 from kvstow.errors import KeeperError
@@ -46,15 +46,23 @@ BUSY = "busy"
 _MAGIC = b"KVK1"
 
 
-def receive(peer: socket.socket) -> tuple[bytes, list[int], bool]:
-    """Receive a message. Returns it, its descriptors, which the caller owns, and whether a part of it was cut off."""
+class Received(NamedTuple):
+    """A message and its descriptors. `is_cut`: a part of it was cut off."""
+
+    data: bytes
+    fds: list[int]
+    is_cut: bool
+
+
+def receive(peer: socket.socket) -> Received:
+    """Receive a message. The caller owns its descriptors."""
     room = socket.CMSG_SPACE(253 * array.array("i").itemsize)
     data, ancillary, flags, _ = peer.recvmsg(MESSAGE_BYTES, room, socket.MSG_CMSG_CLOEXEC)
     fds = array.array("i")
     for level, kind, content in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             fds.frombytes(content[: len(content) - len(content) % fds.itemsize])
-    return data, list(fds), bool(flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC))
+    return Received(data, list(fds), bool(flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC)))
 
 
 def is_readable(fd: int, seconds: float = 0.0) -> bool:

@@ -232,7 +232,7 @@ class NodeStore:
 
     def totals(self) -> dict[TierLabels, TierCounters]:
         return {
-            (self.store, one.pool.name, model): counters
+            TierLabels(self.store, one.pool.name, model): counters
             for one in self._members()
             for model, counters in one.tier.totals().items()
         }

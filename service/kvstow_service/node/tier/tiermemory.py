@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
+from typing import NamedTuple
 
 from kvstow.attach.calls import ExtentBytes, ExtentGrant, ExtentSlots, GrantedExtents, PopulatedExtents
 from kvstow.attach.calls import RevokedExtents as Revoked
@@ -27,6 +28,14 @@ logger = logging.getLogger("kvstow.tier")
 
 ENGINE = "tier"
 """The name in records that stands for the store in place of an engine."""
+
+
+class _WaitingExtent(NamedTuple):
+    """`fd` is owned by whoever has this. `stride` is that of the slots."""
+
+    grant: ExtentGrant
+    fd: int
+    stride: int
 
 
 class TierMemory(MemoryHolder):
@@ -52,9 +61,8 @@ class TierMemory(MemoryHolder):
         self._memory, self._post = memory, post
         self.stored_ranks = list(pool.config.storing_ranks)
         """The ranks whose bytes are in the store, in the order of `StoredLayout.slot_bytes`."""
-        self._waiting: dict[int, tuple[ExtentGrant, int, int]] = {}
-        """Extents that were granted and are not populated yet, by id: the grant, its descriptor, which this object
-        owns, and the stride of its slots. Used only by the memory thread."""
+        self._waiting: dict[int, _WaitingExtent] = {}
+        """Extents that were granted and are not populated yet, by id. Used only by the memory thread."""
         self._is_closed = False
         self.problem = ""
         """A sentence that says why the store does not use some of the pool's memory. Blocks in it are neither written
@@ -87,7 +95,7 @@ class TierMemory(MemoryHolder):
                 if not self._is_closed:
                     self.tier.session.map_memory(self.client(rank))
                     for grant, fd in zip(message.extents, duplicates_of(fds), strict=True):
-                        self._waiting[grant.extent_id] = grant, fd, message.slot_stride
+                        self._waiting[grant.extent_id] = _WaitingExtent(grant, fd, message.slot_stride)
                     populated = [ExtentBytes(one.extent_id, one.populated_bytes) for one in message.extents]
                     self._note_populated(rank, populated)
             case PopulatedExtents():
@@ -97,7 +105,7 @@ class TierMemory(MemoryHolder):
 
     def _note_populated(self, rank: int, extents: Iterable[ExtentBytes]) -> None:
         for extent_id, num_bytes in extents:
-            if extent_id not in self._waiting or num_bytes < self._waiting[extent_id][0].num_bytes:
+            if extent_id not in self._waiting or num_bytes < self._waiting[extent_id].grant.num_bytes:
                 continue
             grant, fd, stride = self._waiting.pop(extent_id)
             extent = StoredExtent(extent_id, grant.first_slot, grant.num_slots, stride, grant.num_bytes)
@@ -118,7 +126,7 @@ class TierMemory(MemoryHolder):
     def _release(self, rank: int, extent_ids: Sequence[int]) -> None:
         for extent_id in extent_ids:
             if extent_id in self._waiting:
-                os.close(self._waiting.pop(extent_id)[1])
+                os.close(self._waiting.pop(extent_id).fd)
             then = partial(self._post, partial(self._note_released, rank, extent_id))
             self.tier.stored_pool.remove_extent(self.stored_ranks.index(rank), extent_id, then)
 
