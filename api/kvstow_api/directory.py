@@ -33,6 +33,8 @@ from kvstow_api.texts import counted, populate_words
 
 NO_POOL = "no engine has attached yet, so there is no pool"
 
+_ALONE = "the pool is the memory of the engine that it is embedded in, and no other engine can attach to it"
+
 
 @dataclass(frozen=True, slots=True)
 class HostedPool:
@@ -213,9 +215,6 @@ class Directory(Protocol):
 
     def count_error(self, code: str) -> None:
         """Count an error of the host. `code` is one of `kvstow.stats.ERRORS`."""
-
-
-_ALONE = "the pool is the memory of the engine that it is embedded in, and no other engine can attach to it"
 
 
 class EmbeddedDirectory:

@@ -19,6 +19,13 @@ INFORMATIONAL_CHECKS = ("pool", "pinned")
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,253}")
 
+MAX_FILE_BYTES = 1 << 20
+"""The limit for a file, in bytes. It is enough for any list of tokens or chain of certificates."""
+MAX_TOKENS = 100
+"""The limit for the tokens of a file. Each request is compared with all of them."""
+_LONGEST_READ_SECONDS = 1.0
+"""How long a caller waits for another thread that reads the tokens. Reading takes less than a millisecond."""
+
 
 def parse_host_names(key: str, value: object) -> tuple[str, ...]:
     """Parse a list, or text whose names are separated by commas or spaces. Raises `ConfigError`."""
@@ -47,10 +54,6 @@ def require_token(host: str | None, token_file: Path | None, *, certificates: bo
     required. `host` is None for a Unix socket."""
     if token_file is None and not certificates and host is not None and not is_loopback(host):
         raise SettingError("host", host, "is reachable from other machines: set token_file or tls_client_ca")
-
-
-MAX_FILE_BYTES = 1 << 20
-"""The limit for a file, in bytes. It is enough for any list of tokens or chain of certificates."""
 
 
 class FileStamp(NamedTuple):
@@ -96,14 +99,6 @@ def exposure(mode: int) -> str | None:
         return None
     what = " and ".join(word for word, given in (("read", readable), ("change", writable)) if given)
     return f"other users may {what} it (mode {stat.S_IMODE(mode):04o})"
-
-
-MAX_TOKENS = 100
-"""The limit for the tokens of a file. Each request is compared with all of them."""
-
-
-_LONGEST_READ_SECONDS = 1.0
-"""How long a caller waits for another thread that reads the tokens. Reading takes less than a millisecond."""
 
 
 class TokenFile:

@@ -14,6 +14,8 @@ from kvstow_api.answers import EventType
 
 _KEPT = 1000
 
+_INTERVAL_SECONDS = 60.0
+
 
 class Entry(NamedTuple):
     """An entry. `data` includes `time`, as text."""
@@ -48,9 +50,6 @@ class Journal:
             kept = list(self._entries)
         lost = kept[0].sequence - sequence - 1 if kept else 0
         return [entry for entry in kept if entry.sequence > sequence], max(0, lost)
-
-
-_INTERVAL_SECONDS = 60.0
 
 
 class LimitedLog:

@@ -25,6 +25,10 @@ _ANY = (431, 500)  # answered before a request has a route, too
 _STRICT = (401, 403, 422, 503, *_ANY)  # 422 also stands for a query or a body that the route does not define
 _ANY_BODY = (408, 413, 415)  # answered to any body, even if the route defines none
 
+ETAG: Responses = {
+    200: {"headers": {"ETag": {"description": "Names the current settings", "schema": {"type": "string"}}}}
+}
+
 
 def reading(*codes: int, guarded: bool = True) -> Responses:
     """Return the problems of a GET: `codes`, and those of all routes. A `guarded` route may need a token."""
@@ -34,11 +38,6 @@ def reading(*codes: int, guarded: bool = True) -> Responses:
 def changing(*codes: int, body: bool = True) -> Responses:
     """Return the problems of a route that changes something: `codes`, and those of all such routes."""
     return _described(*codes, *_STRICT, *_ANY_BODY, *((400,) if body else ()))
-
-
-ETAG: Responses = {
-    200: {"headers": {"ETag": {"description": "Names the current settings", "schema": {"type": "string"}}}}
-}
 
 
 def _described(*codes: int) -> Responses:

@@ -24,6 +24,8 @@ from kvstow.devices.base import Device, Fence, Ticket, TicketState
 from kvstow.errors import CopyError, DataPlaneFailedError, QueueFullError
 from kvstow.messages import Completion, CopyFigures, Direction, Op
 
+logger = logging.getLogger("kvstow.dataplane")
+
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 50e-6, 0.2e-3
 """Seconds between two polls of fences and tickets. A staging buffer of 32 MiB is on the link for 0.6 ms: polling every
 1 ms cost a fifth of the rate (43 of 54 GB/s); every 0.2 ms costs almost nothing, and 5 ms of CPU per 2 GiB."""
@@ -41,8 +43,6 @@ _TURN_TIMEOUT = 1e-3
 
 _STUCK_GRACE = 5.0
 """Seconds that one copy may outlast the timeout of `close`."""
-
-logger = logging.getLogger("kvstow.dataplane")
 
 
 @dataclass(slots=True)

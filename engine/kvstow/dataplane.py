@@ -32,14 +32,14 @@ from kvstow.messages import (
     figures_of,
 )
 
+logger = logging.getLogger("kvstow.dataplane")
+
 _AT_ONCE = 2
 """Loads that run at a time. More would make the copy of a sampled token wait behind them on the link."""
 
 _STAGED_AT_ONCE = 64
 """Loads that run at a time if there is a launcher. They only fill staging memory until the host launches them, and the
 device bounds their bytes."""
-
-logger = logging.getLogger("kvstow.dataplane")
 
 
 class DataPlane:

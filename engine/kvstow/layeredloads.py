@@ -19,13 +19,13 @@ from kvstow.devices.base import Fence, LayerDevice, LayeredLoad, Ticket, TicketS
 from kvstow.errors import CopyError
 from kvstow.messages import LayerFigures, Op
 
+logger = logging.getLogger("kvstow.dataplane")
+
 _STAGED_TIMEOUT = 30.0
 """Seconds that an ordinary load may take. If it takes longer, the device hangs, and so does the host's own work."""
 
 _LOOK = 0.5e-3
 """Seconds between two checks whether the load has ended."""
-
-logger = logging.getLogger("kvstow.dataplane")
 
 
 @dataclass(slots=True)

@@ -18,6 +18,9 @@ RankState = Literal["starting", "pinning", "ready", "degraded", "failed", "stopp
 
 RANK_STATES: tuple[RankState, ...] = get_args(RankState)
 
+SLOW_KERNEL = 0.8
+"""A kernel that reads host memory is slow if it reaches less than this share of the copy engine's rate."""
+
 
 @dataclass(frozen=True, slots=True)
 class Op:
@@ -139,10 +142,6 @@ class CopyFigures:
     load_bytes_total: int = 0
     store_busy_seconds: float = 0.0
     load_busy_seconds: float = 0.0
-
-
-SLOW_KERNEL = 0.8
-"""A kernel that reads host memory is slow if it reaches less than this share of the copy engine's rate."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,15 @@ from collections.abc import Iterable
 from itertools import accumulate
 from typing import NamedTuple
 
+_RECENT = 9
+"""How many steps of each class of contexts are kept."""
+_LEAST_STEPS = 8
+"""How many steps are needed before there is a cost."""
+_LEAST_OF_CLASS = 3
+"""How many steps a class needs to count. With fewer, its median may be the step in which kernels were compiled."""
+_SHORT = 512
+"""Contexts of fewer tokens are one class."""
+
 
 def weighted_median(values: Iterable[tuple[float, float]]) -> float:
     """The smallest value such that it and smaller ones have half of all weight. `values`: pairs of a value and its
@@ -64,16 +73,6 @@ class PrefillNews(NamedTuple):
     hit_seconds: float = 0.0
     waited: float = 0.0
     not_made: int = 0
-
-
-_RECENT = 9
-"""How many steps of each class of contexts are kept."""
-_LEAST_STEPS = 8
-"""How many steps are needed before there is a cost."""
-_LEAST_OF_CLASS = 3
-"""How many steps a class needs to count. With fewer, its median may be the step in which kernels were compiled."""
-_SHORT = 512
-"""Contexts of fewer tokens are one class."""
 
 
 class _Medians(NamedTuple):

@@ -62,6 +62,18 @@ Verbose = Annotated[str | None, Query(description="One line per check; on unless
 CheckName = Annotated[str, Path(description="One of those that `?verbose` lists")]
 Exclude = Annotated[str, Query(description="Checks to leave out, separated by commas")]
 
+_ROOT = "kvstow"
+_MEDIA_TYPE = "text/event-stream"
+_STREAM = {
+    "type": "string",
+    "contentMediaType": _MEDIA_TYPE,
+    "contentSchema": {"type": "array", "items": {"$ref": "#/components/schemas/EventView"}},
+}
+_EXAMPLE = 'id: 6f1d2a9c-12-0\nevent: state\ndata: {"time": "2026-11-02T09:30:00.000Z", "state": "ready"}\n\n'
+_MAX_AGE_FOR_STRANGERS = 1.0
+"""For clients without a credential, the measurements may be this old, in seconds. Measuring reads the files of all
+processes, and such clients must not keep it going."""
+
 
 async def probe(request: Request, app: App, verbose: Verbose = None, exclude: Exclude = "") -> PlainTextResponse:
     """Answer `ok`, or one line per check."""
@@ -105,9 +117,6 @@ def _answer(verdict: Verdict, verbose: str | None) -> PlainTextResponse:
     is_verbose = verbose is not None and verbose.lower() not in ("false", "0")
     text = str(verdict) if is_verbose or not verdict.ok else "ok"
     return PlainTextResponse(text, 200 if verdict.ok else 503)
-
-
-_ROOT = "kvstow"
 
 
 def loggers() -> list[str]:
@@ -202,15 +211,6 @@ def _check_types(text: str) -> str:
     return text
 
 
-_MEDIA_TYPE = "text/event-stream"
-_STREAM = {
-    "type": "string",
-    "contentMediaType": _MEDIA_TYPE,
-    "contentSchema": {"type": "array", "items": {"$ref": "#/components/schemas/EventView"}},
-}
-_EXAMPLE = 'id: 6f1d2a9c-12-0\nevent: state\ndata: {"time": "2026-11-02T09:30:00.000Z", "state": "ready"}\n\n'
-
-
 @router.get(
     "/v1/events",
     response_class=StreamingResponse,
@@ -247,11 +247,6 @@ async def get_events(
     if pool is None and (not app.directory.is_node or not wanted.isdisjoint(BLOCK_EVENTS)):
         pool = choose_pool(app.directory, None)
     return LimitedStream(app.streams.open(wanted, pool, after=last_event_id, recent=recent), app.streams.limit)
-
-
-_MAX_AGE_FOR_STRANGERS = 1.0
-"""For clients without a credential, the measurements may be this old, in seconds. Measuring reads the files of all
-processes, and such clients must not keep it going."""
 
 
 @router.get("/v1/doctor", responses=reading())

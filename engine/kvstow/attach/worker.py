@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from kvstow.devices.base import Fence
     from kvstow.memory.mappedpool import MappedPool
 
+logger = logging.getLogger("kvstow.attach")
+
 DETACHED_SECONDS = 0.1
 """The pause between two attempts while the service is absent."""
 LEAVING_SECONDS = 0.005
@@ -50,8 +52,6 @@ FAULT_SECONDS = 1.0
 _MAX_SETTLED = 16
 """How many tokens of settled sessions a hello has at most."""
 _NO_TICKET = SessionTicket(0, "")
-
-logger = logging.getLogger("kvstow.attach")
 
 
 @dataclass(slots=True)

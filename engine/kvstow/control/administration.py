@@ -23,6 +23,13 @@ from kvstow.keys import format_key
 from kvstow.status import BypassStatus, DrainMode, DrainStatus, LookupResult
 from kvstow.tier.blockstore import Purged, PurgeWish
 
+logger = logging.getLogger("kvstow.admin")
+
+_LEFT_OF_CONTEXT = (
+    "only what the last request of the context has used is known; what earlier requests of it have used may be left in "
+    "the store below the pool, and a purge by age or of everything removes it"
+)
+
 
 class Sweep:
     """Bulk work that releases the engine's lock between slices, so that no scheduler waits for all of it.
@@ -96,12 +103,6 @@ class Sweep:
         if not self.finished:
             self.cancelled = self.finished = True
             self._undo()
-
-
-_LEFT_OF_CONTEXT = (
-    "only what the last request of the context has used is known; what earlier requests of it have used may be left in "
-    "the store below the pool, and a purge by age or of everything removes it"
-)
 
 
 def purge_store(pool: Pool, sweep: Sweep, wish: PurgeWish, *, dry_run: bool, notice: str = "") -> Sweep:
@@ -284,9 +285,6 @@ class BaseSwitches:
     def _moment(self, seconds: float | None) -> float:
         """In so many seconds; never for None."""
         return inf if seconds is None else self._clock() + seconds
-
-
-logger = logging.getLogger("kvstow.admin")
 
 
 class Administrator(BaseSwitches):

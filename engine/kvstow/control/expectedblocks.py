@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Generic, Protocol, TypeVar
 
+_SHARDS = 64
+
 
 class _Owner(Protocol):
     expected: int
@@ -13,8 +15,6 @@ class _Owner(Protocol):
 
 
 _T = TypeVar("_T", bound=_Owner)
-
-_SHARDS = 64
 
 
 class ExpectedBlocks(Generic[_T]):

@@ -41,6 +41,15 @@ _MAGIC = b"KVSTOWIX"
 _START = struct.Struct("<8sIIQ")  # magic, version, length of the JSON, sequence; then the JSON and the CRC-32 of both
 _CRC = struct.Struct("<I")
 
+RECORD_BYTES = 64
+WORDS = RECORD_BYTES // 8
+COMMIT, STATE, KEY, ORDER = 0, 1, 2, 7
+MAX_KEY_BYTES = 40
+_MAX_NAMESPACE = (1 << 32) - 1
+LEARNED_BYTES = 16 << 10
+JOURNAL_NAME = "kvstow-journal"
+_OTHER_BYTES = 256  # of a copy of the header, besides the content
+
 
 class JournalHeader(NamedTuple):
     """`sequence` counts the writes; it tells which copy is newer."""
@@ -102,15 +111,8 @@ def _read_copy(memory: bytes | mmap.mmap, at: int, copy_bytes: int) -> _HeaderCo
     return _HeaderCopy(sequence, version, data[_START.size : end])
 
 
-RECORD_BYTES = 64
-WORDS = RECORD_BYTES // 8
-COMMIT, STATE, KEY, ORDER = 0, 1, 2, 7
-MAX_KEY_BYTES = 40
-
 _FILLING = np.uint64(0xF111 << 48)
 _FILLING_MASK = np.uint64(0xFFFF << 48)
-_MAX_NAMESPACE = (1 << 32) - 1
-LEARNED_BYTES = 16 << 10
 _LEARNED = struct.Struct("<II")  # the length of what was learned, and its CRC-32; then itself
 
 # Odd constants of the checksum.
@@ -168,10 +170,6 @@ def checksums(salt: np.uint64, rows: NDArray[np.intp], records: Words) -> Words:
         sums ^= sums >> _SHIFT
     sums[sums == 0] = 1
     return sums
-
-
-JOURNAL_NAME = "kvstow-journal"
-_OTHER_BYTES = 256  # of a copy of the header, besides the content
 
 
 @dataclass(frozen=True, slots=True)

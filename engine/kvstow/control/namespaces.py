@@ -17,16 +17,16 @@ from kvstow.control.slots import SlotKeys, values_at
 from kvstow.errors import ConflictError
 from kvstow.results import KeyRun
 
+_SHORT = 8
+"""Fewer keys are looked up one by one: to compare slices takes as long."""
+_MAX_NAMESPACES = 1 << 16
+
 
 class NamespaceLabel(NamedTuple):
     """A namespace's name, and what the host wants to know of it after a restart, as JSON."""
 
     name: str
     note: Any = None
-
-
-_SHORT = 8
-"""Fewer keys are looked up one by one: to compare slices takes as long."""
 
 
 class KeyMap:
@@ -324,9 +324,6 @@ class PendingStores:
     def num_linked(self) -> int:
         """Slots whose keys are to become visible."""
         return self._num_slots - self._num_disowned
-
-
-_MAX_NAMESPACES = 1 << 16
 
 
 class LookupCounts:

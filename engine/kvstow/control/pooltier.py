@@ -31,6 +31,8 @@ from kvstow.tier.blockstore import (
 from kvstow.tier.breakeven import PROBE_BLOCKS, BreakEven
 from kvstow.tier.tierstatus import TIER_FAILED, TierCounters, TierStatus
 
+logger = logging.getLogger("kvstow.tier")
+
 WRITING_SHARE = 0.05
 """Of the pool's slots, that writes may keep."""
 STUCK_SHARE = 0.01
@@ -43,8 +45,6 @@ LEAST_LEAD_SECONDS = 2.0
 """Blocks of a context are read so long before its next request is expected, or twice as long as that takes."""
 _MOST_NOTED = 1024
 """Stores and uses, parts of which wait to be written."""
-
-logger = logging.getLogger("kvstow.tier")
 
 
 class LongerHit(NamedTuple):

@@ -11,6 +11,9 @@ from kvstow.errors import InvalidRequestError, NotFoundError
 from kvstow.messages import DesiredState, RankFigures, RankReport, figures_of
 from kvstow.status import RankStatus
 
+_WITHOUT_COPIES = ("failed", "stopped")
+"""States of a rank without a copy thread."""
+
 
 @dataclass(slots=True)
 class RankRecord:
@@ -144,10 +147,6 @@ class RankTable:
         if not 0 <= rank < len(self._ranks):
             raise NotFoundError(f"rank is {rank}; allowed: 0 to {len(self._ranks) - 1}")
         return self._ranks[rank]
-
-
-_WITHOUT_COPIES = ("failed", "stopped")
-"""States of a rank without a copy thread."""
 
 
 def _status(record: RankRecord, now: float, pool: str, session: str) -> RankStatus:

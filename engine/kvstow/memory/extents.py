@@ -39,6 +39,8 @@ from kvstow.memory.region import (
     round_up,
 )
 
+logger = logging.getLogger("kvstow.extents")
+
 EXTENT_NAME = "kvstow-extent"
 """The name of every extent's memfd."""
 STEP_BYTES = 64 << 20
@@ -46,8 +48,6 @@ STEP_BYTES = 64 << 20
 
 _PIECE_BYTES = 16 << 20
 """How many bytes are populated between two checks whether to stop. It takes 2 ms in huge pages, and 10 ms in others."""
-
-logger = logging.getLogger("kvstow.extents")
 
 
 class Extent:

@@ -13,11 +13,11 @@ from kvstow.memory.chunks import Chunk, ChunkMemory, PinnedChunks
 from kvstow.memory.hoststeps import CallQueue, HostSteps, RegisterCall
 from kvstow.memory.pinning import Registrar
 
+logger = logging.getLogger("kvstow.pool")
+
 _REFILL_DIVISOR = 3
 """More chunks are populated once only a third of those ahead is left to register. Beside steps of 20 ms, the register
 calls of that third last 160 ms."""
-
-logger = logging.getLogger("kvstow.pool")
 
 
 class Growth:

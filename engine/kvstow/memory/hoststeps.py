@@ -40,6 +40,16 @@ _MOST_CHARGED = 2
 """A call is charged at most this many times its expected duration. One of 100 ms was a stall of the machine, for which
 later steps need not pay."""
 
+_CHECK_SECONDS = 0.1
+"""The pause between two checks whether the thread that has claimed a call was interrupted."""
+IDLE_SECONDS = 0.02
+"""When the last launch is longer ago than this, the host has no work or waits for its device."""
+_LAUNCH_SECONDS = 0.25
+"""A step that takes longer to launch was abandoned."""
+_CHECK_HOST_SECONDS = 0.2
+"""The pause between two checks of the pinning thread whether the host still makes steps. Each check costs the host a
+handover of the interpreter."""
+
 
 class CallBudget:
     """Decides after each step of the host whether the host's thread may make a call.
@@ -124,10 +134,6 @@ def _deviation(samples: Collection[float]) -> float:
     """Return the median absolute deviation."""
     middle = median(samples)
     return median(abs(sample - middle) for sample in samples)
-
-
-_CHECK_SECONDS = 0.1
-"""The pause between two checks whether the thread that has claimed a call was interrupted."""
 
 
 class RegisterCall(NamedTuple):
@@ -263,14 +269,6 @@ class CallQueue:
 
 HostState = Literal["starting", "idle", "stepping", "waiting"]
 """What the host is doing. A `waiting` host has launched a step that its device has not finished."""
-
-IDLE_SECONDS = 0.02
-"""When the last launch is longer ago than this, the host has no work or waits for its device."""
-_LAUNCH_SECONDS = 0.25
-"""A step that takes longer to launch was abandoned."""
-_CHECK_HOST_SECONDS = 0.2
-"""The pause between two checks of the pinning thread whether the host still makes steps. Each check costs the host a
-handover of the interpreter."""
 
 
 class Work(Protocol):

@@ -12,10 +12,10 @@ from kvstow.memfd import MemfdEnds, is_open_elsewhere, seal_writes
 from kvstow.memory.budget import Close, Create, MemoryBudget, Step
 from kvstow.memory.extents import Extent, Populator
 
+logger = logging.getLogger("kvstow.extents")
+
 _MOST_PINNED = 3
 """After this many pinned extents, `close_given_up` checks no more of them: the kernel takes 0.2 s for each."""
-
-logger = logging.getLogger("kvstow.extents")
 
 
 class NodeMemory:

@@ -20,6 +20,34 @@ from kvstow.errors import PinError
 from kvstow.memory.hoststeps import HostState, HostSteps
 from kvstow.memory.region import libc
 
+CHUNK_BYTES = 64 << 20
+"""The size of a register call at a fixed pace, unless it is configured. With `PAUSE`, pinning reaches 17.7 GiB/s and
+makes steps at most 1.2 ms longer."""
+PAUSE = 0.002
+"""The pause between two register calls at a fixed pace, in seconds, unless it is configured."""
+LATENCY_TARGET = 0.0018
+"""The duration of a register call at the adaptive pace, in seconds, unless it is configured. A call then registers
+80 MiB, or 45 on a slow machine, and makes a step at most 2 ms longer."""
+_STARTING_FACTOR = 5
+"""While the host starts, a fixed pause is longer by this factor."""
+_FIRST_BYTES, _MOST_BYTES = 16 << 20, 84 << 20
+"""The size of the first register call at the adaptive pace, and the largest size."""
+_LEAST_BYTES = 8 << 20
+"""The smallest size of a register call at the adaptive pace: even a small call takes 0.25 ms."""
+_MOST_GROWTH = 1.5
+"""A call is larger than the previous one by at most this factor, because one call may be fast by chance."""
+_LEAST_SECONDS = 1e-6
+"""The least duration of a call that is recorded. A registrar that does nothing would take no time."""
+_SHARES: dict[HostState, float] = {"idle": 0.4, "starting": 0.1, "waiting": 0.05}
+"""The fraction of the time for register calls in each state of the host. With 0.4 beside a long step of the device,
+a prompt of 1.2 s became 1 to 4 % longer."""
+_LONG_IDLE_SECONDS, _LONG_IDLE_SHARE = 0.25, 0.65
+"""The fraction of the time for register calls once the host has been idle for this long. Even then a new request waits
+for one call at most, because from its first step on the calls are made between steps. A pause of 0.9 ms is long enough
+for the unfair lock."""
+_CHUNKS_AHEAD = 12
+"""How many chunks may be populated and not yet registered. They have 1 GiB at most."""
+
 
 class Registrar(Protocol):
     """Registers a pool's memory range by range. Called by one thread at a time: the pool's pinning thread, its host's
@@ -196,35 +224,6 @@ def _memlock_limit() -> int:
 def _locked_by_process() -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmLck:")), 0)
-
-
-CHUNK_BYTES = 64 << 20
-"""The size of a register call at a fixed pace, unless it is configured. With `PAUSE`, pinning reaches 17.7 GiB/s and
-makes steps at most 1.2 ms longer."""
-PAUSE = 0.002
-"""The pause between two register calls at a fixed pace, in seconds, unless it is configured."""
-LATENCY_TARGET = 0.0018
-"""The duration of a register call at the adaptive pace, in seconds, unless it is configured. A call then registers
-80 MiB, or 45 on a slow machine, and makes a step at most 2 ms longer."""
-_STARTING_FACTOR = 5
-"""While the host starts, a fixed pause is longer by this factor."""
-_FIRST_BYTES, _MOST_BYTES = 16 << 20, 84 << 20
-"""The size of the first register call at the adaptive pace, and the largest size."""
-_LEAST_BYTES = 8 << 20
-"""The smallest size of a register call at the adaptive pace: even a small call takes 0.25 ms."""
-_MOST_GROWTH = 1.5
-"""A call is larger than the previous one by at most this factor, because one call may be fast by chance."""
-_LEAST_SECONDS = 1e-6
-"""The least duration of a call that is recorded. A registrar that does nothing would take no time."""
-_SHARES: dict[HostState, float] = {"idle": 0.4, "starting": 0.1, "waiting": 0.05}
-"""The fraction of the time for register calls in each state of the host. With 0.4 beside a long step of the device,
-a prompt of 1.2 s became 1 to 4 % longer."""
-_LONG_IDLE_SECONDS, _LONG_IDLE_SHARE = 0.25, 0.65
-"""The fraction of the time for register calls once the host has been idle for this long. Even then a new request waits
-for one call at most, because from its first step on the calls are made between steps. A pause of 0.9 ms is long enough
-for the unfair lock."""
-_CHUNKS_AHEAD = 12
-"""How many chunks may be populated and not yet registered. They have 1 GiB at most."""
 
 
 class FixedPace:

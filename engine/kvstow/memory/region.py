@@ -48,6 +48,19 @@ for _library in (libc, quick):
     _library.munmap.argtypes = _library.mlock.argtypes = _library.munlock.argtypes = (_address, _size)
     _library.madvise.argtypes = _library.mprotect.argtypes = (_address, _size, _int)
 
+_MPOL_PREFERRED = 1
+"""The policy that takes memory from other nodes when the preferred one is full."""
+_NODE_OF_PAGE = 1 | 2
+"""MPOL_F_NODE | MPOL_F_ADDR: ask for the node of the page at an address."""
+_MBIND = {"x86_64": 237, "aarch64": 235}
+_GET_MEMPOLICY = {"x86_64": 239, "aarch64": 236}
+"""The numbers of the two system calls, for which the C library has no functions."""
+_NODES = 1024
+"""The largest number of nodes that the kernel supports. A mask of nodes may be larger than the machine."""
+_WORD_BITS = 64
+_NODE_STEP = 16 << 20
+"""How many bytes lie between two samples of a page's node. Sampling holds the GIL, so few samples are taken."""
+
 
 class HostRegion:
     """A range of `num_bytes` of reserved address space, aligned to a huge page. A child process does not inherit it.
@@ -201,20 +214,6 @@ def error_text() -> str:
     """Describe the last error of `libc` or `quick` by its name and its text."""
     code = ctypes.get_errno()
     return f"{errno.errorcode.get(code, code)} ({os.strerror(code)})"
-
-
-_MPOL_PREFERRED = 1
-"""The policy that takes memory from other nodes when the preferred one is full."""
-_NODE_OF_PAGE = 1 | 2
-"""MPOL_F_NODE | MPOL_F_ADDR: ask for the node of the page at an address."""
-_MBIND = {"x86_64": 237, "aarch64": 235}
-_GET_MEMPOLICY = {"x86_64": 239, "aarch64": 236}
-"""The numbers of the two system calls, for which the C library has no functions."""
-_NODES = 1024
-"""The largest number of nodes that the kernel supports. A mask of nodes may be larger than the machine."""
-_WORD_BITS = 64
-_NODE_STEP = 16 << 20
-"""How many bytes lie between two samples of a page's node. Sampling holds the GIL, so few samples are taken."""
 
 
 def prefer_node(address: int, num_bytes: int, node: int) -> str | None:

@@ -24,7 +24,12 @@ from kvstow.memory.hoststeps import CallQueue, HostSteps, MadeCall
 from kvstow.memory.pinning import Pace, PinProgress, Registrar
 from kvstow.messages import PoolFigures
 
+logger = logging.getLogger("kvstow.pool")
+
 PoolState = Literal["pinning", "ready", "degraded", "failed", "closed"]
+
+_UNEXPECTED = "internal"
+"""The `reason` of a failure that is not a `PinError`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,11 +48,6 @@ class PoolStatus(PoolFigures):
 
 
 Int64Array = npt.NDArray[np.int64]
-
-_UNEXPECTED = "internal"
-"""The `reason` of a failure that is not a `PinError`."""
-
-logger = logging.getLogger("kvstow.pool")
 
 
 class SlotPool(ABC):

@@ -33,6 +33,8 @@ from kvstow_service.replay.trace import BLOCK_TOKENS, ReplayOptions, TraceReques
 
 _log = logging.getLogger("kvstow.replay")
 
+_WAIT = 0.05  # seconds after which the loop looks again for a stop and for news of the other ranks
+
 
 class RankWorker(Protocol):
     """The interface that the replay needs of a rank's worker."""
@@ -107,8 +109,6 @@ class KVCaches(Protocol):
     def take_verifications(self) -> list[Verification]:
         """Return the results of new calls of `verify`, in their order. Each is that of all ranks together."""
 
-
-_WAIT = 0.05  # seconds after which the loop looks again for a stop and for news of the other ranks
 
 _T = TypeVar("_T")
 

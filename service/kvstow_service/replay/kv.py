@@ -19,6 +19,12 @@ from kvstow.errors import InsufficientMemoryError
 from kvstow.keys import BlockKey, format_key
 from kvstow.layout import KVLayout
 
+WORD_BYTES = 8
+WORD_STEP = 0x1E3779B97F4A7C15
+"""The difference between neighbouring words of a page. It is odd, so that no two of the 2^64 positions have the same
+word."""
+SCRUB = 0xA5
+
 
 class Verification(NamedTuple):
     """How many bytes were compared, and the place of each wrong block on each rank."""
@@ -34,12 +40,6 @@ class Verification(NamedTuple):
 
 
 Page = npt.NDArray[np.uint8]
-
-WORD_BYTES = 8
-WORD_STEP = 0x1E3779B97F4A7C15
-"""The difference between neighbouring words of a page. It is odd, so that no two of the 2^64 positions have the same
-word."""
-SCRUB = 0xA5
 
 
 def seed_of(key: BlockKey, rank: int, region: int) -> int:

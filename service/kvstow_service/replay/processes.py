@@ -19,13 +19,13 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 
 from kvstow.errors import KvstowError, ProcessEndedError
 
+logger = logging.getLogger("kvstow.replay")
+
 Pipe: TypeAlias = "Connection[Any, Any]"
 
 _SPAWN = get_context("spawn")
 _LAST_WORDS_SECONDS = 10.0
 """How long a child may take to end before it is killed."""
-
-logger = logging.getLogger("kvstow.replay")
 
 
 class Named(Protocol):

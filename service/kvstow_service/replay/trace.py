@@ -49,6 +49,14 @@ _LONGEST_TEXT = 256
 _ONCE = "an id names a whole prefix, so it occurs once in a request"
 _GZIP_MAGIC = b"\x1f\x8b"
 
+_ARRIVALS_PER_SECOND = 0.5
+_TOKENS_PER_SECOND = 40.0
+_THINK_SECONDS = 25.0  # median
+_QUESTION_TOKENS = 600.0  # median; it is long because people paste documents
+_ANSWER_TOKENS = 300.0  # median
+_PROMPT_BLOCKS = (2, 12)
+_EVEN_LAYERS = 4  # enough to test that slots are gathered from several regions
+
 
 class Runs(Sequence[int]):
     """Block ids, stored as runs of consecutive numbers. It is equal to any sequence of the same ids."""
@@ -387,14 +395,6 @@ class ReplayOptions:
         return None if self.time_scale is None else (ended - first.timestamp) / 1000 / self.time_scale
 
 
-_ARRIVALS_PER_SECOND = 0.5
-_TOKENS_PER_SECOND = 40.0
-_THINK_SECONDS = 25.0  # median
-_QUESTION_TOKENS = 600.0  # median; it is long because people paste documents
-_ANSWER_TOKENS = 300.0  # median
-_PROMPT_BLOCKS = (2, 12)
-
-
 @dataclass(frozen=True, slots=True)
 class TraceShape:
     """`sessions` conversations of `turns` turns on average, which share `shared_prompts` system prompts. With 0 they
@@ -457,9 +457,6 @@ def _conversation(
 
 def _tokens(rng: random.Random, median: float) -> int:
     return 1 + int(median * rng.lognormvariate(0.0, 0.8))
-
-
-_EVEN_LAYERS = 4  # enough to test that slots are gathered from several regions
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,15 +17,14 @@ from kvstow.errors import PinError
 if TYPE_CHECKING:
     import torch
 
+_MOST_IDLE = 256
+"""A context keeps at most this many idle events. More fences are seldom alive at once."""
+
 
 @cache
 def primary_context(ordinal: int) -> CudaContext:
     """The context of GPU `ordinal` (torch's numbering). Retained for the life of the process, as torch does."""
     return CudaContext(load_driver(), ordinal)
-
-
-_MOST_IDLE = 256
-"""A context keeps at most this many idle events. More fences are seldom alive at once."""
 
 
 class CudaContext:

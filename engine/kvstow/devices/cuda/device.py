@@ -27,6 +27,17 @@ from kvstow.messages import LayerFigures
 
 logger = logging.getLogger("kvstow.cuda")
 
+CANDIDATES = (256 << 10, 512 << 10, 1 << 20, 2 << 20)
+"""Page sizes, in bytes, that are measured. Smaller pages reach 85 % of the large-copy rate at best."""
+NEVER = 1 << 62
+"""A threshold in bytes that no page reaches."""
+_BYTES = 32 << 20
+"""Bytes that a measurement copies in each direction."""
+_REPEATS = 3
+"""How often each measurement is made; the shortest time counts."""
+_ENOUGH = 0.97
+"""Pages that reach this share of the large-copy rate are copied directly."""
+
 
 @dataclass(frozen=True, slots=True)
 class CudaOptions:
@@ -198,22 +209,6 @@ def _direct_regions(driver: Driver, layout: KVLayout, options: CudaOptions) -> l
     direct = [page >= threshold for page in pages]
     logger.info("%d of %d regions are copied directly, the others staged", sum(direct), len(pages))
     return direct
-
-
-CANDIDATES = (256 << 10, 512 << 10, 1 << 20, 2 << 20)
-"""Page sizes, in bytes, that are measured. Smaller pages reach 85 % of the large-copy rate at best."""
-
-NEVER = 1 << 62
-"""A threshold in bytes that no page reaches."""
-
-_BYTES = 32 << 20
-"""Bytes that a measurement copies in each direction."""
-
-_REPEATS = 3
-"""How often each measurement is made; the shortest time counts."""
-
-_ENOUGH = 0.97
-"""Pages that reach this share of the large-copy rate are copied directly."""
 
 
 def direct_threshold(driver: Driver) -> int:

@@ -20,6 +20,8 @@ from kvstow.errors import ConfigError, CopyError
 from kvstow.memory.slotpool import SlotPool
 from kvstow.messages import LoadLaunch, StagedLoad
 
+logger = logging.getLogger("kvstow.jax")
+
 HostMemory = Literal["auto", "plain", "pinned"]
 HOST_MEMORY: tuple[HostMemory, ...] = get_args(HostMemory)
 _MOST_BUFFERS = 8
@@ -30,8 +32,6 @@ _PIECE_BYTES, _ROWS_PIECE_BYTES = 64 << 20, 16 << 20
 
 _ADVANCE_SECONDS = 2e-3
 """Seconds until `advance` returns. It copies small pieces itself, and a longer call would delay the polls."""
-
-logger = logging.getLogger("kvstow.jax")
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,14 @@ _PATIENCE = 30.0
 _POLL = 1e-4
 """Seconds between two checks of a condition."""
 
+PAST_CACHE_BYTES = 1 << 20
+"""Copies of this many bytes or more are worth writing past the cache, because nothing reads the bytes soon."""
+_SHARE_BYTES = 1 << 20
+"""Bytes that are worth a thread of their own: fewer are copied sooner than another thread wakes up."""
+_LOADER = "/lib64/ld-linux-x86-64.so.2"
+_ALIGNMENT = 64
+"""The alignment, in bytes, of memory that the CPU backend uses in place."""
+
 
 class Held:
     """Bytes that count as in flight until this object is dropped."""
@@ -65,15 +73,6 @@ def wait_until(condition: Callable[[], bool], stopping: Event) -> bool:
         if time.monotonic() >= deadline or stopping.wait(_POLL):
             return False
     return True
-
-
-PAST_CACHE_BYTES = 1 << 20
-"""Copies of this many bytes or more are worth writing past the cache, because nothing reads the bytes soon."""
-
-_SHARE_BYTES = 1 << 20
-"""Bytes that are worth a thread of their own: fewer are copied sooner than another thread wakes up."""
-
-_LOADER = "/lib64/ld-linux-x86-64.so.2"
 
 
 class Range(NamedTuple):
@@ -140,10 +139,6 @@ def cached_copy_bytes() -> int | None:
 def _copy(ranges: Sequence[Range]) -> None:
     for target, source, num_bytes in ranges:
         ctypes.memmove(target, source, num_bytes)  # it releases the interpreter
-
-
-_ALIGNMENT = 64
-"""The alignment, in bytes, of memory that the CPU backend uses in place."""
 
 
 class LoadBuffer:

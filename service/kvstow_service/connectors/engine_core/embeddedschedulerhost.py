@@ -27,11 +27,11 @@ from kvstow_service.connectors.engine_core.schedulerhost import EngineSetup, Sch
 from kvstow_service.connectors.engine_core.schedulerside import SchedulerSide
 from kvstow_service.connectors.engine_core.vllmprocess import VLLMProcess, this_node
 
+logger = logging.getLogger("kvstow.vllm")
+
 _HEAD_START_SECONDS = 1.0
 """The admin server's start waits for this long, because vLLM's own start ends soon after. Ranks of this host do not
 wait for it."""
-
-logger = logging.getLogger("kvstow.vllm")
 
 
 class EmbeddedSchedulerHost(SchedulerHost):

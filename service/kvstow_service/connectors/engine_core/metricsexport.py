@@ -16,10 +16,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 
 from kvstow_service.connectors.engine_core.offloadmetrics import FAMILY, PREFIX, changes_between, merge
 
+logger = logging.getLogger("kvstow.vllm")
+
 _PERIOD = 0.1
 """How many seconds pass between two readings of the counters."""
-
-logger = logging.getLogger("kvstow.vllm")
 
 
 @dataclass

@@ -37,6 +37,25 @@ _OF_VLLM = frozenset({"enable_cross_layers_blocks"})
 """Keys that vLLM itself reads from the same mapping."""
 _PREFIX = "kv_connector_extra_config: "
 
+_OF_SERVICE = (
+    "cpu_bytes_to_use_per_rank",
+    "max_bytes",
+    "policy",
+    "curve",
+    "transfer_timeout",
+    "huge_pages",
+    "admin_host",
+    "admin_port",
+    "token_file",
+    "viewer_token_file",
+    "tls_cert",
+    "tls_key",
+    "tls_client_ca",
+    "readiness_require",
+    "allowed_hosts",
+)
+"""Options that have no effect beside `attach`, because the node service decides on them."""
+
 
 def refusal(key: str, value: object, allowed: str) -> ConfigError:
     """The error for a value of a key of `kv_connector_extra_config`."""
@@ -119,26 +138,6 @@ def _socket(key: str, value: Any) -> Path:
         return socket_path(_text(key, value))
     except ConfigError as error:
         raise error.renamed(key) from None
-
-
-_OF_SERVICE = (
-    "cpu_bytes_to_use_per_rank",
-    "max_bytes",
-    "policy",
-    "curve",
-    "transfer_timeout",
-    "huge_pages",
-    "admin_host",
-    "admin_port",
-    "token_file",
-    "viewer_token_file",
-    "tls_cert",
-    "tls_key",
-    "tls_client_ca",
-    "readiness_require",
-    "allowed_hosts",
-)
-"""Options that have no effect beside `attach`, because the node service decides on them."""
 
 
 def _check_attach(given: Mapping[str, Any]) -> None:

@@ -19,6 +19,14 @@ from typing import Any, NamedTuple
 from kvstow.errors import ConfigError
 from kvstow_service.connectors.engine_core.kvgroups import layer_spec
 
+_LORA_SETTINGS = (
+    "lora_dtype",
+    "target_modules",
+    "enable_tower_connector_lora",
+    "enable_mixed_moe_lora_format",
+    "enable_moe_shared_loras",
+)
+
 
 @dataclass(frozen=True, slots=True)
 class VLLMProcess:
@@ -98,15 +106,6 @@ class VLLMProcess:
             takes_steps_back=not overlaps and _rewinds_requests(config, kv_cache_config),
             is_alone=transfer.kv_connector == engine_transfer.kv_connector,
         )
-
-
-_LORA_SETTINGS = (
-    "lora_dtype",
-    "target_modules",
-    "enable_tower_connector_lora",
-    "enable_mixed_moe_lora_format",
-    "enable_moe_shared_loras",
-)
 
 
 def _has_simple_steps(config: Any) -> bool:

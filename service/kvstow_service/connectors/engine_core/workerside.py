@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from kvstow.attach.worker import AttachedWorker
     from kvstow.dataplane import DataPlane
 
+logger = logging.getLogger("kvstow.vllm")
+
 
 def require_memory(options: ConnectorOptions, process: VLLMProcess) -> int:
     """How many bytes are available to the pools of this node's ranks together; 0 if no limit can be read. Raises
@@ -141,8 +143,6 @@ class LayerWaits:
         if load is not None:
             load.wait(num_parts - 1)
 
-
-logger = logging.getLogger("kvstow.vllm")
 
 _Load = tuple[LoadId, tuple[int, ...]]
 """A load and its GPU blocks."""

@@ -22,6 +22,8 @@ from kvstow_service.connectors.engine_core.workerhost import PoolWorkerHost
 from kvstow_service.connectors.engine_core.workerside import RankDataPlane, rank_pool_config
 from kvstow_service.connectors.tpu.support import TPUOptions
 
+logger = logging.getLogger("kvstow.vllm")
+
 
 class Runner(Protocol):
     """The part of tpu-inference's `TPUModelRunner` that is used. `kv_caches`: one array for each layer, or for each
@@ -34,9 +36,6 @@ class Runner(Protocol):
 def has_cache(runner: Runner) -> bool:
     """Whether the runner has a KV cache now. It may have freed the cache."""
     return bool(runner.kv_caches) and not any(array.is_deleted() for array in jax.tree.leaves(runner.kv_caches))
-
-
-logger = logging.getLogger("kvstow.vllm")
 
 
 class RunnerHost(PoolWorkerHost):

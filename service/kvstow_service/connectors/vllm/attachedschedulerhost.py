@@ -35,12 +35,12 @@ from kvstow_service.connectors.engine_core.stepplan import PlannedStep
 from kvstow_service.connectors.engine_core.vllmprocess import hash_block_tokens
 from kvstow_service.connectors.vllm import engineidentity
 
+logger = logging.getLogger("kvstow.vllm")
+
 LOOKING_SECONDS = 2.0
 """For how many seconds after its start an engine without requests makes steps to find a service."""
 JOINING_SECONDS = 10.0
 """For how many seconds after it has attached an engine makes steps until its ranks have memory."""
-
-logger = logging.getLogger("kvstow.vllm")
 
 
 class AttachedSchedulerHost(SchedulerHost):

@@ -30,6 +30,26 @@ from kvstow_service.connectors.vllm.valuesettings import (
 _PROBE_BLOCKS = 3
 """How many blocks `hash_probe` hashes for each kind of extra key."""
 
+_UNSEEN = "KVStow's plugin was not loaded: name kvstow in VLLM_PLUGINS, or do not set it"
+_FROM_THE_MODEL = {
+    "auto",
+    "bitsandbytes",
+    "dummy",
+    "fastsafetensors",
+    "gguf",
+    "hf",
+    "instanttensor",
+    "mistral",
+    "npcache",
+    "pt",
+    "runai_streamer",
+    "runai_streamer_sharded",
+    "safetensors",
+    "sharded_state",
+}
+"""Load formats that read the weights from where the model is. Other formats, such as those of plugins, may read them
+from anywhere."""
+
 
 def pool_identity(
     config: Any, kv_cache_config: Any, groups: KVGroups, hellos: Sequence[RankHello], *, replicated: bool
@@ -129,9 +149,6 @@ def _fleet_weights(config: Any, *both: Weights | None) -> FleetWeights:
     return FleetWeights(" and ".join(names))
 
 
-_UNSEEN = "KVStow's plugin was not loaded: name kvstow in VLLM_PLUGINS, or do not set it"
-
-
 def _why_not_loaded(config: Any, model: EngineModel, loaded: Sequence[LoadedFiles | None]) -> str:
     """Why it is not certain that every rank has loaded the files of `model`, as a sentence; empty if it is."""
     kinds = {model.weights.source, model.drafter.source if model.drafter else ""}
@@ -191,26 +208,6 @@ def _group(group: KVGroup, layers: Sequence[str]) -> GroupIdentity:
         hash_tokens=group.block_tokens // group.hashes_per_block,
         window=group.window if group.chunk is None else group.chunk,
     )
-
-
-_FROM_THE_MODEL = {
-    "auto",
-    "bitsandbytes",
-    "dummy",
-    "fastsafetensors",
-    "gguf",
-    "hf",
-    "instanttensor",
-    "mistral",
-    "npcache",
-    "pt",
-    "runai_streamer",
-    "runai_streamer_sharded",
-    "safetensors",
-    "sharded_state",
-}
-"""Load formats that read the weights from where the model is. Other formats, such as those of plugins, may read them
-from anywhere."""
 
 
 def why_unshared(config: Any, weights: Weights, drafter: Weights | None) -> str:

@@ -135,6 +135,27 @@ _OF_NO_VALUE = {"_name_or_path", "transformers_version", "torch_dtype", "dtype"}
 _LONG_ROPES = {"longrope", "su", "dynamic"}
 """Kinds of rope scaling that depend on the longest request."""
 
+_WITHOUT_MODEL = {"ngram", "ngram_gpu", "suffix"}
+"""Kinds of drafters that guess from tokens alone, and have no KV. vLLM gives them the configuration of the model."""
+_OF_TOKENS = {
+    "added_tokens.json",
+    "chat_template.json",
+    "config.json",
+    "generation_config.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "tokenizer.json",
+    "vocab.json",
+}
+"""Files that do not count. They decide which tokens there are, and every key covers these, or how tokens are drawn.
+vLLM has read `config.json` into its own configuration, which is part of the identity."""
+_QUANTIZATION = {"hf_quant_config.json", "quant_config.json", "quantize_config.json"}
+"""Files of the quantization."""
+_DEPTH = 3
+"""How many folders deep files are looked for."""
+_MOST_FILES, _MOST_BYTES = 512, 64 << 20
+"""How many files are read at most, and how many bytes of all of them."""
+
 
 def value_settings(config: Any) -> dict[str, str]:
     """The settings that are set, by name. A setting that is off or automatic is left out, as in versions of vLLM that
@@ -159,10 +180,6 @@ def value_settings(config: Any) -> dict[str, str]:
         settings["drafter.hf_config"] = described_digest(drafter)
         settings["drafter.dtype"] = str(drafter.dtype)
     return settings
-
-
-_WITHOUT_MODEL = {"ngram", "ngram_gpu", "suffix"}
-"""Kinds of drafters that guess from tokens alone, and have no KV. vLLM gives them the configuration of the model."""
 
 
 def drafts_from_prompt(config: Any) -> bool:
@@ -207,24 +224,6 @@ def _ropes(described: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return found
 
 
-_OF_TOKENS = {
-    "added_tokens.json",
-    "chat_template.json",
-    "config.json",
-    "generation_config.json",
-    "merges.txt",
-    "special_tokens_map.json",
-    "tokenizer.json",
-    "vocab.json",
-}
-"""Files that do not count. They decide which tokens there are, and every key covers these, or how tokens are drawn.
-vLLM has read `config.json` into its own configuration, which is part of the identity."""
-_QUANTIZATION = {"hf_quant_config.json", "quant_config.json", "quantize_config.json"}
-"""Files of the quantization."""
-_DEPTH = 3
-"""How many folders deep files are looked for."""
-_MOST_FILES, _MOST_BYTES = 512, 64 << 20
-"""How many files are read at most, and how many bytes of all of them."""
 _OTHER_REPOSITORY = re.compile(rb'"[\w.-]+/[\w.-]+--[\w.]+"')
 """A reference to code of another repository in an `auto_map`."""
 

@@ -31,6 +31,15 @@ REASONS = (
 _LINES_A_MINUTE = 10
 """How many refusals, and how many faults, are logged in a minute at most."""
 
+HELLO_SECONDS = 5.0
+"""How long a connection may take to send its hello."""
+MAX_PARTIAL_BYTES = 128 << 20
+"""How many bytes of incomplete frames all connections together may have."""
+_MAX_CLIENTS = 1024
+_MIN_CLIENTS = 16
+_MAX_STRANGERS = 64
+_SHARE_OF_DESCRIPTORS = 8  # each client takes a socket and a pidfd; extents and the admin server need the rest
+
 
 class AttachTally:
     """Counters of the attach server: connections that it accepted; frames that it received and allowed, by kind;
@@ -53,17 +62,6 @@ class AttachTally:
     def fault(self, error: BaseException) -> None:
         self.errors["internal"] += 1
         self._faults.log(logging.ERROR, "the attach server has failed for one client", exc_info=error)
-
-
-HELLO_SECONDS = 5.0
-"""How long a connection may take to send its hello."""
-MAX_PARTIAL_BYTES = 128 << 20
-"""How many bytes of incomplete frames all connections together may have."""
-
-_MAX_CLIENTS = 1024
-_MIN_CLIENTS = 16
-_MAX_STRANGERS = 64
-_SHARE_OF_DESCRIPTORS = 8  # each client takes a socket and a pidfd; extents and the admin server need the rest
 
 
 class ClientConnection:

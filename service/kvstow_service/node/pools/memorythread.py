@@ -24,6 +24,8 @@ from kvstow_service.node.pools.noderecords import NodeRecords
 from kvstow_service.node.pools.poolmemory import PoolMemory, PoolWorker, Post
 from kvstow_service.node.survival.roster import PoolRecord, SurvivingPool, Survivors, WorkerRecord
 
+logger = logging.getLogger("kvstow.node")
+
 _ROUNDS = 1000
 """How often the budget may decide again at most before the thread handles other work."""
 _LOOK_SECONDS = 1.0
@@ -41,8 +43,6 @@ MOST_DEPARTED = 512
 descriptor."""
 
 P = ParamSpec("P")
-
-logger = logging.getLogger("kvstow.node")
 
 
 class MemoryFigures(NamedTuple):

@@ -22,17 +22,18 @@ from kvstow_service.node.survival.roster import PoolRecord
 
 _DIGITS = 6
 
+MAX_RANKS = 64
+"""How many ranks an engine may have. All of them are on this node, and each takes 2 KiB of the service's memory in each
+session."""
+_MAX_REASONS = 4
+"""How many sentences `sharing_off` returns at most."""
+
 
 def unique_name(identity: Identity, model: str, taken: Container[str]) -> str:
     """Return a name: the model as a slug, and six hex digits of the identity, or more if that name is taken."""
     digest = identity.digest.hex()
     names = (f"{slug(model)}-{digest[:length]}" for length in range(_DIGITS, len(digest) + 1))
     return next(name for name in names if name not in taken)
-
-
-MAX_RANKS = 64
-"""How many ranks an engine may have. All of them are on this node, and each takes 2 KiB of the service's memory in each
-session."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,10 +215,6 @@ def config_of(identity: PoolIdentity, settings: PoolSettings) -> EngineConfig:
         )
     except ConfigError as error:
         raise AttachRefusedError("identity", str(error)) from error
-
-
-_MAX_REASONS = 4
-"""How many sentences `sharing_off` returns at most."""
 
 
 def sharing_off(pool: NodePool, namespace: KnownNamespace, pools: Iterable[NodePool]) -> tuple[str, ...]:

@@ -19,6 +19,8 @@ from kvstow.memory.rows import Row
 from kvstow_service.node.pools.memoryholder import MemoryHolder
 from kvstow_service.node.pools.nodepool import NodePool
 
+logger = logging.getLogger("kvstow.node")
+
 MAX_FDS = 250
 """How many extents one frame can carry."""
 _SLICES_PER_TURN = 16
@@ -29,8 +31,6 @@ look."""
 
 Post = Callable[[Callable[[], object]], object]
 """Makes the attach server's thread call something."""
-
-logger = logging.getLogger("kvstow.node")
 
 
 class PoolWorker:

@@ -30,6 +30,19 @@ from kvstow.memory.region import round_up
 from kvstow.memory.rows import PoolLayout, RankLayout
 from kvstow_service.node.survival.keeper import is_readable
 
+logger = logging.getLogger("kvstow.node")
+
+ROSTER_NAME = "kvstow-roster"
+_COPY_BYTES = 32 << 20
+"""The size of each of the two copies of the content, in bytes. The memfd takes memory only where it is written. If a
+roster does not fit, the service loses its keeper, so no single user may come near this size: 64 pools, with identities
+from hellos of 64 KiB, and 1,024 workers take 5 MiB."""
+_STATE_BYTES = 4096
+_FILE_BYTES = _STATE_BYTES + 2 * _COPY_BYTES
+_VOID, _VALID, _IN_RECOVERY = b"\0", b"\1", b"\2"
+ROSTER_LABEL = "roster"
+EXTENT_PREFIX, LOST_PREFIX = "extent-", "lost-"
+
 
 class PoolRecord(Struct, frozen=True):
     """A pool. `extent_bytes` and `slot_alignment` are settings of the service that made it. They determine its rows."""
@@ -69,16 +82,6 @@ class WorkerRecord(Struct, frozen=True, kw_only=True):
     def client(self) -> str:
         """The worker's name in the records of memory."""
         return f"{self.session_id}/{self.hello.rank}"
-
-
-ROSTER_NAME = "kvstow-roster"
-_COPY_BYTES = 32 << 20
-"""The size of each of the two copies of the content, in bytes. The memfd takes memory only where it is written. If a
-roster does not fit, the service loses its keeper, so no single user may come near this size: 64 pools, with identities
-from hellos of 64 KiB, and 1,024 workers take 5 MiB."""
-_STATE_BYTES = 4096
-_FILE_BYTES = _STATE_BYTES + 2 * _COPY_BYTES
-_VOID, _VALID, _IN_RECOVERY = b"\0", b"\1", b"\2"
 
 
 class Roster:
@@ -132,12 +135,6 @@ class Roster:
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)
-
-
-ROSTER_LABEL = "roster"
-EXTENT_PREFIX, LOST_PREFIX = "extent-", "lost-"
-
-logger = logging.getLogger("kvstow.node")
 
 
 def journal_label(journal: IndexJournal) -> str:

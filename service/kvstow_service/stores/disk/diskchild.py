@@ -51,13 +51,13 @@ from kvstow_service.stores.disk.diskmessages import (
     WriteUses,
 )
 
+_log = logging.getLogger(__name__)
+
 READERS: Final = 8
 WRITERS: Final = 4
 _KEEPERS = 2
 """Threads for what an answer waits for, such as a purge. One more does what nothing waits for."""
 _FIRST_PAUSE, _PAUSE_SECONDS = 0.1, 5.0
-
-_log = logging.getLogger(__name__)
 
 
 class MappedExtents:

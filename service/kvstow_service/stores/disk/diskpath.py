@@ -32,11 +32,11 @@ from kvstow_service.stores.disk.pathqueue import Direction, Job, PathQueue, Purg
 from kvstow_service.stores.disk.places import BlockName, DiskPlaces, Place, PlaceKind
 from kvstow_service.stores.disk.writebudget import WriteBudget, WrittenBytes
 
+logger = logging.getLogger("kvstow.disk")
+
 STUCK_SECONDS: Final = 30.0
 PROBE_SECONDS: Final = 5.0
 _SYNC_SECONDS = 60.0
-
-logger = logging.getLogger("kvstow.disk")
 
 
 class Selection(NamedTuple):

@@ -16,11 +16,11 @@ from kvstow_service.stores.childprocess import IsolatedProcess, pause_after
 from kvstow_service.stores.disk.blockfile import FoundFiles
 from kvstow_service.stores.disk.diskmessages import CloseFiles, DiskSocket, Done, Open, Opened, Problem, Request
 
+logger = logging.getLogger("kvstow.disk")
+
 _MODULE = "kvstow_service.stores.disk.diskchild"
 _TICK_SECONDS = 0.5
 _KILL_SECONDS = 2.0
-
-logger = logging.getLogger("kvstow.disk")
 
 
 class PathUser(Protocol):

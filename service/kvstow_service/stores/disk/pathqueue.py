@@ -12,6 +12,11 @@ from kvstow_service.stores.disk.places import PlaceKind
 
 Direction = Literal["read", "write"]
 
+_BATCH_BYTES, _BATCH_BLOCKS = 4 << 20, 16
+"""One thread of the child does that much at a time."""
+_RATE_SECONDS = 4.0
+"""A rate is that of about the last seconds in which there was something to do."""
+
 
 class NamespaceName(NamedTuple):
     """Digests of the texts that name a namespace and the layout of its pool; who owns it, and its name for people."""
@@ -36,12 +41,6 @@ class PurgeTicket:
         self._left -= 1
         if not self._left:
             self._then()
-
-
-_BATCH_BYTES, _BATCH_BLOCKS = 4 << 20, 16
-"""One thread of the child does that much at a time."""
-_RATE_SECONDS = 4.0
-"""A rate is that of about the last seconds in which there was something to do."""
 
 
 @dataclass(slots=True, eq=False)

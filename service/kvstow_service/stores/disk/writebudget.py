@@ -11,6 +11,8 @@ _BUCKET_SECONDS = 3600.0
 _ACTIVE_SECONDS = 3600.0
 _STEP_SECONDS = 600.0
 
+_MOST_NAMES = 1 << 22
+
 
 class WriteBudget:
     """A bucket that fills evenly, is empty at the start, and holds an hour's worth. Not locked.
@@ -56,9 +58,6 @@ class WriteBudget:
             self._level[one] = min(level + gained / count, self._size / count)
             self._common += level + gained / count - self._level[one]
         self._common = min(self._common, self._size - sum(max(0.0, level) for level in self._level.values()))
-
-
-_MOST_NAMES = 1 << 22
 
 
 class UsedNames:

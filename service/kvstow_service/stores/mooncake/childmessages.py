@@ -10,6 +10,11 @@ import socket
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
+CORRUPT = -1_000_000
+"""A status code of ours: an object was found, and is not what was put under its name."""
+MAX_MESSAGE_BYTES = 160 << 10  # less than the kernel's send buffer, 208 KiB, which holds a message whole
+_MAX_FDS = 1
+
 
 class Connect(NamedTuple):
     """The first message: connect to the store."""
@@ -54,13 +59,6 @@ class Exists(NamedTuple):
 
 Answer = tuple[int, ...] | str
 """A status code for each object or name; or why nothing was touched."""
-
-CORRUPT = -1_000_000
-"""A status code of ours: an object was found, and is not what was put under its name."""
-
-MAX_MESSAGE_BYTES = 160 << 10  # less than the kernel's send buffer, 208 KiB, which holds a message whole
-
-_MAX_FDS = 1
 
 
 class Lane:

@@ -24,11 +24,19 @@ from kvstow_service.stores.mooncake.objects import (
     check_batch,
 )
 
+_log = logging.getLogger(__name__)
+
 SCHEME = "mooncake"
 FORM = "mooncake://MASTER:PORT, with ?ha=etcd where HOST:PORT[,HOST:PORT...] are those of etcd"
 
 _PROTOCOLS = ("tcp", "rdma")
 _REPLICAS = ("1", "2", "3", "4", "5", "6", "7", "8")
+
+INVALID_PARAMS = -600
+"""A defect of ours, or an object of another length than its name says."""
+_NO_ROOM = -200
+_NAMES_IN_MESSAGE = 500  # of 250 bytes at most
+_EXISTS = "exists"
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,9 +122,6 @@ def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> str:
 _OPTIONS: frozenset[str] = frozenset({"ha", "protocol", "devices", "host", "replicas"})
 
 
-INVALID_PARAMS = -600
-"""A defect of ours, or an object of another length than its name says."""
-_NO_ROOM = -200
 _MISSING = frozenset({-703, -704, -707})
 """Its replica is not complete; there is no such object; its lease ended during the transfer."""
 _RPC_ERRORS = range(-999, -899)
@@ -141,12 +146,6 @@ def require_master(codes: Sequence[int]) -> None:
     """Raises `TierUnavailableError` if the master answered for none of the objects."""
     if codes and all(code in _RPC_ERRORS for code in codes):
         raise TierUnavailableError(f"Mooncake's master does not answer (code {codes[0]})")
-
-
-_NAMES_IN_MESSAGE = 500  # of 250 bytes at most
-_EXISTS = "exists"
-
-_log = logging.getLogger(__name__)
 
 
 class MooncakeStore:

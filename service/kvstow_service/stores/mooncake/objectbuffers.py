@@ -10,6 +10,10 @@ from typing import Protocol
 from kvstow_service.stores.mooncake.childmessages import SlotPart
 from kvstow_service.stores.mooncake.objectheader import HEADER_BYTES, find_mismatch, pack_header
 
+STAGED_BYTES = 256 << 10
+"""Slots up to this size are copied, which takes 10 us for 256 KiB. With TCP, Mooncake moves each piece of an object by
+a request of its own, and one for a header takes 30 us."""
+
 
 class MemoryRegistry(Protocol):
     """Mooncake's store, whose library only the child process may import. A call returns 0 unless it fails."""
@@ -76,11 +80,6 @@ class ChildMemory:
 
     def view(self, part: SlotPart) -> memoryview:
         return self._ranges[part.range_id].view[part.offset : part.offset + part.num_bytes]
-
-
-STAGED_BYTES = 256 << 10
-"""Slots up to this size are copied, which takes 10 us for 256 KiB. With TCP, Mooncake moves each piece of an object by
-a request of its own, and one for a header takes 30 us."""
 
 
 Pieces = tuple[list[list[int]], list[list[int]]]

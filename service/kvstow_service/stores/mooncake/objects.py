@@ -23,6 +23,11 @@ from typing import Literal, NamedTuple, Protocol
 from kvstow.errors import InvalidRequestError
 from kvstow.keys import GROUP_BYTES, BlockKey, group_of
 
+MAX_BATCH_OBJECTS = 64
+"""Objects in one call of `put` or `get`. Larger batches have made a client of Mooncake hang."""
+MAX_BATCH_BYTES = 128 << 20
+"""Bytes in one call of `put` or `get`, unless a single object is larger."""
+
 
 class ObjectName(NamedTuple):
     """One block of one rank. Equal names mean equal bytes, on every node. `fingerprint` covers all that the key does
@@ -38,11 +43,6 @@ class ObjectName(NamedTuple):
         block_hash = self.key[GROUP_BYTES:].hex()
         return f"kvs1:{self.fingerprint}:{group_of(self.key)}:{block_hash}:{self.rank}of{self.num_ranks}"
 
-
-MAX_BATCH_OBJECTS = 64
-"""Objects in one call of `put` or `get`. Larger batches have made a client of Mooncake hang."""
-MAX_BATCH_BYTES = 128 << 20
-"""Bytes in one call of `put` or `get`, unless a single object is larger."""
 
 PutStatus = Literal["stored", "full", "failed"]
 """`stored`: the object is there, also if it was before. `full`: the store has no room now; try again much later."""
