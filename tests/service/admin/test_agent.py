@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -220,11 +220,15 @@ def test_a_report_waits_until_the_one_before_is_answered(
     engine: FakeEngine, start: Any, rank: FakeRank, eventually: Any
 ) -> None:
     """An engine that is late must not get a queue of them."""
-    engine.desired = None
-    agent = start(interval=0.01)
+    engine.desired, clock = None, FakeClock()
+    agent = start(clock=clock)
     eventually(lambda: engine.reports)
-    for pinned in (1, 2, 3):
-        rank.change(pinned)
+    clock.advance(1.0)
+    rank.change(1)
+    for number in (2, 3):  # when the second one is applied, a turn has ended that began after the change
+        engine.send(replace(WANTED, number=number))
+        eventually(lambda: rank.applied and rank.applied[-1].number == number)  # noqa: B023 - called at once
+    rank.change(3)
     assert engine.channel is not None
     engine.desired = Desired(WANTED)
     engine.channel.send(Kind.DESIRED, Desired(WANTED).pack(), 1)
