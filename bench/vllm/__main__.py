@@ -1,5 +1,5 @@
 """`python3 -m bench.vllm NAME [--help]`: one of start, hits, verify, decode, pinning, throughput,
-restart, rotation, paths, crowd, worth, agents, headline."""
+restart, rotation, paths, crowd, worth, agents, agentx, headline."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ NAMES = (
     "crowd",
     "worth",
     "agents",
+    "agentx",
     "headline",
 )
 

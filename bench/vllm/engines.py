@@ -134,7 +134,7 @@ def start_async(setup: Setup) -> Started:
 
 
 def _arguments(setup: Setup) -> tuple[dict[str, Any], int | None]:
-    cuda, transfer = current_platform.is_cuda(), _transfer(setup)
+    cuda, transfer = current_platform.is_cuda(), transfer_of(setup)
     arguments: dict[str, Any] = {
         "model": str(setup.model),
         "load_format": "auto" if setup.weights else "dummy",
@@ -174,7 +174,7 @@ def _compilation(setup: Setup) -> dict[str, Any]:
     return compilation
 
 
-def _transfer(setup: Setup) -> dict[str, Any] | None:
+def transfer_of(setup: Setup) -> dict[str, Any] | None:
     extra: dict[str, Any] = {"cpu_bytes_to_use": setup.pool_bytes}
     if setup.connector == "none":
         return None
