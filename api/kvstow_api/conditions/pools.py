@@ -477,12 +477,12 @@ def find_size(evidence: Evidence) -> Found:
     if not evidence.is_node:
         fix = (
             f"`kvstow resize {format_size(better.num_slots * curve.slot_bytes).replace(' ', '')}`, up to the maximum "
-            "of this host (`kvstow get pools -o wide`); `kvstow plot curve` draws all sizes"
+            "of this host (`kvstow get pools -o wide`); `kvstow get curve` shows all sizes"
         )
     else:
         fix = (
             f"another `--memory` for the next start of `kvstow serve`, of which other pools have their share, too; "
-            f"`kvstow plot curve{evidence.of_pool}` draws all sizes"
+            f"`kvstow get curve{evidence.of_pool}` shows all sizes"
         )
     yield make_condition(
         "info",

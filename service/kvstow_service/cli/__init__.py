@@ -29,7 +29,6 @@ COMMANDS = {
     "trace": _Command("trace", "Generate request traces, import those of others, or record those of a live pool."),
     "get": _Command("get", "List pools, sessions, ranks, blocks, contexts, transfers, operations, ..."),
     "describe": _Command("get", "Show one thing in full: the server, a pool, a rank, ..."),
-    "plot": _Command("plotting", "Draw the hits of a pool by its size."),
     "top": _Command("top", "Watch the server live."),
     "events": _Command("watching", "Print events as they happen, until Ctrl-C."),
     "doctor": _Command("watching", "Show what is wrong, what it affects, and how to fix it."),

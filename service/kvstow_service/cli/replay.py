@@ -7,16 +7,18 @@ import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from shutil import get_terminal_size
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
 from kvstow.bytesize import format_size, parse_size
 from kvstow.config import ALLOWED_POLICIES, parse_policy
 from kvstow.errors import ConfigError, KvstowError, ProcessEndedError, SettingError
+from kvstow_api.texts import count, percent
 from kvstow_service.cli.failures import ExitCode
+from kvstow_service.cli.output import table
 from kvstow_service.cli.progress import ProgressBars
 from kvstow_service.process.stop import StopRequests
 from kvstow_service.replay.trace import (
@@ -81,7 +83,7 @@ _POSITIVE = click.FloatRange(0, min_open=True)
     "--sizes",
     metavar="SIZE,...",
     help="Without --attach: replay with each policy at each of these sizes, in slots or in bytes of all ranks (64GiB). "
-    "Prints a table and draws it.",
+    "Prints a table.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object.")
 def replay(
@@ -220,21 +222,28 @@ def _hits(requests: list[TraceRequest], slots: Sequence[int], policies: Sequence
         return hit_table(requests, slots, policies, slot_bytes, replayed)
 
 
-def _show_table(table: HitTable, *, as_json: bool) -> None:
-    from kvstow_service.cli.plotting import Line, Plot, drawn
+def _show_table(found: HitTable, *, as_json: bool) -> None:
+    from kvstow_service.cli.tables import Column, Columns
 
-    plot = Plot(
-        title="% of the blocks that hit, by size",
-        sizes=table.sizes,
-        labels=[format_size(size * table.slot_bytes) for size in table.sizes],
-        lines=[Line(policy, ratios) for policy, ratios in table.ratios.items()],
-        limit=table.everything,
-        limit_name="without evictions",
-    )
+    view = found.to_json()
     if as_json:
-        click.echo(json.dumps(table.to_json()))
-    else:
-        click.echo(f"{_written(table, plot.labels)}\n\n{drawn(plot, min(100, get_terminal_size().columns))}")
+        click.echo(json.dumps(view))
+        return
+    columns = Columns[dict[str, Any]](
+        "slots",
+        Column("slots", lambda size: count(size["slots"])),
+        Column("size", lambda size: format_size(size["bytes"])),
+        *(Column(policy, partial(_hit_share, policy)) for policy in found.hits),
+    )
+    click.echo(table(view["sizes"], columns))
+    click.echo(
+        f"\n{found.requests:,} requests looked up {found.blocks:,} blocks; without evictions, "
+        f"{percent(found.everything)} of them would hit"
+    )
+
+
+def _hit_share(policy: str, size: Mapping[str, Any]) -> str:
+    return percent(size["ratios"][policy])
 
 
 def _parse_sizes(text: str, slot_bytes: int) -> list[int]:
@@ -268,29 +277,17 @@ def _the_policy(names: Sequence[str]) -> str:
     return policy
 
 
-def _written(table: HitTable, labels: Sequence[str]) -> str:
-    columns = table.ratios
-    rows = [("SLOTS", "SIZE", *(policy.upper() for policy in columns))]
-    for number, slots in enumerate(table.sizes):
-        ratios = (f"{100 * found[number]:.2f} %" for found in columns.values())
-        rows.append((f"{slots:,}", labels[number], *ratios))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-    told = f"{table.requests:,} requests looked up {table.blocks:,} blocks; "
-    return "\n".join([*lines, f"{told}without evictions {100 * table.everything:.2f} % of them would hit"])
-
-
 def _run_without_bytes(
     requests: list[TraceRequest], slots: int, policy: str, slot_bytes: int, ranks: int
 ) -> ReplayResult:
     from kvstow_service.replay.result import ReplayResult
 
     began = time.perf_counter()
-    table = _hits(requests, [slots], [policy], slot_bytes * ranks)
+    found = _hits(requests, [slots], [policy], slot_bytes * ranks)
     return ReplayResult(
-        requests=table.requests,
-        blocks=table.blocks,
-        hit_blocks=table.hits[policy][0],
+        requests=found.requests,
+        blocks=found.blocks,
+        hit_blocks=found.hits[policy][0],
         seconds=time.perf_counter() - began,
         ranks=ranks,
         slots=slots,

@@ -216,6 +216,8 @@ def _yes_or_no(value: bool) -> str:
     return "yes" if value else "no"
 
 
+_BAR_WIDTH = 40
+
 CURVE = Columns[SizeView](
     "num_slots",
     Column("slots", lambda one: count(one.num_slots)),
@@ -224,6 +226,7 @@ CURVE = Columns[SizeView](
     Column("hits", lambda one: f"{'>= ' if one.at_least else ''}{percent(one.ratio)}"),
     Column("error", lambda one: percent(one.error)),
     Column("note", lambda one: "now" if one.times == 1 else ""),
+    Column("of all blocks", lambda one: "█" * round(_BAR_WIDTH * one.ratio)),
 )
 
 
