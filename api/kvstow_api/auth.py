@@ -232,7 +232,8 @@ class AuthMiddleware:
         caller = scope.get("state", {}).get(CALLER)
         if caller is not None:
             way = (
-                f"uid {caller} stands for every user that the kernel cannot name here: call as a user that has a number"
+                f"uid {caller} is the kernel's overflow uid, which stands for every user that this container does not "
+                "map: make the request as a mapped user"
             )
         elif self._socket is not None:
             way = f"the server's user and root need none on its machine, through {self._socket}"
@@ -243,9 +244,9 @@ class AuthMiddleware:
         if caller is not None:
             return problem(scope, 403, way)
         if shows_keys:
-            detail = "block keys are shown to callers with a credential alone, and this server has no token"
+            detail = "only callers with a credential may see block keys, and this server has no token"
         else:
-            detail = "over TCP this server only reads, because it has no token for changes"
+            detail = "this server takes no changes over TCP, because it has no token for them"
         return problem(scope, 403, f"{detail}; {way}")
 
     def _is_agent(self, token: bytes) -> bool:

@@ -37,7 +37,7 @@ class Body(BaseModel):
 
 def _require_true(value: bool) -> bool:
     if not value:
-        raise PydanticCustomError("only_true", "must be {allowed}, or left out", {"allowed": "true"})
+        raise PydanticCustomError("only_true", "this must be {allowed}, or left out", {"allowed": "true"})
     return value
 
 
@@ -46,7 +46,7 @@ def _to_key(given: object) -> BlockKey:
         return parse_key(given if isinstance(given, str) else "")
     except InvalidRequestError:
         allowed = "hex digits, two for each byte, in quotes"
-        raise PydanticCustomError("key", "not a key; allowed: {allowed}", {"allowed": allowed}) from None
+        raise PydanticCustomError("key", "this is not a key; allowed: {allowed}", {"allowed": allowed}) from None
 
 
 _KEY_SCHEMA = {
@@ -64,7 +64,9 @@ def _to_context(given: object) -> bytes:
         context = b""
     if len(context) != CONTEXT_BYTES:
         allowed = f"{2 * CONTEXT_BYTES} hex digits, in quotes"
-        raise PydanticCustomError("context", "not the id of a context; allowed: {allowed}", {"allowed": allowed})
+        raise PydanticCustomError(
+            "context", "this is not the id of a context; allowed: {allowed}", {"allowed": allowed}
+        )
     return context
 
 
@@ -93,7 +95,7 @@ def _policy(value: Any) -> str:
         return parse_policy(value)
     except ConfigError as error:
         raise PydanticCustomError(
-            "not_allowed", "not a policy; allowed: {allowed}", {"allowed": error.allowed}
+            "not_allowed", "this is not a policy; allowed: {allowed}", {"allowed": error.allowed}
         ) from error
 
 
@@ -142,8 +144,8 @@ class EvictBody(Body):
         given = self.model_dump(exclude={"dry_run"}, exclude_none=True, by_alias=True)
         if len(given) != 1:
             names = [field.alias or name for name, field in type(self).model_fields.items() if name != "dry_run"]
-            told = {"allowed": ", ".join(names), "given": ", ".join(given) or "none"}
-            raise PydanticCustomError("exactly_one", "exactly one of {allowed} is needed, got {given}", told)
+            words = {"allowed": ", ".join(names), "given": ", ".join(given) or "none"}
+            raise PydanticCustomError("exactly_one", "exactly one of {allowed} is needed, got {given}", words)
         return self
 
 

@@ -78,18 +78,18 @@ class HeadlineView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CurvesView:
-    """Figures of one pool over time. `points` has lists by the names of figures in `now`. The points are
+    """Figures of one pool over time. `points` has lists by the names of figures in `NowView`. The points are
     `interval_seconds` apart, with the oldest first, and null where the figure has no value. Bytes per second are of one
     rank."""
 
     pool: str
     interval_seconds: float
-    now: NowView
     points: dict[str, list[float | None]]
 
 
 class PoolHistory(NamedTuple):
-    """Samples of a pool: see `curves_of`. `num_bytes` is the size of a slot on all ranks together."""
+    """Samples of a pool: `recent` ones of the last `NOW_SECONDS`, and `kept` ones that are `CURVE_INTERVAL` apart.
+    `num_bytes` is the size of a slot on all ranks together."""
 
     num_ranks: int
     num_bytes: int
@@ -106,12 +106,11 @@ def sample_session(ranks: Sequence[RankStatus], time: float) -> SessionSample | 
     return SessionSample(time, loaded, max(rank.store_bytes_total for rank in ranks))
 
 
-def curves_of(pool: str, recent: Sequence[Sample], kept: Sequence[Sample]) -> CurvesView:
-    """Make the curves. `recent` are the samples of the last `NOW_SECONDS`. `kept` are `CURVE_INTERVAL` apart."""
+def curves_of(pool: str, kept: Sequence[Sample]) -> CurvesView:
+    """Make the curves of samples that are `CURVE_INTERVAL` apart."""
     return CurvesView(
         pool=pool,
         interval_seconds=CURVE_INTERVAL,
-        now=now_of(recent),
         points={name: [FIGURES[name](before, after) for before, after in pairwise(kept)] for name in CURVES},
     )
 

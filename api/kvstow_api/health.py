@@ -24,14 +24,14 @@ class Check(NamedTuple):
     failure: HealthCheck | None = None
     required: bool = True
 
-    def run(self, told: Mapping[str, str] = {}) -> str | None:
-        """Return why the check fails, or None if it passes. A check that raises has failed. `told` are the failures
-        that conditions report, by the names of the checks."""
+    def run(self, failures: Mapping[str, str] = {}) -> str | None:
+        """Return why the check fails, or None if it passes. A check that raises has failed. `failures` are those that
+        conditions report, by the names of the checks."""
         try:
-            return told.get(self.name) if self.failure is None else self.failure()
+            return failures.get(self.name) if self.failure is None else self.failure()
         except Exception as error:  # the probe must answer, even if a host's check raises
-            logger.exception("health check %s raised", self.name)
-            return f"the check raised {type(error).__name__}"
+            logger.exception("the health check %s has raised an error", self.name)
+            return _raised(error)
 
 
 class Finding(NamedTuple):
@@ -77,28 +77,32 @@ class Probe:
     def checks(self) -> Mapping[str, Check]:
         return {check.name: check for check in self._checks()}
 
-    def run(self, exclude: Collection[str] = frozenset(), told: Mapping[str, str] | None = None) -> Verdict:
-        """Run all checks except those in `exclude`. `told` are the failures that conditions report, if they were read
-        before."""
-        told = self._tell() if told is None else told
+    def run(self, exclude: Collection[str] = frozenset(), failures: Mapping[str, str] | None = None) -> Verdict:
+        """Run all checks except those in `exclude`. `failures` are those that conditions report, if the caller has read
+        them already."""
+        failures = self._read_failures() if failures is None else failures
         return Verdict(
             self.name,
             tuple(
-                Finding(name, None if name in exclude else check.run(told), check.required, name in exclude)
+                Finding(name, None if name in exclude else check.run(failures), check.required, name in exclude)
                 for name, check in self.checks.items()
             ),
         )
 
     def run_one(self, name: str) -> Verdict:
-        found = Finding(name, self.checks[name].run(self._tell()), required=True, excluded=False)
+        found = Finding(name, self.checks[name].run(self._read_failures()), required=True, excluded=False)
         return Verdict(f"{self.name}/{name}", (found,))
 
-    def _tell(self) -> Mapping[str, str]:
+    def _read_failures(self) -> Mapping[str, str]:
         try:
             return self._conditions()
         except Exception as error:  # the probe must answer
             logger.exception("the conditions of %s could not be read", self.name)
-            return dict.fromkeys(self.checks, f"the check raised {type(error).__name__}")
+            return dict.fromkeys(self.checks, _raised(error))
+
+
+def _raised(error: Exception) -> str:
+    return f"the check has raised {type(error).__name__}; the log has the traceback"
 
 
 _INTERVAL = 0.25
@@ -151,13 +155,13 @@ def make_probes(
     startup = [answering, *map(Check, host.startup_checks, host.startup_checks.values())]
     probes = (
         Probe("livez", lambda: live),
-        Probe("readyz", lambda: [*_told_by_conditions(host), *process], failures),
+        Probe("readyz", lambda: [*_condition_checks(host), *process], failures),
         Probe("startupz", lambda: startup),
     )
     return {probe.name: probe for probe in probes}
 
 
-def _told_by_conditions(host: ApiHost) -> Iterator[Check]:
+def _condition_checks(host: ApiHost) -> Iterator[Check]:
     """Yield the checks that conditions decide. On a node, a fault of one engine fails no probe, because the service
     still serves the others. A fault that only a restart of the service repairs does. The tier fails no probe, because
     requests can compute what its store has."""

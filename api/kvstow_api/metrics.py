@@ -35,6 +35,7 @@ from kvstow_api.conditions.pools import rank_failure
 from kvstow_api.conditions.table import failures_of, find_conditions
 from kvstow_api.directory import HostedPool, HostTier, TierLabels
 from kvstow_api.operations import KINDS
+from kvstow_api.readings import session_states
 
 POOL = ("pool", "model")
 """The labels of a pool: its name, and its model, which is empty if unknown."""
@@ -180,7 +181,7 @@ _OF_POOLS = (
     gauge(
         "sessions",
         "Engines that use the pool, by state",
-        lambda pool: {state: pool.session_states.get(state, 0) for state in SESSION_STATES},
+        lambda pool: {state: pool.session_states[state] for state in SESSION_STATES},
         ("state",),
     ),
     gauge("pool_blocks", "Usable slots of one rank by state", lambda pool: asdict(pool.stats.pool.slots), ("state",)),
@@ -193,7 +194,7 @@ _OF_POOLS = (
     ),
     gauge(
         "curve_hit_ratio",
-        "Share of the blocks that a pool of so many times the size would have hit",
+        "Share of the blocks that a pool of this many times the size would have hit",
         _curve_ratios,
         ("times",),
     ),
@@ -583,7 +584,7 @@ _OF_SERVER = (
 
 _CONDITION = gauge(
     "condition",
-    "Conditions that `kvstow doctor` tells, by name and severity; absent while there is none",
+    "Conditions that `kvstow doctor` shows, by name and severity; absent while there is none",
     Counter,
     ("condition", "severity", *POOL),
 )
@@ -603,8 +604,8 @@ def _state_metrics(app: AppState, host: Evidence, pools: Sequence[Evidence]) -> 
     found = find_conditions(host, pools).conditions
     names = [(one.name, one.severity, one.pool or "", models.get(one.pool or "", "")) for one in found]
     yield _CONDITION.of((), [((), names)])
-    told = failures_of(host, pools)
-    verdicts = [probe.run(told=told) for probe in app.probes.values()]
+    failures = failures_of(host, pools)
+    verdicts = [probe.run(failures=failures) for probe in app.probes.values()]
     ready = next(verdict.ok for verdict in verdicts if verdict.probe == "readyz")
     yield gauge("ready", "1 while /readyz answers 200", float).of((), [((), ready)])
     checks = {(one.name, verdict.probe): float(one.failure is None) for verdict in verdicts for one in verdict.findings}
@@ -651,9 +652,8 @@ class Collector(BaseCollector):
         named = {pool.name: pool for pool in hosted}
         sampler.rank_counters.note(hosted, sessions)
         ranks: dict[str, dict[int, list[RankStatus]]] = {}
-        states: dict[str, Counter[SessionState]] = {}
+        states = session_states(sessions)
         for session in sessions:
-            states.setdefault(session.pool, Counter())[session.state] += 1
             if session.state != "lost":
                 for rank in session.ranks:
                     ranks.setdefault(session.pool, {}).setdefault(rank.rank, []).append(rank)
@@ -664,7 +664,7 @@ class Collector(BaseCollector):
                 readiness=found.readiness,
                 ranks=ranks.get(pool.name, {}),
                 counted=sampler.rank_counters.of_pool(pool),
-                session_states=states.get(pool.name, Counter()),
+                session_states=states[pool.name],
                 curve=found.curve,
             )
             for found in evidence

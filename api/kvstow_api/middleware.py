@@ -182,7 +182,7 @@ class RefusalLog:
                 break
             del self._refused[caller]
             if oldest.more:
-                audit_logger.info("refused %d more requests of %s within a minute", oldest.more, caller)
+                audit_logger.info("%d more requests of %s were refused within a minute", oldest.more, caller)
 
 
 def _request_id(scope: Scope) -> str:
@@ -279,7 +279,7 @@ class AnonymousMiddleware:
             await self._sleep(min(owed, _LONGEST_TURN_SECONDS))
         allowance.use(_REQUEST_SECONDS)
         if allowance.seconds_owed > _LONGEST_TURN_SECONDS:
-            detail = "too many requests without a credential; those with one are answered"
+            detail = "the server gets too many requests without a credential; it answers requests with one"
             await problem(scope, 503, detail, headers={"Retry-After": "1"})(scope, receive, send)
             return
         await _Metered(self._app(scope, receive, send), allowance, self._cpu_clock)
@@ -463,7 +463,7 @@ class HeadMiddleware:
         if scope["type"] != "http" or scope["method"] != "HEAD":
             await self._app(scope, receive, send)
             return
-        asked = {**scope, "method": "GET"}
+        as_get = {**scope, "method": "GET"}
 
         async def send_head(message: Message) -> None:
             if message["type"] != "http.response.body":
@@ -474,11 +474,11 @@ class HeadMiddleware:
                 raise _Answered
 
         try:
-            await self._app(asked, receive, send_head)
+            await self._app(as_get, receive, send_head)
         except _Answered:
             pass
         finally:
-            scope["route"] = asked.get("route")  # because requests are counted by route
+            scope["route"] = as_get.get("route")  # because requests are counted by route
 
 
 class _Answered(Exception):

@@ -139,11 +139,11 @@ class Operations:
         """Make a sweep of a pool and run it. Raises the errors of `make_sweep`, `ConflictError` for a second resize,
         and `QueueFullError` if too many operations are running."""
         if self._closed:
-            raise ConflictError("the server is stopping")
+            raise ConflictError("the server is stopping, so it starts no operation")
         if kind == "resize" and self.num_running("resize"):  # only an embedded pool can be resized
             raise ConflictError("a resize is running; wait for it or cancel it")
         if sum(map(self.num_running, KINDS)) >= MAX_RUNNING:
-            raise QueueFullError(f"too many operations are running (limit {MAX_RUNNING})")
+            raise QueueFullError(f"{MAX_RUNNING} operations are running, and no more are allowed; wait until one ends")
         self._started += 1
         operation = Operation(self._started, kind, pool, make_sweep(), dry_run, self._clock())
         self._operations[operation.view.id] = operation

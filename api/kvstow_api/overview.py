@@ -1,23 +1,25 @@
-"""The overview of a server: one document of its state for all viewers, which is made at most once a second."""
+"""The overview of a server: one document of its state for all viewers. It is made at most once a second."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import islice
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
 from kvstow.status import MemoryStatus, RankStatus, SessionSummary
 from kvstow.tier.tierstatus import TierStatus
-from kvstow_api.answers import POOL_NAME, ConditionView, EventLine, OverviewView, PoolView, TroubledView
+from kvstow_api.answers import ConditionView, EventLine, OverviewView, PoolView, TroubledView
 from kvstow_api.appstate import AppState, info_view
 from kvstow_api.directory import HostedPool, host_readiness, live_ranks
 from kvstow_api.figures import PoolHistory, curves_of, headline_of
 from kvstow_api.readings import curve_view, pool_views, sessions_now, tier_view, transfers_view
+from kvstow_api.shortlist import shortlist
+from kvstow_api.texts import event_words
 
 MOST_POOLS, MOST_SESSIONS, MOST_RANKS, MOST_TIERS = 64, 128, 64, 64
 MOST_CONDITIONS, MOST_EVENTS, MOST_CURVES, MOST_TRANSFERS = 24, 10, 12, 4
@@ -32,15 +34,15 @@ than pools."""
 _Item = TypeVar("_Item")
 
 
-def pool_to_show(pools: Sequence[str], asked: str | None) -> str | None:
-    """Return which of these pools the overview is about: the one that was asked for, or the only one."""
-    if asked is not None:
-        return asked if asked in pools else None
+def pool_to_show(pools: Sequence[str], requested: str | None) -> str | None:
+    """Return which of these pools the overview is about: the requested one, or the only one."""
+    if requested is not None:
+        return requested if requested in pools else None
     return pools[0] if len(pools) == 1 else None
 
 
-class _Made(NamedTuple):
-    at: float
+class _Document(NamedTuple):
+    made_at: float
     encoded: bytes
 
 
@@ -52,25 +54,27 @@ class Overviews:
 
     def __init__(self, app: AppState) -> None:
         self._app, self._clock = app, app.host.clock
-        self._made: dict[str | None, _Made] = {}
+        self._documents: dict[str | None, _Document] = {}
 
-    def encoded(self, asked: str | None = None) -> bytes:
-        """Return the document about the pool `asked`, or about the whole host if that is None."""
-        pools = {pool.name for pool in self._app.directory.pools()}
-        name = _NO_POOL if asked is not None and asked not in pools else asked
-        found = self._made.get(name)
+    def encoded(self, pool: str | None = None) -> bytes:
+        """Return the document about this pool, or about the whole host if `pool` is None."""
+        pools = {one.name for one in self._app.directory.pools()}
+        name = _NO_POOL if pool is not None and pool not in pools else pool
+        found = self._documents.get(name)
         now = self._clock()
-        if found is None or now - found.at >= INTERVAL:
-            self._made = {one: made for one, made in self._made.items() if one in (None, _NO_POOL, *pools)}
-            found = self._made[name] = _Made(now, msgspec.json.encode(read_overview(self._app, name)))
+        if found is None or now - found.made_at >= INTERVAL:
+            kept = (None, _NO_POOL, *pools)
+            self._documents = {one: document for one, document in self._documents.items() if one in kept}
+            found = self._documents[name] = _Document(now, msgspec.json.encode(read_overview(self._app, name)))
         return found.encoded
 
 
-def read_overview(app: AppState, asked: str | None = None) -> OverviewView:
-    """Return the present state. Call it on the event loop. O(pools + sessions + ranks)."""
+def read_overview(app: AppState, requested: str | None = None) -> OverviewView:
+    """Return the present state, of the `requested` pool or of the whole host. Call it on the event loop. O(pools +
+    sessions + ranks)."""
     directory = app.directory
     hosted = directory.pools()
-    selected = pool_to_show([pool.name for pool in hosted], asked)
+    selected = pool_to_show([pool.name for pool in hosted], requested)
     shown = [pool for pool in hosted if selected in (None, pool.name)]
     names = {pool.name for pool in shown}
     readiness, conditions = host_readiness(directory), app.conditions.find().conditions
@@ -78,7 +82,12 @@ def read_overview(app: AppState, asked: str | None = None) -> OverviewView:
     limited = _Limited([one for one in conditions if one.severity != "info"])
     tier, info = tier_view(directory), info_view(app)
     histories = [_history(app, pool) for pool in shown]
-    pools = limited.first("pools", pool_views(directory, app.sampler), MOST_POOLS, limited.has_pool)
+    pools = limited.first(
+        "pools",
+        pool_views(directory, app.sampler),
+        MOST_POOLS,
+        lambda one: one.name == selected or limited.has_pool(one),
+    )
     sessions = [one.summary() for one in sessions_now(directory, app.sampler) if one.pool in names]
     sessions = limited.first("sessions", sessions, MOST_SESSIONS, limited.has_session)
     ranks = limited.first(
@@ -89,27 +98,28 @@ def read_overview(app: AppState, asked: str | None = None) -> OverviewView:
     )
     tiers = [one for one in tier.items if one.pool in names]
     tiers = limited.first("tiers", tiers, MOST_TIERS, limited.has_tier)
-    kinds = {one.name: one for one in reversed(conditions)}  # keeps the first condition of each name
+    kinds: dict[str, ConditionView] = {}
+    for one in conditions:
+        kinds.setdefault(one.name, one)
     return OverviewView(
         time=datetime.now(UTC),
         info=replace(info, pools=info.pools[:MOST_POOLS]),
         state=readiness.state,
         reason=readiness.reason,
-        conditions=limited.first("conditions", list(reversed(kinds.values())), MOST_CONDITIONS),
+        conditions=limited.first("conditions", list(kinds.values()), MOST_CONDITIONS),
         alike={name: number - 1 for name, number in Counter(one.name for one in conditions).items() if number > 1},
         troubled=limited.troubled_of(pools, sessions, ranks, tiers),
         memory=_bounded(readiness.memory),
         headline=headline_of(histories),
         selected=selected,
-        is_missing=asked is not None and selected is None,
+        is_missing=requested is not None and selected is None,
         pools=pools,
         sessions=sessions,
         ranks=ranks,
         tier=replace(tier, items=tiers),
         transfers=transfers_view(shown, MOST_TRANSFERS),
         curves=[
-            curves_of(pool.name, history.recent, history.kept)
-            for pool, history in zip(shown[:MOST_CURVES], histories, strict=False)
+            curves_of(pool.name, history.kept) for pool, history in zip(shown[:MOST_CURVES], histories, strict=False)
         ],
         stats=None if chosen is None else chosen.facade.stats(),
         curve=None if chosen is None else curve_view(app.sampler, chosen),
@@ -156,15 +166,12 @@ class _Limited:
         )
 
     def first(
-        self, name: str, items: Sequence[_Item], most: int, troubled: Callable[[_Item], bool] | None = None
+        self, name: str, items: Sequence[_Item], most: int, is_first: Callable[[_Item], bool] = lambda _: False
     ) -> list[_Item]:
-        """Return at most `most` of the items, in their order. If there are more, items that a condition concerns take
+        """Return at most `most` of the items, in their order. If there are more, those that are `is_first` take
         precedence."""
         self.omitted[name] = max(0, len(items) - most)
-        if len(items) <= most or troubled is None:
-            return list(items[:most])
-        first = sorted(range(len(items)), key=lambda number: not troubled(items[number]))
-        return [items[number] for number in sorted(first[:most])]
+        return shortlist(items, most, lambda one: not is_first(one))
 
 
 def _bounded(memory: MemoryStatus) -> MemoryStatus:
@@ -182,28 +189,6 @@ def _events(app: AppState, pool: str | None) -> list[EventLine]:
     entries, _ = app.journal.after(0)
     found = (entry for entry in reversed(entries) if pool is None or entry.data.get("pool") in (None, pool))
     return [
-        EventLine(time=entry.data["time"], kind=entry.type, words=_of_pool(entry.data) + _words(entry.type, entry.data))
+        EventLine(time=entry.data["time"], kind=entry.type, words=event_words(entry.type, entry.data))
         for entry in islice(found, MOST_EVENTS)
     ]
-
-
-def _words(kind: str, data: Mapping[str, Any]) -> str:
-    match kind:
-        case "state":
-            return f"{data['state']}: {data['reason']}"
-        case "session":
-            return f"{data['engine'] or data['session']} is {data['state']}: {data['reason']}"
-        case "rank":
-            return f"{data['rank']} is {data['state']}" + (f": {data['error']}" if data["error"] else "")
-        case "tier":
-            return f"tier of {data['namespace']} is {data['state']}" + (f": {data['reason']}" if data["reason"] else "")
-        case "operation":
-            noun = f"dry run of {data['kind']}" if data["dry_run"] else data["kind"]
-            return f"{noun} {data['state']}" + (f": {data['error']}" if data["error"] else "")
-        case _:
-            return f"{data['method']} {data['path']} by {data['actor']}"
-
-
-def _of_pool(data: Mapping[str, Any]) -> str:
-    name = data.get("pool")
-    return "" if name in (None, POOL_NAME) else f"{name}: "

@@ -96,15 +96,15 @@ def problem(
 
 
 def internal_problem(scope: Scope) -> Response:
-    return problem(scope, 500, "internal error; see the log for this request id")
+    return problem(scope, 500, "the server has failed to answer; its log has the error under this request id")
 
 
 def method_not_allowed(scope: Scope) -> Response | None:
     """Return a 405 with every method that the path allows. Returns None if it allows this method, or does not exist."""
-    asked = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
+    as_get = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
     allowed: set[str] = set()
     for route in scope["app"].router.routes:
-        match, _ = route.matches(asked)
+        match, _ = route.matches(as_get)
         if match is Match.FULL:
             return None
         if match is Match.PARTIAL:

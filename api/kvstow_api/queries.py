@@ -38,7 +38,7 @@ def choose_pool(directory: Directory, name: str | None) -> HostedPool:
     pools = directory.pools()
     if len(pools) > 1:
         names = ", ".join(pool.name for pool in pools)
-        message = f"needed, as there are several pools; there are: {names}"
+        message = f"the request has to name one of several pools: {names}"
         error = {"type": "missing", "loc": ("query", "pool"), "msg": message, "input": None}
         raise RequestValidationError([{**error, "ctx": {"allowed": names}}])
     if not pools:
@@ -84,7 +84,7 @@ def _position_of(token: str) -> int:
     """Return the number in `token`, or 0 if it is empty. Raises a validation error if it is no page token."""
     if token and not re.fullmatch(r"p\d{1,15}", token, re.ASCII):
         allowed = "the next_page_token of an earlier answer"
-        raise PydanticCustomError("page_token", "not a page token; allowed: {allowed}", {"allowed": allowed})
+        raise PydanticCustomError("page_token", "this is not a page token; allowed: {allowed}", {"allowed": allowed})
     return int(token[1:] or 0)
 
 

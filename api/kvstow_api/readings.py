@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from kvstow.stats import DIRECTIONS, LOAD_CHOICES, PendingTransfers
@@ -11,7 +11,7 @@ from kvstow.status import SESSION_STATES, SessionState, SessionStatus, TransferS
 from kvstow_api.answers import NO_TIER, PoolCurveView, PoolView, TierView, TransfersView
 from kvstow_api.directory import Directory, HostedPool
 from kvstow_api.figures import now_of, saved_per_hour, seconds_per_ratio
-from kvstow_api.sampler import SaidCurve, Sampler
+from kvstow_api.sampler import CurveKey, CurveStatement, Sampler
 from kvstow_api.sizing import too_early, with_sizes
 
 
@@ -23,15 +23,20 @@ def settings_etag(pool: HostedPool) -> str:
 
 def pool_views(directory: Directory, sampler: Sampler) -> list[PoolView]:
     """Return the views of all pools. O(pools + sessions)."""
-    states: dict[str, Counter[SessionState]] = {}
-    for session in directory.sessions():
-        states.setdefault(session.pool, Counter())[session.state] += 1
-    return [_view(sampler, pool, states.get(pool.name, Counter())) for pool in directory.pools()]
+    states = session_states(directory.sessions())
+    return [_view(sampler, pool, states[pool.name]) for pool in directory.pools()]
 
 
 def pool_view(directory: Directory, sampler: Sampler, pool: HostedPool) -> PoolView:
-    states = Counter(session.state for session in directory.sessions() if session.pool == pool.name)
-    return _view(sampler, pool, states)
+    return _view(sampler, pool, session_states(directory.sessions())[pool.name])
+
+
+def session_states(sessions: Iterable[SessionStatus]) -> Mapping[str, Counter[SessionState]]:
+    """Count the sessions of each pool by their states."""
+    found: defaultdict[str, Counter[SessionState]] = defaultdict(Counter)
+    for session in sessions:
+        found[session.pool][session.state] += 1
+    return found
 
 
 def _view(sampler: Sampler, hosted: HostedPool, states: Counter[SessionState]) -> PoolView:
@@ -119,11 +124,11 @@ _NO_CURVE = "the pool follows no curve: its setting `curve` is off"
 
 
 def curve_view(sampler: Sampler, hosted: HostedPool) -> PoolCurveView:
-    """What other sizes of a pool would hit: the same for all who ask, until it has changed. O(sizes), apart from a sum
-    over the pieces of the curve's window."""
+    """Return what other sizes of a pool would hit. All callers get the same statement until it is outdated. O(sizes),
+    apart from a sum over the pieces of the curve's window."""
     facade, samples = hosted.facade, sampler.of_pool(hosted.name)
     pool, evidence, curve = facade.stats().pool, facade.curve_evidence(), facade.curve()
-    if evidence is not None and not evidence.needed_seen:  # nothing was followed yet
+    if evidence is not None and not evidence.needed_seen:  # the curve has followed no request yet
         evidence = evidence._replace(needed_seen=pool.usable_slots)
     view = PoolCurveView(
         pool=hosted.name,
@@ -140,8 +145,8 @@ def curve_view(sampler: Sampler, hosted: HostedPool) -> PoolCurveView:
     if curve is not None and evidence is not None:
         view = with_sizes(view, curve, evidence, seconds_per_ratio(samples.kept))
         figures += [ratio for size in view.items for ratio in (size.ratio, float(size.at_least))]
-    about = view.policy, view.num_slots, view.num_bytes
-    said = samples.said
-    if said is None or said.about != about or said.has_changed(figures, samples.now):
-        said = samples.said = SaidCurve(view, about, figures, samples.now)
-    return replace(said.view, saved_seconds_per_hour=saved_per_hour(samples.kept))
+    key = CurveKey(view.policy, view.num_slots, view.num_bytes)
+    statement = samples.statement
+    if statement is None or statement.is_outdated(key, figures, samples.now):
+        statement = samples.statement = CurveStatement(view, key, figures, samples.now)
+    return replace(statement.view, saved_seconds_per_hour=saved_per_hour(samples.kept))

@@ -23,6 +23,7 @@ from kvstow_api.figures import (
     session_now,
 )
 from kvstow_api.journal import Journal
+from kvstow_api.texts import event_words
 
 _BOOTS = 1024  # how many boots of ranks are remembered for each pool
 
@@ -163,8 +164,8 @@ class Sampler:
             yield ("state", pool.facade.engine_id), data
         for one in sessions:
             names = {"pool": one.pool, "session": one.id}
-            told = {"engine": one.engine, "model": one.model, "state": one.state, "reason": _STATES[one.state]}
-            yield ("session", one.id), {**names, **told}
+            details = {"engine": one.engine, "model": one.model, "state": one.state, "reason": _STATES[one.state]}
+            yield ("session", one.id), {**names, **details}
             for rank in one.ranks if one.state != "lost" else ():
                 figures = {"rank": rank.rank, "state": rank.state, "boot_id": rank.boot_id, "error": rank.error}
                 yield ("rank", one.id, rank.rank), {**names, **figures}
@@ -180,12 +181,8 @@ class Sampler:
         return grows and key[0] in ("state", "rank") and _what(last)[1:] == _what(data)[1:]
 
     def _note(self, kind: EventType, data: dict[str, Any]) -> None:
-        if kind == "state":
-            name = "the node" if data["pool"] is None else f"pool {data['pool']}"
-            logger.log(_level(data), "%s is %s: %s", name, data["state"], data["reason"])
-        elif kind == "session":
-            name = f"session {data['session']} ({data['engine']}, pool {data['pool']})"
-            logger.log(_level(data), "%s is %s: %s", name, data["state"], data["reason"])
+        if kind in ("state", "session"):
+            logger.log(_level(data), "%s", event_words(kind, data))
         self._journal.add(kind, **data)
 
     def _sample(self, pool: HostedPool) -> PoolSamples:
@@ -227,32 +224,41 @@ def _what(data: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 STEP = 0.02
-"""What is said of a pool's size changes when one of its figures has changed by so much,"""
+"""The statement about a pool's size is made again when one of its figures has changed by this much."""
 SECONDS = 600.0
-"""or when it is so old."""
+"""It is also made again after this time, in seconds."""
 
 
-class SaidCurve(NamedTuple):
-    """What is said of a pool's size, `about` which pool, and since when. `figures`: what it rests on."""
+class CurveKey(NamedTuple):
+    """The settings of a pool that a statement about its size depends on."""
+
+    policy: str
+    num_slots: int
+    num_bytes: int
+
+
+class CurveStatement(NamedTuple):
+    """A statement about the size of a pool, the figures that it rests on, and the time when it was made."""
 
     view: PoolCurveView
-    about: tuple[str, int, int]
+    key: CurveKey
     figures: Sequence[float]
     time: float
 
-    def has_changed(self, figures: Sequence[float], now: float) -> bool:
-        is_other = len(figures) != len(self.figures) or now - self.time >= SECONDS
+    def is_outdated(self, key: CurveKey, figures: Sequence[float], now: float) -> bool:
+        """Whether these settings or figures, or the time, call for a new statement."""
+        is_other = key != self.key or len(figures) != len(self.figures) or now - self.time >= SECONDS
         return is_other or any(abs(one - other) >= STEP for one, other in zip(figures, self.figures, strict=True))
 
 
 class PoolSamples:
-    """The samples of a pool, from its beginning to its end, and what was said of its size."""
+    """The samples of a pool, from its beginning to its end, and the last statement about its size."""
 
     def __init__(self, engine_id: str) -> None:
         self.engine_id = engine_id
         self.kept: deque[Sample] = deque(maxlen=CURVE_POINTS + 1)
         self.recent: deque[Sample] = deque(maxlen=round(NOW_SECONDS / _INTERVAL) + 1)
-        self.said: SaidCurve | None = None
+        self.statement: CurveStatement | None = None
         self._ticks = 0
 
     @property

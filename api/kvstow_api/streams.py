@@ -58,14 +58,17 @@ class StreamLimit:
     def _check(self, client: str | None) -> None:
         noun = self._noun
         if self.open >= self._most:
-            raise QueueFullError(f"too many open {noun} (limit {self._most})")
+            raise QueueFullError(f"{self._most} {noun} are open, and no more are allowed; close one of them")
         if client is None:
             return
         if self._clients[client] >= self._per_client:
-            raise QueueFullError(f"too many open {noun} from {client} (limit {self._per_client})")
+            raise QueueFullError(
+                f"{client} has {self._per_client} open {noun}, and one address may have no more; close one of them"
+            )
         if self._clients.total() >= self._public_most:
             raise QueueFullError(
-                f"too many open {noun} (limit {self._public_most}, and {self._most} for admins and the Unix socket)"
+                f"{self._public_most} {noun} are open, and no more are allowed without a credential; admins may open "
+                f"{self._most}, and so may callers of the Unix socket"
             )
 
 
@@ -163,7 +166,7 @@ class EventStreams:
                 yield chunk
             elif silent % _SILENT_POLLS == 0:
                 yield b": no events\n\n"
-            if not reader.behind:
+            if not reader.has_more:
                 await asyncio.sleep(poll)
 
     def _count_lost(self, number: int) -> None:
@@ -171,7 +174,7 @@ class EventStreams:
 
 
 class _Reader:
-    """Reads journal and block events from a cursor on. With `behind`, there is more to read without waiting."""
+    """Reads journal and block events from a cursor on. With `has_more`, there is more to read without waiting."""
 
     def __init__(
         self,
@@ -182,7 +185,7 @@ class _Reader:
         count_lost: Callable[[int], None],
     ) -> None:
         self._pool, self._journal, self._wanted, self._count_lost = pool, journal, wanted, count_lost
-        self.cursor, self.behind = cursor, False
+        self.cursor, self.has_more = cursor, False
 
     def read(self) -> Iterator[bytes]:
         yield from self._read_journal()
@@ -202,12 +205,12 @@ class _Reader:
         if self._pool is None:
             return
         log = self._pool.facade.events
-        self.behind = False
+        self.has_more = False
         if not {"stored", "removed"} & self._wanted or log.last_sequence == self.cursor.blocks:
             self.cursor = self.cursor._replace(blocks=log.last_sequence)
             return
         page = log.read(self.cursor.blocks, _MAX_BATCH)
-        self.behind = len(page.events) == _MAX_BATCH
+        self.has_more = len(page.events) == _MAX_BATCH
         yield from self._lost(page.lost)
         for event in page.events:
             self.cursor = self.cursor._replace(blocks=event.sequence)
@@ -266,8 +269,8 @@ class RecordedTrace(StreamingResponse):
             elif silent % _SILENT_TRACE_POLLS == 1:
                 yield b"\n"
             if end is not None:
-                told = {"end": end, "requests": recording.requests, "blocks": recording.blocks}
-                yield json.dumps({"recording": told}, separators=(",", ":")).encode() + b"\n"
+                summary = {"end": end, "requests": recording.requests, "blocks": recording.blocks}
+                yield json.dumps({"recording": summary}, separators=(",", ":")).encode() + b"\n"
                 return
             if not lines:
                 await asyncio.sleep(TRACE_POLL_SECONDS)

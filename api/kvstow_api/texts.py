@@ -3,10 +3,12 @@ clients can import it."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import datetime
+from typing import Any
 
 from kvstow.bytesize import format_size
-from kvstow.status import BypassStatus, DrainStatus, MemoryStatus
+from kvstow.status import HOST_NAME, BypassStatus, DrainStatus, MemoryStatus
 
 ABSENT = "-"
 
@@ -152,3 +154,41 @@ def drain_words(drain: DrainStatus) -> str:
     words = f"draining{stays}: {counted(drain.pending_transfers, 'transfer')} and {counted(drain.leases, 'lease')} left"
     left = drain.deadline_seconds_left
     return words if left is None else f"{words}, {duration(left)} until the deadline"
+
+
+def event_words(kind: str, data: Mapping[str, Any]) -> str:
+    """Describe an event, such as an entry of the journal. `data` is that of an `EventView` of this type.
+
+    >>> event_words("rank", {"pool": "a", "session": "s1", "rank": 0, "state": "degraded", "error": "no memory"})
+    'rank 0 of session s1 is degraded: no memory'
+    """
+    match kind:
+        case "state":
+            subject = "the node" if data["pool"] is None else f"pool {data['pool']}"
+            words = f"{subject} is {data['state']}: {data['reason']}"
+        case "session":
+            about = ", ".join(filter(None, (data["engine"], f"pool {data['pool']}")))
+            words = f"session {data['session']} ({about}) is {data['state']}: {data['reason']}"
+        case "rank":
+            of_session = "" if data["pool"] == HOST_NAME else f" of session {data['session']}"
+            words = f"rank {data['rank']}{of_session} is {data['state']}{_continued(data['error'])}"
+        case "tier":
+            words = f"the store below {data['namespace']} is {data['state']}{_continued(data['reason'])}"
+        case "operation":
+            noun = f"dry run of {data['kind']}" if data["dry_run"] else data["kind"]
+            words = f"{noun} in pool {data['pool']} {data['state']}{_continued(data['error'])}"
+        case "change":
+            words = f"{data['method']} {data['path']} by {data['actor']}"
+        case "stored" | "removed":
+            why = f" ({data['reason']})" if "reason" in data else ""
+            words = f"{counted(len(data['keys']), 'block')} in pool {data['pool']}{why}: {' '.join(data['keys'])}"
+        case "lost":
+            number = data["count"]
+            words = "the server has started anew" if number is None else f"{counted(number, 'event')} came too fast"
+        case _:
+            words = ", ".join(f"{name} {value}" for name, value in data.items())
+    return words
+
+
+def _continued(reason: str | None) -> str:
+    return f": {reason}" if reason else ""

@@ -342,7 +342,7 @@ async def test_the_overflow_uid_is_nobodys(launch: Any, ranks: Any) -> None:
     client: httpx.AsyncClient = await launch(caller=overflow_uid(), addresses=ADDRESSES)
     assert set((await statuses(client, CHANGES_OF_PEOPLE, {})).values()) == {403}
     assert (await client.get("/v1/pools/host")).status_code == 200
-    assert f"uid {overflow_uid()} stands for every user" in (await client.delete("/v1/drain")).json()["detail"]
+    assert f"uid {overflow_uid()} is the kernel's overflow uid" in (await client.delete("/v1/drain")).json()["detail"]
 
 
 @pytest.mark.parametrize("headers", REFUSED)

@@ -49,7 +49,7 @@ def loads(seconds: float, num_bytes: int) -> Sample:
 
 
 def points(figure: str, *samples: Sample) -> list[float | None]:
-    return curves_of("host", (), samples).points[figure]
+    return curves_of("host", samples).points[figure]
 
 
 def test_points_are_rates_between_samples() -> None:
@@ -71,7 +71,7 @@ def test_now_covers_ten_seconds() -> None:
 def test_every_present_figure_is_in_the_table_and_those_that_are_drawn_too() -> None:
     assert {field.name for field in fields(NowView)} == {"seconds", *FIGURES}
     assert set(CURVES) <= set(FIGURES)
-    assert set(curves_of("host", (), ()).points) == set(CURVES)
+    assert set(curves_of("host", ()).points) == set(CURVES)
 
 
 def test_the_hit_ratio_now_ignores_old_samples() -> None:
@@ -95,7 +95,7 @@ def test_a_curve_has_every_fifth_sample_and_five_minutes(engine: OffloadEngine, 
     for _ in range(5 * 100):
         sampler.tick()
     samples = sampler.of_pool("host")
-    assert {len(points) for points in curves_of("host", (), samples.kept).points.values()} == {CURVE_POINTS}
+    assert {len(points) for points in curves_of("host", samples.kept).points.values()} == {CURVE_POINTS}
     assert CURVE_POINTS * CURVE_INTERVAL == 300.0  # as the page says
 
 

@@ -180,7 +180,7 @@ async def test_a_check_that_raises_has_failed(launch: Any, ranks: Any, caplog: p
     with caplog.at_level(logging.ERROR, "kvstow.api"):
         answer = await client.get("/readyz")
     assert answer.status_code == 503
-    assert "[-]odd failed: the check raised ZeroDivisionError" in answer.text
+    assert "[-]odd failed: the check has raised ZeroDivisionError; the log has the traceback" in answer.text
     assert "ZeroDivisionError: integer" in caplog.text
 
 

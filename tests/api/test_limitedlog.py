@@ -70,7 +70,7 @@ def test_the_number_of_refused_requests_is_written_at_the_end_of_a_callers_minut
     clock.advance(0.1)
     log.write_counts()
     (line,) = audited(caplog)
-    assert line.getMessage() == "refused 2 more requests of viewer at 10.0.0.1 within a minute"
+    assert line.getMessage() == "2 more requests of viewer at 10.0.0.1 were refused within a minute"
     clock.advance(30.0)
     assert log.is_first("viewer at 10.0.0.2")
     assert len(audited(caplog)) == 1  # 10.0.0.2 was refused once a minute

@@ -14,6 +14,7 @@ from tests.doubles.fakes import FakeClock
 
 from kvstow.control.engine import OffloadEngine
 from kvstow.stats import EngineStats
+from kvstow.status import MemoryStatus
 from kvstow_api import overview
 from kvstow_api.answers import OverviewView
 from kvstow_api.figures import PoolHistory, Sample, headline_of
@@ -136,6 +137,21 @@ async def test_a_kind_of_condition_is_there_once_with_the_number_of_the_others(l
     assert shown.troubled.pools == ["a-1"]
 
 
+async def test_kinds_of_conditions_come_with_the_worst_first(launch: Any, clock: FakeClock) -> None:
+    """The first pool has an error of a kind of which the second pool has a warning."""
+    node = FakeNode(clock)
+    node.memory_status = MemoryStatus(2 << 20, 1 << 20)
+    node.sharing_off = ("no identity",)
+    first, second = node.attach("a-1"), node.attach("b-2")
+    first.control.lose("its connection has ended")
+    second.report(pinned_slots=8, state="pinning")
+    second.store(KEYS)
+    shown = await read(await launch(directory=node))
+    severities = [one.severity for one in shown.conditions]
+    assert len(set(severities)) > 1
+    assert severities == sorted(severities, key=("error", "warning", "info").index)
+
+
 async def test_the_latest_events_are_told_in_words(launch: Any, ranks: Any) -> None:
     apps: list[Any] = []
     client = await launch(apps.append)
@@ -143,9 +159,9 @@ async def test_the_latest_events_are_told_in_words(launch: Any, ranks: Any) -> N
     await client.put("/v1/bypass", json={"load": False})
     await client.post("/v1/pools/host/evict", json={"slots": 1}, params={"wait": 20})
     text = "\n".join(f"{one.kind} {one.words}" for one in (await read(client)).events)
-    told = ["state ready: all slots are pinned", "rank 1 is ready", "operation evict succeeded"]
-    told += ["change PUT /v1/bypass by uid:1234"]
-    assert [words for words in told if words not in text] == []
+    wanted = ["state pool host is ready: all slots are pinned", "rank rank 1 is ready"]
+    wanted += ["operation evict in pool host succeeded", "change PUT /v1/bypass by uid:1234"]
+    assert [words for words in wanted if words not in text] == []
 
 
 async def test_events_are_those_of_the_pool_and_of_the_node(launch: Any, node: FakeNode) -> None:
@@ -153,7 +169,7 @@ async def test_events_are_those_of_the_pool_and_of_the_node(launch: Any, node: F
     client = await launch(apps.append, directory=node)
     apps[0].state.kvstow.sampler.tick()
     words = [one.words for one in (await read(client, "b-2")).events]
-    assert any(one.startswith("b-2: ready") for one in words)
+    assert any(one.startswith("pool b-2 is ready") for one in words)
     assert not any("a-1" in one for one in words)
 
 
@@ -168,7 +184,7 @@ async def test_the_document_has_the_store_below_the_pools_and_its_events(
     apps[0].state.kvstow.sampler.tick()
     shown = await read(client)
     assert (shown.tier.url, [one.state for one in shown.tier.items]) == (URL, ["down"])
-    assert "tier of a1 is down: no master" in [one.words for one in shown.events]
+    assert "the store below a1 is down: no master" in [one.words for one in shown.events]
 
 
 # -- the headline ------------------------------------------------------------------------------------------------------

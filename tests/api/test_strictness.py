@@ -79,7 +79,7 @@ async def test_a_policy_that_is_a_number_beyond_every_float_is_refused(client: h
     (error,) = answer.json()["errors"]
     allowed = "auto, lru"
     assert (answer.status_code, error["field"], error["allowed"]) == (422, "policy", allowed)
-    assert error["message"] == f"not a policy; allowed: {allowed}"
+    assert error["message"] == f"this is not a policy; allowed: {allowed}"
 
 
 async def test_unknown_query_parameters_of_reads_are_refused(client: httpx.AsyncClient) -> None:
@@ -106,7 +106,7 @@ async def test_the_body_of_a_get_is_refused_without_reading_it(client: httpx.Asy
         (EVICT, b'{"idle_seconds": 1e999}', "idle_seconds", "a finite number"),
         (EVICT, b'{"idle_seconds": NaN}', "idle_seconds", "a finite number"),
         (EVICT, b'{"slots": Infinity}', "slots", "a valid integer"),
-        ("/v1/pools/host/purge", b'{"keys": ["00", 1e999]}', "keys.1", "not a key"),
+        ("/v1/pools/host/purge", b'{"keys": ["00", 1e999]}', "keys.1", "this is not a key"),
     ],
 )
 async def test_the_field_of_a_number_that_is_too_large_is_named(

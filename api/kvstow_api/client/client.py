@@ -245,7 +245,7 @@ class Client:
         try:
             yield
         except httpx.TimeoutException as error:
-            raise ApiError(f"{self._where} did not answer in time") from error
+            raise ApiError(f"{self._where} did not answer within {self._timeout:g} s") from error
         except httpx.HTTPError as error:
             raise ApiError(f"{self._where} cannot be reached: {error}") from error
 

@@ -334,10 +334,10 @@ def find_dropped_stores(evidence: Evidence) -> Found:
     offered = _since(
         evidence, lambda stats: sum(count for name, count in stats.stores.items() if name != "skipped_bypass")
     )
-    is_told = any(session.state in ("stuck", "lost") for session in evidence.sessions)
+    has_other_condition = any(session.state in ("stuck", "lost") for session in evidence.sessions)
     for outcome, (words, fix) in _DROPS.items():
         dropped = _since(evidence, lambda stats, outcome=outcome: stats.stores.get(outcome, 0))  # type: ignore[misc]
-        if dropped and not (outcome == "failed" and is_told):  # reported with the engine that stores them
+        if dropped and not (outcome == "failed" and has_other_condition):
             slots = evidence.recent[-1].stats.pool.slots
             busy = Counter({state: getattr(slots, state) for state in _BUSY} if outcome == "dropped_cpu_full" else {})
             states = [(state, count) for state, count in busy.most_common() if count]

@@ -167,7 +167,7 @@
   /* -- parts of the page ------------------------------------------------------------------------------------------ */
 
   let overview = null, span = 300;
-  const asked = () => new URLSearchParams(location.search).get("pool");
+  const requestedPool = () => new URLSearchParams(location.search).get("pool");
   const choose = (event) => {
     if (event.ctrlKey || event.metaKey || event.shiftKey) return;
     event.preventDefault();
@@ -180,14 +180,14 @@
   const parts = {
     state({ info, state, reason, conditions, alike, omitted, memory }) {
       const isGood = ["ready", "pinning", "starting"].includes(state);
-      const told = conditions.some((one) => (isGood ? one.what === reason : one.severity !== "info"));
+      const hasReason = conditions.some((one) => (isGood ? one.what === reason : one.severity !== "info"));
       const about = [info.settings.model, info.mode, `version ${info.version}`, info.addresses[0], `since ${info.started.slice(0, 19).replace("T", " ")} UTC`];
       const size = memory.populated_bytes < memory.target_bytes ? `${bytes(memory.populated_bytes)} of ` : "";
       about.push(`${size}${bytes(memory.target_bytes)} of memory`, info.attach && `engines attach at ${info.attach}`);
       const populated = memory.populated_bytes < memory.target_bytes && h("progress", { max: memory.target_bytes, value: memory.populated_bytes, "aria-label": "memory populated" });
       fill("state", [info.host_name, state, reason, conditions, alike, about, omitted.conditions], () => [
         h("h1", {}, "kvstow ", h("span", { class: "host" }, info.host_name), " ", h("span", { class: `pill ${state}` }, state)),
-        told ? null : h("p", {}, reason),
+        hasReason ? null : h("p", {}, reason),
         conditions.length ? h("ul", { class: "conditions" }, ...conditions.slice(0, CONDITIONS).map((one) =>
           h("li", { class: one.severity }, h("b", {}, one.severity), " ", one.what, " ", h("span", { class: "quiet" }, ...coded(one.fix)),
             alike[one.name] ? h("b", {}, ` and ${count(alike[one.name])} more like this`) : null))) : null,
@@ -228,7 +228,7 @@
         const name = isOne ? label : cut(pool.pool), padded = [...Array(length - points.length).fill(null), ...points];
         const chart = (given[isOne ? one : each] ||= { unit, series: [], now: [] });
         chart.series.push({ label: name, values: padded });
-        chart.now.push(`${name} ${unit.text(pool.now[figure])}`);
+        chart.now.push(`${name} ${unit.text(points[points.length - 1])}`);
       }
       const step = curves[0]?.interval_seconds || 5, last = Math.floor(now / step) * step;
       const xs = Array.from({ length }, (_, number) => last - (length - 1 - number) * step);
@@ -365,7 +365,7 @@
     title(what);
   };
   const ask = async (mine) => {
-    const pool = asked();
+    const pool = requestedPool();
     let answer, given;
     try {
       answer = await fetch(`v1/overview${pool == null ? "" : `?pool=${encodeURIComponent(pool)}`}`, { cache: "no-store" });

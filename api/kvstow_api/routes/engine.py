@@ -87,7 +87,7 @@ async def report(app: App, rank: RankNumber, body: Packed) -> Response:
     if take_report is None:
         raise HTTPException(
             401,
-            "ranks report over their attach socket here; nobody may report over HTTP",
+            "ranks report over the attach socket here, and the server takes no report over HTTP",
             {"WWW-Authenticate": "Bearer"},
         )
     try:

@@ -180,9 +180,14 @@ def _check(pool: HostedPool, patch: PoolPatch, if_match: str | None) -> None:
     """Raise 412 if the settings have changed since the client read them, and an error for an impossible size."""
     etag, highest = settings_etag(pool), pool.max_capacity_slots
     if if_match is not None and not {"*", etag} & set(map(str.strip, if_match.split(","))):
-        raise HTTPException(412, f"If-Match is {if_match[:100]}; the settings have changed, their ETag is {etag}")
+        raise HTTPException(
+            412,
+            f"If-Match is {if_match[:100]}; the settings have changed since, and their ETag is {etag}: read them again",
+        )
     if patch.capacity_slots is not None and not pool.is_resizable:
-        raise ConflictError(f"the host sets the size of pool {pool.name}, by its memory and what its engines ask for")
+        raise ConflictError(
+            f"the host sets the size of pool {pool.name}: change --memory of the service, or what the engines ask for"
+        )
     if patch.capacity_slots is not None and patch.capacity_slots > highest:
         raise ConfigError("capacity_slots", patch.capacity_slots, f"1 to {highest}, the maximum of this host")
 
@@ -375,19 +380,19 @@ async def _remove(
     return accepted(operation)
 
 
-def _find_blocks(facade: PoolFacade, asked: PageOfList, state: BlockState | None, namespace: str | None) -> BlockPage:
+def _find_blocks(facade: PoolFacade, page: PageOfList, state: BlockState | None, namespace: str | None) -> BlockPage:
     found: list[BlockStatus] = []
-    slot: int | None = asked.position
+    slot: int | None = page.position
     num_searched = 0
     for _ in range(_MAX_SLICES):
-        if slot is None or len(found) >= asked.size or num_searched >= _MAX_BLOCKS:
+        if slot is None or len(found) >= page.size or num_searched >= _MAX_BLOCKS:
             break
-        page = facade.blocks(slot, SLICE_SLOTS if state or namespace else asked.size - len(found))
+        part = facade.blocks(slot, SLICE_SLOTS if state or namespace else page.size - len(found))
         found += [
-            block for block in page.blocks if state in (None, block.state) and namespace in (None, block.namespace)
+            block for block in part.blocks if state in (None, block.state) and namespace in (None, block.namespace)
         ]
-        num_searched += len(page.blocks)
-        slot = page.next_slot
-    if len(found) > asked.size:
-        slot = found[asked.size].slot
-    return BlockPage(tuple(found[: asked.size]), slot)
+        num_searched += len(part.blocks)
+        slot = part.next_slot
+    if len(found) > page.size:
+        slot = found[page.size].slot
+    return BlockPage(tuple(found[: page.size]), slot)

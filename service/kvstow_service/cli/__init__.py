@@ -35,7 +35,7 @@ COMMANDS = {
     "wait": _Command("watching", "Wait until the server is ready, pinned or drained."),
     "evict": _Command("blocks", "Remove the coldest blocks."),
     "purge": _Command("blocks", "Remove blocks by key, context, age or number."),
-    "release": _Command("blocks", "Expect no further request of a context."),
+    "release": _Command("blocks", "Say that no further request of a context will come."),
     "resize": _Command("settings", "Set the pool size of every rank to SIZE bytes, such as 16GiB."),
     "config": _Command("settings", "Show and change the server's settings."),
     "pinning": _Command("settings", "Pause, resume or retry the pinning of memory."),

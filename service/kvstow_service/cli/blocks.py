@@ -25,6 +25,8 @@ from kvstow_service.cli.connection import (
 )
 from kvstow_service.cli.failures import CommandError
 from kvstow_service.cli.output import format_flag, table
+from kvstow_service.cli.progress import ProgressBars
+from kvstow_service.cli.tables import OPERATIONS, progress_words
 
 if TYPE_CHECKING:
     from kvstow_api.answers import OperationView, RemovedView
@@ -77,21 +79,15 @@ def follow(
 
 
 def _until_ended(client: Client, operation: OperationView) -> OperationView:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
     from kvstow_api.client import routes
 
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, console=console, transient=True, disable=not sys.stderr.isatty()) as bars:
-        bar = bars.add_task(operation.kind, total=None)
+    with ProgressBars() as bars:
+        bar = bars.bar(operation.kind, operation.progress.total)
         try:
             while operation.state == "running":
                 operation = client.call(routes.get_operation, operation_id=operation.id, wait=server_wait())
-                waiting = " (waiting for transfers)" if operation.waiting else ""
-                done, total = operation.progress.done, operation.progress.total
-                bars.update(bar, description=operation.kind + waiting, completed=done, total=total or None)
+                waiting = ", waiting for transfers" if operation.waiting else ""
+                bar(operation.progress.done, f"{progress_words(operation.progress)}{waiting}")
         except KeyboardInterrupt:
             click.echo(f"{operation.id} is still running; `kvstow cancel {operation.id}` stops it", err=True)
             raise
@@ -110,7 +106,6 @@ def started(operation: Any) -> str:
 def cancel(call: Invocation, operation_id: str) -> None:
     """Stop a long-running operation. What it has done so far stays done."""
     from kvstow_api.client import routes
-    from kvstow_service.cli.tables import OPERATIONS
 
     with call.client() as client:
         view = client.call(routes.cancel_operation, operation_id=operation_id)
@@ -121,10 +116,12 @@ def cancel(call: Invocation, operation_id: str) -> None:
 
 
 @click.command()
-@click.option("--slots", type=click.IntRange(1), help="This many blocks.")
-@click.option("--size", type=SIZE, help="This many bytes of each rank, such as 2GiB.")
-@click.option("--idle", type=TIME, help="All blocks that were not used for at least this long.")
-@click.option("--context", metavar="CONTEXT", help="Those that only this context has claimed: its id or its name.")
+@click.option("--slots", type=click.IntRange(1), help="Number of blocks to remove.")
+@click.option("--size", type=SIZE, help="Number of bytes to remove from each rank, such as 2GiB.")
+@click.option("--idle", type=TIME, help="Remove all blocks that were not used for this long.")
+@click.option(
+    "--context", metavar="CONTEXT", help="Remove the blocks that only this context has claimed; its id or its name."
+)
 @dry_run_flag
 @yes_flag
 @no_wait_flag
@@ -151,13 +148,15 @@ def evict(call: Invocation, slots: int | None, size: int | None, idle: float | N
 
 @click.command()
 @click.argument("keys", nargs=-1, metavar="[KEY]...")
-@click.option("--all", "everything", is_flag=True, help="All blocks.")
-@click.option("--key-prefix", "key_prefixes", multiple=True, metavar="HEX", help="Keys with this prefix; repeatable.")
-@click.option("--idle", type=TIME, help="All blocks that were not used for at least this long.")
-@click.option("--age", type=TIME, help="All blocks that were stored at least this long ago.")
-@click.option("--slots", type=click.IntRange(1), help="This many blocks, the coldest.")
-@click.option("--size", type=SIZE, help="This many bytes of each rank, the coldest.")
-@click.option("--context", metavar="CONTEXT", help="The blocks of this context: its id or its name.")
+@click.option("--all", "everything", is_flag=True, help="Remove all blocks.")
+@click.option(
+    "--key-prefix", "key_prefixes", multiple=True, metavar="HEX", help="Remove keys with this prefix; repeatable."
+)
+@click.option("--idle", type=TIME, help="Remove all blocks that were not used for this long.")
+@click.option("--age", type=TIME, help="Remove all blocks that were stored this long ago or earlier.")
+@click.option("--slots", type=click.IntRange(1), help="Number of the coldest blocks to remove.")
+@click.option("--size", type=SIZE, help="Number of bytes to remove from each rank, of the coldest blocks.")
+@click.option("--context", metavar="CONTEXT", help="Remove the blocks of this context; its id or its name.")
 @dry_run_flag
 @yes_flag
 @no_wait_flag
@@ -213,10 +212,10 @@ def context_id_of(text: str, salt: str = "") -> str:
 @pool_flag
 @remote
 def release(call: Invocation, context: str, salt: str) -> None:
-    """Expect no further request of a context.
+    """Say that no further request of a context will come.
 
-    CONTEXT is an id, as `kvstow get contexts` shows it, or what clients call it. Blocks that nothing else uses are
-    evicted before all others.
+    CONTEXT is an id, as `kvstow get contexts` shows it, or the name that clients use. Its blocks that nothing else uses
+    are evicted before all others.
     """
     from kvstow_api.client import routes
 

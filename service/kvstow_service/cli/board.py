@@ -12,10 +12,11 @@ from rich.table import Table as Grid
 from rich.text import Text
 
 from kvstow.bytesize import format_size
-from kvstow.stats import SLOT_STATES, EngineStats, PoolStats
+from kvstow.stats import SLOT_STATES, EngineStats
 from kvstow.status import RankStatus, TransferStatus
-from kvstow_api.answers import OverviewView, PoolCurveView, TransfersView
+from kvstow_api.answers import OverviewView, PoolCurveView, PoolView, TransfersView
 from kvstow_api.figures import CurvesView
+from kvstow_api.shortlist import shortlist
 from kvstow_api.texts import counted, duration, pace_words, per_second, percent, rate
 from kvstow_service.cli.output import STATE_STYLES
 from kvstow_service.cli.tables import POOLS, SESSIONS, TIERS, Table, rank_state, waits_for
@@ -82,9 +83,10 @@ def board(
     if shown.ranks:
         paused = any(pool.pinning_paused for pool in shown.pools if pool.name == shown.selected)
         groups.append(rank_bars(shown.ranks, width, ranks, pinning_paused=paused, troubled=shown.troubled.ranks))
-    if shown.stats and shown.curve:
-        groups += [_slots(shown.stats.pool, width), _traffic(shown, shown.stats, shown.curve, width)]
-    groups.append(_pending(shown))
+    pool = next((one for one in shown.pools if one.name == shown.selected), None)
+    if pool and shown.stats and shown.curve:
+        groups += [_slots(pool, width), _traffic(shown, pool, shown.stats, shown.curve, width)]
+    groups.append(_pending(shown, pool))
     parts: list[RenderableType] = []
     for group in groups:
         parts += [Text(), group] if airy and parts else [group]
@@ -117,10 +119,10 @@ def _head(shown: OverviewView, server: str, width: int) -> list[Text]:
     if info.attach:
         lines = [f"{name}, {attach}"] if len(name) + len(attach) + 2 <= width else [name, attach]
     is_good = shown.state in _GOOD_STATES
-    is_told = any(one.what == shown.reason if is_good else one.severity != "info" for one in shown.conditions)
+    has_reason = any(one.what == shown.reason if is_good else one.severity != "info" for one in shown.conditions)
     state = (shown.state, f"bold {STATE_STYLES.get(shown.state, '')}".strip())
     names = [Text(line, style="bold", no_wrap=True, overflow="ellipsis") for line in lines]
-    return [*names, Text.assemble(state, "" if is_told else f"  {shown.reason}")]
+    return [*names, Text.assemble(state, "" if has_reason else f"  {shown.reason}")]
 
 
 def _conditions(shown: OverviewView, width: int, most: int) -> list[Text]:
@@ -164,7 +166,8 @@ def rank_bars(
 ) -> RenderableType:
     """Make a bar for each rank. If there are more than `most`, the ranks in `troubled` (SESSION/RANK) and those that
     have pinned least come first. A narrow terminal cuts off host, pid and device."""
-    chosen = _first_ranks(ranks, most if len(ranks) <= most else most - 1, troubled)
+    room = most if len(ranks) <= most else most - 1
+    chosen = shortlist(ranks, room, lambda rank: (_id(rank) not in troubled, rank.pinned_bytes))
     several = len({rank.session for rank in ranks}) > 1
     words = []
     for rank in chosen:
@@ -173,8 +176,8 @@ def rank_bars(
         place = _place(rank, several)
         progress = _progress(rank, pinning_paused)
         words.append(Text.assemble((state, style), f"  {progress}", (f"  {place}", "dim")))
-    room = width - _LABEL - _GAPS - max((len(text) for text in words), default=0)
-    bar_width = max(_NARROWEST, min(room, _bar_width(width)))
+    left = width - _LABEL - _GAPS - max((len(text) for text in words), default=0)
+    bar_width = max(_NARROWEST, min(left, _bar_width(width)))
     grid = _grid()
     for rank, text in zip(chosen, words, strict=True):
         grid.add_row(_label(f"rank {rank.rank}"), _bar(rank.pinned_bytes, rank.target_bytes, bar_width), text)
@@ -185,13 +188,6 @@ def rank_bars(
 
 def _id(rank: RankStatus) -> str:
     return f"{rank.session}/{rank.rank}"
-
-
-def _first_ranks(ranks: Sequence[RankStatus], most: int, troubled: Collection[str]) -> list[RankStatus]:
-    def urgency(number: int) -> tuple[bool, int]:
-        return _id(ranks[number]) not in troubled, ranks[number].pinned_bytes
-
-    return [ranks[number] for number in sorted(sorted(range(len(ranks)), key=urgency)[:most])]
 
 
 def _progress(rank: RankStatus, paused: bool) -> str:
@@ -252,7 +248,7 @@ def _sessions(shown: OverviewView, width: int, most: int) -> RenderableType:
 # -- one pool ----------------------------------------------------------------------------------------------------------
 
 
-def _slots(pool: PoolStats, width: int) -> RenderableType:
+def _slots(pool: PoolView, width: int) -> RenderableType:
     counts = {state: getattr(pool.slots, state, 0) for state in _SLOTS}
     counts[_NOT_PINNED] = max(0, pool.capacity_slots - pool.usable_slots)
     legend = Text()
@@ -265,7 +261,7 @@ def _slots(pool: PoolStats, width: int) -> RenderableType:
         _label("slots"),
         _stack(counts, _bar_width(width)),
         f"{pool.usable_slots:,} of {pool.capacity_slots:,} slots usable, "
-        f"{format_size(pool.capacity_slots * pool.slot_bytes)} per rank, {pool.policy}",
+        f"{format_size(pool.capacity_bytes)} per rank, {pool.policy}",
     )
     return Group(grid, Padding(legend, (0, 0, 0, _LABEL + 2)))
 
@@ -283,9 +279,11 @@ def _stack(counts: Mapping[str, int], width: int) -> Text:
     return bar
 
 
-def _traffic(shown: OverviewView, stats: EngineStats, curve: PoolCurveView, width: int) -> RenderableType:
+def _traffic(
+    shown: OverviewView, pool: PoolView, stats: EngineStats, curve: PoolCurveView, width: int
+) -> RenderableType:
     (curves,) = shown.curves
-    now, ever = curves.now, stats.lookups.hit_ratio
+    now, ever = pool.now, stats.lookups.hit_ratio
     hits = "no lookups" if now.hit_ratio is None else percent(now.hit_ratio)
     if ever is not None:
         hits += f"  ({percent(ever)} since the start)"
@@ -296,8 +294,8 @@ def _traffic(shown: OverviewView, stats: EngineStats, curve: PoolCurveView, widt
         speed = getattr(now, name)
         words = "no transfers" if speed is None else rate(speed)
         grid.add_row(_label(label), _curve(curves, name, room, top, style), words)
-    is_told = any(one.name == "pool_size" and one.pool == curve.pool for one in shown.conditions)
-    return Group(grid, _by_size(curve, "" if is_told else curve.advice, width))
+    has_advice = any(one.name == "pool_size" and one.pool == curve.pool for one in shown.conditions)
+    return Group(grid, _by_size(curve, "" if has_advice else curve.advice, width))
 
 
 _BANDWIDTH = {"load_bytes_per_second": ("loads", "blue"), "store_bytes_per_second": ("stores", "yellow")}
@@ -331,7 +329,7 @@ def _by_size(curve: PoolCurveView, advice: str, width: int) -> RenderableType:
 # -- transfers ---------------------------------------------------------------------------------------------------------
 
 
-def _pending(shown: OverviewView) -> RenderableType:
+def _pending(shown: OverviewView, pool: PoolView | None) -> RenderableType:
     """Show what is in flight and, if one pool is selected, what was evicted."""
     flight = Text("   ".join(_in_flight(shown.transfers)))
     flight.highlight_words(["stuck"], "bold red")
@@ -342,12 +340,11 @@ def _pending(shown: OverviewView) -> RenderableType:
             state = Text(one.state, style=STATE_STYLES.get(one.state, ""))
             oldest.add_row(one.direction, state, _transfer(one, len(shown.sessions)))
         parts.append(oldest)
-    if shown.stats:
+    if pool and shown.stats:
         counts = "   ".join(f"{name.replace('_', ' ')} {one:,}" for name, one in shown.stats.evictions.items() if one)
-        now = shown.curves[0].now
         rates = (
-            f"evicted for capacity: {per_second(now.evicted_blocks_per_second)}, "
-            f"dropped: {per_second(now.dropped_blocks_per_second)}"
+            f"evicted for capacity: {per_second(pool.now.evicted_blocks_per_second)}, "
+            f"dropped: {per_second(pool.now.dropped_blocks_per_second)}"
         )
         parts.append(_labelled("evictions", Text(f"{counts or 'none'}   ({rates})")))
     return Group(*parts)
@@ -396,7 +393,7 @@ def _bar_width(width: int) -> int:
 def row_table(table: Table, width: int, most: int, *, noun: str, selected: str | None = None) -> RenderableType:
     """Make a table with titles, the first columns that fit, and at most `most` lines of rows. Rows with a condition
     come before others. Long names are cut, so that more columns fit. `selected` is the name of a row to mark."""
-    shown = table if len(table.rows) <= most else table.limited(max(1, most - 1))
+    shown = table.limited(most if len(table.rows) <= most else max(1, most - 1))
     mark = 2 if selected is not None else 0
     titles = [title.upper() for title in shown.titles]
     widths = [max(map(len, column)) for column in zip(titles, *(row.cells for row in shown.rows), strict=True)]

@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
 from datetime import datetime
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 import click
 
-from kvstow.stats import EngineStats, Histogram
-from kvstow.status import Readiness
-from kvstow_api.answers import PoolCurveView
+from kvstow.stats import DIRECTIONS, EngineStats, Histogram
+from kvstow.status import Readiness, TransferState
+from kvstow_api.answers import OperationKind, OperationState, PoolCurveView
 from kvstow_api.texts import duration, field_text, moment
 from kvstow_service.cli.blocks import context_id_of
 from kvstow_service.cli.connection import TIME, Invocation, chosen_pool, find_session, pool_flag, remote
@@ -43,25 +43,25 @@ class _Noun(NamedTuple):
         return self.name.removesuffix("s")
 
 
-_LIMIT = click.Option(["--limit"], type=click.IntRange(1), default=100, show_default=True, help="At most this many.")
+_LIMIT = click.Option(["--limit"], type=click.IntRange(1), default=100, show_default=True, help="Most items to list.")
 _POOL = click.Option(["--pool"], metavar="NAME", help="The pool; needed only where the server has several.")
-_OF_POOL = click.Option(["--pool"], metavar="NAME", help="Only those of this pool.")
-_OF_NAMESPACE = click.Option(["--namespace"], metavar="NAME", help="Only those of this namespace.")
-_OF_SESSION = click.Option(["--session"], metavar="ID", help="Only those of this engine.")
+_OF_POOL = click.Option(["--pool"], metavar="NAME", help="Only items of this pool.")
+_OF_NAMESPACE = click.Option(["--namespace"], metavar="NAME", help="Only items of this namespace.")
+_OF_SESSION = click.Option(["--session"], metavar="ID", help="Only items of this engine.")
 _NOUNS = (
     _Noun("pools", "Pools: state, memory, use, traffic."),
     _Noun("sessions", "Engines that use the pools: state, processes, work in flight."),
     _Noun("namespaces", "Namespaces: model, weights, and which engines share blocks."),
     _Noun("ranks", "Ranks: process, device, state, pinned memory.", (_OF_POOL, _OF_SESSION)),
     _Noun("blocks", "Blocks in a pool.", (_LIMIT, _POOL, _OF_NAMESPACE)),
-    _Noun("contexts", "Contexts that hints have named, those with the most blocks first.", (_LIMIT, _POOL)),
+    _Noun("contexts", "Contexts that clients have named in hints. The largest ones come first.", (_LIMIT, _POOL)),
     _Noun(
         "transfers",
         "Loads and stores in flight, oldest first.",
         (
-            click.Option(["--direction"], type=click.Choice(["load", "store"])),
-            click.Option(["--state"], type=click.Choice(["queued", "running", "stuck", "quarantined"])),
-            click.Option(["--slowest"], type=click.IntRange(1), help="Only this many, the oldest."),
+            click.Option(["--direction"], type=click.Choice(DIRECTIONS)),
+            click.Option(["--state"], type=click.Choice(get_args(TransferState))),
+            click.Option(["--slowest"], type=click.IntRange(1), help="Number of transfers to list, the oldest first."),
             _OF_POOL,
             _OF_SESSION,
         ),
@@ -70,8 +70,8 @@ _NOUNS = (
         "operations",
         "Long-running operations, newest first.",
         (
-            click.Option(["--kind"], type=click.Choice(["evict", "purge", "resize"])),
-            click.Option(["--state"], type=click.Choice(["running", "succeeded", "failed", "cancelled"])),
+            click.Option(["--kind"], type=click.Choice(get_args(OperationKind))),
+            click.Option(["--state"], type=click.Choice(get_args(OperationState))),
             _OF_POOL,
             _LIMIT,
         ),
@@ -79,7 +79,7 @@ _NOUNS = (
     _Noun("tiers", "The store below each pool: state, what moves, what it saves.", route="get_tier"),
     _Noun(
         "curve",
-        "What a pool of other sizes would have hit lately, and what follows for its size.",
+        "The hits that other sizes of a pool would have had lately, and advice on the size.",
         (_POOL,),
         route="get_pool_curve",
     ),

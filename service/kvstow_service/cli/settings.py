@@ -188,7 +188,9 @@ switch_pool_flag = click.option("--pool", metavar="NAME", help="Only this pool. 
     show_default=True,
     help="all: no loads and no stores; stop-stores: no stores.",
 )
-@click.option("--deadline", type=TIME, help="Shown to those who wait for the drain. Nothing is aborted when it passes.")
+@click.option(
+    "--deadline", type=TIME, help="Shown by commands that wait for the drain. Nothing is aborted when it passes."
+)
 @dry_run_flag
 @yes_flag
 @format_flag
@@ -240,7 +242,7 @@ def _would_drain(mode: str, now: DrainStatus) -> str:
 @click.option("--load", is_flag=True, help="Switch loads off: every lookup is a miss.")
 @click.option("--store", is_flag=True, help="Switch stores off.")
 @click.option("--off", is_flag=True, help="End the bypass: switch loads and stores on.")
-@click.option("--ttl", type=TIME, help="For this long; otherwise until --off.")
+@click.option("--ttl", type=TIME, help="How long the bypass lasts. Default: until --off.")
 @dry_run_flag
 @format_flag
 @switch_pool_flag

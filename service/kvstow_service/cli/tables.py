@@ -17,7 +17,8 @@ from kvstow.status import (
     TransferStatus,
 )
 from kvstow.tier.tierstatus import TierStatus
-from kvstow_api.answers import LogLevelView, OperationView, PoolView, SizeView
+from kvstow_api.answers import LogLevelView, OperationView, PoolView, ProgressView, SizeView
+from kvstow_api.shortlist import shortlist
 from kvstow_api.texts import ABSENT, count, duration, moment, per_second, percent, rate
 
 Place = Literal["everywhere", "lists", "wide"]
@@ -91,10 +92,7 @@ class Table(NamedTuple):
 
     def limited(self, most: int) -> Table:
         """Return at most `most` rows in order. Rows that a condition concerns are kept before others."""
-        if len(self.rows) <= most:
-            return self
-        first = sorted(range(len(self.rows)), key=lambda number: not self.rows[number].troubled)
-        rows = tuple(self.rows[number] for number in sorted(first[:most]))
+        rows = tuple(shortlist(self.rows, most, lambda row: not row.troubled))
         return self._replace(rows=rows, omitted=self.omitted + len(self.rows) - len(rows))
 
 
@@ -328,6 +326,10 @@ CONTEXTS = Columns[ContextStatus](
 # -- the server ----------------------------------------------------------------------------------------------------
 
 
+def progress_words(progress: ProgressView) -> str:
+    return f"{progress.done:,} of {progress.total:,} slots"
+
+
 def _removed(operation: OperationView) -> str | None:
     result = operation.result
     if result is None:
@@ -341,7 +343,7 @@ OPERATIONS = Columns[OperationView](
     Column("pool", lambda one: one.pool),
     Column("kind", lambda one: one.kind),
     Column("state", lambda one: "waiting" if one.state == "running" and one.waiting else one.state),
-    Column("progress", lambda one: f"{one.progress.done:,} of {one.progress.total:,} slots"),
+    Column("progress", lambda one: progress_words(one.progress)),
     Column("result", _removed),
     Column("created", lambda one: moment(one.created)),
     Column("error", lambda one: one.error),

@@ -57,7 +57,8 @@ def generate(sessions: int, turns: int, requests: int | None, shared_prompts: in
             stream.writelines(f"{request.to_line()}\n" for request in found)
 
 
-_PROBLEMS_TOLD = 20
+_MOST_PROBLEMS = 20
+"""How many problems of an import are named."""
 
 
 @trace.command("import")
@@ -86,28 +87,28 @@ def import_(files: Sequence[str], share_system: bool, spread: float, seed: int, 
         bar = bars.bar("importing", total)
         files_done = problems = 0
 
-        def tell(problem: str) -> None:
+        def report_problem(problem: str) -> None:
             nonlocal problems
             problems += 1
-            if problems <= _PROBLEMS_TOLD:
+            if problems <= _MOST_PROBLEMS:
                 bars.say(f"skipped: {problem}")
 
-        def go_on() -> None:
+        def count_file() -> None:
             nonlocal files_done
             files_done += 1
             bar(files_done, counted(importer.counts.requests, "request"))
 
-        importer = Importer(options, on_problem=tell, on_file=go_on)
+        importer = Importer(options, on_problem=report_problem, on_file=count_file)
         requests = importer.read(files)
         first = next(requests, None)
         if first is None:
             raise CommandError("there are no requests to import", "check which files are given", ExitCode.USAGE)
         stream = stack.enter_context(opened(output))
         stream.writelines(f"{request.to_line()}\n" for request in chain([first], requests))
-    click.echo(_told(importer.counts), err=True)
+    click.echo(_import_words(importer.counts), err=True)
 
 
-def _told(counts: ImportCounts) -> str:
+def _import_words(counts: ImportCounts) -> str:
     words = f"imported {counted(counts.requests, 'request')}"
     if counts.sessions:
         words += f" of {counted(counts.sessions, 'session')}"
@@ -115,8 +116,8 @@ def _told(counts: ImportCounts) -> str:
         words += f"; left out {counted(counts.other_model, 'request')} to another model than their session's first"
     if problems := counts.skipped_files + counts.skipped_requests:
         words += f"; skipped {counted(counts.skipped_files, 'file')}, {counted(counts.skipped_requests, 'request')}"
-        if problems > _PROBLEMS_TOLD:
-            words += f", of which the first {_PROBLEMS_TOLD} are named above"
+        if problems > _MOST_PROBLEMS:
+            words += f", of which the first {_MOST_PROBLEMS} are named above"
     return words
 
 
@@ -136,9 +137,10 @@ _ENDS = {
 def record(call: Invocation, seconds: float, size: float, output: str) -> None:
     """Record the requests of a live pool, until Ctrl-C.
 
-    A line for each request that ends: when that was, which blocks it has used, and which of them it has looked up. In
-    place of keys there are numbers, made of hashes under a random key, which the server throws away with the recording:
-    they mean something in this recording alone. `kvstow replay` reads it. Changes need a credential, and so does this.
+    Each request that ends becomes a line with its time, the blocks that it used, and those of them that it looked up.
+    The lines have numbers in place of keys. The server makes the numbers from hashes under a random key, and throws
+    this key away with the recording, so they mean nothing outside of it. `kvstow replay` reads the trace. The command
+    needs a credential, as changes do.
     """
     with ExitStack() as stack:
         client = stack.enter_context(call.client())
@@ -146,11 +148,11 @@ def record(call: Invocation, seconds: float, size: float, output: str) -> None:
         stream = stack.enter_context(opened(output))
         bar = stack.enter_context(ProgressBars()).bar("recording", seconds)
         lines = stack.enter_context(closing(client.record(name, seconds=seconds, max_bytes=int(size))))
-        told = _copy(lines, stream, seconds, bar)
-    words = f"{counted(told.requests, 'request')} of pool {name}, {format_size(told.num_bytes)}"
-    if told.end is None:
+        recorded = _copy(lines, stream, seconds, bar)
+    words = f"{counted(recorded.requests, 'request')} of pool {name}, {format_size(recorded.num_bytes)}"
+    if recorded.end is None:
         raise CommandError(f"the connection has ended before the recording: {words}", "what was received is kept")
-    click.echo(f"the recording has ended: {told.end}; {words}", err=True)
+    click.echo(f"the recording has ended: {recorded.end}; {words}", err=True)
 
 
 class _Recorded(NamedTuple):

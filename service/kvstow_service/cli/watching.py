@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, get_args
 
 import click
 
-from kvstow_api.texts import counted, moment
+from kvstow_api.answers import EVENT_TYPES
+from kvstow_api.texts import counted, event_words, moment
 from kvstow_service.cli.connection import TIME, Invocation, pool_flag, remote
 from kvstow_service.cli.failures import CommandError, ExitCode, hint_for
 from kvstow_service.cli.output import STATE_STYLES, styled, text_of, wide_format_flag
@@ -62,25 +63,25 @@ _RETRY_SECONDS = 1.0
 
 
 @click.command()
-@click.option("--type", "types", multiple=True, metavar="TYPE", help="Only this type; repeatable.")
+@click.option("--type", "types", multiple=True, type=click.Choice(EVENT_TYPES), help="Only this type; repeatable.")
 @click.option(
     "--recent", type=click.IntRange(0, 1000), default=10, show_default=True, help="Number of past events to start with."
 )
-@click.option("--limit", type=click.IntRange(1), help="Stop after this many.")
+@click.option("--limit", type=click.IntRange(1), help="Stop after this many events.")
 @wide_format_flag
 @pool_flag
 @remote
 def events(call: Invocation, types: tuple[Any, ...], recent: int, limit: int | None) -> None:
     """Print events as they happen, until Ctrl-C.
 
-    Types: state, session, rank, tier, operation, change, lost. Events of blocks, stored and removed,
-    come only if --type names them, and only of one pool: --pool where there are several.
-    After a lost connection the stream resumes where it was. json prints one object a line.
+    Events of blocks, which are `stored` and `removed`, come only if --type names them, and only those of one pool.
+    After a lost connection the stream resumes where it was. wide shows ids and all fields, and json prints one object a
+    line.
     """
     stream = _stream(call, types, recent)
     try:
         for event in islice(stream, limit):
-            click.echo(text_of(event, call.style, _words if call.style == "table" else _words_with_id, one_line=True))
+            click.echo(text_of(event, call.style, _line_with_fields if call.style == "wide" else _line, one_line=True))
     except KeyboardInterrupt:
         click.get_current_context().exit()
 
@@ -90,30 +91,29 @@ def _stream(call: Invocation, types: tuple[Any, ...], recent: int) -> Iterator[E
     refuses."""
     from kvstow_api.client import ApiError
 
-    seen, after = False, None
+    has_answered, after = False, None
     with call.client() as client:
         while True:
             try:
                 for event in client.events(types, after=after, recent=recent, pool=call.pool):
-                    seen, after, recent = True, event.id or after, 0
+                    has_answered, after, recent = True, event.id or after, 0
                     yield event
             except ApiError as error:
-                if error.problem is not None or not seen:
+                if error.problem is not None or not has_answered:
                     raise
                 click.echo(f"{error}; trying again", err=True)
             time.sleep(_RETRY_SECONDS)
 
 
-def _words(event: EventView) -> str:
-    data = dict(event.data)
-    said = data.pop("time", None)
-    when = moment(datetime.fromisoformat(said) if said else None)
-    words = "  ".join(f"{name}={value}" for name, value in data.items() if value not in (None, ""))
-    return f"{when:25}  {event.type:9}  {words}"
+def _line(event: EventView) -> str:
+    time = event.data.get("time")
+    when = moment(None if time is None else datetime.fromisoformat(time))
+    return f"{when:25}  {event.type:9}  {event_words(event.type, event.data)}"
 
 
-def _words_with_id(event: EventView) -> str:
-    return f"{_words(event)}  id={event.id}"
+def _line_with_fields(event: EventView) -> str:
+    fields = {name: value for name, value in event.data.items() if name != "time" and value not in (None, "")}
+    return "  ".join([_line(event), *(f"{name}={value}" for name, value in fields.items()), f"id={event.id}"])
 
 
 # -- wait -------------------------------------------------------------------------------------------------------------

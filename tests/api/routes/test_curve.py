@@ -87,11 +87,13 @@ async def test_a_sentence_stays_until_it_has_changed(launch: Any, engine: Offloa
     use_loop(engine, 40)
     sampler.tick()
     assert (await client.get("/v1/pools/host/curve")).json() == body
-    said = sampler.of_pool("host").said
-    assert said is not None
-    assert not said.has_changed([one + 0.019 for one in said.figures], said.time + 599.0)
-    assert said.has_changed([one + 0.021 for one in said.figures], said.time)
-    assert said.has_changed(said.figures, said.time + 600.0)
+    statement = sampler.of_pool("host").statement
+    assert statement is not None
+    key, figures, time = statement.key, statement.figures, statement.time
+    assert not statement.is_outdated(key, [one + 0.019 for one in figures], time + 599.0)
+    assert statement.is_outdated(key, [one + 0.021 for one in figures], time)
+    assert statement.is_outdated(key, figures, time + 600.0)
+    assert statement.is_outdated(key._replace(policy="auto"), figures, time)
 
 
 async def test_a_pool_without_a_curve_says_so(launch: Any, clock: FakeClock) -> None:

@@ -32,7 +32,7 @@ async def test_a_dry_run_can_be_told_from_the_real_thing(client: httpx.AsyncClie
     await client.post("/v1/pools/host/evict", json={"slots": 1}, params={"wait": 20})
     items = (await client.get("/v1/operations")).json()["items"]
     assert [item["dry_run"] for item in items] == [False, True]
-    assert "dry run of evict succeeded" in (await client.get("/v1/overview")).text
+    assert "dry run of evict in pool host succeeded" in (await client.get("/v1/overview")).text
 
 
 async def test_an_unknown_operation_is_not_found(client: httpx.AsyncClient) -> None:

@@ -75,7 +75,7 @@ async def test_the_pool_is_shown_with_states_that_add_up(
     }
 
 
-async def test_the_pool_has_the_present_figures_of_its_curves(launch: Any, ranks: Any, keys: list[bytes]) -> None:
+async def test_the_pool_has_its_present_figures(launch: Any, ranks: Any, keys: list[bytes]) -> None:
     apps: list[Any] = []
     client = await launch(apps.append)
     sampler = apps[0].state.kvstow.sampler
@@ -85,8 +85,8 @@ async def test_the_pool_has_the_present_figures_of_its_curves(launch: Any, ranks
     sampler.tick()
     now = (await client.get(HOST)).json()["now"]
     assert now["hit_ratio"] == 0.5
-    (curve,) = (await client.get("/v1/overview")).json()["curves"]
-    assert now == curve["now"]
+    (pool,) = (await client.get("/v1/overview")).json()["pools"]
+    assert now == pool["now"]
 
 
 async def test_the_memory_of_a_pool_is_that_of_ranks_of_all_sizes(launch: Any) -> None:

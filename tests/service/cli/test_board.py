@@ -34,7 +34,6 @@ from kvstow_service.cli.board import board, pool_choices, rank_bars
 CURVES = CurvesView(
     pool="host",
     interval_seconds=5.0,
-    now=NOW,
     points={
         "hit_ratio": [0.5, None],
         "load_bytes_per_second": [1024.0, 2048.0],
@@ -107,14 +106,14 @@ def line(text: str, start: str) -> str:
 
 
 def test_a_pool_has_the_curves_and_their_present_values() -> None:
-    text = screen(document([POOL]))
+    text = screen(document([replace(POOL, now=NOW, usable_slots=4000)]))
     assert line(text, "kvstow node-7: some/model, test, version 1.2.3, unix:/admin.sock, up ")
     assert line(text, "hit ratio").split() == ["hit", "ratio", "▅", "25.0", "%"]
     assert line(text, "loads").split()[1:] == ["▃▅", "3", "MiB/s"]
     assert line(text, "stores").split()[1:] == ["█", "1", "MiB/s"]
     assert "evicted for capacity: 12.0/s, dropped: 0.5/s" in line(text, "evictions")
-    assert "0 of 16 slots usable" in line(text, "slots")
-    assert "not pinned 16" in text
+    assert "4,000 of 4,096 slots usable, 8 GiB per rank, auto" in line(text, "slots")
+    assert "not pinned 96" in text
 
 
 def condition(**changes: Any) -> ConditionView:

@@ -111,14 +111,14 @@ def test_growing_needs_no_confirmation(kvstow: Any, host: Any) -> None:
 
 def test_a_refused_value_comes_with_the_allowed_ones(kvstow: Any) -> None:
     said = kvstow("config", "set", "policy=mru").stderr
-    assert said.endswith("policy is 'mru': not a policy; allowed: auto, lru\n")
+    assert said.endswith("policy is 'mru': this is not a policy; allowed: auto, lru\n")
 
 
 @pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "1e999", "1" * 5000])
 def test_a_number_that_json_does_not_have_is_refused_in_words(kvstow: Any, value: str) -> None:
     answer = kvstow("config", "set", f"policy={value}")
     assert answer.exit_code == 2
-    assert answer.stderr.endswith(": not a policy; allowed: auto, lru\n")
+    assert answer.stderr.endswith(": this is not a policy; allowed: auto, lru\n")
 
 
 def test_one_resize_runs_at_a_time_and_can_be_cancelled(kvstow: Any, host: Any) -> None:
@@ -228,7 +228,7 @@ def held(host: Any) -> Any:
 
 def test_an_operation_is_followed_to_its_end(host: Any, held: Any, child_environ: dict[str, str]) -> None:
     with Terminal("resize", "--slots", "2", "--yes", "--server", host.url, environ=child_environ) as terminal:
-        terminal.until("resize (waiting for transfers)")
+        terminal.until("14 of 14 slots, waiting for transfers")
         host.engine.release_lease(held)
         terminal.until("the pool has 2 slots")
         assert terminal.end() == 0

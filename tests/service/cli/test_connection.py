@@ -86,7 +86,7 @@ def test_the_socket_of_another_server_is_not_used(run: Any, make_host: Any, tmp_
     elsewhere = make_host(addresses=("http://127.0.0.1:9595", f"unix:{uds}"))
     outcome = run("bypass", "--load", "--server", elsewhere.url)
     assert outcome.exit_code == 1
-    assert "Forbidden: over TCP this server only reads, because it has no token for changes; " in outcome.stderr
+    assert "Forbidden: this server takes no changes over TCP, because it has no token for them; " in outcome.stderr
     assert "hint: use an admin's token, --token-file or KVSTOW_TOKEN_FILE, or the server's socket" in outcome.stderr
     assert not here.engine.admin.bypass.load
 

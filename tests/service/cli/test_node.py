@@ -231,7 +231,7 @@ def test_the_size_is_the_servers_to_set(ask: OneOf, node: FakeNode) -> None:
     node.attach(NAMES[0])
     outcome = ask("resize", "--slots", "4", "--yes")
     assert outcome.exit_code == 5
-    assert f"the host sets the size of pool {NAMES[0]}, by its memory and what its engines ask for" in outcome.stderr
+    assert f"the host sets the size of pool {NAMES[0]}: change --memory of the service" in outcome.stderr
 
 
 def test_top_shows_the_node_and_one_pool(ask: OneOf, node: FakeNode) -> None:

@@ -20,8 +20,15 @@ def test_events_are_one_line_each(run: Any, host: Any) -> None:
     outcome = run("events", "--type", "change", "--limit", "1", "--server", host.url)
     assert outcome.exit_code == 0
     assert "change" in outcome.stdout
-    assert "path=/v1/bypass" in outcome.stdout
+    assert "PUT /v1/bypass by " in outcome.stdout
     assert datetime.fromisoformat(outcome.stdout[:25]).utcoffset() is not None  # says its zone
+
+
+def test_wide_events_have_their_fields_and_ids(run: Any, host: Any) -> None:
+    run("bypass", "--load", "--server", host.url)
+    (line,) = run("events", "--type", "change", "--limit", "1", "--server", host.url, "-o", "wide").stdout.splitlines()
+    assert "path=/v1/bypass" in line
+    assert " id=" in line
 
 
 def test_events_for_programs(run: Any, host: Any) -> None:
@@ -38,8 +45,8 @@ def test_an_unknown_event_type_is_refused(run: Any, host: Any) -> None:
 
 def test_the_help_of_events_names_all_types(run: Any) -> None:
     said = " ".join(run("events", "--help").stdout.split())
-    standard = [name for name in EVENT_TYPES if name not in BLOCK_EVENTS]
-    assert f"Types: {', '.join(standard)}. Events of blocks, {' and '.join(BLOCK_EVENTS)}, come only" in said
+    assert f"[{'|'.join(EVENT_TYPES)}]" in said
+    assert f"which are `{'` and `'.join(BLOCK_EVENTS)}`, come only" in said
 
 
 def test_events_resume_after_a_lost_connection(
@@ -50,12 +57,12 @@ def test_events_resume_after_a_lost_connection(
     events = ("events", "--server", f"unix:{uds}", "--type", "change", "--type", "lost")
     with Terminal(*events, environ=child_environ) as it:
         run("bypass", "--off", "--server", first.url)
-        it.until("path=/v1/bypass")
+        it.until("PUT /v1/bypass")
         first.stop()
         second = make_host(uds=uds)
         run("undrain", "--server", second.url)
         it.until("lost")  # another life of the server has other events
-        it.until("path=/v1/drain")
+        it.until("/v1/drain by")
         it.type("\x03")
         assert it.end() == 0
 
