@@ -195,7 +195,7 @@ chromium:
 test-browser: $(VENV)/.dev chromium ## Test the status page in headless Chromium; installs it with apt if it is missing
 	$(BIN)/python -m pytest -m browser tests/api
 
-pictures: $(VENV)/.dev chromium ## Redraw the pictures in docs from a running service; takes five minutes
+pictures: $(VENV)/.dev chromium ## Redraw the pictures in docs from running services; takes six minutes
 	$(BIN)/python -m docs.pictures
 
 docs: $(PUBLISH_VENV)/.publish ## Make a site of the documents in build/site, and check its links

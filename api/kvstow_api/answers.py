@@ -404,10 +404,9 @@ NO_TIER = TierView(store=None, url=None, items=[])
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EventLine:
-    """One of the latest events, as a sentence. `kind` is its type."""
+    """One of the latest events, as a sentence."""
 
     time: str
-    kind: str
     words: str
 
 

@@ -189,6 +189,6 @@ def _events(app: AppState, pool: str | None) -> list[EventLine]:
     entries, _ = app.journal.after(0)
     found = (entry for entry in reversed(entries) if pool is None or entry.data.get("pool") in (None, pool))
     return [
-        EventLine(time=entry.data["time"], kind=entry.type, words=event_words(entry.type, entry.data))
+        EventLine(time=entry.data["time"], words=event_words(entry.type, entry.data))
         for entry in islice(found, MOST_EVENTS)
     ]

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from tests.api.browser import Browser
 from tests.api.conftest import running
@@ -15,6 +18,11 @@ from tests.api.fakenode import FakeNode
 from tests.api.tieredhost import URL, TieredHost
 from tests.doubles.fakes import FakeClock
 from tests.doubles.rank import use_keys
+
+from kvstow_api.answers import OverviewView, TierView
+from kvstow_api.client import Client, routes
+from kvstow_api.openapi import EXAMPLES
+from kvstow_service.cli.tables import POOLS, RANKS, SESSIONS, TIERS, Columns
 
 pytestmark = pytest.mark.browser
 
@@ -143,6 +151,114 @@ def test_the_page_fits_narrow_windows(browser: Browser, serve: Any, ranks: Any, 
     browser.until(f"{LIVE} === 'live'")
     browser.screenshot(tmp_path / "page.png", width=width, height=900)
     assert browser.evaluate("document.documentElement.scrollWidth") <= width
+
+
+# -- words ---------------------------------------------------------------------------------------------------------
+
+
+NUMBERS = (None, 0, 7, 999, 1024, 1_500, 123_456, 65_011_712, 1_048_575_999, 5 << 40)
+"""Counts and sizes on both sides of each unit."""
+TIMES = (0.0, 0.0042, 0.9996, 12.6, 59.96, 60.0, 200.0, 3_599.6, 7_325.0, 90_061.0)
+RATIOS = (None, 0.0, 0.00049, 0.1234, 0.6123, 0.9996, 1.0, 0.5, 0.25, 0.75)
+
+
+def varied(overview: OverviewView) -> OverviewView:
+    """An overview with a row for each of these values."""
+    (pool, *_), (session, *_), (rank, *_) = overview.pools, overview.sessions, overview.ranks
+    tier = msgspec.convert(EXAMPLES["TierView"], TierView)
+    rows = list(enumerate(zip(NUMBERS, TIMES, RATIOS, strict=True)))
+    return replace(
+        overview,
+        pools=[
+            replace(
+                pool,
+                name=f"p{at}",
+                granted_bytes=number or 0,
+                usable_slots=1000,
+                slots=replace(pool.slots, free=round(1000 * (ratio or 0.0))),
+                pending=replace(pool.pending, loads=number or 0, stuck=at),
+                now=replace(
+                    pool.now,
+                    hit_ratio=ratio,
+                    load_bytes_per_second=number,
+                    store_bytes_per_second=number and number / 3,
+                    dropped_blocks_per_second=number and number / 7,
+                    evicted_blocks_per_second=number,
+                ),
+            )
+            for at, (number, _, ratio) in rows
+        ],
+        sessions=[
+            replace(
+                session,
+                id=f"e{at}",
+                host="" if number is None else "vm",
+                pid=number,
+                in_flight=at,
+                oldest_seconds=seconds,
+                leased_slots=number or 0,
+                load_bytes_per_second=number,
+                age_seconds=seconds,
+            )
+            for at, (number, seconds, _) in rows
+        ],
+        ranks=[
+            replace(
+                rank,
+                rank=at,
+                last_report_age_seconds=seconds,
+                device="" if number is None else f"cuda:{at}",
+                error_reason="memlock" if at % 2 else None,
+                error="the limit is 8 MiB" if at % 3 else None,
+            )
+            for at, (number, seconds, _) in rows
+        ],
+        tier=replace(
+            tier,
+            items=[
+                replace(
+                    one,
+                    namespace=f"n{at}",
+                    counters=replace(
+                        one.counters, read_blocks=number or 0, wait_seconds=seconds, saved_seconds=2 * seconds
+                    ),
+                )
+                for one in tier.items[:1]
+                for at, (number, seconds, _) in rows
+            ],
+        ),
+    )
+
+
+_TABLE = """[...document.querySelectorAll('#{id} table')[0].querySelectorAll('tbody tr:not(.group)')].map((row) =>
+  Object.fromEntries([...row.children].map((cell, at) => [
+    document.querySelectorAll('#{id} thead')[0].querySelectorAll('button')[at].textContent, cell.textContent])))"""
+
+
+def test_page_and_command_line_say_the_same_of_every_value(browser: Browser, serve: Any) -> None:
+    """The script of the page and `kvstow_api.texts` format values separately."""
+    node = FakeNode(FakeClock(100.0))
+    node.attach("a")
+    with Client(serve(directory=node).url) as client:
+        overview = varied(client.call(routes.get_overview))
+        text = msgspec.json.encode(overview).decode()
+        fake = f"window.fetch = async () => new Response({json.dumps(text)}, {{ status: 200 }});"
+        browser.ask("Page.addScriptToEvaluateOnNewDocument", source=fake)
+        browser.open(serve(directory=node).url)
+    browser.until(f"{LIVE} === 'live'")
+    shown: tuple[tuple[str, Columns[Any], Sequence[Any]], ...] = (
+        ("pools", POOLS, overview.pools),
+        ("sessions", SESSIONS, overview.sessions),
+        ("ranks", RANKS, overview.ranks),
+        ("tier", TIERS, overview.tier.items),
+    )
+    for part, columns, items in shown:
+        rows = browser.evaluate(_TABLE.format(id=part))
+        known = {column.title: column for column in columns.of("everywhere", "lists", "wide")}
+        assert len(rows) == len(items)
+        for row, item in zip(rows, items, strict=True):
+            row.pop("pinned", None)  # has a bar in place of the share
+            assert row == {title: known[title].text(item) for title in row}
 
 
 # -- a node with pools ---------------------------------------------------------------------------------------------

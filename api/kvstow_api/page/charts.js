@@ -2,6 +2,7 @@
 const charts = (() => {
   const LINES = ["--green", "--blue", "--amber", "--violet", "--red", "--teal"];
   const HEIGHT = 170;
+  const STEPS = [1, 5, 10, 15, 30, 60, 120, 300]; // seconds between the marks of a time axis
   const BINARY = Array.from({ length: 50 }, (_, power) => 2 ** power); // steps between the lines of a scale of bytes
   const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
   const minute = (seconds) => new Date(seconds * 1000).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit", second: seconds % 60 ? "2-digit" : undefined, hour12: false });
@@ -70,7 +71,7 @@ const charts = (() => {
         width: Math.max(120, this.place.clientWidth), height: HEIGHT,
         scales: { x, y: { range: y } },
         axes: [
-          axis(this.isSizes ? { splits: () => this.xs, values: (_, found) => found.map(this.xText) } : { size: 30, space: 70, values: (_, found) => found.map(minute) }),
+          axis(this.isSizes ? { splits: () => this.xs, values: (_, found) => found.map(this.xText) } : { size: 30, space: 70, incrs: STEPS, values: (_, found) => found.map(minute) }),
           axis({ size: 76, incrs: this.incrs, values: (_, found) => found.map(this.text) }),
         ],
         series: [
@@ -84,6 +85,7 @@ const charts = (() => {
         hooks: {
           setSelect: [(plot) => { if (plot.select.width > 0) this.isZoomed = true; }],
           draw: [(plot) => this.drawMark(plot)],
+          setLegend: [(plot) => this.showPresent(plot)],
         },
       }, this.data(), this.place);
       plot.over.addEventListener("dblclick", () => { this.isZoomed = false; this.scale(); });
@@ -107,6 +109,11 @@ const charts = (() => {
       if (this.isZoomed) return this.plot.redraw();
       const last = this.xs[this.xs.length - 1];
       this.plot.setScale("x", this.isSizes ? { min: this.xs[0], max: last } : { min: last - this.span, max: last });
+    }
+
+    /* While no pointer is over the chart, its legend has the values of the marked x, or else the newest ones. */
+    showPresent(plot) {
+      if (plot.cursor.idx == null) plot.setLegend({ idx: this.mark == null ? this.xs.length - 1 : this.xs.indexOf(this.mark) }, false);
     }
 
     resize() {

@@ -7,13 +7,13 @@
   const digits = (value, most) => String(Number(value.toPrecision(most)));
   const count = (value) => (value == null ? ABSENT : Number(value).toLocaleString("en-US"));
   const percent = (value) => (value == null ? ABSENT : `${(value * 100).toFixed(1)} %`);
-  const perSecond = (value) => (value == null ? ABSENT : `${value.toLocaleString("en-US", { maximumFractionDigits: 1 })}/s`);
+  const perSecond = (value) => (value == null ? ABSENT : `${value.toLocaleString("en-US", { minimumFractionDigits: 1, maximumFractionDigits: 1 })}/s`);
   const bytes = (value) => {
     if (value == null) return ABSENT;
-    const units = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
+    const units = ["B", "KiB", "MiB", "GiB", "TiB"];
     let number = value, unit = 0;
-    while (number >= 1023.95 && unit < units.length - 1) { number /= 1024; unit += 1; }
-    return `${Number(number.toFixed(1)).toLocaleString("en-US")} ${units[unit]}`;
+    while (number >= 1024 && unit < units.length - 1) { number /= 1024; unit += 1; }
+    return `${unit ? digits(number, 4) : Math.round(number)} ${units[unit]}`;
   };
   const rate = (value) => (value == null ? ABSENT : `${bytes(value)}/s`);
   const duration = (seconds) => {
@@ -23,8 +23,11 @@
     const minutes = Math.floor(Math.round(seconds) / 60), left = Math.round(seconds) % 60;
     return minutes < 60 ? `${minutes}m ${left}s` : `${Math.floor(minutes / 60)}h ${minutes % 60}m`;
   };
-  const age = (seconds) => (seconds < 60 ? "< 1 min" : duration(seconds - (seconds % 60)).replace(/ 0s$/, ""));
-  const clock = (seconds) => new Date(seconds * 1000).toLocaleTimeString();
+  const age = (seconds) => {
+    const minutes = Math.floor(seconds / 60);
+    return minutes < 60 ? `${minutes || "< 1"} min` : `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
+  };
+  const clock = (seconds) => new Date(seconds * 1000).toLocaleTimeString([], { hour12: false });
   const counted = (number, noun) => `${count(number)} ${noun}${number === 1 ? "" : "s"}`;
 
   /* -- elements: texts become text nodes, so that no name is read as HTML ----------------------------------------- */
@@ -71,7 +74,7 @@
     ["stores", (one) => one.now.store_bytes_per_second, rate],
     ["dropped", (one) => one.now.dropped_blocks_per_second, perSecond],
     ["evicted", (one) => one.now.evicted_blocks_per_second, perSecond],
-    ["engines", (one) => one.sessions, count],
+    ["sessions", (one) => one.sessions, count],
   ];
   const SESSIONS = [
     ["session", (one) => one.id, (value) => name(value)],
@@ -106,7 +109,7 @@
     ["reads", (one) => one.read_bytes_per_second, rate],
     ["writes", (one) => one.write_bytes_per_second, rate],
     ["written today", (one) => one.written_bytes_today, bytes],
-    ["reason", (one) => one.reason, (value) => value || ABSENT],
+    ["reason", (one) => one.reason],
   ];
   const RANKS = [
     ["rank", (one) => one.rank, (value) => String(value)],
@@ -115,8 +118,8 @@
     ["pinned", (one) => one.pinned_bytes, (value, one) => h("span", { class: "pinned" }, h("progress", { max: one.target_bytes || 1, value, "aria-label": `rank ${one.rank}` }), `${bytes(value)} of ${bytes(one.target_bytes)}`)],
     ["host", (one) => one.host, (value) => name(value || ABSENT)],
     ["pid", (one) => one.pid, (value) => (value == null ? ABSENT : String(value))],
-    ["device", (one) => one.device, (value) => value || ABSENT],
-    ["error", (one) => one.error || one.error_reason, (value) => value || ABSENT],
+    ["device", (one) => one.device],
+    ["error", (one) => [one.error_reason, one.error].filter(Boolean).join(": ")],
   ];
   const rankState = (one) => {
     const silent = one.last_report_age_seconds;
@@ -153,7 +156,7 @@
       ...columns.map(([title, value, show], number) => {
         const raw = value(row), text = show ? show(raw, row) : raw || ABSENT;
         if (!number) return h("th", { scope: "row" }, text);
-        return h("td", { "data-title": title, class: title === "state" ? raw : typeof raw === "number" ? "number" : null }, text);
+        return h("td", { "data-title": title, class: title === "state" ? raw : text === ABSENT ? "absent" : null }, text);
       }));
     const bodies = groups.map((group) => h("tbody", {},
       group.title && h("tr", { class: "group" }, h("th", { scope: "rowgroup", colspan: columns.length }, ...group.title)),
@@ -265,7 +268,7 @@
     },
 
     ranks({ ranks, troubled, selected, omitted }) {
-      const seen = ranks.map((one) => [one.session, one.rank, rankState(one), one.pinned_bytes, one.target_bytes, one.error]);
+      const seen = ranks.map((one) => [one.session, one.rank, rankState(one), one.pinned_bytes, one.target_bytes, one.error_reason, one.error]);
       fill("ranks", [seen, selected, troubled, sorting.ranks], () => (ranks.length ? [
         h("h2", {}, selected ? "Ranks" : "Ranks that a condition concerns", ...ofPool()),
         table("ranks", RANKS, [{ rows: ranks }], (one) => troubled.ranks.includes(`${one.session}/${one.rank}`)),
@@ -340,7 +343,7 @@
 
     events({ events }) {
       fill("events", events, () => [h("h2", {}, "Latest events (UTC)"), h("ol", {}, ...events.map((one) =>
-        h("li", {}, h("time", { datetime: one.time }, one.time.slice(11, 19)), " ", h("b", {}, one.kind), " ", h("span", {}, one.words))))]);
+        h("li", {}, h("time", { datetime: one.time }, one.time.slice(11, 19)), " ", one.words)))]);
     },
   };
 
