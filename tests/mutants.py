@@ -1126,6 +1126,27 @@ MUTANTS = [
         f"{OVERVIEW}::test_a_kind_of_condition_is_there_once_with_the_number_of_the_others",
     ),
     Mutant(
+        "conditions_are_not_logged",
+        "api/kvstow_api/conditions/table.py",
+        "if concern not in before:",
+        "if concern in before:",
+        "tests/api/node/test_conditions.py::test_conditions_are_logged_when_they_begin_and_end",
+    ),
+    Mutant(
+        "a_condition_that_comes_and_goes_fills_the_log",
+        "api/kvstow_api/conditions/table.py",
+        "LimitedLog(logger, burst=_LINES_A_MINUTE)",
+        "LimitedLog(logger, burst=1000)",
+        "tests/api/node/test_conditions.py::test_a_condition_that_comes_and_goes_has_few_lines",
+    ),
+    Mutant(
+        "kinds_of_conditions_have_the_order_of_their_mildest_cases",
+        "api/kvstow_api/overview.py",
+        "for one in conditions:\n        kinds.setdefault(one.name, one)",
+        "for one in reversed(conditions):\n        kinds[one.name] = one\n    kinds = dict(reversed(kinds.items()))",
+        f"{OVERVIEW}::test_kinds_of_conditions_come_with_the_worst_first",
+    ),
+    Mutant(
         "the_page_may_run_foreign_scripts",
         "api/kvstow_api/page/policy.py",
         "\"'none'\" if script is None else _digest(script)",

@@ -64,7 +64,7 @@ def create_app(host: ApiHost) -> FastAPI:
 @asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     state: AppState = app.state.kvstow
-    tasks = [asyncio.create_task(part.run()) for part in (state.loop, state.sampler, state.watch)]
+    tasks = [asyncio.create_task(part.run()) for part in (state.loop, state.sampler, state.watch, state.conditions)]
     try:
         yield
     finally:

@@ -128,7 +128,7 @@ class LoopMonitor:
             return "the measurement of the event loop has stopped"
         worst = max(self._recent, default=0.0)
         if worst > self._allowed:
-            return f"the event loop lagged by {worst:.2f} s in the last 5 s (allowed: {self._allowed:g} s)"
+            return f"in the last 5 s, the event loop was {worst:.2f} s late (allowed: {self._allowed:g} s)"
         return None
 
     def snapshot(self) -> Histogram:

@@ -240,8 +240,9 @@ class MemoryStatus:
     memory of processes that no service uses any more; null if it is not measured.
 
     `keeper`: the state of the process that holds the memory while no service runs; null if none is configured. A
-    `silent` keeper lives, but does not answer. `unsaved`: what would not survive the end of the service, and why, in
-    sentences. `keeper_restarts`: how often a keeper has replaced one that was gone, or has come back.
+    `silent` keeper lives, but does not answer. `keeper_pid`: its process, null if it is gone. `unsaved`: what would not
+    survive the end of the service, and why, in sentences. `keeper_restarts`: how often a keeper has replaced one that
+    was gone, or has come back.
     """
 
     target_bytes: int
@@ -257,6 +258,7 @@ class MemoryStatus:
     kept: tuple[KeptMemory, ...] = ()
     notices: tuple[str, ...] = ()
     keeper: KeeperState | None = None
+    keeper_pid: int | None = None
     unsaved: tuple[str, ...] = ()
     keeper_restarts: int = 0
 

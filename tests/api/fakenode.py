@@ -119,7 +119,7 @@ class FakeNode:
         number = len(self.engines) + 1
         control = shared.attach("fake", f"{pool}-keys")
         engine = Engine(f"s{number}", shared, control, 1000 * number, self.clock())
-        control.name = engine.session_id
+        control.set_name(engine.session_id)
         control.map_memory(engine.pid)
         self.engines.append(engine)
         if reports:

@@ -16,7 +16,7 @@ from kvstow_api.sampler import REJECTED_SECONDS
 from kvstow_api.texts import bypass_words, bypassed, counted, duration, populate_words
 
 _PROCESS_FIXES = {
-    "loop": "give the process more CPU, or find out what keeps it busy",
+    "loop": "give the process more CPU, or find out what stops it or keeps it busy",
     "node": "nothing: `kvstow wait --for=ready` waits for the start, which takes 2 s for each million blocks",
     "ticker": "save the log. What is cached is served, but a transfer that hangs is not noticed until the process "
     "starts again: drain it first, and restart it when it can lose its cache",
@@ -252,8 +252,8 @@ def find_user_limits(evidence: Evidence) -> Found:
 _KEEPER_FIXES: Mapping[KeeperState, str] = {
     "gone": "remove what this names as the cause: the service looks for a keeper every second, and gives it "
     "everything. Leave the service running until then, because a restart loses the cache",
-    "silent": "`ps -o stat,wchan -p PID` on the machine shows why: T is stopped, and `kill -CONT PID` lets it go on. "
-    "Leave the service running until then, because a restart loses the cache",
+    "silent": "`ps -o stat,wchan -p {pid}` on the machine shows why: T is stopped, and `kill -CONT {pid}` lets it go "
+    "on. Leave the service running until then, because a restart loses the cache",
     "connected": "free memory on the machine. Leave the service running: the index is here, and in use",
 }
 
@@ -268,7 +268,7 @@ def find_keeper(evidence: Evidence) -> Found:
             "warning",
             unsaved,
             "engines are served as before, but if the service ends meanwhile, this part of the cache is lost",
-            _KEEPER_FIXES[memory.keeper],
+            _KEEPER_FIXES[memory.keeper].format(pid=memory.keeper_pid),
             keeper_restarts=memory.keeper_restarts,
         )
 
@@ -288,8 +288,8 @@ def find_orphaned_memory(evidence: Evidence) -> Found:
             f"{'has' if len(orphans) == 1 else 'have'} memory that no running service has"
             + (f" ({format_size(taken)})" if taken else "")
             + f": {', '.join(names)}",
-            "they may be engines of a service that is away and comes back, and serve requests meanwhile; if it does "
-            "not come back, this memory is taken beside that of this service",
+            "they may be engines that serve requests while their service restarts; if that service does not come back, "
+            "the machine lacks this memory",
             "nothing, while a service restarts: its engines use or release this memory when they attach again. If it "
             f"lasts, `ps -o user,lstart,args -p {','.join(str(one.pid) for one in orphans[:_NAMED_PROCESSES])}` shows "
             "whose processes they are",

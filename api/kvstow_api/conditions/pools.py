@@ -204,7 +204,7 @@ def find_silent_ranks(evidence: Evidence) -> Found:
             yield make_condition(
                 "error",
                 f"{evidence.name_of(rank)}{who} {silence}",
-                f"it may be stopped or hang, and its transfers with it; until then {_WITHOUT_HITS}",
+                f"it and its transfers may be stopped or hang; {_WITHOUT_HITS} until it reports again",
                 f"look at the process: `ps -o stat,wchan -p {rank.pid}` on {rank.host} (T is stopped), and its log"
                 if rank.pid is not None
                 else "look for the rank's process, and at its log",
@@ -248,8 +248,8 @@ def rank_failure(rank: RankStatus, report_timeout: float) -> bool:
 def find_stuck(evidence: Evidence) -> Found:
     for session in evidence.sessions:
         if session.state == "stuck":
-            end = f"`kvstow detach {session.id} --kill` ends it" if evidence.is_node else "a restart of the pod ends it"
-            end = f"if they do not go on, {end}, and its requests"
+            end = f"`kvstow detach {session.id} --kill`" if evidence.is_node else "a restart of the pod"
+            end = f"if they do not go on, {end} ends the engine and its requests"
             yield make_condition(
                 "error",
                 f"{session_name(evidence, session)} is stuck: "
@@ -481,7 +481,7 @@ def find_size(evidence: Evidence) -> Found:
         )
     else:
         fix = (
-            f"another `--memory` for the next start of `kvstow serve`, of which other pools have their share, too; "
+            f"start `kvstow serve` with another `--memory` the next time; other pools get a share of it, too. "
             f"`kvstow get curve{evidence.of_pool}` shows all sizes"
         )
     yield make_condition(

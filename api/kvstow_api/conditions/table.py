@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
+from typing import NamedTuple
 
 from kvstow.status import BypassStatus, DrainStatus, SessionStatus
 from kvstow_api.answers import ConditionView, DoctorView, Severity
@@ -16,10 +19,17 @@ from kvstow_api.directory import NO_POOL, HostedPool, host_readiness
 from kvstow_api.health import Check
 from kvstow_api.host import ApiHost
 from kvstow_api.hostwatch import HostWatch, RankClocks
+from kvstow_api.journal import LimitedLog
 from kvstow_api.readings import curve_view, sessions_now, tier_view
 from kvstow_api.sampler import Sampler
 
+logger = logging.getLogger("kvstow.conditions")
+
 _SEVERITIES: tuple[Severity, ...] = ("error", "warning", "info")
+_LOG_SECONDS = 10.0
+"""The time between two searches for conditions to log, in seconds."""
+_LINES_A_MINUTE = 2
+"""The limit for each kind of condition, because some come and go with the traffic."""
 
 
 def find_conditions(host: Evidence, pools: Sequence[Evidence]) -> DoctorView:
@@ -80,6 +90,37 @@ _NO_DRAIN = DrainStatus(
 _NO_BYPASS = BypassStatus(load=False, store=False, ttl_seconds_left=None)
 
 
+class _Concern(NamedTuple):
+    """A kind of condition, and what it concerns."""
+
+    name: str
+    pool: str | None
+    session: str | None
+    rank: int | None
+
+
+class ConditionLog:
+    """Logs the warnings and errors that begin and end, so that the log has what the doctor shows."""
+
+    def __init__(self) -> None:
+        self._known: Mapping[_Concern, ConditionView] = {}
+        self._logs = {one.name: LimitedLog(logger, burst=_LINES_A_MINUTE) for one in TABLE}
+
+    def note(self, conditions: Sequence[ConditionView]) -> None:
+        """Log what has changed since the last call."""
+        before = self._known
+        self._known = {
+            _Concern(one.name, one.pool, one.session, one.rank): one for one in conditions if one.severity != "info"
+        }
+        for concern, one in self._known.items():
+            if concern not in before:
+                level = logging.ERROR if one.severity == "error" else logging.WARNING
+                self._logs[one.name].log(level, "%s: %s; what helps: %s", one.name, one.what, one.fix)
+        for concern, one in before.items():
+            if concern not in self._known:
+                self._logs[one.name].log(logging.INFO, "%s: it is over that %s", one.name, one.what)
+
+
 class Conditions:
     """The conditions of one server, found in figures that it measures anyway. Used on the event loop. Each call is
     O(pools + sessions + ranks + namespaces). The start-up grace of an embedded engine's ranks begins when this object
@@ -97,6 +138,23 @@ class Conditions:
         self._host, self._process = host, process
         self._sampler, self._watch, self._clocks, self._credentials = sampler, watch, clocks, credentials
         self._grace_ends = host.clock() + host.startup_grace
+        self._log = ConditionLog()
+
+    async def run(self) -> None:
+        """Log conditions that begin and end."""
+        is_failing = False
+        while True:
+            await asyncio.sleep(_LOG_SECONDS)
+            try:
+                self.log_changes()
+                is_failing = False
+            except Exception:  # the next search may succeed
+                if not is_failing:
+                    logger.exception("the search for conditions has failed")
+                is_failing = True
+
+    def log_changes(self) -> None:
+        self._log.note(self.find().conditions)
 
     def find(self) -> DoctorView:
         return find_conditions(*self.gather())

@@ -40,7 +40,7 @@ class AttachedSession(Session):
         super().__init__(pool, namespace)
         self.session_id = session_id
         self.engine = engine
-        self.name, self.label = str(session_id), f"session {session_id} ({engine}): "
+        self.set_name(str(session_id))
         self.processes: set[Hashable] = set()
         self._ended_leases = LeaseBook()
         self._held: deque[tuple[int, ...]] = deque()
@@ -51,6 +51,10 @@ class AttachedSession(Session):
         """What a lost session ends next, or waits for."""
         self._first_number = pool.target.desired.number
         self.adapt_to_pool()
+
+    def set_name(self, name: str) -> None:
+        """Set the name by which operators know the session. It is in logs, and in the reasons of states."""
+        self.name, self.label = name, f"session {name} ({self.engine}): "
 
     def release_leases(self, lease_ids: Sequence[int]) -> None:
         """End these leases, unless they have ended. O(leases given), and few of their slots are freed at once: see

@@ -222,12 +222,13 @@ class SharedPool(Pool):
 
 
 class EarlierSession(NamedTuple):
-    """A session of an earlier service. `number`: its id in the pool; `processes`: those with the pool's memory that may
-    be alive."""
+    """A session of an earlier service. `number` is its id in the pool, and `name` the one by which operators know it.
+    `processes` are those with the pool's memory that may be alive."""
 
     number: int
     engine: str
     processes: frozenset[Hashable]
+    name: str = ""
 
 
 def recover(
@@ -256,7 +257,8 @@ def recover(
             _restore_session(pool, one, found.filling.get(one.number, ()))
         if earlier:
             everyone = frozenset[Hashable]().union(*(one.processes for one in earlier))
-            session = _restore_session(pool, EarlierSession(ANY_SESSION, "earlier sessions", everyone), nameless)
+            unknown = EarlierSession(ANY_SESSION, "all engines of an earlier service", everyone, "unknown")
+            session = _restore_session(pool, unknown, nameless)
             pool.earlier = EarlierUses(pool, session)
             pool.log(
                 INFO,
@@ -315,6 +317,8 @@ def _restore_session(pool: SharedPool, earlier: EarlierSession, filling: Sequenc
     slots = [slot for slot in filling if slot < pool.slots.limit]
     pool.slots.take(slots)
     session = AttachedSession(pool, earlier.number, earlier.engine, "")
+    if earlier.name:
+        session.set_name(earlier.name)
     session.processes.update(earlier.processes)
     session.quarantined_slots += slots
     pool.index.quarantined.add(slots)

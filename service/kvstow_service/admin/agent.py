@@ -326,7 +326,7 @@ class RankAgent:
         # An engine that cannot be reached is no defect, and needs no traceback.
         defect = None if isinstance(error, (KvstowError, OSError)) else error
         if not self.is_failing and not self._stopping:
-            logger.warning("rank %d: report failed, will retry: %s", self._rank, error, exc_info=defect)
+            logger.warning("rank %d: its report has failed, and is sent again: %s", self._rank, error, exc_info=defect)
         self.is_failing = True
         self._disconnect()
 

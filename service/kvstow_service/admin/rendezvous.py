@@ -84,7 +84,7 @@ class Rendezvous:
             except (OSError, SettingError) as error:
                 problems.append(str(error))
         hint = "set XDG_RUNTIME_DIR or TMPDIR to a folder that this user may write"
-        raise ConflictError(f"no folder for the engine's sockets: {'; '.join(problems)}; {hint}")
+        raise ConflictError(f"no folder can be used for the engine's sockets: {'; '.join(problems)}; {hint}")
 
     def _visit(self, folder: Path) -> Path | None:
         """The path of the ranks' socket, if the folder exists and can be trusted."""
@@ -94,7 +94,7 @@ class Rendezvous:
             return None
         except (OSError, SettingError) as error:
             if folder not in self._refused:
-                logger.warning("not looking for the engine there: %s", error)
+                logger.warning("this rank does not look for its engine in that folder: %s", error)
                 self._refused.add(folder)
             return None
 

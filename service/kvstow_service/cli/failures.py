@@ -53,7 +53,10 @@ _HINTS = {
     409: "`kvstow describe server` shows what the server is doing; try again when that has ended",
     412: "the settings changed in the meantime; check them and try again",
 }
-_UNREACHABLE = "check that KVStow's admin server runs there, or choose another: --server or KVSTOW_SERVER"
+_UNREACHABLE = (
+    "check that KVStow's admin server runs there and is not stopped (state T in `ps`), or choose another: --server or "
+    "KVSTOW_SERVER"
+)
 _LISTED_BY = {
     "block": "blocks",
     "pool": "pools",

@@ -51,9 +51,10 @@ def _lines(view: DoctorView, *, wide: bool) -> Iterator[str]:
             numbers = ", ".join(f"{name} {value:,g}" for name, value in one.evidence.items())
             yield f"  {one.name}: {numbers or 'no numbers'}"
         yield ""
-    yield f"{counted(len(view.conditions), 'condition')}; {counted(len(view.checked), 'kind')} looked for"
+    found = counted(len(view.conditions), "condition") if view.conditions else "nothing is wrong"
+    yield f"{found}; the doctor has checked {counted(len(view.checked), 'kind')} of conditions"
     if wide:
-        yield from (f"not looked for: {name}: {reason}" for name, reason in view.skipped.items())
+        yield from (f"not checked: {name}: {reason}" for name, reason in view.skipped.items())
 
 
 # -- events -----------------------------------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ from kvstow.status import MemoryFailure, MemoryStatus, NamespaceStatus, SessionS
 from kvstow.tier.blockstore import BlockStore, Purged
 from kvstow.tier.fingerprint import OWN_TENANT
 from kvstow_api.directory import HostedPool
+from kvstow_api.texts import counted
 from kvstow_service.node.attach.attachserver import AttachServer, AttachSocket
 from kvstow_service.node.attach.clients import REASONS
 from kvstow_service.node.nodehost import NodeHost
@@ -183,7 +184,8 @@ class Node:
             gc.enable()
         if survivors.pools:
             seconds = time.monotonic() - begun
-            logger.info("%d blocks in %d pools were recovered in %.2f s", num_blocks, len(survivors.pools), seconds)
+            blocks, pools = counted(num_blocks, "block"), counted(len(survivors.pools), "pool")
+            logger.info("the service has recovered %s in %s within %.2f s", blocks, pools, seconds)
         memory.run_pending()
         records.join(memory.memory)
 
@@ -196,7 +198,7 @@ class Node:
         for workers in sessions.values():
             record = workers[0].record
             processes = frozenset(one.record.client for one in workers)
-            earlier.append(EarlierSession(record.number, record.hello.engine, processes))
+            earlier.append(EarlierSession(record.number, record.hello.engine, processes, record.session_id))
         names = {tag: label.name for tag, label in found.journal.namespaces().items()}
         num_blocks = recover(pool, found.journal.recover(), names, earlier)
         for workers in sessions.values():
@@ -359,6 +361,7 @@ class Node:
             kept=tuple(replace(kept, seconds=now - since) for kept, since in figures.kept),
             notices=figures.notices,
             keeper=None if records is None else records.keeper,
+            keeper_pid=None if records is None else records.keeper_pid,
             unsaved=() if records is None else records.unsaved,
             keeper_restarts=0 if records is None else max(0, records.joins - 1),
         )

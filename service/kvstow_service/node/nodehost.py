@@ -281,7 +281,7 @@ class NodeHost:
         in_use = {id(session.pool) for session in self._sessions.values()}
         idle = next((pool for pool in mine if id(pool) not in in_use), None)
         if idle is None:
-            raise _user_limit(f"engines of uid {uid} have {len(mine)} pools, as many as are allowed")
+            raise _user_limit(f"engines of uid {uid} have {len(mine)} pools, and no more are allowed")
         return idle
 
     def _namespaces_to_drop(self, uid: int, pools: Sequence[NodePool]) -> list[tuple[NodePool, str]]:
@@ -293,7 +293,7 @@ class NodeHost:
             return []
         idle = [(pool, name) for pool in mine for name in pool.idle_namespaces()]
         if len(idle) < excess:
-            raise _user_limit(f"the pools of uid {uid} have {NAMESPACES_OF_USER} namespaces, as many as are allowed")
+            raise _user_limit(f"the pools of uid {uid} have {NAMESPACES_OF_USER} namespaces, and no more are allowed")
         return idle[:excess]
 
     def _new_pool(self, identity: PoolIdentity, owner: int, model: str) -> NodePool:

@@ -150,8 +150,9 @@ def _listen_for_changes(sockets: AdminSockets, path: Path, group: int | None, di
     """Open the admin socket. If that fails, the service still serves engines and answers all reading requests."""
     if os.geteuid() == overflow_uid():
         logger.warning(
-            "this service runs as uid %d, which also stands for every user that the kernel cannot name here: the admin "
-            "socket takes changes from root alone, and engines of this user cannot attach",
+            "this service runs as uid %d, the kernel's overflow uid, which also stands for every user that this "
+            "container does not map: the admin socket takes changes only from root, and engines of this user cannot "
+            "attach",
             os.geteuid(),
         )
     try:
@@ -183,7 +184,7 @@ def _drain(node: Directory, settings: Settings, hurried: threading.Event) -> Non
         if hurried.wait(_DRAIN_POLL_SECONDS):
             break
     if not status.drained:
-        logger.warning("%d transfers have not ended", status.pending_transfers)
+        logger.warning("the service stops although %d transfers have not ended", status.pending_transfers)
 
 
 def _store_below(settings: Settings) -> BlockStore | None:

@@ -57,7 +57,7 @@ def _positive_duration(value: object) -> float:
 
 def _trust_eof(value: object) -> float:
     if (seconds := parse_duration(value)) < LEAST_TRUST_EOF:
-        raise ConfigError("", value, f"{LEAST_TRUST_EOF / 60:.0f}min or more: workers use the memory for so long")
+        raise ConfigError("", value, f"{LEAST_TRUST_EOF / 60:.0f}min or more, because workers use the memory that long")
     return seconds
 
 
@@ -130,7 +130,7 @@ def _tenant(value: object) -> Tenant:
     uids = tuple(int(uid) for uid in found["uids"].split(","))
     for uid in uids:
         if uid >= _NO_UID or uid == overflow_uid():
-            raise ConfigError("", value, f"the uids of users, and nobody attaches as {uid}")
+            raise ConfigError("", value, f"the uids of users; no engine can attach as {uid}")
     return Tenant(found["name"], uids)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import httpx
@@ -277,10 +278,12 @@ async def test_the_doctor_knows_memory_the_keeper_and_who_was_rejected(launch: A
 async def test_nobody_is_told_to_restart_a_service_whose_memory_would_not_survive(
     client: httpx.AsyncClient, node: FakeNode, state: Any
 ) -> None:
-    node.memory_status = MemoryStatus(4, 4, keeper=state, unsaved=("the index of pool a would not survive",))
+    unsaved = ("the index of pool a would not survive",)
+    node.memory_status = MemoryStatus(4, 4, keeper=state, keeper_pid=812, unsaved=unsaved)
     (one,) = (await get(client, "/v1/doctor"))["conditions"]
     assert (one["name"], one["severity"], one["what"]) == ("keeper", "warning", "the index of pool a would not survive")
     assert "Leave the service running" in one["fix"]
+    assert ("`kill -CONT 812`" in one["fix"]) == (state == "silent")
     assert (await client.get("/readyz/memory")).status_code == 200, "the node has all of its memory"
 
 
@@ -302,3 +305,38 @@ async def test_a_switch_of_the_node_is_found_once(client: httpx.AsyncClient, nod
     node.switches.set_bypass(load=True, store=False, ttl_seconds=None)
     found = [one["what"] for one in (await get(client, "/v1/doctor"))["conditions"]]
     assert found == ["an operator drains the node (mode all): nothing is in flight", "loads are bypassed"]
+
+
+async def test_conditions_are_logged_when_they_begin_and_end(
+    launch: Any, node: FakeNode, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A stopped engine changes no state, so only its condition can be in the log."""
+    apps: list[Any] = []
+    await launch(apps.append, directory=node)
+    conditions, engine = apps[0].state.kvstow.conditions, node.attach(NAMES[0])
+    caplog.set_level(logging.INFO, "kvstow.conditions")
+    conditions.log_changes()
+    assert [one for one in caplog.records if one.name == "kvstow.conditions"] == []
+    engine.process = "stopped"
+    for _ in range(3):
+        conditions.log_changes()
+    (begun,) = (one for one in caplog.records if one.name == "kvstow.conditions")
+    assert begun.levelno == logging.ERROR
+    assert begun.getMessage().startswith("session_stopped: the process of session s1 ")
+    assert f"`kill -CONT {engine.pid}`" in begun.getMessage()
+    engine.process = "running"
+    conditions.log_changes()
+    assert caplog.records[-1].getMessage().startswith("session_stopped: it is over that the process of session s1 ")
+
+
+async def test_a_condition_that_comes_and_goes_has_few_lines(
+    launch: Any, node: FakeNode, caplog: pytest.LogCaptureFixture
+) -> None:
+    apps: list[Any] = []
+    await launch(apps.append, directory=node)
+    caplog.set_level(logging.INFO, "kvstow.conditions")
+    conditions, engine = apps[0].state.kvstow.conditions, node.attach(NAMES[0])
+    for number in range(20):
+        engine.process = "running" if number % 2 else "stopped"
+        conditions.log_changes()
+    assert len([one for one in caplog.records if one.name == "kvstow.conditions"]) == 2

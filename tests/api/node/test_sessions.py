@@ -267,6 +267,7 @@ async def test_an_embedded_engine_is_one_pool_session_and_namespace(launch: Any,
         "kept": [],
         "notices": [],
         "keeper": None,
+        "keeper_pid": None,
         "unsaved": [],
         "keeper_restarts": 0,
     }

@@ -246,7 +246,7 @@ def test_an_engine_that_does_not_answer_is_a_failure_and_the_link_is_new(
     clock.advance(5.0)
     agent._wake.set()
     eventually(lambda: agent.failed == 1, "a failure")
-    assert "rank 1: report failed, will retry: the engine has not answered within 5 s" in caplog.text
+    assert "rank 1: its report has failed, and is sent again: the engine has not answered within 5 s" in caplog.text
     engine.desired = Desired(WANTED)
     clock.advance(LONG)
     agent._wake.set()
@@ -268,7 +268,7 @@ def test_an_unreachable_engine_is_retried_and_logged_once(
     eventually(lambda: agent.sent > sent, "reports after the engine came back")
     eventually(lambda: not agent.is_failing, "the agent to note it")
     messages = [record.getMessage() for record in caplog.records if "report" in record.getMessage()]
-    assert [message.split(":")[1].split(" ")[1] for message in messages] == ["report", "reports"]
+    assert [message.split(":")[1].split(" ")[1] for message in messages] == ["its", "reports"]
 
 
 class Garbage:
@@ -395,7 +395,7 @@ def test_a_search_that_raises_is_a_failure_like_any_other(
 
     agent = start(find, interval=0.01)
     eventually(lambda: agent.failed >= 2, "failures")
-    assert "rank 1: report failed, will retry: not for you" in caplog.text
+    assert "rank 1: its report has failed, and is sent again: not for you" in caplog.text
 
 
 # -- ranks on other hosts ----------------------------------------------------------------------------------------------

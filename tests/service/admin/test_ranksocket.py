@@ -279,7 +279,7 @@ def test_a_folder_that_cannot_be_used_is_counted_and_said(
     ranks = RankSocket(engine, Rendezvous("engine", {"XDG_RUNTIME_DIR": "/gone"}))
     ranks.start()
     eventually(lambda: ranks.failure, "the failure")
-    assert "no folder for the engine's sockets" in str(ranks.failure)
+    assert "no folder can be used for the engine's sockets" in str(ranks.failure)
     assert "ranks on this host cannot report over a Unix socket: no folder" in caplog.text
     assert engine.stats().faults.errors["rank_report"] == 1
     ranks.stop()

@@ -120,7 +120,7 @@ def test_a_folder_that_is_not_writable_is_named(
     monkeypatch.setattr(tempfile, "gettempdir", none)
     gone = Rendezvous("engine", {"XDG_RUNTIME_DIR": str(tmp_path / "gone")})
     assert gone() is None
-    with pytest.raises(ConflictError, match=r"no folder for the engine.s sockets.*gone.*set XDG_RUNTIME_DIR or TMPDIR"):
+    with pytest.raises(ConflictError, match=r"for the engine.s sockets: .*gone.*set XDG_RUNTIME_DIR or TMPDIR"):
         gone.publish(RANKS, sockets.listen_unix)
 
 
@@ -194,7 +194,7 @@ def test_a_folder_of_another_user_is_not_used(
     assert agent() is None
     assert agent() is None
     (record,) = caplog.records
-    assert record.message.startswith(f"not looking for the engine there: runtime folder {folder} belongs to ")
+    assert record.message.startswith(f"this rank does not look for its engine in that folder: runtime folder {folder} ")
     own = AdminSockets()
     publish("engine", environ, own)
     assert agent() == tmp_path / "tmp" / FOLDER / "engine.ranks"
@@ -217,7 +217,7 @@ def test_an_accessible_folder_a_link_or_a_file_is_refused(
     else:
         folder.write_text("")
         folder.chmod(0o600)
-    with pytest.raises(ConflictError, match=f"no folder for the engine's sockets: .*runtime folder .*{FOLDER}"):
+    with pytest.raises(ConflictError, match=f"for the engine's sockets: .*runtime folder .*{FOLDER}"):
         publish("engine", environ, sockets)
     assert sockets.sockets == []
     assert Rendezvous("engine", environ)() is None

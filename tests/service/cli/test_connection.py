@@ -52,7 +52,7 @@ def test_an_unreachable_server_is_named_with_a_hint(run: Any) -> None:
     outcome = run(*ASK, "--server", "http://127.0.0.1:1")
     assert outcome.exit_code == 1
     assert outcome.stderr.startswith("kvstow get pools: http://127.0.0.1:1 cannot be reached: ")
-    assert "hint: check that KVStow's admin server runs there, or choose another: --server" in outcome.stderr
+    assert "hint: check that KVStow's admin server runs there and is not stopped" in outcome.stderr
 
 
 def test_changes_need_an_admins_token(run: Any, make_host: Any, tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ def diagnosis(*conditions: ConditionView) -> DoctorView:
 def test_doctor_exits_0_for_a_healthy_server(run: Any, host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvstow_api.client.Client.call", lambda self, route, body: diagnosis())
     outcome = run("doctor", "--server", host.url)
-    assert (outcome.exit_code, outcome.stdout) == (0, "0 conditions; 1 kind looked for\n")
+    assert (outcome.exit_code, outcome.stdout) == (0, "nothing is wrong; the doctor has checked 1 kind of conditions\n")
 
 
 def test_doctor_shows_conditions_with_fixes_and_exits_1(run: Any, host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,8 +103,8 @@ def test_doctor_shows_conditions_with_fixes_and_exits_1(run: Any, host: Any, mon
         "  fix  make it larger",
         "  memory: gib 2",
         "",
-        "1 condition; 1 kind looked for",
-        "not looked for: clocks: no rank has told its time",
+        "1 condition; the doctor has checked 1 kind of conditions",
+        "not checked: clocks: no rank has told its time",
     ]
 
 

@@ -73,7 +73,9 @@ def test_a_user_has_so_many_pools_and_one_without_sessions_makes_room(
 ) -> None:
     monkeypatch.setattr(nodehost, "POOLS_OF_USER", 3)
     first, second, _ = (bench.attach(hello_of(number)) for number in range(3))
-    with pytest.raises(AttachRefusedError, match="engines of uid 1000 have 3 pools, as many as are allowed") as refused:
+    with pytest.raises(
+        AttachRefusedError, match="engines of uid 1000 have 3 pools, and no more are allowed"
+    ) as refused:
         bench.attach(hello_of(3))
     assert refused.value.reason in TRANSIENT_REFUSALS
     bench.attach(hello_of(2))
@@ -138,7 +140,7 @@ def test_a_user_has_so_many_namespaces(bench: HostBench, monkeypatch: pytest.Mon
         bench.host.reset(first.session_id)
     assert len(first.pool.known) > 3, "those that reset their cache share an identity"
     bench.attach(hellos[0])
-    with pytest.raises(AttachRefusedError, match="pools of uid 1000 have 2 namespaces, as many as are allowed"):
+    with pytest.raises(AttachRefusedError, match="pools of uid 1000 have 2 namespaces, and no more are allowed"):
         bench.attach(hellos[2])
     bench.attach(hellos[1])
     bench.attach(hellos[2], uid=2000)
@@ -163,7 +165,7 @@ def test_the_namespace_that_was_left_first_makes_room_for_another(
     assert len(bench.host.namespaces()) == 4, "blocks of two are the next to be evicted"
     assert len(engine.pool.known) == 2
     assert bench.start(hellos[2]).has(2)
-    with pytest.raises(AttachRefusedError, match="2 namespaces, as many as are allowed"):
+    with pytest.raises(AttachRefusedError, match="2 namespaces, and no more are allowed"):
         bench.attach(hellos[0])
     bench.engines[-1].end()
     bench.run()
@@ -256,13 +258,13 @@ def test_extents_that_a_worker_was_not_sent_are_refused(bench: HostBench) -> Non
     engine, other = bench.start(ONE_RANK), bench.start(ONE_RANK_OTHER)
     (mine,), (foreign,) = engine.grants[0], other.grants[0]
     for extents, says in (
-        ([ExtentSlots(foreign, 1)], "is none that this worker was sent"),
-        ([ExtentSlots(mine, 1), ExtentSlots(9999, 1)], "is none that this worker was sent"),
+        ([ExtentSlots(foreign, 1)], "this worker was not sent extent"),
+        ([ExtentSlots(mine, 1), ExtentSlots(9999, 1)], "this worker was not sent extent"),
         ([ExtentSlots(mine, ROW_SLOTS + 1)], "its 32 slots at most"),
     ):
         with pytest.raises(InvalidRequestError, match=says):
             engine.session.registered(0, extents)
-    with pytest.raises(InvalidRequestError, match="is none that this worker was sent"):
+    with pytest.raises(InvalidRequestError, match="this worker was not sent extent"):
         engine.session.released(0, [foreign])
     with pytest.raises(InvalidRequestError, match="was not revoked"):
         engine.session.released(0, [mine])

@@ -248,7 +248,10 @@ class _Draining:
         return SimpleNamespace(drained=self.now >= self._end, pending_transfers=2)
 
 
-@pytest.mark.parametrize(("end", "seconds", "said"), [(3.0, 3.0, []), (100.0, 7.0, ["2 transfers have not ended"])])
+@pytest.mark.parametrize(
+    ("end", "seconds", "said"),
+    [(3.0, 3.0, []), (100.0, 7.0, ["the service stops although 2 transfers have not ended"])],
+)
 def test_a_drain_ends_with_the_last_transfer_or_at_its_deadline(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,

@@ -119,9 +119,9 @@ def test_tenants_are_read_from_flags_variables_and_lists(given: object) -> None:
         ("ml=1001 web=1002,1001", "each uid once, and 1001 is there twice"),
         ("ml=1,01", "each uid once, and 1 is there twice"),
         ("ml=1 ml=2", "each name once, and ml is there twice"),
-        ("ml=65534", "nobody attaches as 65534"),
-        ("ml=4294967295", "nobody attaches as 4294967295"),
-        ("ml=99999999999999999999", "nobody attaches as 9"),
+        ("ml=65534", "no engine can attach as 65534"),
+        ("ml=4294967295", "no engine can attach as 4294967295"),
+        ("ml=99999999999999999999", "no engine can attach as 9"),
     ],
 )
 def test_wrong_tenants_are_refused(given: object, problem: str) -> None:
@@ -216,8 +216,14 @@ def test_every_wrong_value_gets_one_line_under_the_name_that_the_user_gave(confi
         ({"pin_chunk": "65MiB"}, "--pin-chunk 65MiB is more than 64 MiB, by which memory becomes usable"),
         ({"extent_size": "1000MB"}, "--extent-size 1000MB is not a multiple of 2 MiB, such as 1GiB"),
         ({"transfer_timeout": "0s"}, "--transfer-timeout is '0s'; allowed: more than 0 seconds"),
-        ({"trust_eof": "0"}, "--trust-eof is '0'; allowed: 2min or more: workers use the memory for so long"),
-        ({"trust_eof": "119s"}, "--trust-eof is '119s'; allowed: 2min or more: workers use the memory for so long"),
+        (
+            {"trust_eof": "0"},
+            "--trust-eof is '0'; allowed: 2min or more, because workers use the memory that long",
+        ),
+        (
+            {"trust_eof": "119s"},
+            "--trust-eof is '119s'; allowed: 2min or more, because workers use the memory that long",
+        ),
         ({"keep_on_stop": True}, "--keep-on-stop needs --state, the folder of the keeper that holds the memory"),
         ({"keep_timeout": "1h"}, "--keep-timeout 1h needs --state, the folder of the keeper that holds the memory"),
         ({"start_keeper": False}, "--no-start-keeper needs --state, the folder of the keeper that holds the memory"),

@@ -160,7 +160,7 @@ def _answer_to_rank(
     match call:
         case Report(report):
             if report.rank != _rank_of(member):
-                raise InvalidRequestError(f"a report of rank {report.rank}, from rank {member.rank}")
+                raise InvalidRequestError(f"rank {member.rank} has sent a report of rank {report.rank}")
             return _desired(session.take_report_in_steps(report))
         case Completions(rank):
             if rank >= member.session.num_ranks or member.rank not in (None, rank):

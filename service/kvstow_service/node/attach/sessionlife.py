@@ -97,7 +97,7 @@ class SessionLife:
         session, welcome = self._host.open_session(session_id, hello, peer, digest, self._send)
         self.sessions[session.session_id] = self._by_token[session.token_digest] = session
         member = self._add_member(session, hello, peer)
-        logger.info("session %s: %r on %r attached", session.session_id, hello.engine, hello.host)
+        logger.info("session %s begins: engine %r on host %r", session.session_id, hello.engine, hello.host)
         return member, replace(welcome, service=self._service, token=token)
 
     def awaited(self) -> Counter[int]:
@@ -130,12 +130,12 @@ class SessionLife:
         session = self._by_token.get(digest_of(hello.token))
         if session is None or session.state != "attached":
             raise AttachRefusedError(
-                "unknown_token", "no attached session has this token: wait for the one of the scheduler half's session"
+                "unknown_token", "no attached session has this token: wait until the engine's scheduler has attached"
             )
         if peer.uid != session.uid:
             raise AttachRefusedError("uid", f"the session belongs to uid {session.uid}, the worker runs as {peer.uid}")
         if hello.rank >= session.num_ranks:
-            raise AttachRefusedError("rank", f"rank {hello.rank} of a session with {session.num_ranks} ranks")
+            raise AttachRefusedError("rank", f"rank is {hello.rank}; the session has {session.num_ranks} ranks")
         if session.member_of(hello.rank) is not None:
             raise AttachRefusedError("rank", f"rank {hello.rank} of the session is attached already")
         session.join_worker(hello, peer)
@@ -260,7 +260,6 @@ class SessionLife:
         session.state = "over"
         self.sessions.pop(session.session_id, None)
         self._by_token.pop(session.token_digest, None)
-        logger.info("session %s is over: none of its processes can reach memory", session.session_id)
         self._guarded(partial(self._host.session_over, session.session_id))
 
     def _end_worker(self, member: Member) -> None:

@@ -77,9 +77,7 @@ class RankMemory:
         was not asked to release one of them."""
         for extent_id in extent_ids:
             if not self._find(extent_id).revoked:
-                raise InvalidRequestError(
-                    f"extent {extent_id} was not revoked: a worker keeps what it was sent until then"
-                )
+                raise InvalidRequestError(f"extent {extent_id} was not revoked, so the worker cannot release it")
         for extent_id in set(extent_ids):
             extent = self._by_id.pop(extent_id)
             number = extent.grant.number
@@ -99,7 +97,7 @@ class RankMemory:
     def _find(self, extent_id: int) -> _GrantedExtent:
         extent = self._by_id.get(extent_id)
         if extent is None:
-            raise InvalidRequestError(f"extent {extent_id} is none that this worker was sent")
+            raise InvalidRequestError(f"this worker was not sent extent {extent_id}")
         return extent
 
 

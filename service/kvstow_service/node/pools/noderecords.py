@@ -131,6 +131,10 @@ class NodeRecords:
         return "connected" if self.notice is None else "gone" if self._roster is None else "silent"
 
     @property
+    def keeper_pid(self) -> int | None:
+        return None if self._client is None else self._client.pid
+
+    @property
     def unsaved(self) -> tuple[str, ...]:
         """Sentences that say what would not survive the service, and why."""
         return (*([self.notice] if self.notice is not None else ()), *self.problems.values())
@@ -143,12 +147,12 @@ class NodeRecords:
         if owed is None:
             if self.notice is not None:
                 self.notice = None
-                logger.info("the keeper answers again, and holds everything still")
+                logger.info("the keeper answers again, and still holds everything")
             if now >= self._ask_at:
                 self._client.ask()
                 self._ask_at = now + _ASK_SECONDS
         elif owed >= _SILENT_SECONDS:
-            self._tell(f"the keeper (pid {self._client.pid}) does not answer: the memory may not survive the service")
+            self._report(f"the keeper (pid {self._client.pid}) does not answer: the memory may not survive the service")
 
     def join(self, memory: NodeMemory) -> None:
         """Give the keeper all descriptors, in place of those that it holds. Does nothing before its welcome."""
@@ -233,9 +237,9 @@ class NodeRecords:
         self._held.clear()
 
     def _warn(self, why: str) -> None:
-        self._tell(f"the memory would not survive the service, as there is no keeper: {why}")
+        self._report(f"there is no keeper, so the memory would not survive the service: {why}")
 
-    def _tell(self, notice: str) -> None:
+    def _report(self, notice: str) -> None:
         if notice != self.notice:  # `check` comes here at each attempt, once a second
             self.notice = notice
             logger.warning("%s", notice)

@@ -247,8 +247,7 @@ class NodeSession(MemoryHolder):
         self.process: ProcessState = "unknown"
         """The state of the scheduler's process at the last `look`: see `SessionStatus`."""
         self._scheduler = Peer(peer.pid, peer.uid, peer.gid, None)
-        control.name = session_id
-        control.label = f"session {session_id} ({hello.engine}): "
+        control.set_name(session_id)
         self.workers: dict[int, Hello] = {}
         """The hellos of the workers that have attached, by rank."""
         self.waits = MemoryWaits(pool.clock)

@@ -395,7 +395,7 @@ class Keeper:
 
     def _put(self, connection: KeeperPeer, labels: list[str], fds: list[int]) -> None:
         if len(labels) != len(fds) or len({*labels, *connection.staged}) < len(labels) + len(connection.staged):
-            raise _Refusal(f"{len(labels)} labels came with {len(fds)} descriptors, or twice")
+            raise _Refusal(f"{len(labels)} labels came with {len(fds)} descriptors, or a label came twice")
         if len(connection.staged) + len(labels) > MAX_HELD:
             raise _Refusal(f"a keeper holds at most {MAX_HELD} descriptors")
         for label in labels:

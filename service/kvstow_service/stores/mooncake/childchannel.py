@@ -211,7 +211,7 @@ class ChildChannel:
                     raise TierUnavailableError("the client was closed")
                 left = end - time.monotonic()
                 if self._has_failed or not self._is_trying or left <= 0:
-                    raise TierUnavailableError(f"not connected to Mooncake: {self._problem}")
+                    raise TierUnavailableError(f"the client is not connected to Mooncake: {self._problem}")
                 self._changed.wait(left)
             child = self._child
             self._users += 1

@@ -289,7 +289,7 @@ class MooncakeBlocks:
             else:
                 self._breaker.note_success()
         if corrupt:
-            logger.error("%d of %d blocks that were got are not what was put", corrupt, len(transfer.keys))
+            logger.error("%d of %d blocks that were read are not what was written", corrupt, len(transfer.keys))
 
     def _count(self, **more: int) -> None:
         counters = self._counters

@@ -154,7 +154,7 @@ def test_a_worker_speaks_for_its_own_rank_alone(node: Node) -> None:
     worker = node.attach_worker(scheduler, 1)
     begun = ask(scheduler, BeginStore(KEYS), StoreBegun)
     worker.send(Completions(0, "boot", (Completion(begun.op_id, "done"),)))
-    with pytest.raises(CallFailedError, match="a report of rank 0, from rank 1"):
+    with pytest.raises(CallFailedError, match="rank 1 has sent a report of rank 0"):
         ask(worker, Report(RankReport.without_pool(0, "boot", "ready", 4096)), Desired)
     (session,) = node.host.sessions.values()
     assert session.ops[begun.op_id].pending == {0, 1}
@@ -212,7 +212,7 @@ def test_workers_are_refused_without_token_rank_or_the_uid(node: Node) -> None:
     taken = node.connection(replace(WORKER, token=token))
     assert refusal_by(node, taken) == "rank: rank 0 of the session is attached already"
     beyond = node.connection(replace(WORKER, token=token, rank=2))
-    assert refusal_by(node, beyond) == "rank: rank 2 of a session with 2 ranks"
+    assert refusal_by(node, beyond) == "rank: rank is 2; the session has 2 ranks"
     node.process(uid=1001)
     stranger = node.connection(replace(WORKER, token=token, rank=1))
     assert refusal_by(node, stranger) == "uid: the session belongs to uid 1000, the worker runs as 1001"
