@@ -2914,6 +2914,22 @@ MUTANTS = [
         "tests/api/test_admission.py::test_an_unknown_name_that_resolves_to_loopback_is_refused",
     ),
     Mutant(
+        "bodies_convert_types",
+        "api/kvstow_api/bodies.py",
+        "ConfigDict(strict=True, ",
+        "ConfigDict(strict=False, ",
+        "tests/api/test_strictness.py"
+        "::test_a_field_or_parameter_is_refused_by_its_name_if_the_description_does_not_allow_it",
+    ),
+    Mutant(
+        "bodies_may_have_unknown_fields",
+        "api/kvstow_api/bodies.py",
+        'extra="forbid", ',
+        'extra="ignore", ',
+        "tests/api/test_strictness.py"
+        "::test_a_field_or_parameter_is_refused_by_its_name_if_the_description_does_not_allow_it",
+    ),
+    Mutant(
         "bodies_of_any_size_are_read",
         "api/kvstow_api/middleware.py",
         "    if declared.isdigit() and int(declared) > limit:\n",

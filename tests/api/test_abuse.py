@@ -112,14 +112,6 @@ def test_bodies_of_ten_megabytes_are_refused_without_reading_them(service: Admin
     assert resident_bytes() - before < ALLOWED_GROWTH
 
 
-def test_a_body_declared_too_large_is_answered_immediately(service: AdminSockets) -> None:
-    with connect(service) as client:
-        client.sendall(head("/v1/lookup", f"Content-Length: {BODY_BYTES}"))
-        answer = read_to_end(client)
-    assert status_of(answer) == 413
-    assert b"application/problem+json" in answer
-
-
 def test_floods_of_headers_are_cut_off(service: AdminSockets) -> None:
     """Long before they end, also where uvicorn would rather use httptools, which has no limit."""
     import_module("httptools")

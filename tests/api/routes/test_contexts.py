@@ -94,11 +94,6 @@ async def test_an_unknown_context_is_not_found(client: httpx.AsyncClient, method
     assert (answer.status_code, answer.json()["detail"]) == (404, f"there is no context {TRIP.hex()}")
 
 
-@pytest.mark.parametrize("body", [{}, {"resume_in_seconds": -1}, {"resume_in_seconds": 1e9}, {"resume_in": 1}])
-async def test_a_bad_change_is_refused(client: httpx.AsyncClient, body: Any) -> None:
-    assert (await client.patch(f"/v1/contexts/{TRIP.hex()}", json=body)).status_code == 422
-
-
 @pytest.mark.parametrize("verb", ["evict", "purge"])
 async def test_blocks_are_removed_by_context(
     client: httpx.AsyncClient, engine: OffloadEngine, verb: str, monkeypatch: pytest.MonkeyPatch

@@ -46,33 +46,6 @@ def ends(node: Node) -> list[tuple[object, ...]]:
     return node.events("lost", "ended", "over")
 
 
-def test_it_is_shown_as_lost_and_over_when_its_processes_have_died(node: Node, processes: list[FakeProcess]) -> None:
-    (session,) = node.server._life.sessions.values()
-    assert (session.session_id, session.state) == ("before", "lost")
-    assert [(one.rank, one.peer.pid, one.is_connected, one.has_memory) for one in session.members] == [
-        (0, 101, False, True),
-        (1, 102, False, True),
-    ]
-    quiet(node)
-    assert ends(node) == []
-    processes[1].die()
-    node.wait_for_event("ended")
-    assert ends(node) == [("ended", "before", 1)]
-    processes[0].die()
-    node.wait_for_event("over")
-    assert ends(node)[1:] == [("ended", "before", 0), ("over", "before")]
-
-
-def test_its_processes_settle_it_when_they_attach_again(node: Node, processes: list[FakeProcess]) -> None:
-    node.process()
-    scheduler = node.attach()
-    for rank, process in enumerate(processes):
-        node.next_peer = process.peer
-        node.attach_worker(scheduler, rank, settled_tokens=(TOKEN,))
-    node.wait_for_event("over")
-    assert sorted(ends(node)) == [("ended", "before", 0), ("ended", "before", 1), ("over", "before")]
-
-
 def test_other_processes_cannot_settle_it(node: Node) -> None:
     node.process()
     scheduler = node.attach()
@@ -92,24 +65,6 @@ def test_a_worker_whose_pidfd_nobody_has_settles_it_by_its_token(make_node: Make
     quiet(node)
     assert ends(node) == [], "it is of another rank"
     node.attach_worker(scheduler, 0, settled_tokens=("another", TOKEN))
-    node.wait_for_event("over")
-    assert ends(node) == [("ended", "before", 0), ("over", "before")]
-
-
-def test_nobody_joins_it(node: Node, processes: list[FakeProcess]) -> None:
-    node.next_peer = processes[0].peer
-    late = node.connection(replace(WORKER, token=TOKEN))
-    wait_until(lambda: late.refusal, lambda: late.poll(0.01))
-    assert late.refusal == "unknown_token"
-
-
-def test_a_process_that_died_in_between_is_noticed_at_the_start(
-    make_node: MakeNode, processes: list[FakeProcess]
-) -> None:
-    node = make_node(start=False)
-    node.processes += processes
-    processes[0].die()
-    restore(node, processes[0].peer())
     node.wait_for_event("over")
     assert ends(node) == [("ended", "before", 0), ("over", "before")]
 
