@@ -104,13 +104,15 @@ async def test_records_that_are_wrong_fail_readyz(client: httpx.AsyncClient, nod
 
 
 async def test_a_drain_is_of_the_node_or_of_one_pool(client: httpx.AsyncClient, node: FakeNode) -> None:
-    for name in NAMES[:2]:
-        node.attach(name)
+    _, other = [node.attach(name) for name in NAMES[:2]]
     assert (await client.put(f"/v1/drain?pool={NAMES[0]}", json={})).json()["active"] is True
     assert (await get(client, "/v1/drain"))["active"] is False
     assert (await get(client, f"/v1/drain?pool={NAMES[1]}"))["active"] is False
     assert (await client.get("/readyz")).status_code == 200
+    other.begin_store(KEYS[:1])
     await client.put("/v1/drain", json={"mode": "stop_stores"})
+    whole = await get(client, "/v1/drain")
+    assert (whole["pending_transfers"], whole["drained"]) == (1, False), "what is in flight in any pool counts"
     node.attach(NAMES[2])
     assert {(await get(client, f"/v1/drain?pool={name}"))["mode"] for name in NAMES} == {"stop_stores"}
     answer = await client.get("/readyz")

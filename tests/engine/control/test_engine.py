@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 from tests.doubles.fakes import FakeClock
-from tests.doubles.rank import FakeRank, make_ranks, store_keys, use_keys, write_blocks
+from tests.doubles.rank import FakeRank, make_ranks, store_keys, write_blocks
 
 from kvstow.control.engine import OffloadEngine
 from kvstow.errors import InvalidRequestError, LeaseError, NotFoundError
@@ -25,16 +25,6 @@ def load(engine: OffloadEngine, ranks: list[FakeRank], lease: Lease) -> list[byt
         rank.submit(op)
         rank.run_all()
     return [ranks[0].blocks.get(block) for block in blocks]
-
-
-def test_stored_blocks_are_found_and_loaded(make_host: MakeEngine) -> None:
-    engine = make_host()
-    ranks = make_ranks(engine)
-    store_keys(engine, ranks, [A, B, C])
-    lease = engine.acquire([A, B, C, D])
-    assert lease.num_keys == 3
-    assert load(engine, ranks, lease) == [A, B, C]
-    engine.check_integrity()
 
 
 def test_only_the_leading_run_is_a_hit(make_host: MakeEngine) -> None:
@@ -60,16 +50,6 @@ def test_a_lease_of_a_miss_is_empty_and_holds_nothing(make_host: MakeEngine) -> 
     assert lease.slots == ()
     engine.release_lease(lease)
     assert engine.stats().pool.leases == 0
-
-
-def test_leased_blocks_are_not_evicted_and_others_are(make_host: MakeEngine) -> None:
-    engine = make_host(slots=3)
-    ranks = make_ranks(engine)
-    store_keys(engine, ranks, [A, B, C])
-    lease = engine.acquire([A])
-    store_keys(engine, ranks, [D, E])
-    assert engine.contains([A, B, C, D, E]) == [True, False, False, True, True]
-    assert load(engine, ranks, lease) == [A]
 
 
 def test_a_prefix_outlives_its_continuation(make_host: MakeEngine) -> None:
@@ -133,17 +113,6 @@ def test_a_lease_can_be_used_only_once(make_host: MakeEngine) -> None:
     assert engine.stats().pool.slots.leased == 0
 
 
-def test_part_of_a_lease_may_be_loaded(make_host: MakeEngine) -> None:
-    engine = make_host()
-    ranks = make_ranks(engine)
-    store_keys(engine, ranks, [A, B, C])
-    op = engine.begin_load(engine.acquire([A, B, C]), [7], first=1)
-    ranks[0].submit(op)
-    ranks[0].run_all()
-    assert ranks[0].blocks[7] == B
-    assert engine.stats().pool.slots.leased == 0
-
-
 @pytest.mark.parametrize(("blocks", "first"), [([], 0), ([1, 2, 3], 0), ([1], 2), ([1], -1)])
 def test_a_load_outside_its_lease_is_refused(make_host: MakeEngine, blocks: list[int], first: int) -> None:
     engine = make_host()
@@ -175,16 +144,6 @@ def test_a_key_is_stored_once(make_host: MakeEngine) -> None:
     ranks[0].run_all()
     engine.check_integrity()
     assert engine.lookup([A, B, C, D]) == 4
-
-
-def test_a_request_keeps_what_it_uses_from_eviction(make_host: MakeEngine) -> None:
-    engine = make_host(slots=2)
-    ranks = make_ranks(engine)
-    store_keys(engine, ranks, [A])
-    store_keys(engine, ranks, [B])
-    use_keys(engine, [A])
-    store_keys(engine, ranks, [C])
-    assert engine.contains([A, B, C]) == [True, False, True]
 
 
 def test_a_store_never_evicts_blocks_of_its_own_prefix(make_host: MakeEngine) -> None:
@@ -492,47 +451,6 @@ def test_counters_count_what_happened(make_host: MakeEngine) -> None:
     assert stats.pool.slots.usable == stats.pool.usable_slots == 2
     assert stats.allocation_failures == 0
     assert not any(stats.fallbacks.values())
-
-
-def test_pending_transfers_are_shown_with_their_ranks(make_host: MakeEngine, clock: FakeClock) -> None:
-    engine = make_host(ranks=2)
-    ranks = make_ranks(engine)
-    store_keys(engine, ranks, [A])
-    engine.begin_load(engine.acquire([A]), [7], request_id="r7")
-    clock.advance(2.0)
-    op = engine.begin_store([B, C], [8, 9]).op
-    assert op is not None
-    ranks[1].send(op.op_id, "source_free")
-    pending = engine.stats().transfers.pending
-    assert (pending.loads, pending.stores, pending.load_bytes, pending.store_bytes) == (1, 1, 64, 128)
-    assert pending.oldest_seconds == 2.0
-    oldest, newest = engine.transfers()
-    assert (oldest.direction, oldest.state, oldest.request_id, oldest.pending_ranks) == ("load", "queued", "r7", (0, 1))
-    assert (newest.direction, newest.state, newest.blocks, newest.bytes) == ("store", "running", 2, 128)
-    assert len(engine.transfers(limit=1)) == 1
-
-
-def test_blocks_are_listed_in_pages(make_host: MakeEngine, clock: FakeClock) -> None:
-    engine = make_host()
-    ranks = make_ranks(engine)
-    store_keys(engine, ranks, [A, B, C])
-    lease = engine.acquire([A])
-    clock.advance(5.0)
-    first = engine.blocks(limit=2)
-    assert [(view.key, view.state, view.leases) for view in first.blocks] == [
-        (A.hex(), "leased", 1),
-        (B.hex(), "cached", 0),
-    ]
-    assert first.next_slot is not None
-    rest = engine.blocks(first.next_slot)
-    assert [view.key for view in rest.blocks] == [C.hex()]
-    assert rest.next_slot is None
-    assert rest.blocks[0].idle_seconds == 5.0
-    engine.release_lease(lease)
-    view = engine.block(A)
-    assert view is not None
-    assert view.state == "cached"
-    assert engine.block(D) is None
 
 
 def test_events_list_stored_and_removed_blocks(make_host: MakeEngine) -> None:

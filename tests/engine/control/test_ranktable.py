@@ -42,16 +42,6 @@ def test_traffic_flows_with_the_first_slot(make_engine: MakeEngine) -> None:
     assert engine.lookup([A]) == 1
 
 
-def test_readiness_shows_each_rank(make_engine: MakeEngine, clock: FakeClock) -> None:
-    engine = make_engine(slots=8, ranks=2)
-    rank = FakeRank(engine, 1)
-    rank.pin(2)
-    clock.advance(3.0)
-    silent, speaking = engine.readiness().ranks
-    assert (silent.boot_id, silent.state, silent.last_report_age_seconds) == (None, "starting", None)
-    assert (speaking.boot_id, speaking.pinned_slots, speaking.last_report_age_seconds) == (rank.boot_id, 2, 3.0)
-
-
 @pytest.mark.parametrize(
     ("state", "reason"), [("degraded", "rank 0 is degraded: no memory"), ("failed", "rank 0 is failed: no memory")]
 )

@@ -1,12 +1,7 @@
 from __future__ import annotations
 
-from array import array
-from collections.abc import Callable
-
 import pytest
-from tests.doubles.rank import make_ranks, store_keys, use_keys
 
-from kvstow.control.engine import OffloadEngine
 from kvstow.control.slots import SlotTimes
 
 
@@ -15,16 +10,6 @@ def times() -> SlotTimes:
     times = SlotTimes()
     times.grow(40)
     return times
-
-
-class Counting(array):  # type: ignore[type-arg]
-    """Counts how often something is written to it."""
-
-    writes = 0
-
-    def __setitem__(self, index: object, value: object) -> None:
-        self.writes += 1
-        super().__setitem__(index, value)  # type: ignore[call-overload]
 
 
 @pytest.mark.parametrize("runs", [[range(3, 30)], [range(3, 5), [7, 6], range(20, 30)], [[9]], []])
@@ -48,15 +33,3 @@ def test_slots_are_found_by_their_times(times: SlotTimes) -> None:
     assert times.until("stored", 5.0, 4, 40) == [4, 5, *range(7, 40)]
     assert times.until("used", 6.0, 3, 8) == [3, 4, 7]
     assert times.until("used", 7.0, 3, 8) == [3, 4, 5, 7]
-
-
-def test_neighbours_are_marked_in_one_piece(make_engine: Callable[..., OffloadEngine]) -> None:
-    engine = make_engine(slots=1024)
-    keys = [b"%d" % number for number in range(1024)]
-    store_keys(engine, make_ranks(engine), keys)
-    times = engine.pool.index.times
-    times._used_at = Counting("d", times._used_at)
-    engine.release_lease(engine.acquire(keys))
-    engine.begin_store(keys, range(1024))
-    use_keys(engine, keys)
-    assert times._used_at.writes == 3

@@ -91,21 +91,6 @@ def test_a_host_sees_what_it_attached_to(engine: Engine) -> None:
     assert engine.sharing_off == ("hashes are not reproducible",)
 
 
-def test_what_is_stored_is_found_and_loaded(engine: Engine) -> None:
-    engine.store_blocks(KEYS[1:4])
-    engine.store_blocks(KEYS[5:])
-    hits = engine.found(KEYS)
-    assert hits.runs == ((1, 3), (5, 1))
-    assert hits.leading == 0
-    assert hits.lease.num_keys == 4
-    op = engine.taken(engine.begin_load(hits.lease, [7, 8], first=2, request_id="r"))
-    assert (op.direction, op.blocks, len(op.slots)) == ("load", (7, 8), 2)
-    engine.finish(op)
-    (settled,) = engine.take_settled()
-    assert (settled.op_id, settled.mark, settled.request_id, settled.blocks) == (op.op_id, "done", "r", (7, 8))
-    assert (engine.open_transfers, engine.awaited_transfers) == (0, 0)
-
-
 def test_what_is_said_of_a_request_after_its_end_is_known_too(engine: Engine, node: Node) -> None:
     first, second = engine.admit(KEYS), engine.admit(KEYS)
     assert not engine.end_request(first)

@@ -120,19 +120,6 @@ def test_no_session_is_detached_while_the_node_takes_up_what_an_earlier_one_has_
         node.close()
 
 
-def test_two_engines_share_what_one_has_stored(make_node: MakeNode, engines: Engines) -> None:
-    node = make_node()
-    first = engines(node)
-    keys = [key_of(number) for number in range(12)]
-    first.store_all(keys)
-    assert first.load(keys) == 12
-    second = engines(node)
-    second.wait_for(lambda: second.load(keys) == 12)
-    assert (first.welcome.pool, first.welcome.namespace) == (second.welcome.pool, second.welcome.namespace)
-    (pool,) = node.host.pools()
-    assert pool.facade.stats().stores["stored"] == 12
-
-
 def test_an_engine_that_is_killed_leaves_its_blocks_and_frees_the_rest(
     make_node: MakeNode, engines: Engines, process: Callable[..., subprocess.Popen[str]], eventually: Any
 ) -> None:
@@ -175,25 +162,6 @@ def _fill(node: Node, engine: RawEngine) -> None:
         return node.memory_thread.figures.spare_bytes == 0
 
     engine.wait_for(has_all)
-
-
-def test_memory_goes_from_one_live_engine_to_another(make_node: MakeNode, engines: Engines) -> None:
-    node = make_node(extents=8)
-    first = engines(node)
-    _fill(node, first)
-    second = engines(node, replace(HELLO, pool=replace(POOL, kv_cache_dtype="fp8")))
-    keys = [key_of(number) for number in range(ROW_SLOTS)]
-
-    def both() -> bool:
-        first.step()
-        return second.store(keys[:4]).op_id > 0 or second.load(keys[:4]) == 4
-
-    second.wait_for(both)
-    assert len(first.workers[0].grants) == 3
-    kept = sum(first.load([key_of(number)]) for number in range(4 * ROW_SLOTS))
-    assert 0 < kept <= 3 * ROW_SLOTS
-    for pool in node.host.pools():
-        pool.facade.check_integrity()
 
 
 def test_a_pool_that_waits_for_memory_has_less_than_it_should_have(make_node: MakeNode, engines: Engines) -> None:
@@ -335,14 +303,6 @@ def test_closing_leaves_no_thread_no_socket_and_no_memory(make_node: MakeNode, e
     assert engine.workers[0].read(0) == rawengine.content_of(key_of(0), 0), "a mapping stays until its process lets go"
     assert engine.workers[0].revoked, "which it was asked to do"
     assert not engine.workers[1].maps
-
-
-def test_a_socket_in_use_keeps_a_node_from_starting(make_node: MakeNode) -> None:
-    node = make_node()
-    other = Node(node.settings)
-    with pytest.raises(ConflictError, match=r"attach0\.sock"):
-        other.start()
-    other.close()
 
 
 def test_a_thread_that_fails_is_seen(monkeypatch: pytest.MonkeyPatch, make_node: MakeNode, eventually: Any) -> None:

@@ -111,16 +111,6 @@ async def test_an_engine_is_seen_and_detached_and_its_pool_deleted(
     assert (await client.delete(path)).status_code == 409
 
 
-async def test_a_drain_reaches_an_engine_that_attaches_later(client: httpx.AsyncClient, node: Node) -> None:
-    await client.put("/v1/drain", json={"mode": "stop_stores"})
-    engine = RawEngine(node.settings.attach_path)
-    try:
-        drain = (await client.get(f"/v1/drain?pool={engine.welcome.pool}")).json()
-        assert (drain["active"], drain["mode"]) == (True, "stop_stores")
-    finally:
-        engine.close()
-
-
 async def test_who_cannot_attach_is_counted(client: httpx.AsyncClient, node: Node, eventually: Any) -> None:
     rejected = (await client.get("/v1/sessions")).json()["rejected"]
     assert set(rejected) == set(REASONS)

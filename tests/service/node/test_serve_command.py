@@ -12,7 +12,6 @@ from click.testing import CliRunner, Result
 from kvstow.memory.limits import HugePageLimits
 from kvstow_service.admin.sockets import AdminSockets, TcpAddress
 from kvstow_service.cli import app
-from kvstow_service.node.attach.attachserver import AttachSocket
 from kvstow_service.node.settings import Settings, flag_name
 
 pytestmark = pytest.mark.usefixtures("process_state")
@@ -101,17 +100,6 @@ def test_an_admin_socket_where_engines_come_is_refused(tmp_path: Path, folder: s
     assert result.stderr == (
         f"kvstow serve: --admin-socket {admin} is in {tmp_path}/run, the folder of the attach socket, which engines "
         "may enter\n"
-    )
-
-
-def test_an_attach_socket_that_is_taken_exits_1_and_names_it(tmp_path: Path) -> None:
-    path = tmp_path / "attach.sock"
-    taken = AttachSocket(path)
-    result = serve(*SMALL, "--attach-socket", str(path))
-    taken.close()
-    assert result.exit_code == 1
-    assert result.stderr.splitlines()[-1] == (
-        f"kvstow serve: cannot listen on unix:{path}: another process is listening there"
     )
 
 
