@@ -1788,7 +1788,7 @@ MUTANTS = [
         "engine/kvstow/attach/worker.py",
         "        if granted.is_all:",
         "        if granted is None:",
-        "tests/engine/attach/test_worker.py::test_memory_of_an_earlier_session_goes_once_all_that_there_is_was_granted",
+        "tests/service/node/test_attachedworker.py::test_memory_of_which_the_next_service_has_nothing_goes",
     ),
     Mutant(
         "a_worker_without_memory_gets_no_message",

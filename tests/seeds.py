@@ -1,6 +1,6 @@
 """How many random schedules a test runs: a few each time, and the rest in `make soak`.
 
-The few are as many as it takes to notice each of the mutants that are listed for them (`mutants.py`)."""
+The tests of the mutants run as many schedules as it takes to notice the mutant."""
 
 from __future__ import annotations
 

@@ -194,11 +194,6 @@ def test_the_answer_to_a_report_is_applied(reports: RankReports, rank: Rank, wir
     assert rank.applied == [desired.desired]
 
 
-def test_a_desired_state_that_the_service_sends_by_itself_is_applied(worker: AttachedWorker, rank: Rank) -> None:
-    worker._take_frame(Frame(Kind.DESIRED, 0, Desired(DesiredState("engine", 6, number=4)).pack()))
-    assert rank.applied[-1].capacity_slots == 6
-
-
 def test_an_answer_of_another_kind_ends_the_session(reports: RankReports, wire: Wire) -> None:
     reports.send_due()
     wire.calls[-1].resolve(Frame(Kind.FOUND, 1, b""))
@@ -208,31 +203,6 @@ def test_an_answer_of_another_kind_ends_the_session(reports: RankReports, wire: 
 
 REVOKED = Frame(Kind.REVOKED, 0, RevokedExtents((2,)).pack())
 ALL = Frame(Kind.EXTENTS, 0, GrantedExtents(4096, (), True).pack())
-MORE_COME = Frame(Kind.EXTENTS, 0, GrantedExtents(4096, (), False).pack())
-
-
-def test_what_is_revoked_with_the_end_of_a_session_is_let_go_of(worker: AttachedWorker, rank: Rank) -> None:
-    worker._end_session()
-    worker._take_frame(REVOKED)
-    assert rank.revoked == [2]
-
-
-def test_memory_of_an_earlier_session_goes_once_all_that_there_is_was_granted(
-    worker: AttachedWorker, rank: Rank
-) -> None:
-    worker._take_frame(MORE_COME)
-    assert rank.said == ["grant"]
-    worker._take_frame(ALL)
-    assert rank.said == ["grant", "grant", "drop earlier"], "first what stays, then the rest goes"
-
-
-def test_memory_of_an_earlier_session_goes_although_what_was_granted_cannot_be_used(
-    worker: AttachedWorker, rank: Rank
-) -> None:
-    rank.error = PinError("out_of_memory", "no address space")
-    worker._take_frame(ALL)
-    assert rank.said == ["grant", "drop earlier"]
-    assert "no address space" in str(worker.problem)
 
 
 def test_grants_of_a_session_that_has_ended_change_nothing(worker: AttachedWorker, rank: Rank) -> None:

@@ -213,12 +213,7 @@ class RestartedEngines(JournaledEngines):
         return EarlierSession(number, "engine", frozenset((number, rank) for rank in engine.alive))
 
 
-@pytest.mark.parametrize("seeds", few_and_many(50, 150))
-def test_at_every_write_the_journal_can_be_recovered(seeds: range) -> None:
-    run_schedules(seeds, JournaledEngines)
-
-
-@pytest.mark.parametrize("seeds", few_and_many(200, 300))
+@pytest.mark.parametrize("seeds", few_and_many(100, 300))
 def test_a_restart_at_any_write_recovers_all_blocks_and_reuses_no_slot_too_early(seeds: range) -> None:
     run_schedules(seeds, RestartedEngines)
 
@@ -417,19 +412,20 @@ def namespaces_have_new_numbers(patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "mutate",
+    ("mutate", "seed"),
     [
-        blocks_that_earlier_engines_read_are_evicted,
-        slots_that_earlier_engines_read_are_freed,
-        a_restart_ends_quarantine,
-        op_ids_begin_again,
-        namespaces_have_new_numbers,
+        (blocks_that_earlier_engines_read_are_evicted, 344),
+        (slots_that_earlier_engines_read_are_freed, 50),
+        (a_restart_ends_quarantine, 6),
+        (op_ids_begin_again, 98),
+        (namespaces_have_new_numbers, 17),
     ],
 )
 def test_taking_out_a_safeguard_of_restarts_is_noticed(
-    mutate: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+    mutate: Callable[[pytest.MonkeyPatch], None], seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """`seed` notices it today, so it is tried first. After a change of the schedules another one may."""
     mutate(monkeypatch)
     monkeypatch.setattr(RestartedEngines, "checks_books", False)
     with pytest.raises((AssertionError, KeyError)):
-        run_schedules(range(600), RestartedEngines)
+        run_schedules([seed, *range(600)], RestartedEngines)

@@ -9,9 +9,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from tests.doubles.fakes import FakeClock
 from tests.doubles.rank import FakeRank, make_ranks, use_keys, write_blocks
 from tests.engine.control.mutants import first_rank_decides, visible_at_submission
@@ -67,18 +64,12 @@ PICKS = 252
 pytestmark = pytest.mark.usefixtures("no_log_lines")
 
 
-class Traffic(VerifyingHost, RuleBasedStateMachine):
+class Traffic(VerifyingHost):
     """A host with a few request chains, its ranks, and an operator."""
 
     engine: OffloadEngine
     checks_books = True
 
-    @initialize(
-        num_ranks=st.integers(1, 3),
-        slots=st.integers(2, MAX_SLOTS),
-        policy=st.sampled_from(["lru", "auto"]),
-        slice_slots=st.integers(1, 3),
-    )
     def start(self, num_ranks: int, slots: int, policy: str, slice_slots: int) -> None:
         self.clock = FakeClock()
         config = EngineConfig(slot_bytes=1, capacity_slots=slots, num_ranks=num_ranks, policy=policy)
@@ -93,8 +84,6 @@ class Traffic(VerifyingHost, RuleBasedStateMachine):
         self.refusing = False
         self.next_block = 0
 
-    # One rule: of several, hypothesis leaves some out of most runs, and without hosts or copies nothing happens.
-    @rule(action=st.sampled_from(CHOICES), pick=st.integers(0, PICKS - 1))
     def act(self, action: tuple[str, str], pick: int) -> None:
         who, what = action
         {"host": self.host, "copy": self.copy, "trouble": self.trouble, "operate": self.operate}[who](what, pick)
@@ -320,7 +309,6 @@ class Traffic(VerifyingHost, RuleBasedStateMachine):
 
     # -- what must be true ----------------------------------------------------------------------------------
 
-    @invariant()
     def books_balance(self) -> None:
         if self.checks_books and hasattr(self, "ranks"):
             self.engine.check_integrity()
@@ -354,10 +342,6 @@ class Traffic(VerifyingHost, RuleBasedStateMachine):
 
     def take_settled(self) -> list[Settled]:
         return self.engine.take_settled()
-
-
-TestTraffic = Traffic.TestCase
-TestTraffic.settings = settings(max_examples=50, stateful_step_count=80, deadline=None)
 
 
 # -- mutants ------------------------------------------------------------------------------------------------------
@@ -464,7 +448,7 @@ MUTANTS = [
 
 
 def run_schedules(seeds: range) -> None:
-    """Schedules that depend only on their number. Hypothesis, which shrinks and replays, takes ten times as long."""
+    """Run schedules that depend only on their number. Hypothesis would take ten times as long for as many."""
     for seed in seeds:
         choose = random.Random(seed)
         traffic = Traffic()

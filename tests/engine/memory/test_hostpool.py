@@ -467,12 +467,16 @@ def test_while_the_host_makes_steps_its_thread_registers_and_unregisters(
     assert len(set(threads)) == 1
 
 
-def test_closing_does_not_wait_for_the_hosts_next_step(make_pool: MakePool, eventually: Eventually) -> None:
-    registrar, clock = FakeRegistrar(), FakeClock()
+def test_closing_does_not_wait_for_the_hosts_next_step(
+    make_pool: MakePool, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registrar, clock, offered = FakeRegistrar(), FakeClock(), threading.Event()
     pool = make_pool(registrar, clock=clock, cpu_clock=clock, chunk_bytes=None, pause=None)
+    offer = pool.steps.offer
+    monkeypatch.setattr(pool.steps, "offer", lambda *given: offer(*given) or offered.set())
     pool.steps.begin()  # and no more: the clock does not advance
     pool.start()
-    eventually(lambda: pool.steps._queue is not None)
+    assert offered.wait(60)
     pool.close()
     assert registrar.registered == {}
 

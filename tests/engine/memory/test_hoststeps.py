@@ -13,12 +13,26 @@ from kvstow.memory.hoststeps import IDLE_SECONDS, CallQueue, HostSteps, Register
 Eventually = Callable[[Callable[[], object]], None]
 
 
+class NotedSteps(HostSteps):
+    """Notes what the pinning thread offers. `offered` is None when nothing is."""
+
+    offered: CallQueue | None = None
+
+    def offer(self, queue: CallQueue, seconds: float) -> None:
+        super().offer(queue, seconds)
+        self.offered = queue
+
+    def withdraw(self) -> None:
+        super().withdraw()
+        self.offered = None
+
+
 class Host:
     """A host whose steps launch for three quarters of their time and wait for the last one."""
 
     def __init__(self) -> None:
         self.clock = FakeClock()
-        self.steps = HostSteps(self.clock)
+        self.steps = NotedSteps(self.clock)
 
     def step(self, seconds: float) -> None:
         self.steps.begin()
@@ -46,8 +60,8 @@ class Calls:
     def wait_for_offer(self, eventually: Eventually) -> None:
         """The next one, after those that were waited for before."""
         before = self._seen
-        eventually(lambda: self._host.steps._queue not in (None, before))
-        self._seen = self._host.steps._queue
+        eventually(lambda: self._host.steps.offered not in (None, before))
+        self._seen = self._host.steps.offered
 
     def _offer(self) -> None:
         for _ in range(self._number):
@@ -194,7 +208,7 @@ def test_an_error_of_a_call_reaches_the_pinning_thread_and_never_the_host(
     calls.thread.join(60)
     assert calls.errors == [error]
     assert calls.made_by == [threading.current_thread() if is_stepping else calls.thread]
-    assert host.steps._queue is None
+    assert host.steps.offered is None
 
 
 def test_a_call_is_made_once_by_the_thread_that_claims_it_first(eventually: Eventually) -> None:
@@ -210,7 +224,7 @@ def test_a_call_is_made_once_by_the_thread_that_claims_it_first(eventually: Even
     host.step(0.010)
     offering = threading.Thread(target=host.steps.run, args=(call, 1, 0.0001), daemon=True)
     offering.start()
-    eventually(lambda: host.steps._queue is not None)
+    eventually(lambda: host.steps.offered is not None)
     stepping = threading.Thread(target=host.step, args=(0.080,), daemon=True)
     stepping.start()
     assert begun.wait(60)
@@ -233,7 +247,7 @@ def test_a_signal_in_the_middle_of_a_call_ends_the_host_and_not_the_pinning_thre
         host.step(0.010)
     calls.thread.join(60)
     assert [type(error) for error in calls.errors] == [PinError], "it is unknown whether the call was made"
-    assert host.steps._queue is None
+    assert host.steps.offered is None
 
 
 @pytest.mark.parametrize("is_claimed", [False, True])
@@ -245,7 +259,7 @@ def test_a_signal_around_the_claim_loses_no_offer(
     host.step(0.010)
     calls = Calls(host, 0.0001)
     calls.wait_for_offer(eventually)
-    offer = host.steps._queue
+    offer = host.steps.offered
     assert offer is not None
     claim = offer.claim
 

@@ -22,7 +22,7 @@ from kvstow.layout import KVLayout, Region
 from kvstow.memfd import create_memfd
 from kvstow.memory import pinning
 from kvstow.memory.extents import EXTENT_NAME
-from kvstow.memory.mappedpool import ExtentChunk, MappedExtent, MappedPool
+from kvstow.memory.mappedpool import MappedExtent, MappedPool
 from kvstow.memory.pinning import FixedPace
 
 MIB = 1 << 20
@@ -154,7 +154,6 @@ def test_nothing_above_the_populated_bytes_is_registered_mapped_or_touched(
     charged = memory_of(fd)
     grant(pool, fd, populated=5 * MIB)  # counts as far as whole huge pages have memory
     eventually(lambda: pool.pinned_slots == 4 * MIB // (96 << 10))
-    eventually(lambda: pool._next_step() is None)
     start = int(pool.addresses(np.zeros(1, np.int64))[0])
     assert max(address + size for address, size in registrar.registered.items()) <= start + 4 * MIB
     assert (mapped_bytes(), memory_of(fd)) == (4 * MIB, charged)
@@ -225,10 +224,8 @@ def test_a_revoked_extent_is_used_no_more_and_goes_when_its_copies_have_ended(
         pool.hold(33)
     with pool.hold(32):
         pass
-    assert pool._next_step() is not None, "what lies above the copy"
-    eventually(lambda: pool._next_step() is None)
-    assert registrar.locked_bytes == 3 * MIB, "the chunk under the copy stays"
-    assert pool.take_released() == []
+    eventually(lambda: registrar.locked_bytes == 3 * MIB)  # what lies above the copy
+    assert pool.take_released() == [], "the chunk under the copy stays"
     copy.close()
     eventually(lambda: pool.take_released() == [1])
     assert (registrar.locked_bytes, mapped_bytes(), pool.registered_slots()) == (2 * MIB, 2 * MIB, [(0, 32)])
@@ -326,45 +323,36 @@ def test_memory_in_another_place_than_before_is_registered_anew(
     assert registrar.most_bytes == 4 * MIB
 
 
-@pytest.fixture
-def idle_pool(make_pool: MakePool) -> MappedPool:
-    """A pool without its thread: the test takes each step."""
-    pool = MappedPool(64 << 10, FakeRegistrar())
-    make_pool.pools.append(pool)
-    return pool
-
-
-def give_back(pool: MappedPool) -> None:
-    step = pool._give_back_step()
-    assert step is not None
-    step()
-
-
-def test_an_extent_arrives_until_those_with_its_slots_are_retired(idle_pool: MappedPool, extents: Extents) -> None:
+def test_an_extent_arrives_until_those_with_its_slots_are_retired(
+    make_pool: MakePool, extents: Extents, eventually: Eventually
+) -> None:
+    pool = make_pool()
     for number, first in ((1, 0), (2, 32)):
-        grant(idle_pool, extents.create(2 * MIB), first=first, extent_id=number)
-    assert idle_pool._usable_end() == 64
-    idle_pool.revoke([1, 2])
-    grant(idle_pool, extents.create(2 * MIB), first=16, extent_id=3)
-    assert idle_pool._usable_end() == 0
-    for released in (1, 2):
-        assert idle_pool._next_chunk(16) is None
-        give_back(idle_pool)
-        assert idle_pool.take_released() == [released]
-    chunk = idle_pool._next_chunk(16)
-    assert isinstance(chunk, ExtentChunk)
-    assert chunk.extent.extent_id == 3
+        grant(pool, extents.create(2 * MIB), first=first, extent_id=number)
+    eventually(lambda: pool.pinned_slots == 64)
+    both, lower = pool.hold(64), pool.hold(32)
+    pool.revoke([1, 2])
+    grant(pool, extents.create(2 * MIB), first=16, extent_id=3)
+    both.close()
+    eventually(lambda: pool.take_released() == [2])
+    assert 3 not in dict(pool.registered_slots()), "a copy still uses the slots of the other one"
+    lower.close()
+    eventually(lambda: 3 in dict(pool.registered_slots()))
+    assert pool.take_released() == [1]
 
 
-def test_an_extent_that_still_arrives_when_a_session_begins_goes(idle_pool: MappedPool, extents: Extents) -> None:
-    grant(idle_pool, extents.create(2 * MIB), extent_id=1)
-    idle_pool.revoke([1])
-    grant(idle_pool, extents.create(2 * MIB), extent_id=2)
-    idle_pool.begin_session()
-    for _ in range(2):
-        give_back(idle_pool)
-    assert idle_pool._give_back_step() is None
-    assert idle_pool.take_released() == [], "the service of this session waits for none of them"
+def test_an_extent_that_still_arrives_when_a_session_begins_goes(
+    make_pool: MakePool, extents: Extents, eventually: Eventually
+) -> None:
+    pool = make_pool()
+    grant(pool, extents.create(2 * MIB), extent_id=1)
+    eventually(lambda: pool.pinned_slots == 32)
+    with pool.hold(32):
+        pool.revoke([1])
+        grant(pool, extents.create(2 * MIB), extent_id=2)
+        pool.begin_session()
+    eventually(lambda: mapped_bytes() == 0)
+    assert pool.take_released() == [], "the service of this session waits for none of them"
 
 
 def test_what_the_service_must_not_grant_is_refused(make_pool: MakePool, extents: Extents) -> None:

@@ -11,8 +11,8 @@ from kvstow.memory.pinning import AdaptivePace, FixedPace, Pace, pace_of
 MIB = 1 << 20
 
 
-def adaptive(target: float, clock: FakeClock | None = None) -> AdaptivePace:
-    return AdaptivePace(target, HostSteps(clock or FakeClock()))
+def adaptive(target: float) -> AdaptivePace:
+    return AdaptivePace(target, HostSteps(FakeClock()))
 
 
 def run(pace: Pace, bytes_per_second: float, calls: int = 20) -> float:
@@ -51,9 +51,10 @@ def test_beside_an_idle_host_register_calls_take_two_fifths_of_the_time_and_soon
     idle: float, pause: float
 ) -> None:
     clock = FakeClock()
-    pace = adaptive(0.001, clock)
+    steps = HostSteps(clock)
+    pace = AdaptivePace(0.001, steps)
     assert pace.delay(5.0) == 0, "nothing was done yet"
-    pace._steps.launched()
+    steps.launched()
     clock.advance(idle)
     pace.record(16 * MIB, 0.002, clock())
     assert pace.delay(clock()) == pytest.approx(pause, rel=1e-4)
@@ -68,8 +69,9 @@ def test_a_host_that_has_made_no_step_yet_is_idle_for_long() -> None:
 
 def test_while_the_device_works_on_a_step_they_take_a_twentieth() -> None:
     clock, work = FakeClock(), Latch()
-    pace = adaptive(0.001, clock)
-    pace._steps.launched(work)
+    steps = HostSteps(clock)
+    pace = AdaptivePace(0.001, steps)
+    steps.launched(work)
     clock.advance(1.0)
     pace.record(16 * MIB, 0.001, clock())
     assert pace.delay(clock()) == pytest.approx(0.019)
@@ -87,8 +89,9 @@ def test_while_the_host_starts_they_take_a_tenth() -> None:
 
 def test_during_steps_the_host_decides_when_and_the_pace_how_much() -> None:
     clock = FakeClock()
-    pace = adaptive(0.001, clock)
-    pace._steps.begin()
+    steps = HostSteps(clock)
+    pace = AdaptivePace(0.001, steps)
+    steps.begin()
     pace.record(16 * MIB, 0.0005, clock())
     assert pace.delay(clock()) == 0
     assert pace.call_seconds == pytest.approx(0.00075)

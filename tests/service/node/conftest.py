@@ -65,12 +65,12 @@ class AttachFigures(NamedTuple):
     errors: Counter[str]
 
 
-def figures_of(server: AttachServer) -> AttachFigures:
-    tally, clients = server.tally, server._clients
+def figures_of(node: Node) -> AttachFigures:
+    tally, clients = node.server.tally, node.server._clients
     return AttachFigures(
         clients=len(clients),
         strangers=len(clients._strangers),
-        sessions=len(server._life.sessions),
+        sessions=len(node.host.sessions),
         partial_bytes=clients.partial_bytes,
         accepted=tally.accepted,
         frames=Counter({Kind(kind).name.lower(): count for kind, count in dict(tally.frames).items()}),

@@ -6,8 +6,9 @@ import os
 import select
 import signal
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kvstow.errors import KeeperError
 from kvstow_service.node.survival.keeperclient import KeeperClient
@@ -32,11 +33,17 @@ def look(folder: Path) -> KeeperListing:
         client.close()
 
 
+def ask(client: KeeperClient, request: dict[str, Any], fds: Sequence[int] = ()) -> dict[str, Any]:
+    """The answer to a request that the client may never make by itself."""
+    answer, _ = client._request(request, list(fds))
+    return answer
+
+
 def listing_of(client: KeeperClient) -> KeeperListing:
     labels = set[str]()
     start: int | None = 0
     while start is not None:
-        answer, _ = client._request({"do": "list", "start": start})
+        answer = ask(client, {"do": "list", "start": start})
         labels.update(answer["labels"])
         start = answer["next"]
     return KeeperListing(answer["pid"], frozenset(labels), answer["seconds_left"], answer["refused"])

@@ -169,11 +169,11 @@ def test_completions_of_a_step_go_in_one_frame_for_each_rank_and_before_the_next
     engine: Engine, node: Node
 ) -> None:
     ops = [engine.begin_storing([key]) for key in KEYS[:3]]
-    before = figures_of(node.server).frames
+    before = figures_of(node).frames
     for op in ops:
         engine.finish(op)
     assert engine.found(KEYS[:3]).leading == 3
-    after = figures_of(node.server).frames
+    after = figures_of(node).frames
     assert {kind: after[kind] - before[kind] for kind in after if after[kind] != before[kind]} == {
         "completions": 2,
         "lookup": 1,
@@ -259,12 +259,12 @@ def test_ops_of_a_lost_session_end_locally_and_their_late_completions_are_not_sa
     engine.until_attached()
     again = engine.begin_storing(KEYS[2:3])
     assert number_of(load.op_id) != number_of(again.op_id)
-    before = figures_of(node.server).frames["completions"]
+    before = figures_of(node).frames["completions"]
     engine.finish(load)
     engine.finish(store)
     assert [(s.op_id, s.mark) for s in engine.take_settled()] == [(load.op_id, "done"), (store.op_id, "failed")]
     assert engine.found(KEYS[:3]).runs == ((0, 1),)
-    assert figures_of(node.server).frames["completions"] == before
+    assert figures_of(node).frames["completions"] == before
     engine.finish(again)
     assert engine.found(KEYS[:3]).runs == ((0, 1), (2, 1))
 
@@ -326,7 +326,7 @@ def test_an_error_in_a_late_answer_is_the_answer(engine: Engine, node: Node, err
     assert first.value.leading == 2
     assert second.error
     assert not second.value.runs
-    assert figures_of(node.server).errors == {"not_found" if isinstance(error, NotFoundError) else "internal": 1}
+    assert figures_of(node).errors == {"not_found" if isinstance(error, NotFoundError) else "internal": 1}
     assert engine.num_sessions == 1
 
 

@@ -17,6 +17,7 @@ from tests.service.node.conftest import DEADLINE_SECONDS, NAMESPACE, POOL, MakeN
 from tests.service.node.fakehost import FakeSession
 
 from kvstow.attach.calls import (
+    Desired,
     ExtentBytes,
     ExtentGrant,
     ExtentSlots,
@@ -25,13 +26,14 @@ from kvstow.attach.calls import (
     RegisteredExtents,
     RevokedExtents,
 )
+from kvstow.attach.channel import close_fds
 from kvstow.attach.engine import AttachedEngine
 from kvstow.attach.hello import NO_HOLD, GateHold, RankSession, SessionTicket, unique_id
 from kvstow.attach.peer import Peer
 from kvstow.attach.worker import LONGEST_GRACE_SECONDS, AttachedWorker
 from kvstow.dataplane import DataPlane
 from kvstow.devices.base import LayeredLoad
-from kvstow.errors import LoadRefusedError
+from kvstow.errors import LoadRefusedError, PinError
 from kvstow.memfd import create_memfd
 from kvstow.memory.extents import EXTENT_NAME
 from kvstow.memory.mappedpool import MappedPool
@@ -195,6 +197,8 @@ def test_a_worker_says_what_it_has_registered_and_applies_what_it_is_told(rank: 
     assert rank.registrar.locked_bytes == 4 * MIB
     assert (rank.worker.problem, rank.worker.faults) == (None, 0)
     service.links[-1].push(PopulatedExtents((ExtentBytes(2, 2 * MIB),)), rank=0)
+    service.links[-1].push(Desired(DesiredState("engine-1", 7, number=2)), rank=0)
+    wait_until(lambda: rank.plane.applied.capacity_slots == 7)
 
 
 def test_it_registers_no_further_than_the_service_has_populated(
@@ -328,6 +332,19 @@ def test_memory_of_which_the_next_service_has_nothing_goes(
     wait_until(lambda: rank.pool.status().resident_bytes == 0)
     assert "released" not in service.words, "the next service waits for nothing"
     assert rank.worker.is_attached
+
+
+def test_memory_of_an_earlier_session_goes_although_what_was_granted_cannot_be_used(
+    node: Node, engine: AttachedEngine, rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(stride: int, grants: Sequence[ExtentGrant], fds: Sequence[int]) -> None:
+        close_fds(fds)
+        raise PinError("out_of_memory", "no address space")
+
+    monkeypatch.setattr(rank.pool, "grant", refuse)
+    rank.worker.join(next_session(engine, node))
+    wait_until(lambda: rank.registrar.locked_bytes == 0)
+    wait_until(lambda: "no address space" in str(rank.worker.problem))
 
 
 def test_memory_that_the_next_service_does_not_grant_again_goes_first(
@@ -532,8 +549,8 @@ def test_a_host_that_can_take_nothing_back_is_waited_for_however_long_it_takes(
 def test_a_service_that_comes_later_hears_it_too(often: None, engine: AttachedEngine, rank: Rank, node: Node) -> None:
     engine.close()
     wait_until(lambda: node.events("over"))
-    before = figures_of(node.server).frames["hello"]
-    wait_until(lambda: figures_of(node.server).frames["hello"] > before + 2)
+    before = figures_of(node).frames["hello"]
+    wait_until(lambda: figures_of(node).frames["hello"] > before + 2)
 
 
 def test_a_worker_closed_after_its_session_has_ended_says_so_too(
@@ -559,12 +576,12 @@ def test_workers_that_close_one_after_the_other_and_then_their_engine_are_no_fau
         with node.standing_still():  # the first detaches, and the others have not heard that the session has ended
             assert rank.worker.close()
             assert other.worker.close()
-        wait_until(lambda: figures_of(node.server).frames["hello"] == 3 + 2)  # both farewells, too
+        wait_until(lambda: figures_of(node).frames["hello"] == 3 + 2)  # both farewells, too
         wait_until(lambda: node.events("over"))
         assert engine.is_attached
         engine.close()
     assert [record.message for record in caplog.records] == []
-    assert (figures_of(node.server).refused, figures_of(node.server).errors) == ({}, {})
+    assert (figures_of(node).refused, figures_of(node).errors) == ({}, {})
 
 
 def test_a_copy_that_hangs_keeps_the_memory_and_nothing_is_said(

@@ -97,4 +97,4 @@ def test_detaching_it_never_kills_the_service_or_a_process_of_another_user(
     assert node.server.detach("before", kill=True)
     wait_until(lambda: caplog.text.count("was not killed") == 2)
     assert killed == []
-    assert len(node.server._life.sessions) == 1, "it is freed when its processes have ended, and not before"
+    assert list(node.host.sessions) == ["before"], "it is freed when its processes have ended, and not before"

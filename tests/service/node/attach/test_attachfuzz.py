@@ -127,8 +127,8 @@ def send_quietly(connected: socket.socket, data: bytes) -> None:
 
 def figures_without_others(node: Node) -> AttachFigures:
     """When all connections but one are gone, and their sessions."""
-    wait_until(lambda: (figures := figures_of(node.server)).clients == figures.sessions == 1)
-    return figures_of(node.server)
+    wait_until(lambda: (figures := figures_of(node)).clients == figures.sessions == 1)
+    return figures_of(node)
 
 
 def resident_bytes() -> int:
@@ -206,7 +206,7 @@ def test_what_is_no_hello_is_refused_and_counted(node: Node, honest: Honest, fir
     connected = connect(node)
     connected.sendall(first)
     assert refusal_of(connected) == reason
-    assert figures_of(node.server).refused == {reason: 1}
+    assert figures_of(node).refused == {reason: 1}
 
 
 def test_a_second_hello_ends_the_session(node: Node, honest: Honest) -> None:
@@ -226,7 +226,7 @@ def test_a_gibibyte_is_refused_at_its_header(node: Node, honest: Honest) -> None
         connected.sendall(struct.pack("<IHHQ", 1 << 30, Kind.LOOKUP, 0, 1))
         send_quietly(connected, bytes(1 << 20))
         assert refusal_of(connected) == "too_long"
-    assert figures_of(node.server).refused == {"too_long": 50}
+    assert figures_of(node).refused == {"too_long": 50}
     assert resident_bytes() - before < 64 << 20
 
 
@@ -236,13 +236,13 @@ def test_half_frames_take_bounded_memory(node: Node, honest: Honest, monkeypatch
     for connected in greedy:
         with suppress(OSError):
             connected.sendall(encode_header(Kind.LOOKUP, 6 << 20, 1) + bytes(3 << 20))
-    wait_until(lambda: figures_of(node.server).refused["memory"] >= 1)
-    wait_until(lambda: figures_of(node.server).partial_bytes <= 8 << 20)
+    wait_until(lambda: figures_of(node).refused["memory"] >= 1)
+    wait_until(lambda: figures_of(node).partial_bytes <= 8 << 20)
     honest.work()
     for connected in greedy:
         connected.close()
-    wait_until(lambda: figures_of(node.server).clients == 1)
-    wait_until(lambda: figures_of(node.server).partial_bytes == 0)
+    wait_until(lambda: figures_of(node).clients == 1)
+    wait_until(lambda: figures_of(node).partial_bytes == 0)
 
 
 def test_a_hello_that_never_ends_is_given_up(make_node: MakeNode) -> None:
@@ -251,7 +251,7 @@ def test_a_hello_that_never_ends_is_given_up(make_node: MakeNode) -> None:
     honest = Honest(node)
     connected = connect(node)
     connected.sendall(encode_header(Kind.HELLO, 1000) + b"{")
-    wait_until(lambda: figures_of(node.server).strangers == 1)
+    wait_until(lambda: figures_of(node).strangers == 1)
     now[0] = clients.HELLO_SECONDS + 0.1
     honest.work()
     assert refusal_of(connected) == "hello_timeout"
@@ -272,13 +272,13 @@ def test_ten_thousand_connections(node: Node, honest: Honest) -> None:
             opened.pop(0).close()
         if number % 1000 == 0:
             honest.work()
-            highest = max(highest, figures_of(node.server).strangers)
+            highest = max(highest, figures_of(node).strangers)
     late = node.attach()
     assert late.state == "attached"
     for connected in opened:
         connected.close()
-    wait_until(lambda: figures_of(node.server).clients == 2)
-    figures = figures_of(node.server)
+    wait_until(lambda: figures_of(node).clients == 2)
+    figures = figures_of(node)
     assert 1 <= highest <= node.server._clients.max_strangers
     assert figures.accepted == 10_002
     assert figures.refused["too_many_strangers"] > 0
@@ -295,7 +295,7 @@ def test_connections_beyond_the_limit_are_refused_while_all_are_sessions(make_no
     sessions = [attach_as(uid) for uid in range(4)]
     assert refusal_of(connect(node)) == "too_many_clients"
     sessions.pop().close()
-    wait_until(lambda: figures_of(node.server).clients == 3)
+    wait_until(lambda: figures_of(node).clients == 3)
     assert node.attach().state == "attached"
     assert [session.poll() for session in sessions] == [[], [], []]
 
@@ -309,14 +309,14 @@ def test_without_descriptors_accepting_pauses_and_goes_on(make_node: MakeNode) -
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (waiting.fileno() + 1, limits[1]))
         waiting.connect(str(node.path))
-        wait_until(lambda: figures_of(node.server).refused["no_descriptors"])
+        wait_until(lambda: figures_of(node).refused["no_descriptors"])
         honest.work()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    assert figures_of(node.server).accepted == 1
+    assert figures_of(node).accepted == 1
     now[0] = 1.1
     honest.work()
-    wait_until(lambda: figures_of(node.server).accepted == 2)
+    wait_until(lambda: figures_of(node).accepted == 2)
     waiting.close()
 
 
@@ -352,7 +352,7 @@ def test_descriptors_of_a_client_never_enter_the_service(node: Node, honest: Hon
         assert refusal_of(connected) == "fds_unwanted"
     wait_until(lambda: open_fds() <= before)
     os.close(null)
-    assert figures_of(node.server).refused == {"fds_unwanted": 3}
+    assert figures_of(node).refused == {"fds_unwanted": 3}
 
 
 def raw_of(worker: AttachConnection) -> socket.socket:

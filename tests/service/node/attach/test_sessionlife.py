@@ -86,9 +86,8 @@ def test_the_end_of_any_connection_loses_the_session_and_frees_nothing(node: Nod
     node.wait_for_event("lost")
     quiet(node)
     assert ends(node) == ["lost"]
-    (session,) = node.server._life.sessions.values()
-    assert session.state == "lost"
-    assert not any(member.is_connected for member in session.members)
+    for connection in (scheduler, *workers):
+        wait_until(lambda connection=connection: connection.state == "closed" or is_detached(connection))
     processes[0].die()  # the scheduler half has mapped nothing: its end decides nothing
     processes[1].die()
     node.wait_for_event("ended")
@@ -97,7 +96,7 @@ def test_the_end_of_any_connection_loses_the_session_and_frees_nothing(node: Nod
     processes[2].die()
     node.wait_for_event("over")
     assert ends(node) == ["lost", 0, 1, "over"]
-    assert not node.server._life.sessions
+    assert not node.host.sessions
 
 
 @pytest.mark.parametrize("dying", [0, 1, 2])
@@ -199,12 +198,12 @@ def test_a_lost_session_is_not_believed_any_more(node: Node, engine: Engine) -> 
     late = node.connection(replace(WORKER, token=scheduler.welcome.token, rank=0))
     wait_until(lambda: late.refusal, lambda: late.poll(0.01))
     assert late.refusal == "unknown_token"
-    assert figures_of(node.server).errors == {}  # the fake host asserts that a lost session makes no call
+    assert figures_of(node).errors == {}  # the fake host asserts that a lost session makes no call
 
 
 def test_only_a_farewell_with_an_unknown_token_is_no_refusal(node: Node, caplog: pytest.LogCaptureFixture) -> None:
     def refused() -> bool:
-        return bool(figures_of(node.server).refused)
+        return bool(figures_of(node).refused)
 
     with caplog.at_level("WARNING", logger="kvstow_service"), caplog.at_level("WARNING", logger="kvstow.attach"):
         farewell = node.connection(replace(WORKER, token="gone", settled_tokens=("older", "gone")))
@@ -220,7 +219,7 @@ def test_only_a_farewell_with_an_unknown_token_is_no_refusal(node: Node, caplog:
         node.process()
         worker = node.connection(replace(WORKER, token="gone", settled_tokens=("older",)))
         wait_until(lambda: worker.refusal, lambda: worker.poll(0.01))
-    assert (worker.refusal, figures_of(node.server).refused) == ("unknown_token", {"unknown_token": 1})
+    assert (worker.refusal, figures_of(node).refused) == ("unknown_token", {"unknown_token": 1})
     assert "a connection to the attach socket was ended (unknown_token)" in caplog.text
 
 
@@ -254,9 +253,9 @@ def test_the_same_process_may_say_later_that_its_copies_have_ended(node: Node, e
 
 
 def test_an_operator_detaches_a_session_and_frees_nothing(node: Node, engine: Engine) -> None:
-    (session,) = node.server._life.sessions.values()
     assert not node.server.detach("unknown")
-    assert node.server.detach(session.session_id)
+    (session_id,) = node.host.sessions
+    assert node.server.detach(session_id)
     node.wait_for_event("lost")
     quiet(node)
     assert ends(node) == ["lost"]
@@ -375,8 +374,7 @@ def test_a_real_process_that_is_killed_is_waited_for(make_node: MakeNode, way: s
     with worker:
         assert worker.stdout is not None
         assert json.loads(worker.stdout.readline()) == 0
-        (session,) = node.server._life.sessions.values()
-        assert session.members[1].peer.pid == worker.pid
-        assert node.server.detach(session.session_id, kill=True)
+        (session_id,) = node.host.sessions
+        assert node.server.detach(session_id, kill=True)
         node.wait_for_event("over")
         assert ends(node) == ["lost", 0, "over"]

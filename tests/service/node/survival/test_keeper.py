@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 from tests.doubles.fakes import FakeClock
-from tests.service.node.keepers import listing_of, look
+from tests.service.node.keepers import ask, listing_of, look
 
 from kvstow.errors import KeeperBusyError, KeeperError
 from kvstow_service.node.survival.keeper import (
@@ -180,7 +180,7 @@ def test_what_was_put_counts_all_at_once(client: KeeperClient, folder: Path) -> 
     put(client, "extent-1", b"one")
     before = len(descriptors())
     with memfd(b"two") as fd:
-        client._request({"do": "put", "labels": ["extent-1", "extent-2"]}, [fd, fd])
+        ask(client, {"do": "put", "labels": ["extent-1", "extent-2"]}, [fd, fd])
     assert contents(client) == {"extent-1": b"one"}
     client.close()
     client = connect(folder)
@@ -291,18 +291,18 @@ def step_until(keeper: Keeper, condition: Callable[[], object]) -> None:
     pytest.fail("the keeper has not come to it")
 
 
-def test_it_ends_a_while_after_its_last_service(running: Running, folder: Path, clock: FakeClock) -> None:
+def test_it_ends_a_while_after_its_last_service(
+    running: Running, folder: Path, clock: FakeClock, eventually: Any
+) -> None:
     client = connect(folder)
-    running.stop()
     clock.advance(10 * KEEP_TIMEOUT)
-    assert running.keeper.step(0), "there is a service"
+    assert listing_of(client).seconds_left is None, "there is a service"
     client.close()
-    step_until(running.keeper, lambda: running.keeper._service is None)
+    eventually(lambda: look(folder).seconds_left is not None)
     clock.advance(KEEP_TIMEOUT - 1)
-    assert running.keeper.step(0)
+    assert look(folder).seconds_left == 1
     clock.advance(1)
-    assert not running.keeper.step(0)
-    assert running.keeper.ended == "timeout"
+    eventually(lambda: running.keeper.ended == "timeout")
 
 
 def test_it_ends_when_no_service_ever_comes(running: Running, clock: FakeClock) -> None:
@@ -341,20 +341,18 @@ def staying(folder: Path, clock: FakeClock) -> Iterator[Running]:
 
 
 def test_a_keeper_that_stays_lets_go_a_while_after_its_last_service(
-    staying: Running, folder: Path, clock: FakeClock
+    staying: Running, folder: Path, clock: FakeClock, eventually: Any
 ) -> None:
     client = connect(folder)
     put(client, "extent-1", b"one")
     client.leave()
-    staying.stop()
-    step_until(staying.keeper, lambda: staying.keeper._service is None)
+    eventually(lambda: look(folder).seconds_left is not None)
     clock.advance(KEEP_TIMEOUT - 1)
-    assert staying.keeper.step(0)
-    assert staying.keeper._seconds_left() == 1
+    assert (look(folder).seconds_left, look(folder).labels) == (1, {"extent-1"})
     clock.advance(1)
-    assert staying.keeper.step(0)
-    assert (staying.keeper._held, staying.keeper.ended) == ({}, None)
-    assert staying.keeper._seconds_left() is None, "it sleeps until the next service comes"
+    eventually(lambda: not look(folder).labels)
+    assert look(folder).seconds_left is None, "it sleeps until the next service comes"
+    assert staying.keeper.ended is None
 
 
 def test_a_keeper_that_stays_lets_go_when_it_is_told_and_serves_the_next_service(
@@ -451,7 +449,7 @@ def test_a_request_that_contradicts_itself_is_refused_in_a_sentence(
 ) -> None:
     before = len(descriptors())
     with pytest.raises(KeeperError, match=r"labels came|version"):
-        client._request(request_, [0])
+        ask(client, request_, [0])
     assert listing_of(client).labels == set()
     assert len(descriptors()) == before
 
@@ -459,7 +457,7 @@ def test_a_request_that_contradicts_itself_is_refused_in_a_sentence(
 @pytest.mark.parametrize("request_", [{"labels": [1]}, {"labels": "a"}, {}])
 def test_a_service_that_sends_garbage_is_cut_off(client: KeeperClient, request_: dict[str, Any]) -> None:
     with pytest.raises(KeeperError, match="gone"):
-        client._request({"do": "put", **request_}, [0])
+        ask(client, {"do": "put", **request_}, [0])
 
 
 def test_it_holds_no_more_than_its_limit(client: KeeperClient, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -515,7 +513,7 @@ def test_another_uid_is_turned_away(clock: FakeClock) -> None:
         if "No such file" in result.stderr and "python3" in result.stderr:
             pytest.skip("no Python for other uids")
         assert result.stdout.strip() == "0" or "Reset" in result.stderr or "Broken" in result.stderr, result.stderr
-        assert running.keeper._refused == 1
+        assert look(folder).refused == 1
 
 
 def test_its_socket_and_folder_are_for_its_uid_only(client: KeeperClient, folder: Path) -> None:
