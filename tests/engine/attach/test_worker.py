@@ -16,7 +16,6 @@ from kvstow.attach.calls import (
     RegisteredExtents,
     ReleasedExtents,
     Report,
-    RevokedExtents,
 )
 from kvstow.attach.channel import Frame
 from kvstow.attach.connection import Answer
@@ -201,7 +200,6 @@ def test_an_answer_of_another_kind_ends_the_session(reports: RankReports, wire: 
         reports.apply_answers()
 
 
-REVOKED = Frame(Kind.REVOKED, 0, RevokedExtents((2,)).pack())
 ALL = Frame(Kind.EXTENTS, 0, GrantedExtents(4096, (), True).pack())
 
 

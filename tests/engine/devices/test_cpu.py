@@ -10,7 +10,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.doubles.fakes import Latch
 
 from kvstow.config import PoolConfig
 from kvstow.devices.base import Device, Ticket, TicketState
@@ -147,29 +146,6 @@ def test_a_kv_cache_made_in_inference_mode_is_written_too(eventually: Eventually
     ticket = device.launch_load(1, [1, 3], [0, 5], None)
     assert ticket.poll() is TicketState.DONE
     assert kv.sum(dim=1).tolist() == [4096, 0, 4096, 0]
-
-
-def test_a_copy_reads_its_bytes_only_after_its_fence(make_rank: Callable[[], Rank]) -> None:
-    rank, latch = make_rank(), Latch()
-    ticket = rank.device.launch_store(1, [2], [0], latch)
-    assert ticket.poll() is TicketState.PENDING
-    assert rank.slot(0) == bytes(rank.pool.slot_bytes)
-    for tensor in rank.tensors:
-        tensor[2] = 77
-    latch.open()
-    assert ticket.poll() is TicketState.DONE
-    assert rank.slot(0) == b"\x4d" * rank.pool.slot_bytes
-
-
-def test_a_load_touches_no_block_before_its_fence(make_rank: Callable[[], Rank]) -> None:
-    rank, latch = make_rank(), Latch()
-    before = rank.block(5)
-    ticket = rank.device.launch_load(1, [5], [3], latch)
-    assert ticket.poll() is TicketState.PENDING
-    assert rank.block(5) == before
-    latch.open()
-    assert ticket.poll() is TicketState.DONE
-    assert rank.block(5) == bytes(rank.pool.slot_bytes)
 
 
 def test_seconds_are_those_of_the_copy_and_do_not_change_after_it(make_rank: Callable[[], Rank]) -> None:

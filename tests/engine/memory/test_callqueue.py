@@ -5,7 +5,6 @@ from collections.abc import Callable
 
 import pytest
 
-from kvstow.errors import PinError
 from kvstow.memory.hoststeps import CallQueue, RegisterCall
 
 Eventually = Callable[[Callable[[], object]], None]
@@ -43,25 +42,6 @@ def test_calls_are_made_once_and_in_order_and_more_may_follow() -> None:
     calls.queue.raise_error()
 
 
-def test_the_first_call_that_fails_is_the_last_that_is_made() -> None:
-    calls = Calls(4, failing=1)
-    assert [calls.make() for _ in range(3)] == [True, True, False]
-    assert (calls.made, calls.queue.settle()) == ([0], 1)
-    with pytest.raises(ValueError, match="refused"):
-        calls.queue.raise_error()
-
-
-def test_one_thread_alone_has_claimed_a_call() -> None:
-    calls = Calls(2)
-    assert calls.queue.claim()
-    assert not calls.queue.claim()
-    calls.queue.make()
-    assert not calls.queue.claim(), "it is not done yet"
-    calls.queue.done()
-    assert calls.queue.claim()
-    calls.queue.done()
-
-
 def test_a_queue_that_is_held_begins_no_call_and_one_that_is_stopped_never_does() -> None:
     calls = Calls(3)
     calls.queue.is_held = True
@@ -72,22 +52,6 @@ def test_a_queue_that_is_held_begins_no_call_and_one_that_is_stopped_never_does(
     assert not calls.make()
     assert calls.queue.settle() == 1
     calls.queue.raise_error()
-
-
-def test_the_waiting_thread_wakes_once_enough_calls_are_made() -> None:
-    calls = Calls(5)
-    calls.make()  # an earlier call wakes nobody
-    waiting = threading.Thread(target=calls.queue.wait, args=(4, 60.0), daemon=True)
-    waiting.start()
-    while calls.queue._wake_at != 4:
-        threading.Event().wait(0.001)
-    for _ in range(2):
-        calls.make()
-        assert calls.queue._wake.locked(), "nobody is woken"
-    calls.make()
-    waiting.join(30)
-    assert not waiting.is_alive()
-    assert len(calls.made) == 4
 
 
 @pytest.mark.parametrize("how", ["stop", "abandon", "fail"])
@@ -126,16 +90,6 @@ def test_settling_waits_for_the_call_under_way() -> None:
     settling.join(30)
     making.join(30)
     assert settled == [1], "and no other is begun"
-
-
-def test_a_thread_that_was_interrupted_during_a_call_is_not_waited_for() -> None:
-    calls = Calls(2)
-    assert calls.make()
-    assert calls.queue.claim()
-    calls.queue.abandon()
-    assert calls.queue.settle() == 1
-    with pytest.raises(PinError, match="interrupted during a register call"):
-        calls.queue.raise_error()
 
 
 @pytest.mark.parametrize("held", [True, False])

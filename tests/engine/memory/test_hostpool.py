@@ -467,38 +467,6 @@ def test_while_the_host_makes_steps_its_thread_registers_and_unregisters(
     assert len(set(threads)) == 1
 
 
-def test_closing_does_not_wait_for_the_hosts_next_step(
-    make_pool: MakePool, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    registrar, clock, offered = FakeRegistrar(), FakeClock(), threading.Event()
-    pool = make_pool(registrar, clock=clock, cpu_clock=clock, chunk_bytes=None, pause=None)
-    offer = pool.steps.offer
-    monkeypatch.setattr(pool.steps, "offer", lambda *given: offer(*given) or offered.set())
-    pool.steps.begin()  # and no more: the clock does not advance
-    pool.start()
-    assert offered.wait(60)
-    pool.close()
-    assert registrar.registered == {}
-
-
-def test_a_chunk_that_the_hosts_thread_cannot_register_degrades_the_pool_alone(
-    make_pool: MakePool, eventually: Eventually
-) -> None:
-    registrar, clock = FakeRegistrar({0: PinError("driver", "refused")}), FakeClock()
-    pool = make_pool(registrar, clock=clock, cpu_clock=clock, chunk_bytes=None, pause=None)
-    pool.start()
-
-    def step() -> bool:
-        pool.steps.begin()
-        clock.advance(0.010)
-        pool.steps.launched()
-        return True
-
-    step()
-    eventually(lambda: step() and pool.status().state == "degraded")
-    assert (pool.status().resident_bytes, pool.status().error) == (0, "refused")
-
-
 def test_memory_is_preferred_from_the_node_of_the_device(
     make_pool: MakePool, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -394,33 +394,6 @@ def test_a_failed_chunk_stops_growth_until_it_is_tried_again_and_does_not_stop_g
     assert (pool.pinned_slots, mapped_bytes()) == (32, 2 * MIB)
 
 
-def test_the_hosts_thread_makes_the_register_calls_while_it_makes_steps(
-    make_pool: MakePool, extents: Extents, eventually: Eventually
-) -> None:
-    threads = set[str]()
-
-    class Named(FakeRegistrar):
-        def register(self, address: int, num_bytes: int) -> None:
-            threads.add(threading.current_thread().name)
-            super().register(address, num_bytes)
-
-    clock = FakeClock()
-    pool = MappedPool(64 << 10, Named(), clock=clock)
-    make_pool.pools.append(pool)
-    grant(pool, extents.create(64 * MIB))
-    pool.steps.begin()
-    pool.start()
-
-    def step() -> bool:
-        clock.advance(0.015)
-        pool.steps.begin()
-        pool.steps.launched()
-        return pool.pinned_slots == 1024
-
-    eventually(step)
-    assert threads == {threading.current_thread().name}
-
-
 def test_copies_reach_every_extent(make_pool: MakePool, extents: Extents, eventually: Eventually) -> None:
     """Blocks that are neighbours on the device, in slots on both sides of a seam."""
     slot_bytes = 96 << 10

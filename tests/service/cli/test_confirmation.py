@@ -9,41 +9,6 @@ import click
 import pytest
 
 from kvstow_service.cli import COMMANDS, load
-from kvstow_service.cli.connection import Connection, Invocation
-from kvstow_service.cli.failures import CommandError
-
-CALL = Invocation(Connection(server="http://prod:1"))
-
-
-def test_a_harmless_command_needs_no_confirmation() -> None:
-    CALL.confirm("grow the pool", destructive=False)
-
-
-def test_yes_names_the_server_and_asks_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    Invocation(CALL.connection, yes=True).confirm("remove 2 blocks", destructive=True)
-    assert capsys.readouterr().err == "server: http://prod:1\n"
-
-
-def test_the_question_names_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
-
-    def answer(question: str, err: bool) -> bool:
-        asked.append(question)
-        return len(asked) == 1
-
-    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
-    monkeypatch.setattr(click, "confirm", answer)
-    CALL.confirm("remove 2 blocks", destructive=True)
-    assert asked == ["Remove 2 blocks on http://prod:1?"]
-    with pytest.raises(CommandError, match="nothing was changed"):
-        CALL.confirm("remove 2 blocks", destructive=True)
-
-
-def test_without_a_terminal_a_flag_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.stdin.isatty", lambda: False, raising=False)
-    with pytest.raises(CommandError, match=r"would remove 2 blocks on http://prod:1") as refusal:
-        CALL.confirm("remove 2 blocks", destructive=True)
-    assert refusal.value.hint.startswith("--yes proceeds without a prompt")
 
 
 def with_yes(name: str, command: click.Command) -> Iterator[tuple[str, click.Command]]:

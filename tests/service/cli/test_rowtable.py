@@ -49,18 +49,3 @@ def test_a_name_that_is_cut_keeps_the_end_that_tells_it_apart() -> None:
     _, line = drawn(rows(1), 70, 10)
     assert "…" in line.split()[0]
     assert line.split()[0].endswith("0a1b00")
-
-
-@pytest.mark.parametrize("most", [3, 5, 10, 40])
-def test_rows_in_trouble_are_shown_if_not_all_fit(most: int) -> None:
-    shown = rows(30, troubled=True)
-    lines = drawn(shown, 300, most)
-    assert len(lines) - 1 <= most
-    assert any(line.startswith(shown.rows[-1].name) for line in lines)
-    assert (f"and {31 - most} more pools" in lines) == (most < 30)
-
-
-def test_the_selected_row_is_marked_without_colours() -> None:
-    shown = rows(2)
-    titles, first, second = drawn(shown, 300, 10, selected=shown.rows[1].name)
-    assert (titles[:2], first[:2], second[:2]) == ("  ", "  ", "▸ ")
