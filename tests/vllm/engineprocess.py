@@ -201,7 +201,7 @@ def fingerprint_of(engine: Engine) -> str | None:
     # Not above: it imports vLLM, of which older versions then log to the output that has the answers.
     from kvstow_service.connectors.vllm.engineidentity import pool_identity
 
-    host = engine.connector._host
+    host = engine.scheduler_host
     hellos = [host._hellos[rank] for rank in sorted(host._hellos)]
     setup = host._setup
     pool = pool_identity(

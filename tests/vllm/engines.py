@@ -128,6 +128,16 @@ class Engine:
         return get_kv_transfer_group()
 
     @property
+    def scheduler_host(self) -> Any:
+        """What the scheduler's half hosts; in this process only."""
+        return self.connector._host
+
+    @property
+    def rank_host(self) -> Any:
+        """What the worker's half hosts; in this process only."""
+        return self.rank_connector._rank
+
+    @property
     def scheduler(self) -> Any:
         """In this process only."""
         return self._core.scheduler
@@ -251,7 +261,7 @@ class Engine:
 
     def _pending(self) -> bool:
         if self.setup.is_attached:  # in this process
-            return bool(self.connector._host.side.has_pending_stores)
+            return bool(self.connector.has_pending_push_work())
         pending = self.stats("transfers")["pending"]
         return bool(pending["loads"] + pending["stores"])
 

@@ -67,14 +67,14 @@ def no_thread_is_left() -> None:
 def engine(shared: Engine) -> Engine:
     """It has no requests, and its caches are empty."""
     shared.empty()
-    policy = shared.connector._host.side.policy
+    policy = shared.scheduler_host.side.policy
     policy.counts.clear()
     policy.off = None
     return shared
 
 
 def counts(engine: Engine) -> dict[Choice, int]:
-    return dict(engine.connector._host.side.policy.counts)
+    return dict(engine.scheduler_host.side.policy.counts)
 
 
 def prepare(engine: Engine, *prompts: tuple[int, ...]) -> None:
@@ -148,7 +148,7 @@ def test_a_request_that_is_aborted_after_its_step(engine: Engine, reference: Ref
 def test_of_many_loads_at_once_none_goes_by_layer(engine: Engine, reference: Reference) -> None:
     """A load of 0.6 MiB takes far less than the budget, so the policy is told of a slow link."""
     prepare(engine, A, C, D)
-    policy = engine.connector._host.side.policy
+    policy = engine.scheduler_host.side.policy
     for by_layer in (True, False):
         policy.measured(16 << 20, 16.8, by_layer=by_layer)
     answers = engine.ask(A, C, D)
@@ -214,4 +214,4 @@ def test_after_a_failure_loads_go_before_the_step(
     engine.forget_gpu()
     assert_same(engine.ask(A), expected)
     assert counts(engine) == {BY_LAYER: 1, Choice(by_layer=False, reason="rank"): 1}
-    engine.rank_connector._rank.side.plane.layered.failure = None
+    engine.rank_host.side.plane.layered.failure = None

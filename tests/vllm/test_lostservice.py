@@ -58,7 +58,7 @@ class Bench:
     def __init__(self, engine: Engine, service: NodeService, patch: pytest.MonkeyPatch) -> None:
         self.engine, self.service, self._patch = engine, service, patch
         until_attached(engine, service)
-        self.worker: AttachedWorker = engine.rank_connector._rank.side.plane
+        self.worker: AttachedWorker = engine.rank_host.side.plane
         self._late, self._turns = 0.0, 0
         patch.setattr(self.worker, "_clock", lambda: time.monotonic() + self._late)
         settle: Callable[[], float] = self.worker._settle
@@ -131,7 +131,7 @@ class Bench:
 
         def sample_tokens(*arguments: Any, **options: Any) -> Any:
             if asked and not is_over:
-                fd = self.engine.connector._host.side.control.fileno()
+                fd = self.engine.scheduler_host.side.control.fileno()
                 eventually(lambda: asked[0].done or unread(fd), "the answer with the slots")
                 then()
                 is_over.append(True)
@@ -317,7 +317,7 @@ def test_random_requests_while_the_service_goes_and_comes_back(
             finally:
                 losses.stop()
             assert losses.problem is None
-            control, policy = engine.connector._host.side.control, engine.connector._host.side.policy
+            control, policy = engine.scheduler_host.side.control, engine.scheduler_host.side.policy
             ways = {choice.label: count for choice, count in policy.counts.items()}
             moved, sessions = dict(control.moved_blocks), control.num_sessions
             print(f"{kind}: {dict(losses.counts)}, {answers} answers, {cached} tokens cached, {ways}, {moved} blocks")

@@ -16,7 +16,7 @@ LONG = 12 * BLOCK
 
 
 def pool_of(engine: Engine) -> Any:
-    return engine.connector._host.side.control._engine.pool
+    return engine.scheduler_host.engine.pool
 
 
 def states_of(engine: Engine) -> set[int]:
@@ -41,7 +41,7 @@ def test_a_request_runs_from_its_admission_to_its_end(model: Path) -> None:
         assert not any(part.request is not None for part in parts)
         ended = {hazards.first_cell(state, 1) for state in (*range(len(STATUSES)), *PAIRS)}
         assert states_of(engine) <= ended
-        engine.connector._host.side.control._engine.check_integrity()
+        engine.scheduler_host.engine.check_integrity()
 
 
 def test_an_aborted_request_has_ended(model: Path) -> None:
@@ -69,4 +69,4 @@ def test_what_a_full_pool_refuses_a_running_request_is_stored_at_its_end(model: 
         engine.forget_gpu()
         assert_same(engine.ask(prompt(LONG, seed=3), prompt(LONG, seed=4)), first)
         assert engine.loaded_blocks() > 0
-        engine.connector._host.side.control._engine.check_integrity()
+        engine.scheduler_host.engine.check_integrity()

@@ -75,18 +75,3 @@ def test_overlapping_requests_leave_the_books_balanced(conversations: list[Trace
 @pytest.mark.parametrize(("slots", "percent"), [(1000, 4.45), (10000, 21.16), (30000, 32.57)])
 def test_hit_rates_of_the_production_trace_are_the_published_ones(slots: int, percent: float) -> None:
     assert replay(read_trace(str(MOONCAKE)), slots).block_hit_rate * 100 == pytest.approx(percent, abs=0.02)
-
-
-def scans_between_hot_requests() -> list[TraceRequest]:
-    """Twenty rounds of the same 40 blocks, asked for twice, with 200 blocks that come once between the rounds."""
-    hot = TraceRequest(0, 1, 1, tuple(range(40)))
-    rounds = []
-    for number in range(20):
-        first = 1000 + 200 * number
-        scan = [TraceRequest(0, 1, 1, tuple(range(start, start + 20))) for start in range(first, first + 200, 20)]
-        rounds += [hot, hot, *scan]
-    return rounds
-
-
-def test_a_scan_flushes_the_hot_set_of_lru() -> None:
-    assert replay(scans_between_hot_requests(), 100).hit_blocks == 20 * 40

@@ -20,12 +20,13 @@ from tests.service.connectors.engine_core.vllmhost import (
 
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
+from kvstow.results import Lease
 from kvstow_service.connectors.engine_core.controlplane import EmbeddedControl
 from kvstow_service.connectors.engine_core.kvgroups import KVGroup, KVGroups
 from kvstow_service.connectors.engine_core.loadpolicy import LoadPolicy
 from kvstow_service.connectors.engine_core.loads import Loads
 from kvstow_service.connectors.engine_core.stepplan import StepDraft
-from kvstow_service.connectors.engine_core.trackedrequests import TrackedRequest
+from kvstow_service.connectors.engine_core.trackedrequests import Hit, TrackedRequest
 
 PROMPT = string.ascii_lowercase
 CHUNKED = KVGroup(1, 2, 1, chunk=8)
@@ -252,3 +253,17 @@ def test_a_request_with_nothing_to_find_counts_as_no_lookup() -> None:
     pool.loads.hold_hit(tracked, 0)
     pool.loads.count_hit(tracked, 0)
     assert pool.engine.stats().lookups.results == {"full": 0, "partial": 0, "miss": 0}
+
+
+@pytest.mark.parametrize(
+    ("fetched", "count"),
+    [
+        ((), 0),
+        ((range(4, 8),), 4),
+        ((range(6), range(14, 20)), 4),
+        ((range(8, 12), range(4, 10), range(6, 8)), 8),
+        ((range(40),), 12),
+    ],
+)
+def test_tokens_that_the_tier_has_brought_are_counted_once(fetched: tuple[range, ...], count: int) -> None:
+    assert Hit(0, 20, Lease(1), fetched=fetched).fetched_tokens(4, 16) == count
