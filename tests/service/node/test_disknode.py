@@ -6,7 +6,6 @@ import fcntl
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -27,7 +26,8 @@ from kvstow_service.stores.disk.diskfiles import PathError, open_folder
 pytestmark = pytest.mark.process
 
 NAMED = replace(HELLO, fleet_weights=FleetWeights("digest 1"))
-ONE_RANK = replace(NAMED, pool=replace(POOL, slot_bytes=(SLOT_BYTES,), tensor_parallel=1))
+ONE_RANK_POOL = replace(POOL, slot_bytes=(SLOT_BYTES,), tensor_parallel=1)
+ONE_RANK = replace(NAMED, pool=ONE_RANK_POOL)
 MEMORY = ("--memory", "16MiB", "--extent-size", "2MiB", "--pin-pause", "0s")
 
 
@@ -187,36 +187,29 @@ def test_what_is_purged_before_an_engine_comes_back_leaves_the_disk(
     eventually(lambda: not any(data.read_bytes()), "zeros in place of the blocks")
 
 
-@contextmanager
-def files_in_use(service: DiskService) -> Iterator[None]:
-    """The service starts while another process has the files of its disk."""
+def test_the_answer_names_a_disk_that_keeps_what_should_go(service: DiskService) -> None:
+    """Of three pools, while another process has the files of the disk."""
+    pools = [replace(ONE_RANK_POOL, kv_cache_dtype=dtype) for dtype in ("bfloat16", "float16", "fp8")]
+    hellos = [replace(ONE_RANK, pool=pool, fleet_weights=FleetWeights(pool.kv_cache_dtype)) for pool in pools]
+    service.start()
+    for hello in hellos:
+        store_on_disk(service, service.attach(hello), keys_of(0, 40))
+        service.close_engines()
+    service.kill()
     with (service.disk / "kvstow" / "records").open("rb") as records:
         fcntl.flock(records, fcntl.LOCK_EX)
         service.start(waits=False)
         service.wait_for_disk("in use")
-        yield
-
-
-@pytest.mark.parametrize("how", ["purge", "delete", "reset"])
-def test_the_answer_names_a_disk_that_keeps_what_should_go(service: DiskService, how: str) -> None:
-    service.start()
-    engine = service.attach(ONE_RANK)
-    store_on_disk(service, engine, keys_of(0, 40))
-    service.kill()
-    with files_in_use(service):
-        if how == "reset":
-            notice = service.attach(ONE_RANK).ask(Reset(), ResetDone).notice
-        else:
-            engine = service.attach(ONE_RANK)
-            path = f"/v1/pools/{engine.welcome.pool}"
-            if how == "purge":
-                notice = service.client.post(f"{path}/purge", json={"all": True}).json()["notice"]
-            else:
-                engine.workers[0].connection.close(Detach("done"))
-                service.wait_for_sessions(0)
-                notice = service.client.delete(path).json()["notice"]
-        assert f"disk {service.disk} is in use" in notice
-        assert "removed when the disk works again" in notice
+        reset, purged, deleted = map(service.attach, hellos)
+        notices = [reset.ask(Reset(), ResetDone).notice]
+        purge = service.client.post(f"/v1/pools/{purged.welcome.pool}/purge", json={"all": True})
+        deleted.workers[0].connection.close(Detach("done"))
+        service.wait_for_sessions(2)
+        delete = service.client.delete(f"/v1/pools/{deleted.welcome.pool}")
+        notices += [answer.json()["notice"] for answer in (purge, delete)]
+        for notice in notices:
+            assert f"disk {service.disk} is in use" in notice
+            assert "removed when the disk works again" in notice
     service.wait_for_disk()
     service.eventually(lambda: service.part()["blocks"] == 0, "the disk forgets what it was asked to forget")
 
