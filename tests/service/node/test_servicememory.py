@@ -66,10 +66,13 @@ def test_a_million_cached_slots_take_at_most_320_bytes_each(service: RealService
 
 
 def fill(engine: RawEngine) -> None:
-    """Store a block in each of so many slots, without bytes."""
+    """Store a block in each of so many slots, without bytes, no faster than the pool grows."""
     stored = 0
+    (worker,) = engine.workers
     while stored < NUM_SLOTS:
-        keys = [key_of(number) for number in range(stored, min(stored + _BATCH, NUM_SLOTS))]
+        most = min(stored + _BATCH, NUM_SLOTS)
+        engine.wait_for(lambda most=most: sum(worker.registered.values()) >= most)
+        keys = [key_of(number) for number in range(stored, most)]
         begun = engine.ask(BeginStore(keys), StoreBegun)
         if begun.op_id:
             engine.complete(begun.op_id)
