@@ -67,7 +67,7 @@ def described() -> Iterator[Operation]:
             name = content["schema"].get("$ref", "").rpartition("/")[2]
             query = {one["name"]: one["schema"] for one in operation.get("parameters", ()) if one["in"] == "query"}
             if path.startswith("/v1") and (name or query):
-                body = DESCRIPTION["components"]["schemas"][name] if name else {}
+                body: dict[str, Any] = DESCRIPTION["components"]["schemas"][name] if name else {}
                 yield Operation(method, path.format(**PLACES), body, query)
 
 

@@ -102,8 +102,8 @@ class RawWorker:
         self.max_registered: int | None = None
         self.reports = 0
 
-    def step(self) -> None:
-        for frame in self.connection.poll(0.0):  # the scheduler's half waits
+    def step(self, seconds: float = 0.002) -> None:
+        for frame in self.connection.poll(seconds):
             if frame.kind == Kind.EXTENTS:
                 granted = GrantedExtents.unpack(frame.payload)
                 assert granted.slot_stride == self.slot_bytes
@@ -201,23 +201,23 @@ class RawEngine:
         ]
         self.wait_for(lambda: all(worker.connection.state == "attached" for worker in self.workers))
 
-    def step(self) -> None:
+    def step(self, worker_seconds: float = 0.002) -> None:
         for frame in self.scheduler.poll(0.002):
             if frame.kind == Kind.SETTLED:
                 for op in SettledOps.unpack(frame.payload).ops:
                     self.settled[op.op_id] = op.mark
         for worker in self.workers:
-            worker.step()
+            worker.step(worker_seconds)
 
-    def wait_for(self, condition: Callable[[], object]) -> None:
+    def wait_for(self, condition: Callable[[], object], worker_seconds: float = 0.002) -> None:
         deadline = time.monotonic() + DEADLINE_SECONDS
         while not condition():
             assert time.monotonic() < deadline, f"the condition did not come true; {self.scheduler.problem}"
-            self.step()
+            self.step(worker_seconds)
 
     def ask(self, message: Message, kind: type[_M]) -> _M:
         call = self.scheduler.call(message)
-        self.wait_for(lambda: call.done)
+        self.wait_for(lambda: call.done, worker_seconds=0.0)
         return call.unpack(kind)
 
     def begin_store(self, keys: Sequence[bytes]) -> StoreBegun:

@@ -455,7 +455,7 @@ def test_taking_out_a_safeguard_is_noticed(
     mutant: Callable[[pytest.MonkeyPatch], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The rare one at first by a seed that is known to notice it."""
-    known = {a_clock_frees_what_lost_sessions_hold: 133}
+    known: dict[Callable[[pytest.MonkeyPatch], None], int] = {a_clock_frees_what_lost_sessions_hold: 133}
     mutant(monkeypatch)
     with pytest.raises(AssertionError):
         run_all(tmp_path, range(known.get(mutant, 0), 400))

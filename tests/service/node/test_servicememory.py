@@ -71,7 +71,7 @@ def fill(engine: RawEngine) -> None:
     (worker,) = engine.workers
     while stored < NUM_SLOTS:
         most = min(stored + _BATCH, NUM_SLOTS)
-        engine.wait_for(lambda most=most: sum(worker.registered.values()) >= most)
+        engine.wait_for(lambda most=most: sum(worker.registered.values()) >= most)  # type: ignore[misc]
         keys = [key_of(number) for number in range(stored, most)]
         begun = engine.ask(BeginStore(keys), StoreBegun)
         if begun.op_id:

@@ -87,7 +87,7 @@ def test_the_end_of_any_connection_loses_the_session_and_frees_nothing(node: Nod
     quiet(node)
     assert ends(node) == ["lost"]
     for connection in (scheduler, *workers):
-        wait_until(lambda connection=connection: connection.state == "closed" or is_detached(connection))
+        wait_until(lambda connection=connection: connection.state == "closed" or is_detached(connection))  # type: ignore[misc]
     processes[0].die()  # the scheduler half has mapped nothing: its end decides nothing
     processes[1].die()
     node.wait_for_event("ended")

@@ -348,7 +348,7 @@ def test_a_keeper_that_stays_lets_go_a_while_after_its_last_service(
     client.leave()
     eventually(lambda: look(folder).seconds_left is not None)
     clock.advance(KEEP_TIMEOUT - 1)
-    assert (look(folder).seconds_left, look(folder).labels) == (1, {"extent-1"})
+    assert (look(folder).seconds_left, look(folder).labels) == (1.0, frozenset({"extent-1"}))
     clock.advance(1)
     eventually(lambda: not look(folder).labels)
     assert look(folder).seconds_left is None, "it sleeps until the next service comes"
