@@ -116,8 +116,9 @@ async def test_a_field_or_parameter_is_refused_by_its_name_if_the_description_do
 # -- what no description says ------------------------------------------------------------------------------------------
 
 SLOT_BYTES, MOST_SLOTS = 4096, 32
+EVICTIONS: list[Any] = [{}, {"dry_run": True}, {"slots": 1, "bytes": 1}, {"slots": None}, [], None]
 CONTRADICTIONS: list[tuple[str, str, Any]] = [
-    *[("POST", EVICT, body) for body in ({}, {"dry_run": True}, {"slots": 1, "bytes": 1}, {"slots": None}, [], None)],
+    *[("POST", EVICT, body) for body in EVICTIONS],
     *[("POST", "/v1/pools/host/purge", body) for body in ({}, {"all": True, "slots": 1}, {"all": False})],
     ("POST", "/v1/pools/host/purge", {"keys": ["aa"], "key_prefixes": ["aa"]}),
     *[("PATCH", "/v1/pools/host", body) for body in ({}, {"dry_run": True}, {"capacity_slots": MOST_SLOTS + 1})],
