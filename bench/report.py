@@ -18,7 +18,7 @@ PAGE = Path(__file__).with_name("README.md")
 # The page: its sections, and the results of each in the order in which they are shown.
 SECTIONS = {
     "Inside vLLM on a GPU": (
-        *("vllm-headline", "vllm-peers", "vllm-layers", "vllm-pinning", "vllm-restart", "vllm-rotation"),
+        *("vllm-headline", "vllm-agentx", "vllm-peers", "vllm-layers", "vllm-pinning", "vllm-restart", "vllm-rotation"),
         *("vllm-verify", "vllm-throughput", "vllm-decode", "vllm-start", "vllm-worth"),
     ),
     "Moving bytes on a GPU": ("gpu-rates", "gpu-submit", "gpu-token", "gpu-layers", "gpu-pinning", "gpu-attach"),
