@@ -62,10 +62,13 @@ FOREIGN = {
 }
 
 
+_COMMANDS = ("kvstow ", "ps -o ", "kill -CONT ")
+
+
 def code_words(text: str) -> Iterator[str]:
-    """What stands between backticks in sentences, but for commands of ours."""
+    """What stands between backticks in sentences, but for commands of ours and of the system."""
     prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
-    return (word for word in re.findall(r"`([^`]+)`", prose) if not word.startswith("kvstow "))
+    return (word for word in re.findall(r"`([^`]+)`", prose) if not word.startswith(_COMMANDS))
 
 
 @cache
