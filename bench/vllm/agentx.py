@@ -38,6 +38,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,7 +50,18 @@ from bench.vllm import admin
 from bench.vllm.engines import Setup, block_tokens, transfer_of
 from bench.vllm.hits import host_ms
 from bench.vllm.process import MeasurementError
-from bench.vllm.results import Nodes, add_engines, make_parser, name_of, open_results, plain_setup, shape_of
+from bench.vllm.results import (
+    Nodes,
+    add_engines,
+    add_resuming,
+    make_parser,
+    name_of,
+    open_results,
+    plain_setup,
+    read_rows,
+    rows_of,
+    shape_of,
+)
 from kvstow_service.replay.trace import BLOCK_TOKENS, TraceRequest, read_trace
 
 _START_SECONDS, _END_SECONDS, _ANSWER_SECONDS = 300.0, 60.0, 120.0
@@ -61,8 +73,9 @@ _TINY_CURVE = (64, 256, 1024)
 
 
 class Turn(NamedTuple):
-    """`pause` is in seconds, `answer` in tokens. `blocks` are ids, each of which stands for as many tokens as the next
-    argument of `tokens_of` says, and the last block is cut to `tokens` in all."""
+    """A request of an agent. `pause` is the time before it in the trace, in seconds. `blocks` are the ids of the
+    prompt's blocks, and equal ids have equal tokens. The last block is cut so that the prompt has `tokens`. `answer` is
+    in tokens."""
 
     pause: float
     blocks: Sequence[int]
@@ -194,8 +207,8 @@ def seconds_of(curve: Sequence[tuple[int, float]], tokens: int) -> float:
 def compute_seconds(curve: Sequence[tuple[int, float]], answer: Answer) -> float:
     """Return the seconds in which the prompt's tokens that were not found were computed. The time of a short prompt is
     that of launching the step, which a request takes in any case."""
-    floor = curve[0][1]
-    return max(floor, seconds_of(curve, answer.prompt) - seconds_of(curve, answer.cached) * bool(answer.cached))
+    found = seconds_of(curve, answer.cached) if answer.cached else 0.0
+    return max(curve[0][1], seconds_of(curve, answer.prompt) - found)
 
 
 async def _measure_curve(server: Server, lengths: Sequence[int], vocabulary: int) -> list[tuple[int, float]]:
@@ -216,18 +229,16 @@ async def _run_agents(
     begins = time.monotonic() + warm
     ends = begins + seconds
     salt, answers, errors = f"{agents} agents", list[Answer](), list[str]()
+    contexts = random.Random("order").sample(fleet.contexts, len(fleet.contexts))
 
     async def agent(number: int) -> None:
-        order = list(range(len(fleet.contexts)))
-        random.Random("order").shuffle(order)
         skipped = random.Random(f"agent {number}").random()
-        for at in range(number, len(order) * 1000, agents):
-            turns = fleet.contexts[order[at % len(order)]]
-            own = f"{salt} {at // len(order)}"
+        for at in count(number, agents):
+            lap, place = divmod(at, len(contexts))
+            turns = contexts[place]
             for turn in turns[int(skipped * (len(turns) - 1)) :]:
-                skipped = 0.0
                 try:
-                    answers.append(await server.ask(fleet.prompt(own, turn), turn.answer))
+                    answers.append(await server.ask(fleet.prompt(f"{salt} {lap}", turn), turn.answer))
                 except (httpx.HTTPError, MeasurementError) as error:
                     errors.append(f"{type(error).__name__}: {error}")
                     return
@@ -384,18 +395,13 @@ def _measure(
             yield served
 
 
-def _rows_of(folder: Path) -> list[dict[str, Any]]:
-    lines = [line for path in sorted(folder.glob("**/agentx*.jsonl")) for line in path.read_text().splitlines()]
-    return [row for row in map(json.loads, lines) if row["kind"] == "agentx"]
-
-
 def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
     if options.table is not None:
-        for table in tables(_rows_of(options.table)):
+        for table in tables(read_rows("agentx", options.table)):
             print(f"{table.to_markdown()}\n")
         return 0
-    before = [] if options.resume is None else _rows_of(options.resume)
+    before = read_rows("agentx", options.resume)
     known = {(row["connector"], row["agents"]) for row in before}
     results, began, longest = open_results("agentx", options), time.monotonic(), 0.0
     shape = shape_of(options)
@@ -420,7 +426,7 @@ def main(argv: Sequence[str]) -> int:
             except (MeasurementError, TimeoutError, OSError) as error:
                 results.add("failed", connector=name, error=str(error)[-2500:])
             longest = max(longest, time.monotonic() - at)
-    for table in tables([*before, *_rows_of(results.path.parent)]):
+    for table in tables([*before, *rows_of("agentx", results.path)]):
         results.show(table)
     return 0
 
@@ -435,7 +441,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--warm", type=float, default=8.0, help="seconds that are not counted; default: %(default)s")
     parser.add_argument("--seconds", type=float, default=20.0, help="that are counted; default: %(default)s")
     parser.add_argument("--within", type=float, default=560.0, help="seconds for all rows; default: %(default)s")
-    parser.add_argument("--resume", type=Path, metavar="DIR", help="with the rows of earlier runs, in agentx*.jsonl")
-    parser.add_argument("--table", type=Path, metavar="DIR", help="measure nothing, and show the rows in this folder")
+    add_resuming(parser, "agentx")
     add_engines(parser, ["none", "kvstow", "simple", "offloading"], pool=80.0, graphs="full")
     return parser

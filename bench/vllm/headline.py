@@ -16,20 +16,30 @@ all rows in a folder.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from bench.report import Table
 from bench.vllm import firsttokens
 from bench.vllm.firsttokens import Work
 from bench.vllm.process import run
-from bench.vllm.results import Nodes, Results, add_engines, make_parser, name_of, open_results, plain_setup, shape_of
+from bench.vllm.results import (
+    Nodes,
+    Results,
+    add_engines,
+    add_resuming,
+    make_parser,
+    name_of,
+    open_results,
+    plain_setup,
+    read_rows,
+    rows_of,
+    shape_of,
+)
 
 _TIMEOUT = 300.0
 _FIRST, _FIRST_QUICK = 150.0, 60.0  # the assumed seconds of a row until one was measured
@@ -40,12 +50,6 @@ _POOLS, _POOLS_QUICK = {"8b": 48.0, "tp8": 18.0}, {"8b": 24.0, "tp8": 10.0}  # G
 _LABELS = ("shape", "graphs", "attention", "connector", "turn")
 
 Row = dict[str, Any]
-
-
-def read_rows(folder: Path) -> list[Row]:
-    """Return the measured rows, in the order of the files' names."""
-    lines = [line for path in sorted(folder.glob("**/headline*.jsonl")) for line in path.read_text().splitlines()]
-    return [row for row in map(json.loads, lines) if row["kind"] == "headline"]
 
 
 def label_of(row: Row) -> tuple[Any, ...]:
@@ -155,16 +159,15 @@ def _measure(options: argparse.Namespace, results: Results, known: set[tuple[Any
 def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
     if options.table is not None:
-        for table in tables(read_rows(options.table)):
+        for table in tables(read_rows("headline", options.table)):
             print(f"{table.to_markdown()}\n")
         return 0
     if options.pool is None:
         options.pool = (_POOLS_QUICK if options.quick else _POOLS).get(options.shape, 24.0)
-    before = [] if options.resume is None else read_rows(options.resume)
+    before = read_rows("headline", options.resume)
     results = open_results("headline", options)
     _measure(options, results, {label_of(row) for row in before})
-    measured = [row for row in map(json.loads, results.path.read_text().splitlines()) if row["kind"] == "headline"]
-    for table in tables([*before, *measured]):
+    for table in tables([*before, *rows_of("headline", results.path)]):
         results.show(table)
     return 0
 
@@ -174,8 +177,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--turns", type=int, default=2, help="processes of each connector; default: %(default)s")
     parser.add_argument("--seconds", type=float, default=500.0, help="in which all rows must end; default: %(default)s")
     parser.add_argument("--quick", action="store_true", help="fewer prompts and pairs, for a machine lent for minutes")
-    parser.add_argument("--resume", type=Path, metavar="DIR", help="with the rows of earlier runs, in headline*.jsonl")
-    parser.add_argument("--table", type=Path, metavar="DIR", help="measure nothing, and show the rows in this folder")
+    add_resuming(parser, "headline")
     parser.add_argument("--attention", default="FLASH_ATTN", help="vLLM's attention backend; default: %(default)s")
     add_engines(parser, ["none", "kvstow", "simple", "attached", "offloading"], pool=None, graphs="full")
     return parser

@@ -168,6 +168,24 @@ def make_parser(name: str, doc: str | None, *, shape: bool = False) -> argparse.
     return parser
 
 
+def add_resuming(parser: argparse.ArgumentParser, name: str) -> None:
+    """Add options for the rows of earlier runs: see `read_rows`."""
+    parser.add_argument("--resume", type=Path, metavar="DIR", help=f"with the rows of earlier runs, in {name}*.jsonl")
+    parser.add_argument("--table", type=Path, metavar="DIR", help="measure nothing, and show the rows in this folder")
+
+
+def read_rows(name: str, folder: Path | None) -> list[dict[str, Any]]:
+    """Return the rows that runs of the benchmark `name` have measured, in the order of their files' names. Without a
+    folder, there are none."""
+    paths = [] if folder is None else sorted(folder.glob(f"**/{name}*.jsonl"))
+    return [row for path in paths for row in rows_of(name, path)]
+
+
+def rows_of(name: str, path: Path) -> list[dict[str, Any]]:
+    """Return the rows that one run has measured."""
+    return [row for row in map(json.loads, path.read_text().splitlines()) if row["kind"] == name]
+
+
 def add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", type=Path, default=Path(os.environ.get("OUT", ".")), metavar="DIR", help="default: $OUT, or here"
