@@ -168,8 +168,8 @@ class _Limited:
     def first(
         self, name: str, items: Sequence[_Item], most: int, is_first: Callable[[_Item], bool] = lambda _: False
     ) -> list[_Item]:
-        """Return at most `most` of the items, in their order. If there are more, those that are `is_first` take
-        precedence."""
+        """Return at most `most` of the items, in their order. If there are more, items for which `is_first` is true
+        take precedence."""
         self.omitted[name] = max(0, len(items) - most)
         return shortlist(items, most, lambda one: not is_first(one))
 

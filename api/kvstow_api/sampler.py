@@ -7,7 +7,7 @@ import asyncio
 import logging
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kvstow.status import RankStatus, SessionState, SessionStatus
@@ -117,7 +117,6 @@ class Sampler:
             maxlen=round(REJECTED_SECONDS / _INTERVAL) // _TICKS_PER_REJECTED
         )
         self._ticks = 0
-        self._failing = False
 
     def of_pool(self, pool: str) -> PoolSamples:
         return self._pools.get(pool) or PoolSamples("")
@@ -200,15 +199,22 @@ class Sampler:
         return samples
 
     async def run(self) -> None:
-        while True:
-            try:
-                self.tick()
-                self._failing = False
-            except Exception:  # the next sample may succeed
-                if not self._failing:
-                    logger.exception("sampling the pools failed")
-                self._failing = True
-            await asyncio.sleep(_INTERVAL)
+        await keep_calling(self.tick, _INTERVAL, logger, "sampling the pools failed")
+
+
+async def keep_calling(function: Callable[[], object], seconds: float, log: logging.Logger, failure: str) -> None:
+    """Call a function, and again each time after a pause of `seconds`. If it raises, the next call may succeed. The
+    first of several failures in succession is logged, as `failure`."""
+    is_failing = False
+    while True:
+        try:
+            function()
+            is_failing = False
+        except Exception:
+            if not is_failing:
+                log.exception(failure)
+            is_failing = True
+        await asyncio.sleep(seconds)
 
 
 _BAD_STATES = frozenset({"degraded", "stopped", "stuck", "lost"})

@@ -21,7 +21,7 @@ from kvstow_api.host import ApiHost
 from kvstow_api.hostwatch import HostWatch, RankClocks
 from kvstow_api.journal import LimitedLog
 from kvstow_api.readings import curve_view, sessions_now, tier_view
-from kvstow_api.sampler import Sampler
+from kvstow_api.sampler import Sampler, keep_calling
 
 logger = logging.getLogger("kvstow.conditions")
 
@@ -142,16 +142,8 @@ class Conditions:
 
     async def run(self) -> None:
         """Log conditions that begin and end."""
-        is_failing = False
-        while True:
-            await asyncio.sleep(_LOG_SECONDS)
-            try:
-                self.log_changes()
-                is_failing = False
-            except Exception:  # the next search may succeed
-                if not is_failing:
-                    logger.exception("the search for conditions has failed")
-                is_failing = True
+        await asyncio.sleep(_LOG_SECONDS)
+        await keep_calling(self.log_changes, _LOG_SECONDS, logger, "the search for conditions has failed")
 
     def log_changes(self) -> None:
         self._log.note(self.find().conditions)
