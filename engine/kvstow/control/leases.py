@@ -1,4 +1,4 @@
-"""The leases of sessions, and what is left to free of those that have ended."""
+"""The leases of sessions, and the slots of ended leases and loads that are still to be freed."""
 
 from __future__ import annotations
 

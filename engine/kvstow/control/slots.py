@@ -22,8 +22,8 @@ _ABSENT, _FREE, _USED = 0, 1, 2
 _SHORT = 8
 """Runs of fewer slots are written one by one: creating a slice takes as long."""
 _STRIDE = 61
-"""One block in so many is sampled, 2 us for 1,000 blocks. A prime, or it would always sample the same blocks of equally
-long prefixes."""
+"""Every 61st block is sampled, which takes 2 us for 1,000 blocks. The number is a prime, because otherwise the same
+blocks of equally long prefixes would always be sampled."""
 
 
 def values_at(values: Sequence[_T], slots: Sequence[int]) -> tuple[_T, ...]:

@@ -197,17 +197,16 @@ class NodeHost:
         namespace = pool.known.get(record.namespace) or KnownNamespace(record.namespace, unknown, ())
         hello = replace(record.hello, role="scheduler", namespace=namespace.identity)
         control = pool.find_session(record.number)
-        peer, memory = Peer(0, record.uid, record.gid, None), self._memory
         session = NodeSession(
             record.session_id,
             hello,
-            peer,
+            Peer(0, record.uid, record.gid, None),
             record.token_digest,
             send,
             pool,
             namespace,
             control,
-            memory,
+            self._memory,
             self._waiting,
         )
         with self._lock:
@@ -253,9 +252,17 @@ class NodeHost:
                 self._pools[pool.name] = pool
             hello = replace(hello.in_session(), namespace=namespace.identity, fleet_weights=hello.fleet_weights)
             control = pool.enter(hello.engine, namespace)
-            memory, waiting = self._memory, self._waiting
             session = NodeSession(
-                session_id, hello, peer, token_digest, send, pool, namespace, control, memory, waiting
+                session_id,
+                hello,
+                peer,
+                token_digest,
+                send,
+                pool,
+                namespace,
+                control,
+                self._memory,
+                self._waiting,
             )
             self._sessions[session_id] = session
         if found is None:

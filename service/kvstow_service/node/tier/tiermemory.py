@@ -31,7 +31,8 @@ ENGINE = "tier"
 
 
 class _WaitingExtent(NamedTuple):
-    """`fd` is owned by whoever has this. `stride` is that of the slots."""
+    """An extent that is not populated yet. The holder of this object owns `fd`. `stride` is the distance between slots,
+    in bytes."""
 
     grant: ExtentGrant
     fd: int
