@@ -1366,9 +1366,30 @@ MUTANTS = [
     Mutant(
         "a_step_has_no_launch",
         f"{ENGINE_CORE}/enginetimes.py",
-        "return max(self.tail or self.decode, 0.0 if self.cost is None else self.cost.seconds(prompts))",
+        "return max(self._launch(prompts.tokens), 0.0 if self.cost is None else self.cost.seconds(prompts))",
         "return 0.0 if self.cost is None else self.cost.seconds(prompts)",
         f"{LOAD_POLICY}::test_alone_a_load_that_takes_longer_than_computing_is_not_made",
+    ),
+    Mutant(
+        "all_steps_have_one_launch",
+        f"{ENGINE_CORE}/enginetimes.py",
+        "return median(self._by_size[max(sizes)]) if sizes else self.tail or self.decode",
+        "return self.tail or self.decode",
+        f"{LOAD_POLICY}::test_a_prompt_that_no_graph_holds_is_loaded_where_computing_it_takes_longer",
+    ),
+    Mutant(
+        "a_step_that_compiled_kernels_has_a_long_launch",
+        f"{ENGINE_CORE}/enginetimes.py",
+        "return median(self._by_size[max(sizes)])",
+        "return max(self._by_size[max(sizes)])",
+        f"{LOAD_POLICY}::test_a_prompt_that_no_graph_holds_is_loaded_where_computing_it_takes_longer",
+    ),
+    Mutant(
+        "decoding_counts_as_the_launch_of_prompts",
+        f"{ENGINE_CORE}/enginetimes.py",
+        "        if not step.decodes:\n            times",
+        "        if True:\n            times",
+        f"{LOAD_POLICY}::test_a_step_that_also_decodes_says_nothing_of_its_size",
     ),
     Mutant(
         "a_load_that_takes_longer_than_computing_is_made",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from statistics import median
 from typing import NamedTuple
 
 from kvstow.prefill import PrefillCost, PrefillFit, PromptPart
@@ -22,6 +23,10 @@ _STEPS = 8
 """How many of the last steps are kept."""
 _LEAST_SHARE = 0.5
 """A step that also decodes counts with at least this share of its time."""
+_STEPS_OF_SIZE = 9
+"""How many of the last steps of each size are kept."""
+_LEAST_OF_SIZE = 3
+"""How many steps of a size must be measured to show how long they take. The first one may have compiled kernels."""
 
 
 class LoadTimes:
@@ -88,6 +93,9 @@ class StepTimes:
     A step begins when it is planned. If vLLM plans ahead, it begins when the step before it has ended. If a step also
     decodes, the time of a step that only decodes is subtracted from its time, because it would have taken that without
     the prompts. Steps of few tokens take as long as their launch, so they show no cost.
+
+    How long a launch takes depends on the number of tokens: a step of more tokens than the largest CUDA graph is
+    launched kernel by kernel, which may take twice as long as to replay a graph. So steps are also measured by size.
     """
 
     def __init__(self, block_tokens: int, least_tokens: int) -> None:
@@ -97,6 +105,7 @@ class StepTimes:
         self._last: deque[float] = deque(maxlen=_STEPS)  # seconds of the last ones
         self._last_end = 0.0
         self._fit = PrefillFit()
+        self._by_size: dict[int, deque[float]] = {}  # seconds of the last steps that computed prompts alone
         self.tail = 0.0
         """How many seconds a step takes in which requests compute at most one block; 0 until it is measured."""
         self.decode = 0.0
@@ -118,7 +127,13 @@ class StepTimes:
 
     def seconds(self, prompts: PromptPart) -> float:
         """How many seconds a step takes that computes these tokens; at least as long as its launch."""
-        return max(self.tail or self.decode, 0.0 if self.cost is None else self.cost.seconds(prompts))
+        return max(self._launch(prompts.tokens), 0.0 if self.cost is None else self.cost.seconds(prompts))
+
+    def _launch(self, tokens: int) -> float:
+        """How many seconds steps of this size take, or of the next smaller one that was measured."""
+        most = _size(tokens)
+        sizes = [size for size, times in self._by_size.items() if size <= most and len(times) >= _LEAST_OF_SIZE]
+        return median(self._by_size[max(sizes)]) if sizes else self.tail or self.decode
 
     def planned(self, step: StepBegun) -> None:
         self._planned.append(step)
@@ -142,6 +157,9 @@ class StepTimes:
             return 0.0
         if step.most <= self._block_tokens:
             self.tail = _mean(self.tail, seconds)
+        if not step.decodes:
+            times = self._by_size.setdefault(_size(step.prompts.tokens), deque(maxlen=_STEPS_OF_SIZE))
+            times.append(seconds)
         if step.prompts.tokens >= self._least_tokens:
             if step.decodes:
                 seconds = max(seconds - self.decode, _LEAST_SHARE * seconds)
@@ -152,6 +170,14 @@ class StepTimes:
         """How many seconds the step would have taken without loads; 0 if that is unknown."""
         prompts = 0.0 if self.cost is None else self.cost.seconds(step.prompts)
         return prompts + self.decode if step.decodes else max(prompts, self.decode)
+
+
+def _size(tokens: int) -> int:
+    """The size of a step of this many tokens. Between a power of two and the next there are four sizes, such as 513 to
+    640 tokens. A power of two belongs to the size below it, because the largest graph often has that many tokens."""
+    before = max(0, tokens - 1)
+    dropped = max(0, before.bit_length() - 3)
+    return before >> dropped << dropped
 
 
 def _mean(before: float, new: float) -> float:

@@ -8,8 +8,9 @@ load, each with the rate that loads of its kind have had, because these rates di
 requests of the step wait for a load by layer, too. So it may add only a bounded time to a step of others. If others
 wait to be scheduled, no long load goes by layer, because the first of them would end with the last.
 
-A request that is alone computes its prefix if that takes no longer than loading it. A step takes as long as its launch,
-however few tokens it has.
+A request that is alone computes its prefix if that takes no longer than loading it. However few tokens a step has, it
+takes as long as its launch. The step that computes the whole prompt may be larger than all CUDA graphs where the step
+after the load is not, so steps of each size have a launch of their own.
 """
 
 from __future__ import annotations

@@ -263,6 +263,31 @@ def test_alone_a_load_that_takes_longer_than_computing_is_not_made(
     assert steady.take_news() is None
 
 
+def test_a_prompt_that_no_graph_holds_is_loaded_where_computing_it_takes_longer(clock: Clock) -> None:
+    """An H200 with graphs of up to 512 tokens: 46 ms to compute 519 tokens, 17 ms for the seven behind a hit."""
+    policy = make(clock)
+    for tokens in (7, 512):
+        run_steps(policy, clock, 0.017, "r", tokens=tokens)
+    run_steps(policy, clock, 0.3, "r", tokens=8192)
+    policy.finished("r")
+    assert not is_worth_it(policy, 519, 7, 32), "no step of this size was measured"
+    for seconds in (1.0, 0.046, 0.046):  # the first compiles kernels
+        run_step(policy, clock, seconds, r=519)
+    policy.finished("r")
+    assert is_worth_it(policy, 519, 7, 32)
+    assert is_worth_it(policy, 1000, 488, 32), "1,000 tokens take at least as long"
+    assert not is_worth_it(policy, 519, 7, 60)
+    assert not is_worth_it(policy, 512, 7, 32)
+
+
+def test_a_step_that_also_decodes_says_nothing_of_its_size(steady: LoadPolicy, clock: Clock) -> None:
+    for _ in range(3):
+        run_step(steady, clock, 1.0, r=200, other=1)
+    for name in ("r", "other"):
+        steady.finished(name)
+    assert not is_worth_it(steady, 200, 7, 30)
+
+
 def test_beside_others_a_load_is_always_made(steady: LoadPolicy, clock: Clock) -> None:
     """Computing would be theirs as well."""
     run_steps(steady, clock, 0.026, "other")
