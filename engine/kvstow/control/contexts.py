@@ -16,13 +16,13 @@ from kvstow.hints import Hints
 
 MOST_CONTEXTS = 1 << 14
 MOST_KEYS = 1 << 20
-"""Of all of them: 8 bytes each, and more for those that are not in the pool."""
+"""The keys of all contexts together. A key takes 8 bytes, and more if its block is not in the pool."""
 
 
 class Context:
-    """What the last request with a name has used. `watches`: of the parts of its chain; one that is still its part's
-    says that no other request has used those blocks since. `expected`: when its next request is, on the pool's clock;
-    infinite if none is; None if nobody has said."""
+    """The blocks that the last request with a name has used. `watches` are the watches of the parts of its chain. While
+    a part still has that watch, no other request has used its blocks. `expected` is the time of the next request on the
+    pool's clock. It is infinite if there will be none, and None if no client or operator has said."""
 
     __slots__ = ("chain", "context_id", "ended_at", "expected", "name", "namespace", "requests", "watches")
 

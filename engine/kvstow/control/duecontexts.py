@@ -6,9 +6,9 @@ from collections import deque
 from heapq import heappop, heappush
 
 MOST_DUE = 8192
-"""Contexts whose next request is expected later."""
+"""How many contexts whose next request is expected later are remembered."""
 MOST_PREFETCHES = 64
-"""That wait."""
+"""How many prefetches wait at most."""
 
 
 class DueContexts:

@@ -21,7 +21,7 @@ from kvstow.control.namespaces import Namespace, Namespaces
 from kvstow.control.slots import RefCounts, SlotKeys, SlotSet, SlotTimes
 
 _SHARE = 16
-"""Blocks that are evicted from one namespace before the next one is chosen."""
+"""How many blocks are evicted from one namespace before the next one is chosen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Index:
         self.times = SlotTimes()
         self.slot_keys = SlotKeys()
         self.held = RefCounts()
-        """Who keeps which slot from eviction; see `hold`."""
+        """How often each slot is held. A held slot is not evicted; see `hold`."""
         self._num_orphans = 0
         """Held slots whose key was removed."""
         self.chains = Chains(Hazards(), self.held)

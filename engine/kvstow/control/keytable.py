@@ -23,7 +23,7 @@ _BUCKETS_PER_SLOT = 2
 _LEAST_BUCKETS = 64
 _SPLIT_AT_ONCE, _MADE_AT_ONCE = 512, 1 << 16
 _FEW = 8
-"""Keys for which a loop takes less than one more step of numpy's does."""
+"""For at most this many keys, a loop takes less time than one more call of numpy."""
 _MIX_TAG = 0x9E3779B97F4A7C15
 
 Hashes = npt.NDArray[np.int64]
@@ -47,12 +47,12 @@ class SlotTable:
 
     def __init__(self) -> None:
         self._first = array("i", (_END,)) * _LEAST_BUCKETS
-        """By bucket, the first slot. One with at least the index `_mask + 1` exists once the one before was split."""
+        """The first slot of each bucket. One above `_mask` exists once its counterpart in the lower half is split."""
         self._mask = _LEAST_BUCKETS - 1
         self._num_split = 0
-        """So many buckets of the lower half have given a part of their slots to one of the upper half."""
+        """How many buckets of the lower half were split: each has given some of its slots to one of the upper half."""
         self._next, self._hash_of = array("i"), array("q")
-        """By slot: the next one of its chain, and the hash of its key."""
+        """For each slot, the next slot of its bucket, and the hash of its key."""
         self.num_linked = 0
         self._view()
 

@@ -32,7 +32,7 @@ class LeaseBook:
         self._last_id = 0
         self._last_broken_id = self._last_cut_id = 0
         self._cut_from: float = inf
-        """Leases up to the last cut one are broken if they have slots from this one on."""
+        """A lease granted before the last `break_from` is broken if it has a slot with at least this number."""
         self.num_slots = 0
         self.max_slots: float = inf
 
@@ -114,7 +114,7 @@ class Debts:
         self.num_slots = 0
         """How many slots `slots` has."""
         self.holding: Holding | None = None
-        """What these take of the limit for the leases of all pools. None if there is one pool."""
+        """How much these slots take of the limit for the leases of all pools. None if there is one pool."""
         self._endings: deque[Iterator[None]] = deque()
         """What is left to do for sessions that have ended, in steps, each with the lock held."""
 

@@ -234,7 +234,7 @@ class PendingStores:
     def __init__(self, key_map: KeyMap) -> None:
         self._key_map = key_map
         self._batches: dict[int, _Batch] = {}
-        """By the first slot."""
+        """The batches by their first slot."""
         self._num_slots = self._num_disowned = 0
 
     def __len__(self) -> int:
@@ -356,7 +356,7 @@ class Namespace:
         self.num_sessions = 0
         self.is_dropped = False
         self.lookups = LookupCounts()
-        """One that begins because an engine has reset its cache goes on with those of the namespace before it."""
+        """A namespace that begins because an engine has reset its cache takes over the counts of the one before it."""
 
     @property
     def is_empty(self) -> bool:
@@ -420,7 +420,7 @@ class Namespaces:
         self._by_name: dict[str, Namespace] = {}
         self._by_tag: dict[int, Namespace] = {}
         self._unused: dict[int, Namespace] = {}
-        """Those without sessions, in the order in which they are evicted."""
+        """The namespaces without sessions, in the order in which their blocks are evicted."""
         self.only: Namespace | None = None
         self._last_epoch = 0
 
@@ -428,7 +428,7 @@ class Namespaces:
         return iter(self._by_tag.values())
 
     def unused(self) -> Iterable[Namespace]:
-        """Those without sessions, in the order in which they are evicted."""
+        """The namespaces without sessions, in the order in which their blocks are evicted."""
         return self._unused.values()
 
     def join(self, name: str) -> Namespace:

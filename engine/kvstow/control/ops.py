@@ -112,7 +112,7 @@ class OpsInFlight:
         self._storing_ranks = frozenset(pool.config.storing_ranks)
         self._open: dict[int, OpenOp] = {}
         self._moving: dict[int, OpenOp] = {}
-        """Those that are not stuck. Like `_open`, in order of their start."""
+        """The ops that are not stuck. These and `_open` are in the order in which they started."""
         self._copies: dict[int, OpenOp] = {}
         """Loads and stores, in order of their start."""
         self.num_ops: dict[Direction, int] = {"store": 0, "load": 0}
@@ -120,12 +120,12 @@ class OpsInFlight:
         self.held_slots = 0
         """The slots that loads keep; a slot counts once for each of them."""
         self.num_stuck = 0
-        """Loads and stores; a store below the pool that hangs stops neither."""
+        """How many loads and stores are stuck. Transfers of a store below the pool do not count: they stop neither."""
         self.stuck_tier_slots = 0
         """The slots of stuck transfers when they became stuck."""
         self.num_abandoned = 0
         self.settled: deque[Settled] = deque()
-        """Results that the host has not taken."""
+        """Results that the host has not taken yet."""
 
     def __len__(self) -> int:
         return len(self._open)

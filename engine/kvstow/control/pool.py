@@ -43,7 +43,7 @@ its new limit, and evicting them frees no usable slot."""
 _USES_SLICES = 16
 """How many slices of slots have their uses recorded in one tick. A million slots take 64 ticks."""
 ANY_SESSION = 0
-"""Slots that sessions may still read, although they hold no block any more, are begun under this number."""
+"""The session number of the `begun` record for slots that sessions may still read, although they hold no block."""
 
 logger = logging.getLogger("kvstow.engine")
 
@@ -91,10 +91,10 @@ class PoolTarget:
         self.on_wanted: Callable[[], object] = lambda: None
         """Called when the desired state has changed, with the lock held. It must not block."""
         self.ceiling = capacity_slots
-        """Slots at or above it are not allocated; below `capacity` while a resize vacates them."""
+        """Slots from this number on are not allocated. It is below `capacity` while a resize vacates slots."""
         self.is_resizing = False
         self.revision = 0
-        """Grows with each change of capacity, ceiling, policy or pausing, reverted ones included."""
+        """Grows with each change of capacity, ceiling, policy or pausing, also with a change back."""
 
     @property
     def capacity(self) -> int:
@@ -204,7 +204,7 @@ class Pool:
         self.journal: IndexJournal | None = None
         """Only a `SharedPool` has one, as its memory may outlive the process."""
         self.earlier: EarlierUses | None = None
-        """Processes of an earlier service's sessions may still use the pool's blocks."""
+        """The blocks that processes of an earlier service may still use. None once the last of these has ended."""
         self.debts = Debts(self.lock, slice_slots, self.unhold)
         self._log_lines: deque[_LogLine] = deque()
         self.make_tables(config.capacity_slots)
@@ -558,7 +558,7 @@ class EarlierUses:
 
     def __init__(self, pool: Pool, session: PoolSession) -> None:
         self.session = session
-        """Ends with the last process."""
+        """The session that stands for these processes. It ends with the last of them."""
         self._pool = pool
         self._was_used = pool.slots.copy()
 

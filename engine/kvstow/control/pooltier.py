@@ -34,17 +34,18 @@ from kvstow.tier.tierstatus import TIER_FAILED, TierCounters, TierStatus
 logger = logging.getLogger("kvstow.tier")
 
 WRITING_SHARE = 0.05
-"""Of the pool's slots, that writes may keep."""
+"""The share of the pool's slots that writes may keep."""
 STUCK_SHARE = 0.01
-"""Of the pool's slots, that the store may keep although they are overdue. Nothing is read while it keeps more."""
+"""The share of the pool's slots that overdue transfers may keep. While they keep more, no block is read."""
 ANSWER_SECONDS = 0.02
 """How long a request waits for a store that cannot say at once what it has."""
 UNKNOWN_SECONDS = 2.0
-"""How long it waits for reads while nobody knows how long computing takes."""
+"""How long a request waits for reads while it is unknown how long computing takes."""
 LEAST_LEAD_SECONDS = 2.0
-"""Blocks of a context are read so long before its next request is expected, or twice as long as that takes."""
+"""A prefetch begins this long before the next request of its context is expected, or earlier if reading may need
+it: twice the time that the reads take."""
 _MOST_NOTED = 1024
-"""Stores and uses, parts of which wait to be written."""
+"""How many stores and uses with blocks that wait to be written are remembered."""
 
 
 class LongerHit(NamedTuple):
@@ -148,19 +149,19 @@ class PoolTier:
         self._needs_of = needs_of
         self._namespaces: dict[Namespace, TieredNamespace] = {}
         self._retired: dict[str, TierCounters] = {}
-        """By model: what namespaces had counted that are gone."""
+        """For each model, what its former namespaces had counted."""
         self._waits: dict[TierWait, None] = {}
         self._reads: dict[int, _Read] = {}
         self._filling: dict[int, int] = {}
-        """By slot: the read that fills it."""
+        """The number of the read that fills each slot."""
         self._writes: dict[int, TieredNamespace] = {}
         self._num_writing = 0
         self._noted: deque[tuple[TieredNamespace, Sequence[bytes]]] = deque()
-        """Blocks that engines have stored, or used, and that were not written yet. Bounded: what finds no place here
-        waits for its next use."""
+        """Blocks that engines have stored or used, and that were not written yet. The queue is bounded, so a block that
+        does not fit waits for its next use."""
         self._prefetching: _Prefetch | None = None
         self._num_purges = 0
-        """Nothing is read or written while one is under way."""
+        """How many purges are under way. Meanwhile no block is read or written."""
         self.is_closed = False
         self.failure = ""
         self.stored_pool = store.join(layout, self.take_pieces)

@@ -21,14 +21,14 @@ from kvstow.endings import NO_ENDING, Ending
 from kvstow.errors import InvalidRequestError
 
 MOST_WAITING = 1 << 18
-"""Keys that a recording holds until they are read, requests counted as one more each: about 30 MiB."""
+"""How many keys a recording holds until they are read, which take about 30 MiB. A request counts as one more key."""
 MOST_OPEN = 1 << 20
-"""Blocks of requests that were read and have not ended: 32 MiB. Of more, the oldest requests are written without an
-end."""
+"""How many blocks the open requests may have, which take 32 MiB. If there are more, the oldest requests are written
+without an end."""
 MOST_SECONDS = 86_400.0
 MOST_BYTES = 4 << 30
 _TAKEN = 1 << 13
-"""Keys that are hashed in one call: some ms."""
+"""How many keys one call hashes, which takes some milliseconds."""
 _ID_BITS = 52  # any JSON reader keeps so many
 _SECRET_BYTES = 32
 
@@ -96,10 +96,10 @@ class Recording:
         self._held = 0
         self._end: End | None = None
         self._open: dict[Hashable, dict[str, Any]] = {}
-        """The reader's: lines of requests that have not ended, by number, in the order in which they began."""
+        """The lines of requests that have not ended, by number, in the order of their beginning. Used by the reader."""
         self._open_blocks = 0
         self.requests = self.blocks = 0
-        """That were read."""
+        """How many requests and blocks were read so far."""
 
     @property
     def is_over(self) -> bool:

@@ -29,9 +29,9 @@ class Requests:
         self.contexts = Contexts()
         self.shares = Shares()
         self.recording: Recording | None = None
-        """Takes every use; None while nobody records."""
+        """Receives every use of blocks. None while nobody records."""
         self.left: deque[Running] = deque()
-        """Requests of sessions that have ended, which are still to end: see `end_left`."""
+        """Requests of ended sessions that `end_left` has not ended yet."""
 
     def end(self, running: Running, ending: Ending, more: Sequence[bytes] = ()) -> None:
         """A request has ended, with `more` keys at the end of its chain. O(parts of its chain)."""

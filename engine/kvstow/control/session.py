@@ -26,9 +26,11 @@ from kvstow.results import NO_LEASE, KeyRun, Lease, Settled, StoreGrant
 from kvstow.status import LoadRefusal, RankStatus, Refusal
 
 MOST_HELD = 65_536
-"""Leases and loads under way of one session: more than requests wait in any inference engine. 20 MiB."""
+"""How many leases and loads one session may have under way, which take 20 MiB. No inference engine has as many
+requests waiting."""
 MOST_HELD_SLOTS = 4 << 20
-"""Slots of all of them, a slot once for each: 190 MiB. 4,096 requests may wait for 16,384 tokens of 16-token blocks."""
+"""How many slots these leases and loads may hold together, which take 190 MiB. A slot counts once for each of them.
+With blocks of 16 tokens, 4,096 requests may wait for 16,384 tokens each."""
 _OUTCOME_OF: dict[Refusal, str] = {
     "not_ready": "dropped_not_ready",
     "draining": "dropped_draining",
@@ -36,8 +38,8 @@ _OUTCOME_OF: dict[Refusal, str] = {
 }
 
 MOST_RUNNING = 16_384
-"""Requests of one session between their admission and their end: more than any inference engine runs. The oldest one
-ends for another."""
+"""How many admitted requests of one session have not ended. No inference engine runs as many. If one more is
+admitted, the oldest one ends."""
 
 
 class _Request(NamedTuple):
@@ -88,7 +90,7 @@ class Session:
     owns_memory = True
     """The pool's memory is that of the session's ranks, and is lost with them."""
     is_engine = True
-    """False for a session of the pool's own host, which no figure of engines includes."""
+    """Whether the session belongs to an engine. One of the pool's own host counts in no figure of engines."""
     session_id = 0
 
     def __init__(self, pool: Pool, namespace: str = "") -> None:
@@ -98,13 +100,13 @@ class Session:
         self.leases = LeaseBook()
         self.ops = OpsInFlight(pool, self)
         self.holding = None if pool.debts.holding is None else pool.debts.holding.another()
-        """What its leases and loads hold, of what those of all owners may hold."""
+        """How much its leases and loads take of the limit for those of all owners."""
         self.serving = False
-        """Every rank can copy and no transfer is stuck."""
+        """Whether every rank can copy and no transfer is stuck."""
         self.closed = False
         self.host_error: str | None = None
         self.is_lost = False
-        """The client has gone; what is left waits for the end of its processes."""
+        """Whether the client has gone. Its slots are kept until its processes have ended."""
         self.quarantined_slots: list[int] = []
         """Slots that processes of a lost session may still write."""
         self.name = ""
@@ -112,12 +114,12 @@ class Session:
         self.label = ""
         """Begins the sentences about this session."""
         self._running: dict[int, _Request] = {}
-        """By number, the first to be admitted first."""
+        """The running requests by number, in the order of their admission."""
         self._last_request = 0
         self.incomplete: list[int] = []
         """Numbers of running requests that have become incomplete (`Running`), which the host may take."""
         self.watermark: int | None = None
-        """Slots from it on are not for this session; None if all are."""
+        """The session gets only slots below this number. None if it may get any slot."""
         self.on_stored: Callable[[Sequence[bytes]], None] | None = None
         """Called with the lock held, with keys that a store has made visible. For the store below the pool."""
         pool.sessions.append(self)

@@ -1,4 +1,5 @@
-"""What a request weighs in learning, so that nobody teaches a pool more than others by sending more."""
+"""The weight of a request in learning, which falls with the number of requests that its salt and namespace have sent.
+So a client cannot teach a pool more than others by sending more."""
 
 from __future__ import annotations
 
@@ -6,16 +7,16 @@ from hashlib import blake2b
 
 _DIGEST_BYTES = 8
 _HALVE_AT = 8192
-"""Requests after which older ones count half."""
+"""After this many requests, older ones count half."""
 _MOST_SALTS = 1024
-"""Of a namespace that are told apart; all others count as one."""
+"""How many salts of a namespace are told apart. All others count as one salt."""
 _MOST = 4.0
-"""The most that one request weighs: of somebody who has sent few, little is known."""
+"""The largest weight of a request. Little is known of a salt with few requests, so it must not weigh more."""
 _OTHERS = b"\0others"
 
 
 def digest_of_salt(salt: str | None) -> bytes:
-    """What tells the cache salts of requests apart, without telling the salts themselves; empty without a salt."""
+    """A digest that differs between cache salts, and from which no salt can be read. Empty without a salt."""
     if not salt:
         return b""
     return blake2b(salt.encode(errors="surrogatepass"), digest_size=_DIGEST_BYTES, person=b"salt").digest()

@@ -123,8 +123,9 @@ class Purged(NamedTuple):
 
 
 PartState = Literal["starting", "on", "in use", "failed", "stuck", "closed"]
-"""`starting`: not usable yet, or connecting again. `in use`: another process has it; tried again. `failed`: does not
-work; tried again as its reason says. `stuck`: an operation hangs, and what it was lent with it."""
+"""A part that is `starting` is not usable yet, or connects again. One that is `in use` belongs to another process, and
+is tried again. One that has `failed` is tried again as its reason says. If a part is `stuck`, an operation hangs, and
+the slots that it was lent cannot be used."""
 
 
 @dataclass(slots=True)

@@ -10,8 +10,8 @@ from kvstow.prefill import PrefillCost, PromptPart
 from kvstow.tier.blockstore import Expectation
 
 FIRST_PROBE_SECONDS, PROBE_SECONDS = 1.0, 30.0
-"""Between reads that only measure the store, while no read pays: at first, and at most. Each time is twice the one
-before."""
+"""The first and the longest time between reads that only measure the store while no read pays. Each time is twice the
+one before."""
 PROBE_BLOCKS = 16
 GATE = 0.8
 """Reads begin when they are expected to take less than this share of the time to compute."""
@@ -39,7 +39,7 @@ class BreakEven:
         pays."""
         self._block_tokens, self._clock = block_tokens, clock
         self.prefill: PrefillCost | None = None
-        """None until an engine has told what prompts cost; every read pays until then."""
+        """The cost of computing prompts. None until an engine has reported it, and until then every read pays."""
         self.last: Estimate | None = None
         self._probe_at = -inf
         self._probe_pause = FIRST_PROBE_SECONDS
@@ -51,7 +51,7 @@ class BreakEven:
         return self.last is None or self.last.pays
 
     def compute_seconds(self, blocks: int, behind: int = 0) -> float | None:
-        """To compute so many blocks, which come behind `behind` others of their prompt."""
+        """The time to compute `blocks` blocks that follow `behind` others of their prompt. None if it is unknown."""
         size = self._block_tokens
         if self.prefill is None or size is None:
             return None

@@ -8,12 +8,13 @@ from kvstow.prefill import weighted_median
 
 _RECENT = 9
 _FIRST_GUESS = 50e6
-"""Bytes per second, for timeouts before anything was measured."""
+"""The assumed rate for timeouts before the first measurement, in bytes per second."""
 _BASE_TIMEOUT = 0.5
 _SLOWER = 4.0
-"""A call may be so many times slower than the recent ones."""
+"""How many times slower than the recent calls a call may be."""
 _LONGEST_TIMEOUT = 30.0
-"""A few small calls, whose time is latency, must not give a large one minutes."""
+"""The longest timeout, in seconds. The time of small calls is mostly latency, so their rate would give a large call
+minutes."""
 
 
 class RecentRate:
@@ -23,14 +24,14 @@ class RecentRate:
     def __init__(self) -> None:
         self._calls: deque[tuple[float, int]] = deque(maxlen=_RECENT)
         self.per_second: float | None = None
-        """None before the first measurement."""
+        """The rate. None before the first measurement."""
 
     def observe(self, amount: int, seconds: float) -> None:
-        """A call has moved, or computed, so many."""
+        """Note that a call has moved or computed `amount` in this time."""
         if amount > 0 and seconds > 0:
             self._calls.append((amount / seconds, amount))
             self.per_second = weighted_median(self._calls)
 
     def timeout(self, amount: int) -> float:
-        """Seconds after which a call that moves so many is given up."""
+        """After how many seconds a call that moves `amount` is given up."""
         return min(_LONGEST_TIMEOUT, _BASE_TIMEOUT + _SLOWER * amount / (self.per_second or _FIRST_GUESS))

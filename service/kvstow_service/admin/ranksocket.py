@@ -56,7 +56,7 @@ class RankSocket:
         self._wake = Wake()
         self._poll = select.poll()
         self._clients: dict[int, _Client] = {}
-        """By file descriptor."""
+        """The clients by their file descriptors."""
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvstow-ranks", daemon=True)
 

@@ -24,7 +24,7 @@ from kvstow_service.replay.result import AttachedResult
 
 _POLL_SECONDS = 0.02
 DEADLINE_SECONDS = 300.0
-"""Of each wait: no healthy run comes near, however slow the machine is."""
+"""The longest wait for any event of the demo. No healthy run comes near, even on a slow machine."""
 _FOREVER_SECONDS = 3600.0
 
 
@@ -152,17 +152,17 @@ class Engine:
         self._log = service.state.parent / "engines.log"
         self._stop = threading.Event()
         self.finished = 0
-        """Requests of all its processes."""
+        """How many requests all processes of the engine have finished."""
         self._begun: list[int] = []
         """How many requests were finished when each process of the engine began."""
         self.pid = 0
-        """Of the process that has begun last."""
+        """The pid of the engine's last process."""
         executor = ThreadPoolExecutor(1, f"demo-{spec.name}")
         self._result = executor.submit(self._run)
         executor.shutdown(wait=False)
 
     def wait_for(self, requests: int, life: int = 1) -> None:
-        """Until the process that was started as the engine's `life`th has finished so many requests. Raises `DemoError`
+        """Wait until the `life`th process of the engine has finished this many requests. Raises `DemoError`
         if the engine ends before."""
         wait_until(lambda: self._has_finished(requests, life), f"{self._spec.name} finishes {requests} requests")
 

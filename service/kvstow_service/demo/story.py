@@ -19,11 +19,11 @@ from kvstow_service.replay.result import AttachedResult
 from kvstow_service.replay.trace import ReplayOptions, TraceShape, even_shape, generate_trace
 
 _SAME = 0.99
-"""Of a hit ratio: what counts as the same."""
+"""A hit ratio counts as the same if it is at least this fraction of the other."""
 _SHARED = 1.05
-"""Of the slots that one engine needs: what several may need together."""
+"""Several engines may need this many times the slots that one engine needs."""
 _MIDDLE = 20
-"""Requests that an engine finishes before and after something happens to it."""
+"""How many requests an engine finishes before and after an event of the story."""
 _HELD = ("--pin-pause", "1h")
 """The service populates one chunk, and pauses for longer than the demo runs."""
 

@@ -130,7 +130,7 @@ class OfferedBlock(NamedTuple):
 
 
 Origins = dict[bytes, OfferedBlock]
-"""By key."""
+"""The request and the place of each block, by key."""
 
 
 class Vocabulary(NamedTuple):

@@ -38,7 +38,7 @@ from kvstow_service.stores.disk.diskformat import (
 from kvstow_service.stores.disk.places import Assignment, BlockName, FoundChunk, Place, PlaceKind
 
 _PIECE_BYTES = 1 << 20
-"""Of a checksum. Another thread runs meanwhile from 256 KiB on."""
+"""The bytes of one call of the checksum. Such calls release the GIL from 256 KiB on."""
 _MIN_CHUNKS = 64
 """A small disk has smaller chunks, so that several lengths can share it."""
 

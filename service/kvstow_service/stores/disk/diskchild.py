@@ -56,7 +56,7 @@ _log = logging.getLogger(__name__)
 READERS: Final = 8
 WRITERS: Final = 4
 _KEEPERS = 2
-"""Threads for what an answer waits for, such as a purge. One more does what nothing waits for."""
+"""How many threads do work that an answer waits for, such as a purge. One more thread does the other work."""
 _FIRST_PAUSE, _PAUSE_SECONDS = 0.1, 5.0
 
 

@@ -38,7 +38,7 @@ CHUNKS_AT: Final = NAMESPACES_AT + MOST_NAMESPACES * _NAMESPACE_BYTES
 RECORDS_AT: Final = CHUNKS_AT + MOST_CHUNKS * _CHUNK_ENTRY_BYTES
 
 EMPTY, DIRTY, WRITTEN = 0, 1, 2
-"""States of a record. Dirty: the place may hold bytes of blocks that are not found any more."""
+"""States of a record. The place of a dirty one may hold bytes of a block that was removed."""
 
 RECORD: Final = np.dtype(
     [

@@ -18,7 +18,7 @@ from kvstow_service.stores.disk.places import Assignment, BlockName, Place
 
 MAX_MESSAGE_BYTES = 160 << 10  # less than the kernel's send buffer, 208 KiB, which holds a message whole
 MOST_PLACES = 2000
-"""In one message."""
+"""The largest number of places in one message."""
 MOST_USES = 32_768
 
 

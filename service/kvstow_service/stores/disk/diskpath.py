@@ -40,9 +40,9 @@ _SYNC_SECONDS = 60.0
 
 
 class Selection(NamedTuple):
-    """Which blocks a purge removes: those of the namespaces with these `fingerprints`, or with this `identity`. `keys`:
-    only these, if it is not None. `prefixes`: only keys that begin with one of them, if there are any. Only those that
-    were written, or last used, before these times."""
+    """The blocks that a purge removes. They belong to a namespace with one of the `fingerprints`, or with this
+    `identity`. Unless `keys` is None, only these keys are removed. If there are `prefixes`, only keys that begin with
+    one of them are. If a time is given, only blocks that were written, or last used, before it are removed."""
 
     fingerprints: frozenset[bytes] = frozenset()
     identity: bytes | None = None
@@ -56,7 +56,7 @@ class Selection(NamedTuple):
         return self.written_before is not None or self.used_before is not None
 
     def takes_job(self, job: Job) -> bool:
-        """Whether it is about a block that is being written now, which is younger than any age."""
+        """Whether the purge removes the block of this job, which is being written and so is younger than any age."""
         if self.has_age or (job.name.fingerprint not in self.fingerprints and job.name.identity != self.identity):
             return False
         if self.keys is not None:
@@ -173,12 +173,12 @@ class DiskPath:
         self._file_system_bytes = 0
         self._next_number = 1
         self._since = clock()
-        """When it got its state, or when it was last tried."""
+        """When the path got its present state, or when it was last tried."""
         self._synced_at = clock()
         self._touched: set[int] = set()
         self._gone = _Gone()
         self._again: list[tuple[Any, Callable[[], None]]] = []
-        """Requests that have failed, and are repeated when the disk works again."""
+        """Requests that have failed. They are repeated when the disk works again."""
 
     # -- blocks ---------------------------------------------------------------------------------------------
 

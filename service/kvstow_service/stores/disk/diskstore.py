@@ -36,7 +36,7 @@ from kvstow_service.stores.disk.startcheck import CheckedPath
 from kvstow_service.stores.disk.writebudget import UsedNames
 
 _REMEMBERED_PLACES = 1 << 18
-"""For so many the uses of blocks that the disks lack are remembered, in 4 MiB."""
+"""How many blocks that the disks lack have their uses remembered, in 4 MiB."""
 
 
 @dataclass(slots=True)
@@ -400,7 +400,7 @@ class DiskStore:
         self.pools: list[DiskPool] = []
         self.ops: dict[int, _Op] = {}
         self.writing: Counter[bytes] = Counter()
-        """Digests of blocks that are written, or wait for that."""
+        """Digests of blocks that are being written, or wait to be written."""
         self.extent_numbers = count(1)
         self._used = None if writes_per_day is None else UsedNames(_REMEMBERED_PLACES)
         self.paths = [_Path(self, one, size_bytes, writes_per_day) for one in paths]

@@ -13,9 +13,9 @@ from kvstow_service.stores.disk.places import PlaceKind
 Direction = Literal["read", "write"]
 
 _BATCH_BYTES, _BATCH_BLOCKS = 4 << 20, 16
-"""One thread of the child does that much at a time."""
+"""How many bytes and blocks one thread of the child reads or writes at a time."""
 _RATE_SECONDS = 4.0
-"""A rate is that of about the last seconds in which there was something to do."""
+"""A rate covers about this many of the last seconds with work."""
 
 
 class NamespaceName(NamedTuple):
@@ -174,11 +174,11 @@ class PathQueue:
     def __init__(self) -> None:
         self.lanes: dict[Direction, JobLane] = {"read": JobLane(READERS), "write": JobLane(WRITERS)}
         self.under_way: dict[int, UnderWay] = {}
-        """By number of the request, the oldest first."""
+        """The requests under way by number, the oldest first."""
 
     def next(self, direction: Direction, is_ready: Callable[[Job], bool]) -> tuple[Job, ...]:
-        """What may begin now; nothing if nothing can. `is_ready` gives a write its place, or says that it must wait; it
-        may also end the job (`is_over`)."""
+        """Take the jobs that may begin now; there may be none. `is_ready` gives a write its place, or returns that it
+        must wait. It may also end the job (`is_over`)."""
         lane = self.lanes[direction]
         if lane.num_under_way >= lane.most_under_way or (direction == "write" and not self.lanes["read"].is_empty):
             return ()

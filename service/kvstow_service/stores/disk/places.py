@@ -19,12 +19,12 @@ OWNER_SECONDS = 3600.0
 
 _NONE = -1
 _FREE, _TAKEN, _CACHED, _DIRTY = range(4)
-"""States of a place. Free: it holds zeros, or nothing was ever written to it. Taken: a block is being written. Dirty:
-it may hold bytes of a block that is gone, and is overwritten with zeros before it is used again."""
+"""States of a place. A free place holds zeros, or was never written. A taken one is being written. A dirty one may hold
+bytes of a removed block, and is overwritten with zeros before it is used again."""
 
 
 class PlaceKind(NamedTuple):
-    """`place_bytes`: of a block of all ranks, each rank's part padded to the alignment of the file."""
+    """`place_bytes` is the size of a block with the parts of all ranks, each padded to the alignment of the file."""
 
     owner: str
     place_bytes: int
@@ -136,7 +136,7 @@ class DiskPlaces:
         self.index: dict[bytes, int] = {}
         """The place of each block that is found, by digest."""
         self.used_bytes = 0
-        """Of the places in which there are blocks."""
+        """The bytes of all places that hold a block."""
         # By number of the place:
         self._state = bytearray()
         self._chunk_of = array("i")
@@ -147,7 +147,7 @@ class DiskPlaces:
         self._written_at, self._used_at = array("d"), array("d")
         self._readers: Counter[int] = Counter()
         self._ranges: dict[int, list[int]] = {}
-        """Numbers of places that no chunk uses now: the first ones of rows, by the length of the row."""
+        """Rows of numbers that no chunk uses now, as the first number of each row, by the length of the row."""
 
     # -- what there is --------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""How much may be written to a disk, so that it lasts, and how much is."""
+"""How much may be written to a disk, so that it lasts, and how much was written."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import deque
 
 DAY_SECONDS = 86_400.0
 _BUCKET_SECONDS = 3600.0
-"""As much as may be written in this time can be saved up."""
+"""The bucket holds what may be written in this time."""
 _ACTIVE_SECONDS = 3600.0
 _STEP_SECONDS = 600.0
 

@@ -11,7 +11,7 @@ ABSENT_SECONDS = 2.0
 MOST_ANSWERS = 1 << 18
 
 Name = tuple[str, bytes]
-"""Fingerprint and key. The object of rank 0 is put last, so it answers for all ranks."""
+"""The fingerprint and the key of a block. The object of rank 0 is put last, so its presence shows that of all ranks."""
 
 
 class _Answer(NamedTuple):

@@ -8,9 +8,9 @@ from typing import Literal
 BreakerState = Literal["closed", "open", "half_open"]
 
 PROBE_SECONDS = 5.0
-"""Between probes of an open breaker."""
+"""The time between probes while the breaker is open."""
 _MAX_FAILURES = 3
-"""In a row, of calls that the store answered and that moved less than half of what they should."""
+"""How many calls in a row may move less than half of their blocks before the breaker opens."""
 
 
 class Breaker:
@@ -21,9 +21,9 @@ class Breaker:
         self._clock = clock
         self.state: BreakerState = "closed"
         self.reason = ""
-        """Why it is not closed."""
+        """Why the breaker is not closed."""
         self.opened = 0
-        """How often it has opened."""
+        """How often the breaker has opened."""
         self._failures = 0
         self._probe_at = 0.0
 

@@ -49,11 +49,11 @@ logger = logging.getLogger("kvstow.tier")
 Kind = Literal["put", "get"]
 
 _LOOKUP_SECONDS = 1.0
-"""Timeout of a look-up."""
+"""The timeout of a look-up."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 30.0
-"""While the store is full, nothing is put."""
+"""The first and the longest pause in which no block is put because the store is full."""
 _END_SECONDS = 60.0
-"""For transfers under way; each ends within 30 s for each rank."""
+"""How long `close` waits for transfers under way. Each of them ends within 30 s for each rank."""
 _PROBE_KEY = bytes(34)
 _LOOKUP_WEIGHT = 0.2
 _STATES: dict[str, PartState] = {
@@ -102,7 +102,7 @@ class MooncakeBlocks:
     def __init__(self, clients: MooncakeClients, shown: str, clock: Callable[[], float] = time.monotonic) -> None:
         self.shown, self._clients, self._clock = shown, clients, clock
         self.changed = threading.Condition()
-        """Guards everything that follows, and what pools queue."""
+        """Guards all attributes below, and the jobs that pools queue."""
         self.is_closed = False
         self.queues: dict[Kind, deque[_Job]] = {"put": deque(), "get": deque()}
         self.questions: deque[_Question] = deque()
@@ -413,12 +413,12 @@ class MooncakePool:
         self.layout = layout
         self._store, self._on_end = store, on_end
         self._extents: list[dict[int, tuple[StoredExtent, MemoryRange]]] = [{} for _ in layout.slot_bytes]
-        """Of each rank, each with where it is. Replaced by one thread, and read by any."""
+        """The extents of each rank and their addresses, by number. One thread replaces the list, any may read it."""
         self._writing: set[tuple[str, bytes]] = set()
         self._cancelled: set[int] = set()
         self._has_left = False
         self._most = max(1, min(MAX_BATCH_OBJECTS, MAX_BATCH_BYTES // max(layout.slot_bytes)))
-        """Blocks in one call."""
+        """The largest number of blocks in one call."""
 
     # -- what the store has -----------------------------------------------------------------------------------
 

@@ -44,14 +44,15 @@ class MooncakeLocation:
     """A store, and how this node reaches it."""
 
     endpoints: tuple[str, ...]
-    """HOST:PORT of the master, or of etcd."""
+    """The addresses of the master, or of etcd, as HOST:PORT."""
     is_ha: bool = False
     """The endpoints are etcd's, which names the master that leads."""
     protocol: str = "tcp"
     devices: str = ""
-    """RDMA devices, separated by commas; empty: those that Mooncake finds."""
+    """RDMA devices, separated by commas. If it is empty, Mooncake uses those that it finds."""
     host: str = ""
-    """This node's address, which the store's processes know it by; empty: the one that the master is reached from."""
+    """The address under which other processes of the store reach this node. If it is empty, the address from which this
+    node reaches the master is used."""
     replicas: int = 1
 
     @classmethod
@@ -123,7 +124,8 @@ _OPTIONS: frozenset[str] = frozenset({"ha", "protocol", "devices", "host", "repl
 
 
 _MISSING = frozenset({-703, -704, -707})
-"""Its replica is not complete; there is no such object; its lease ended during the transfer."""
+"""The codes for an object whose replica is not complete, that does not exist, or whose lease ended during the
+transfer."""
 _RPC_ERRORS = range(-999, -899)
 """The master did not answer."""
 
