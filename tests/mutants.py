@@ -742,7 +742,7 @@ MUTANTS = [
     ),
     Mutant(
         "equal_keys_of_two_namespaces_are_one",
-        "engine/kvstow/control/keytable.py",
+        f"{CONTROL_CODE}/namespaces.py",
         "return hashes ^ mix if mix else hashes",
         "return hashes",
         f"{CONTROL}/test_keytable.py::test_equal_keys_of_two_namespaces_have_different_hashes",
@@ -1549,6 +1549,13 @@ MUTANTS = [
         "            if False:\n",
         "tests/service/node/test_attachedworker.py"
         "::test_what_a_service_revokes_at_its_end_is_kept_for_the_loads_that_may_still_come",
+    ),
+    Mutant(
+        "a_step_that_takes_seconds_is_silence",
+        f"{ENGINE_CORE}/controlplane.py",
+        "if oldest is not None and oldest.sent_at < self._previous_step:",
+        "if oldest is not None:",
+        "tests/service/connectors/vllm/test_attached.py::test_a_step_that_takes_seconds_is_no_silence_of_the_service",
     ),
     Mutant(
         "an_answer_is_believed_although_the_connection_ends_behind_it",

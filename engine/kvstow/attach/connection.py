@@ -52,7 +52,7 @@ class Answer(Generic[_T]):
     Its `value` is made from the service's message then. If the service has refused the request or disconnected, the
     value is an empty one (no hits, no op), and `error` says why."""
 
-    __slots__ = ("_failure", "_frame", "_read", "done", "error", "is_pending", "is_unwanted", "value")
+    __slots__ = ("_failure", "_frame", "_read", "done", "error", "is_pending", "is_unwanted", "sent_at", "value")
 
     def __init__(self, read: Callable[[Answer[Any]], _T] | None = None, without: Any = None) -> None:
         """`read` makes the value when the message arrives. `without` is the value if there is no message, if `read`
@@ -64,6 +64,8 @@ class Answer(Generic[_T]):
         """The host no longer needs the answer."""
         self.is_pending = False
         """The service has sent `Pending`, because this answer takes time. Answers to later requests may come first."""
+        self.sent_at = 0.0
+        """When the host has sent the request, if the host sets it."""
         self._read = read
         self._frame: Frame | None = None
         self._failure: KvstowError | None = None
@@ -215,6 +217,11 @@ class AttachConnection:
         if self._channel is not None:
             self._exchange(seconds)
         return self.take_pushed()
+
+    @property
+    def oldest_call(self) -> Answer[Any] | None:
+        """The first of the requests that the service has neither answered nor called pending, or None. O(pending)."""
+        return next((answer for answer in self._awaited.values() if not answer.is_pending), None)
 
     def take_pushed(self) -> list[Frame]:
         """Return messages that answer no call and that `poll` has not returned yet. Receives nothing."""

@@ -443,6 +443,7 @@ class AttachedEngine:
     def _ask(self, message: Message, read: Callable[[Answer[Any]], _T], without: _T) -> Answer[_T]:
         self._flush()
         answer = Answer(read, without)
+        answer.sent_at = self._clock()
         self._connection.call(message, answer)
         return answer
 

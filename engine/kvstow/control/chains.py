@@ -310,7 +310,7 @@ class Chains:
         self.pass_time(now)
         return Running(order, share, on_incomplete, engine)
 
-    def extend(self, running: Running, keys: Sequence[bytes], found: FoundKeys, now: float) -> None:
+    def extend(self, running: Running, found: FoundKeys, now: float) -> None:
         """The next blocks of the chain of a request that is being admitted, the root first. They are not evicted before
         `admit`."""
         pieces: list[_Piece] = []

@@ -99,7 +99,7 @@ class Index:
             rest = keys[leading:]
             found = FoundKeys(runs, rest, namespace.keys.slots_of(rest))
         self.times.mark_used(runs, now)
-        self.chains.extend(running, keys, found, now)
+        self.chains.extend(running, found, now)
 
     def absorb(self, running: Running, namespace: Namespace, keys: Sequence[bytes], now: float) -> None:
         """See `Chains.absorb`; blocks of a request that has none of its own count as its own."""
@@ -112,8 +112,7 @@ class Index:
             stores = namespace.pending_stores
             self.chains.absorb(running, [(key, slot) for key, slot in pairs if slot is not None or key in stores])
         elif slots:
-            present = [key for key, slot in zip(keys, found, strict=True) if slot is not None]
-            self.chains.extend(running, present, FoundKeys([slots]), now)
+            self.chains.extend(running, FoundKeys([slots]), now)
 
     def evictable(self, runs: Sequence[Sequence[int]]) -> list[int]:
         """The slots among these that are evictable, without repeats."""
@@ -127,14 +126,6 @@ class Index:
         return self.held.free_of(slots)
 
     # -- stores ---------------------------------------------------------------------------------------------
-
-    def admit(
-        self, namespace: Namespace, keys: Sequence[bytes], slots: Sequence[int], now: float, *, fetched: bool = False
-    ) -> None:
-        """The keys of these slots, in ascending order, have just become visible: the slots hold valid bytes. `fetched`:
-        see `Chains.publish`."""
-        self.times.mark_stored(slots, now)
-        self.chains.publish(namespace.order, keys, slots, now, fetched=fetched)
 
     def restore(
         self, namespace: Namespace, keys: Sequence[bytes], slots: Sequence[int], uses: bytes, now: float

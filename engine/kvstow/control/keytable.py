@@ -24,17 +24,9 @@ _LEAST_BUCKETS = 64
 _SPLIT_AT_ONCE, _MADE_AT_ONCE = 512, 1 << 16
 _FEW = 8
 """For at most this many keys, a loop takes less time than one more call of numpy."""
-_MIX_TAG = 0x9E3779B97F4A7C15
 
 Hashes = npt.NDArray[np.int64]
 Slots = npt.NDArray[np.intp]
-
-
-def mix_of(tag: int) -> int:
-    """What the hashes of the keys of the namespace with this number are combined with: equal keys of two namespaces
-    have different hashes."""
-    mixed = tag * _MIX_TAG & (1 << 64) - 1
-    return mixed - (mixed >> 63 << 64)  # as a signed number
 
 
 class SlotTable:
@@ -207,8 +199,3 @@ class SlotTable:
 
     def is_linked(self, slot: int) -> bool:
         return self._next[slot] != _UNLINKED
-
-
-def hashes_of(keys: Sequence[bytes], mix: int) -> Hashes:
-    hashes = np.fromiter(map(hash, keys), np.int64, len(keys))
-    return hashes ^ mix if mix else hashes

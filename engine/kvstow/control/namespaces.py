@@ -11,8 +11,10 @@ from itertools import compress, count, takewhile
 from operator import ne
 from typing import Any, NamedTuple, cast
 
+import numpy as np
+
 from kvstow.control.chains import Order
-from kvstow.control.keytable import hashes_of, mix_of
+from kvstow.control.keytable import Hashes
 from kvstow.control.slots import SlotKeys, values_at
 from kvstow.errors import ConflictError
 from kvstow.results import KeyRun
@@ -20,6 +22,20 @@ from kvstow.results import KeyRun
 _SHORT = 8
 """Fewer keys are looked up one by one: to compare slices takes as long."""
 _MAX_NAMESPACES = 1 << 16
+_MIX_TAG = 0x9E3779B97F4A7C15
+
+
+def mix_of(tag: int) -> int:
+    """What the hashes of the keys of the namespace with this number are combined with: equal keys of two namespaces
+    have different hashes."""
+    mixed = tag * _MIX_TAG & (1 << 64) - 1
+    return mixed - (mixed >> 63 << 64)  # as a signed number
+
+
+def hashes_of(keys: Sequence[bytes], mix: int) -> Hashes:
+    """The hashes of keys of the namespace with this `mix`."""
+    hashes = np.fromiter(map(hash, keys), np.int64, len(keys))
+    return hashes ^ mix if mix else hashes
 
 
 class NamespaceLabel(NamedTuple):
@@ -390,15 +406,6 @@ class Namespace:
                 continue
             outcomes[reason] = outcomes.get(reason, 0) + 1
         return fresh, [*present, scattered]
-
-    def begin(
-        self, keys: Sequence[bytes], chosen: Sequence[int], slots: Sequence[int], *, apart: bool = False
-    ) -> Sequence[bytes]:
-        """The chosen ones of the keys, by index, are written to these slots from now on. Returns them. `apart`: see
-        `PendingStores.start`."""
-        wanted = keys if len(chosen) == len(keys) else [keys[i] for i in chosen]
-        self.pending_stores.start(wanted, slots, apart=apart)
-        return wanted
 
     def publish(self, slots: Sequence[int]) -> tuple[tuple[bytes, ...], Sequence[int]]:
         """Make the keys of filled slots, in ascending order, visible. Returns them and their slots, without those that

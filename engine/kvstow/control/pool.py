@@ -286,7 +286,9 @@ class Pool:
         came from a store below the pool, and not from an engine that has computed them: such blocks are a class of
         their own until a request after the one that has fetched them uses them."""
         keys, kept = namespace.publish(slots)
-        self.index.admit(namespace, keys, kept, self.clock(), fetched=fetched)
+        now = self.clock()
+        self.index.times.mark_stored(kept, now)
+        self.index.chains.publish(namespace.order, keys, kept, now, fetched=fetched)
         if len(kept) < len(slots):
             self.deallocate(sorted(set(slots).difference(kept)))
         if self.journal is not None and keys:

@@ -455,7 +455,8 @@ class PoolTier:
             if (whole and len(slots) < len(fresh)) or not slots:
                 pool.deallocate(slots)
                 return False
-            wanted = namespace.begin(keys, fresh[: len(slots)], slots, apart=True)
+            wanted = [keys[index] for index in fresh[: len(slots)]]
+            namespace.pending_stores.start(wanted, slots, apart=True)
             if pool.journal is not None:
                 pool.journal.begin(slots, session.session_id)
             op = session.ops.start_tier("read", namespace, slots, now)

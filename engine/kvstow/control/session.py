@@ -354,8 +354,9 @@ class Session:
                         unplaced = fresh[len(accepted) :]
                 if len(accepted) < len(fresh):
                     fresh = [fresh[index] for index in accepted]
+                    wanted = [wanted[index] for index in accepted]
                 if fresh:
-                    self.namespace.begin(keys, fresh, slots)
+                    self.namespace.pending_stores.start(wanted, slots)
                     if pool.journal is not None:
                         pool.journal.begin(slots, self.session_id)
                     moved = values_at(blocks, fresh)

@@ -13,7 +13,8 @@ from tests.doubles.rank import make_ranks, store_keys, use_keys
 
 from kvstow.control import keytable
 from kvstow.control.engine import OffloadEngine
-from kvstow.control.keytable import SlotTable, hashes_of, mix_of
+from kvstow.control.keytable import SlotTable
+from kvstow.control.namespaces import hashes_of, mix_of
 from kvstow.control.pool import Pool
 from kvstow.hints import Hints, context_id
 
@@ -104,7 +105,6 @@ def test_another_key_with_the_same_hash_is_not_taken_for_it(
     make_host: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvstow.control.namespaces.hash", lambda key: 5, raising=False)
-    monkeypatch.setattr("kvstow.control.namespaces.hashes_of", lambda keys, mix: np.full(len(keys), 5 ^ mix))
     engine = make_host(slots=32)
     keys = [b"key%02d" % number for number in range(16)]
     store_keys(engine, make_ranks(engine), keys)

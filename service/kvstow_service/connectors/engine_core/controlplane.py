@@ -10,17 +10,16 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from kvstow.attach.calls import Hold, Lookup
 from kvstow.attach.connection import Answer
 from kvstow.attach.engine import AttachedEngine, Hits
 from kvstow.attach.hello import NO_HOLD, GateHold, SessionTicket, number_of
-from kvstow.attach.wire import Message
 from kvstow.endings import NO_ENDING, Ending
 from kvstow.errors import LeaseError
 from kvstow.hints import Hints
@@ -340,14 +339,6 @@ SILENT_SECONDS = 5.0
 """If the service has not answered for this time, in seconds, its session ends, so that GPU blocks and requests stop
 waiting."""
 
-_T = TypeVar("_T")
-
-
-class _Asked(NamedTuple):
-    answer: Answer[Any]
-    at: float
-    step: int
-
 
 class GateHolds:
     """A hold makes the ranks accept the ops of a session until no more come, even if the session ends. vLLM computes
@@ -407,8 +398,9 @@ class AttachedControl(AttachedEngine):
         """`slot_bytes`: bytes of a slot on the rank where slots are largest. For the others see `AttachedEngine`."""
         super().__init__(path, step_wait=STEP_WAIT_SECONDS, clock=clock, **options)
         self.slot_bytes = slot_bytes
-        self._asked: deque[_Asked] = deque()
-        self._step = self._resets = 0
+        self._this_step = self._previous_step = float("-inf")
+        """When these steps have begun."""
+        self._resets = 0
         self._reset_reason = ""
         self._layer_wait_left = LAYER_WAIT_SECONDS  # of this step
         self._bypasses_loads = self._is_slow = False
@@ -443,7 +435,7 @@ class AttachedControl(AttachedEngine):
     # -- steps ----------------------------------------------------------------------------------------------
 
     def step(self) -> None:
-        self._step += 1
+        self._previous_step, self._this_step = self._this_step, self._clock()
         self._layer_wait_left = LAYER_WAIT_SECONDS
         if self._failure is not None:
             return
@@ -451,11 +443,9 @@ class AttachedControl(AttachedEngine):
         self._watch()
 
     def _watch(self) -> None:
-        while self._asked and (self._asked[0].answer.done or self._asked[0].answer.is_pending):
-            self._asked.popleft()
-        silent = 0.0
-        if self._asked and self._asked[0].step <= self._step - 2:  # a step may take seconds
-            silent = self._clock() - self._asked[0].at
+        oldest, silent = self._connection.oldest_call, 0.0
+        if oldest is not None and oldest.sent_at < self._previous_step:  # a step may take seconds
+            silent = self._clock() - oldest.sent_at
         is_slow = silent > SLOW_SECONDS
         if is_slow and not self._is_slow:
             logger.warning("the node service does not answer: lookups miss and nothing is stored until it does")
@@ -464,12 +454,6 @@ class AttachedControl(AttachedEngine):
         self._is_slow = is_slow
         if silent > SILENT_SECONDS:
             self.disconnect(f"the service has not answered for {silent:.0f} seconds")
-
-    def _ask(self, message: Message, read: Callable[[Answer[Any]], _T], without: _T) -> Answer[_T]:
-        answer = super()._ask(message, read, without)
-        if not answer.done:
-            self._asked.append(_Asked(answer, self._clock(), self._step))
-        return answer
 
     def wait(self, *answers: Awaited[object], seconds: float | None = None) -> bool:
         return super().wait(*[each for each in answers if isinstance(each, Answer)], seconds=seconds)

@@ -180,6 +180,10 @@ class SlowConnection:
         pushed, self._pushed = self._pushed, []
         return pushed
 
+    @property
+    def oldest_call(self) -> Answer[Any] | None:
+        return self._answers[0][1] if self._answers else None
+
     def wait(self, call: Answer[Any], seconds: float) -> bool:
         """The answers that are due are there; those of later steps are not, however long one waits."""
         self._deliver()

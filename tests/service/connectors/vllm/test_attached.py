@@ -171,8 +171,9 @@ def test_a_service_that_does_not_answer_is_waited_for_no_longer_than_a_moment() 
     host.service.is_silent = True
     assert host.ask_now(request) is None
     host.step()
+    host.clock.advance(0.01)
     host.step()
-    host.clock.advance(SLOW_SECONDS + 0.01)
+    host.clock.advance(SLOW_SECONDS)
     assert host.ask_now(request) == 0
     host.step()
     other = FakeRequest("o", PROMPT)
@@ -198,6 +199,15 @@ def test_a_silent_service_loses_the_session_and_the_gpu_gets_its_blocks_back() -
     host.step()
     assert not host.side.holds_gpu_blocks
     assert not host.control.is_attached
+
+
+def test_a_step_that_takes_seconds_is_no_silence_of_the_service() -> None:
+    """What was sent before the step may have been answered during it, and is read only after it."""
+    host, request = with_prompt(delay=2), FakeRequest("r", PROMPT)
+    host.expect(request)
+    host.clock.advance(SILENT_SECONDS + 0.1)
+    host.step()
+    assert (host.control.is_attached, host.control.problem) == (True, None)
 
 
 def test_a_reset_hides_what_was_stored_and_what_is_being_stored() -> None:
