@@ -1573,6 +1573,20 @@ MUTANTS = [
         "tests/engine/attach/test_connection.py::test_all_that_has_arrived_is_read_up_to_the_end_of_the_connection",
     ),
     Mutant(
+        "what_has_arrived_before_a_write_fails_is_lost",
+        "engine/kvstow/attach/connection.py",
+        "            while self._channel is channel and received != channel.bytes_received:\n",
+        "            while False:\n",
+        "tests/engine/attach/test_connection.py::test_what_has_arrived_before_a_write_fails_is_not_lost",
+    ),
+    Mutant(
+        "the_end_of_a_session_drops_its_last_results",
+        "engine/kvstow/attach/engine.py",
+        "        self._take(self._connection.take_pushed())  # results that have arrived before the end\n",
+        "",
+        "tests/engine/attach/test_engine.py::test_a_result_counts_that_has_arrived_before_the_end_of_the_session",
+    ),
+    Mutant(
         "a_load_by_layer_is_promised_although_a_rank_may_refuse_it",
         f"{ENGINE_CORE}/loads.py",
         "        if not self._control.gates_are_held:  # the ranks say so after a step\n",

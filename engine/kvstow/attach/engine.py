@@ -429,6 +429,7 @@ class AttachedEngine:
         self._room, self._probe_time = 0, float("-inf")
 
     def _end_session(self) -> None:
+        self._take(self._connection.take_pushed())  # results that have arrived before the end
         self.ticket = None
         self._unsent.clear()
         self._unwanted.clear()
@@ -468,7 +469,7 @@ class AttachedEngine:
 
     def _take(self, frames: list[Frame]) -> None:
         for frame in frames:
-            if frame.kind != Kind.SETTLED or self.ticket is None:
+            if frame.kind != Kind.SETTLED:
                 continue
             try:
                 results = SettledOps.unpack(frame.payload)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import select
-import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from tests.descriptors import open_descriptors
+from tests.engine.attach.fakeservice import FakeService
 
 from kvstow.attach.calls import (
     BeginLoad,
@@ -22,7 +22,7 @@ from kvstow.attach.calls import (
     RevokedExtents,
     SettledOps,
 )
-from kvstow.attach.channel import Channel, Frame, _Unsent
+from kvstow.attach.channel import Frame, _Unsent
 from kvstow.attach.connection import (
     FIRST_PAUSE_SECONDS,
     HELLO_SECONDS,
@@ -38,45 +38,6 @@ from kvstow.errors import AttachError, CallFailedError, ConfigError, Disconnecte
 HELLO = Hello(role="worker", engine="test", host="here", pid=os.getpid(), token="t")
 WELCOME = Welcome(session_id="s1", service="test")
 KEYS = [b"k" * 34]
-
-
-class FakeService:
-    """The other end, by hand. What it sends is there at once; it reads what the client has sent."""
-
-    def __init__(self, path: Path) -> None:
-        self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.bind(str(path))
-        self._listener.listen()
-        self._listener.setblocking(False)
-        self.channel: Channel | None = None
-        self._received: list[Frame] = []
-
-    def accept(self) -> Hello:
-        if self.channel is not None:
-            self.channel.close()
-        connected, _ = self._listener.accept()
-        self.channel = Channel(connected)
-        return Hello.unpack(self.receive().payload)
-
-    def receive(self) -> Frame:
-        assert self.channel is not None
-        while not self._received:
-            assert select.select([self.channel], [], [], 10)[0]
-            self._received += self.channel.receive()
-        return self._received.pop(0)
-
-    def send(self, message: Message, request_id: int = 0, fds: tuple[int, ...] = ()) -> None:
-        assert self.channel is not None
-        self.channel.send(message.KIND, message.pack(), request_id, fds)
-
-    def hang_up(self) -> None:
-        assert self.channel is not None
-        self.channel.close()
-
-    def close(self) -> None:
-        self._listener.close()
-        if self.channel is not None:
-            self.channel.close()
 
 
 class Client:
@@ -252,6 +213,18 @@ def test_a_refusal_says_why_and_waits_longer(client: Client, service: FakeServic
     client.attach(service)
     assert connection.refusal is None
     assert client.heard == ["s1"]
+
+
+def test_what_has_arrived_before_a_write_fails_is_not_lost(client: Client, service: FakeService) -> None:
+    client.attach(service)
+    asked = client.connection.call(Reset())
+    service.send(ResetDone("a"), service.receive().request_id)
+    service.send(RevokedExtents((1,)))
+    service.hang_up()
+    assert not client.connection.send(Reset())
+    assert asked.unpack(ResetDone).namespace == "a"
+    assert [frame.kind for frame in client.connection.poll()] == [Kind.REVOKED]
+    assert (client.connection.state, client.heard) == ("detached", ["s1", "lost"])
 
 
 @pytest.mark.parametrize(

@@ -177,6 +177,9 @@ class SlowConnection:
         elif self.state == "detached" and self._service.is_up:
             self._attach()
         self._deliver()
+        return self.take_pushed()
+
+    def take_pushed(self) -> list[Frame]:
         pushed, self._pushed = self._pushed, []
         return pushed
 
@@ -208,7 +211,6 @@ class SlowConnection:
         self._session.control.lose(problem)
         self._is_over = False
         self.state, self.problem, self.welcome, self._session = "detached", problem, None, None
-        self._pushed.clear()
         answers, self._answers = self._answers, deque()
         held, self._held = self._held, []
         for call in [*(call for _, call, _ in answers), *(call for _, call in held)]:
