@@ -402,15 +402,17 @@ def test_a_call_with_many_items_is_worked_off_between_the_turns_of_others(
 def test_a_call_with_many_keys_is_unpacked_between_the_turns_of_others(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The last key is malformed, so its refusal shows when all keys have been unpacked."""
     greedy, other = raw_session(node), node.attach()
-    order: list[tuple[str, int]] = []
-    monkeypatch.setattr(FakeSession, "admit", lambda session, call: order.append((session.session_id, len(call.keys))))
-    other_id = other.welcome.session_id if other.welcome else ""
+    refused = node.server.tally.refused
+    seen: list[int] = []
+    monkeypatch.setattr(FakeSession, "admit", lambda session, call: seen.append(refused["malformed"]))
     with node.standing_still():
-        greedy.send(Kind.ADMIT, Admit(0, [b"key"] * 10_000, (0, 0)).pack())
+        greedy.send(Kind.ADMIT, Admit(0, [b"key"] * 10_000 + [b""], (0, 0)).pack())
         other.send(Admit(0, [], (0, 0)))
-    wait_until(lambda: len(order) == 2)
-    assert [order[0], order[1][1]] == [(other_id, 0), 10_000]
+    wait_until(lambda: refused["malformed"] == 1)
+    wait_until(lambda: len(seen) == 1)
+    assert seen == [0]
     greedy.close()
 
 
