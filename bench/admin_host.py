@@ -19,7 +19,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from tests.embeddedreplay import EmbeddedOffload, LocalKV
+from tests.embeddedreplay import EmbeddedOffload, LocalRanks, replay_driver
 
 from bench.hashes import Hashes
 from bench.kvstow_subject import SLOT_BYTES, EngineSubject, SimulatedWorker
@@ -31,7 +31,7 @@ from kvstow_service.admin.adminhost import Ticker
 from kvstow_service.admin.agent import AdminAddress, RankAgent
 from kvstow_service.admin.server import AdminServer
 from kvstow_service.admin.sockets import AdminSockets, TcpAddress
-from kvstow_service.replay.driver import ReplayDriver, blocks_needed
+from kvstow_service.replay.driver import blocks_needed
 from kvstow_service.replay.trace import ReplayOptions, TraceShape, generate_trace
 
 _AGENT_TOKEN = "bench"
@@ -112,8 +112,8 @@ class Host:
         while not self._stop.is_set():
             requests = [one._replace(hash_ids=tuple([first + block for block in one.hash_ids])) for one in self.trace]
             first += 1 << 32
-            offload = EmbeddedOffload(subject.engine)
-            driver = ReplayDriver(offload, subject.workers, LocalKV([]), requests, options, kv_blocks=kv_blocks)
+            offload = EmbeddedOffload(subject.engine, subject.workers)
+            driver = replay_driver(offload, LocalRanks(subject.workers), requests, options, kv_blocks=kv_blocks)
             done += driver.run(self._stop).requests
         self._figures = {"requests_per_second": done / (time.perf_counter() - started)}
 

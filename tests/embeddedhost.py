@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from tests.embeddedreplay import EmbeddedOffload, LocalKV, build_ranks
+from tests.embeddedreplay import ReplaySession, build_ranks
 
 from kvstow.bytesize import parse_size
 from kvstow.config import EngineConfig, PoolConfig
@@ -21,7 +21,7 @@ from kvstow_service.admin.embedded import EmbeddedAdmin
 from kvstow_service.admin.rendezvous import Rendezvous
 from kvstow_service.process.logwriter import configure_logs
 from kvstow_service.process.stop import StopRequests
-from kvstow_service.replay.driver import ReplayDriver, blocks_needed
+from kvstow_service.replay.driver import blocks_needed
 from kvstow_service.replay.trace import BLOCK_TOKENS, ReplayOptions, read_trace
 
 
@@ -55,8 +55,7 @@ def run(arguments: argparse.Namespace, runtime: str) -> None:
             agent.start()
             running.callback(agent.stop)
             rank.worker.start()
-        workers, kv = [rank.worker for rank in ranks], LocalKV([rank.kv for rank in ranks])
-        driver = ReplayDriver(EmbeddedOffload(engine), workers, kv, requests, options, kv_blocks=kv_blocks)
+        driver = ReplaySession(engine, ranks).driver(requests, options, kv_blocks=kv_blocks)
         result = driver.run(stops.requested)
         assert result.ok, result
         stops.wait()

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, cast
 
 from kvstow.config import EngineConfig, PoolConfig
 from kvstow.control.engine import OffloadEngine
@@ -16,25 +16,50 @@ from kvstow.errors import LeaseError, PinError
 from kvstow.keys import BlockKey
 from kvstow.memory.hostpool import HostPool
 from kvstow.memory.pinning import MlockRegistrar
-from kvstow.messages import Op
+from kvstow.messages import Completion, Op, StepPlan
 from kvstow.results import NO_LEASE, Awaited, Given, Lease, StoreGrant
+from kvstow_service.replay.driver import ReplayDriver
 from kvstow_service.replay.kv import HostKV, Verification
-from kvstow_service.replay.trace import ending_of_trace, even_shape
+from kvstow_service.replay.offload import AttachedOffload
+from kvstow_service.replay.remoteranks import RemoteRanks
+from kvstow_service.replay.trace import ReplayOptions, TraceRequest, ending_of_trace, even_shape
 
 _POLL = 0.01
+_MOMENT = 0.001
+"""How long a replay waits for one rank before it looks at the next."""
+
+
+class Worker(Protocol):
+    """A rank's worker in this process, such as a `DataPlane`."""
+
+    @property
+    def boot_id(self) -> str: ...
+
+    def submit(self, plan: StepPlan) -> None: ...
+
+    def take_completions(self) -> list[Completion]: ...
+
+    def wait_completions(self, timeout: float) -> bool: ...
 
 
 class EmbeddedOffload:
-    """An `Offload` whose engine is in this process. One thread uses it."""
+    """Stands in for an `AttachedOffload`, with an engine and workers of this process."""
 
-    def __init__(self, engine: OffloadEngine) -> None:
-        self.engine = engine
+    def __init__(self, engine: OffloadEngine, workers: Sequence[Worker]) -> None:
+        self.engine, self.workers = engine, workers
         self._evicted_before = engine.stats().evicted_for_capacity
         self._numbers: dict[int, int] = {}
         """The control plane's numbers of the running requests."""
 
     def step(self) -> None:
         """Does nothing, because the engine's host ticks it."""
+
+    def wait(self, seconds: float) -> None:
+        if not self.engine.open_transfers:
+            time.sleep(seconds)  # only time brings news
+        for worker in self.workers:
+            if worker.wait_completions(min(seconds, _MOMENT)):
+                return
 
     def admit(self, number: int, keys: Sequence[BlockKey]) -> Awaited[Lease]:
         lease = self.engine.acquire(keys)
@@ -66,29 +91,49 @@ class EmbeddedOffload:
         return {"slots": stats.pool.capacity_slots, "policy": stats.pool.policy, "evicted_blocks": evicted}
 
 
-class LocalKV:
-    """The `KVCaches` of the ranks in this process, of which there may be none."""
+class LocalRanks:
+    """Stands in for `RemoteRanks`, with workers and KV caches of this process. There may be no KV caches."""
 
     is_verifying = False
 
-    def __init__(self, ranks: Sequence[HostKV]) -> None:
-        self._ranks = ranks
+    def __init__(self, workers: Sequence[Worker], caches: Sequence[HostKV] = ()) -> None:
+        self.workers = workers
+        self._caches = caches
         self._found: list[Verification] = []
 
     def compute(self, keys: Sequence[BlockKey], blocks: Sequence[int]) -> None:
-        for rank in self._ranks:
-            rank.write(keys, blocks)
+        for kv in self._caches:
+            kv.write(keys, blocks)
 
     def verify(self, keys: Sequence[BlockKey], blocks: Sequence[int]) -> None:
-        self._found.append(Verification.of_ranks([rank.check(keys, blocks) for rank in self._ranks]))
+        self._found.append(Verification.of_ranks([kv.check(keys, blocks) for kv in self._caches]))
 
     def scrub(self, blocks: Sequence[int]) -> None:
-        for rank in self._ranks:
-            rank.scrub(blocks)
+        for kv in self._caches:
+            kv.scrub(blocks)
 
     def take_verifications(self) -> list[Verification]:
         found, self._found = self._found, []
         return found
+
+
+def replay_driver(
+    offload: EmbeddedOffload,
+    ranks: LocalRanks,
+    requests: Sequence[TraceRequest],
+    options: ReplayOptions,
+    *,
+    kv_blocks: int,
+    on_request: Callable[[int], None] = lambda finished: None,
+) -> ReplayDriver:
+    return ReplayDriver(
+        cast(AttachedOffload, offload),
+        cast(RemoteRanks, ranks),
+        requests,
+        options,
+        kv_blocks=kv_blocks,
+        on_request=on_request,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,9 +177,10 @@ class ReplaySession:
     def workers(self) -> list[DataPlane]:
         return [rank.worker for rank in self.ranks]
 
-    @property
-    def kv(self) -> LocalKV:
-        return LocalKV([rank.kv for rank in self.ranks])
+    def driver(self, requests: Sequence[TraceRequest], options: ReplayOptions, *, kv_blocks: int) -> ReplayDriver:
+        offload = EmbeddedOffload(self.engine, self.workers)
+        ranks = LocalRanks(self.workers, [rank.kv for rank in self.ranks])
+        return replay_driver(offload, ranks, requests, options, kv_blocks=kv_blocks)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from kvstow.control.administration import Administrator
 from kvstow.control.blockevents import BlockEventLog
 from kvstow.control.contexts import Context, seconds_to
 from kvstow.control.ops import OpenOp, OpenTierOp
-from kvstow.control.pool import SLICE_SLOTS, Pool
+from kvstow.control.pool import SLICE_SLOTS, Pool, PoolTarget
 from kvstow.control.recording import Recording
 from kvstow.control.session import Session, sessions_of
 from kvstow.errors import ConflictError, IntegrityError
@@ -231,7 +231,8 @@ class OffloadEngine(Session, PoolFacade):
         slice_slots: int = SLICE_SLOTS,
     ) -> None:
         """`slice_slots`: how many slots bulk work visits before it releases the lock."""
-        Session.__init__(self, Pool(config, clock, slice_slots=slice_slots), HOST_NAME)
+        pool = Pool(config, clock, PoolTarget(config.capacity_slots), slice_slots=slice_slots)
+        Session.__init__(self, pool, HOST_NAME)
         PoolFacade.__init__(self, self.pool)
         self.name = self.engine_id
 

@@ -179,7 +179,14 @@ class Pool:
     name = HOST_NAME
     """What its host calls it."""
 
-    def __init__(self, config: EngineConfig, clock: Callable[[], float], *, slice_slots: int = SLICE_SLOTS) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        clock: Callable[[], float],
+        target: PoolTarget,
+        *,
+        slice_slots: int = SLICE_SLOTS,
+    ) -> None:
         self.config = config
         self.clock = clock
         self.slice_slots = slice_slots
@@ -194,7 +201,7 @@ class Pool:
         self.counters = Counters()
         self.ages = AgeSampler(self.index.times, self.counters.ages)
         self.events = BlockEventLog(config.event_buffer, lambda: self.capacity)
-        self.target = PoolTarget(config.capacity_slots)
+        self.target = target
         self.lost = range(0)
         """Slots whose contents some rank has lost and which `remove_lost` has yet to clear. Nothing is accepted while
         there are any."""

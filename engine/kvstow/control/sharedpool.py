@@ -37,9 +37,8 @@ class SharedPool(Pool):
         slice_slots: int = SLICE_SLOTS,
         journal: IndexJournal | None = None,
     ) -> None:
-        super().__init__(config, clock, slice_slots=slice_slots)
+        super().__init__(config, clock, PoolTarget(0), slice_slots=slice_slots)
         self.journal = journal
-        self.target = PoolTarget(0)
         self.admin = Administrator(self)
         self._extents: list[int] = []
         self._populated = 0

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
-from typing import Any, Protocol, TypeVar
+from typing import TypeVar
 
 from kvstow.attach.wire import MOST_STORED
 from kvstow.errors import InvalidRequestError
@@ -28,86 +28,14 @@ from kvstow.messages import Completion, Op, StepPlan
 from kvstow.prefill import PrefillCost, PrefillNews
 from kvstow.results import Awaited, Lease, Settled, StoreGrant
 from kvstow_service.replay.kv import Verification
+from kvstow_service.replay.offload import AttachedOffload
+from kvstow_service.replay.remoteranks import RemoteRanks
 from kvstow_service.replay.result import Position, ReplayResult
 from kvstow_service.replay.trace import BLOCK_TOKENS, ReplayOptions, TraceRequest, events
 
 _log = logging.getLogger("kvstow.replay")
 
 _WAIT = 0.05  # seconds after which the loop looks again for a stop and for news of the other ranks
-
-
-class RankWorker(Protocol):
-    """The interface that the replay needs of a rank's worker."""
-
-    @property
-    def boot_id(self) -> str: ...
-
-    def submit(self, plan: StepPlan) -> None: ...
-
-    def take_completions(self) -> list[Completion]: ...
-
-    def wait_completions(self, timeout: float) -> bool: ...
-
-
-class ReplayedEngine(Protocol):
-    """The calls that the replay makes to the control plane itself, because they have no answer to wait for."""
-
-    def complete(self, rank: int, boot_id: str, completions: Sequence[Completion]) -> object: ...
-
-    def take_settled(self) -> list[Settled]: ...
-
-    def note_prefill(self, news: PrefillNews) -> object: ...
-
-
-class Offload(Protocol):
-    """The control plane as the replay uses it. One thread does. Answers come in the order of the calls, at once or
-    after a later `step`."""
-
-    @property
-    def engine(self) -> ReplayedEngine: ...
-
-    def step(self) -> None:
-        """Called once in each step of the replay."""
-
-    def admit(self, number: int, keys: Sequence[BlockKey]) -> Awaited[Lease]:
-        """Begin request `number` of the replay, which has this chain. Look up its leading present keys, and keep them
-        from eviction. The lease may be empty."""
-
-    def end(self, number: int, stop: str | None) -> bool:
-        """End the request. `stop` says how it ended, as in its trace. Returns whether the pool lacks blocks of it,
-        which should then be stored."""
-
-    def hold(self, keys: Sequence[BlockKey]) -> Awaited[Lease]:
-        """Keep all of these keys from eviction. The lease is empty if one of them is absent."""
-
-    def release(self, held: Awaited[Lease]) -> None:
-        """End a lease as soon as the service has granted it. Idempotent, and allowed after a load has ended the
-        lease."""
-
-    def begin_load(self, lease: Lease, blocks: Sequence[int], request_id: str) -> Awaited[Op | None]:
-        """Load the keys of the lease, which ends it. The answer is None if the lease was broken meanwhile."""
-
-    def begin_store(self, keys: Sequence[BlockKey], blocks: Sequence[int], request_id: str) -> Awaited[StoreGrant]: ...
-
-    def figures(self) -> dict[str, Any]:
-        """Return the fields of `ReplayResult` that describe the pool."""
-
-
-class KVCaches(Protocol):
-    """The KV caches of all ranks."""
-
-    @property
-    def is_verifying(self) -> bool:
-        """Whether a result of `verify` is still missing."""
-
-    def compute(self, keys: Sequence[BlockKey], blocks: Sequence[int]) -> None: ...
-
-    def verify(self, keys: Sequence[BlockKey], blocks: Sequence[int]) -> None: ...
-
-    def scrub(self, blocks: Sequence[int]) -> None: ...
-
-    def take_verifications(self) -> list[Verification]:
-        """Return the results of new calls of `verify`, in their order. Each is that of all ranks together."""
 
 
 _T = TypeVar("_T")
@@ -155,34 +83,26 @@ class _Job:
 class ReplayDriver:
     """One replay of `requests` over the ranks of one engine.
 
-    `workers` are those of all ranks, in order. Each rank's KV cache has `kv_blocks` blocks, and only the replay uses it
-    while it runs. The host still reports ranks and ticks an embedded engine. `on_request` is called on the thread of
-    `run` with the number of finished requests. `wait` waits for news of the ranks or the control plane, for at most the
-    given number of seconds. Raises `InvalidRequestError` for a request that does not fit the KV cache.
+    Each rank's KV cache has `kv_blocks` blocks, and only the replay uses it while it runs. `on_request` is called on
+    the thread of `run` with the number of finished requests. Raises `InvalidRequestError` for a request that does not
+    fit the KV cache.
     """
 
     def __init__(
         self,
-        offload: Offload,
-        workers: Sequence[RankWorker],
-        kv: KVCaches,
+        offload: AttachedOffload,
+        ranks: RemoteRanks,
         requests: Sequence[TraceRequest],
         options: ReplayOptions,
         *,
         kv_blocks: int,
         on_request: Callable[[int], None] = lambda finished: None,
-        wait: Callable[[float], None] | None = None,
     ) -> None:
         check_fits(requests, kv_blocks)
-        self._offload = offload
-        self._workers = workers
-        self._outstanding: list[set[int]] = [set() for _ in workers]
-        """The ops that each rank has not completed."""
-        self._kv = kv
+        self._offload, self._ranks = offload, ranks
         self._requests = requests
         self._options = options
         self._on_request = on_request
-        self._wait_for_news = wait
         self._free = deque(range(kv_blocks))
         """KV blocks that no request holds. They are reused in the order in which they were freed, as in an inference
         engine, so that a block is reused as late as possible."""
@@ -196,7 +116,7 @@ class ReplayDriver:
         """A heap of the requests that have stored everything: their ends in the trace, and their numbers."""
         self._unverified: deque[_Job] = deque()
         """Requests whose loads are being verified, in order."""
-        self._tally = ReplayResult(ranks=len(workers))
+        self._tally = ReplayResult(ranks=len(ranks.workers))
         """Figures that are counted here while `run` is active."""
         self._model_is_free = 0.0
         """The time at which the model will have computed all blocks that it was given."""
@@ -249,7 +169,7 @@ class ReplayDriver:
         )
 
     def _finished(self, stop: threading.Event) -> bool:
-        return not self._jobs and not self._kv.is_verifying and (stop.is_set() or self._next == len(self._requests))
+        return not self._jobs and not self._ranks.is_verifying and (stop.is_set() or self._next == len(self._requests))
 
     # One step: requests start, their ops go to every rank, and final ops let their requests continue.
 
@@ -313,22 +233,20 @@ class ReplayDriver:
         if not self._plan:
             return
         plan = StepPlan(tuple(self._plan))
-        for worker, outstanding in zip(self._workers, self._outstanding, strict=True):
-            outstanding.update(op.op_id for op in plan.ops)
+        for worker in self._ranks.workers:
             worker.submit(plan)
         self._plan.clear()
 
     def _collect(self) -> bool:
         """Take completions and results. Returns whether an op became final, or freed its blocks, on all ranks."""
-        for rank, worker in enumerate(self._workers):
+        for rank, worker in enumerate(self._ranks.workers):
             if completions := worker.take_completions():
-                self._outstanding[rank].difference_update(one.op_id for one in completions if one.mark != "source_free")
                 self._count_copies(completions)
                 self._offload.engine.complete(rank, worker.boot_id, completions)
         settled = self._offload.engine.take_settled()
         for entry in settled:
             self._advance(entry)
-        for found in self._kv.take_verifications():
+        for found in self._ranks.take_verifications():
             self._count_verified(self._unverified.popleft(), found)
         return bool(settled)
 
@@ -340,17 +258,7 @@ class ReplayDriver:
         if self._generating:
             due_end = self._options.due_end(self._generating[0][0], self._requests[0])
             timeout = timeout if due_end is None else min(timeout, max(0.0, self._seconds_to(due_end)))
-        if self._wait_for_news is not None:
-            self._wait_for_news(timeout)
-            return
-        for worker, outstanding in zip(self._workers, self._outstanding, strict=True):
-            if outstanding:
-                worker.wait_completions(timeout)
-                return
-        if stop.is_set():
-            time.sleep(_WAIT)  # no op runs on a rank, so only the engine itself can end one, by its timeout
-        else:
-            stop.wait(timeout)
+        self._offload.wait(timeout)
 
     def _may_admit(self) -> bool:
         """Whether there is a next request, and room for it. It need not be due."""
@@ -429,7 +337,7 @@ class ReplayDriver:
     def _computed(self, job: _Job, _: None) -> None:
         self._tally.request_seconds += time.monotonic() - job.started
         keys, blocks = job.keys[job.loaded :], job.blocks[job.loaded :]
-        self._kv.compute(keys, blocks)
+        self._ranks.compute(keys, blocks)
         self._store_more(job)
 
     def _store_more(self, job: _Job) -> None:
@@ -475,7 +383,7 @@ class ReplayDriver:
     def _loaded(self, job: _Job, settled: Settled) -> None:
         if settled.mark == "done":
             self._unverified.append(job)
-            self._kv.verify(job.keys[: job.loaded], job.blocks[: job.loaded])
+            self._ranks.verify(job.keys[: job.loaded], job.blocks[: job.loaded])
             return
         _log.warning("a load of %d blocks failed, computing them again: %s", job.loaded, settled.error)
         self._tally.loaded.failed += job.loaded
@@ -516,7 +424,7 @@ class ReplayDriver:
             job.hold = None
 
     def _free_blocks(self, job: _Job) -> None:
-        self._kv.scrub(job.blocks)
+        self._ranks.scrub(job.blocks)
         self._free.extend(job.blocks)
         job.blocks = []
 

@@ -74,13 +74,11 @@ class ReplayEngine:
                 self._wait_for_slots(offload, ranks)
             driver = ReplayDriver(
                 offload,
-                ranks.workers,
                 ranks,
                 spec.requests,
                 spec.options,
                 kv_blocks=spec.kv_blocks,
                 on_request=lambda finished: self._report_progress(driver, offload),
-                wait=offload.wait,
             )
             driver.run(self._stop)
             last = replace(self._progress(driver, offload), end="finished")

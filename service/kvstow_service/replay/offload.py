@@ -66,8 +66,9 @@ class _FoundLease:
 
 
 class AttachedOffload:
-    """An `Offload` whose engine is in the node service. The ranks join each of its sessions. While there is no session,
-    lookups miss and stores are refused."""
+    """The control plane of a replay: an engine in the node service. One thread uses it. Answers come in the order of
+    the calls, after a later `step`. The ranks join each of the engine's sessions. While there is no session, lookups
+    miss and stores are refused."""
 
     def __init__(
         self, path: Path, engine: str, pool: PoolIdentity, ranks: RemoteRanks, *, wanted_bytes: int = 0
@@ -97,6 +98,7 @@ class AttachedOffload:
         a rank was still registering what was found."""
 
     def step(self) -> None:
+        """Receive answers. Called once in each step of the replay."""
         self.engine.step()
         self._follow_session()
 
@@ -124,25 +126,34 @@ class AttachedOffload:
         return self._room
 
     def admit(self, number: int, keys: Sequence[BlockKey]) -> Awaited[Lease]:
+        """Begin request `number` of the replay, which has this chain. Look up its leading present keys, and keep them
+        from eviction. The lease may be empty."""
         answer = self.engine.find(keys, hold=Hold.LEADING)
         self._numbers[number] = self.engine.admit(keys)
         return _FoundLease(self, answer)
 
     def end(self, number: int, stop: str | None) -> bool:
+        """End the request. `stop` says how it ended, as in its trace. Returns whether the pool lacks blocks of it,
+        which should then be stored."""
         return self.engine.end_request(self._numbers.pop(number), ending_of_trace(stop))
 
     def hold(self, keys: Sequence[BlockKey]) -> Awaited[Lease]:
+        """Keep all of these keys from eviction. The lease is empty if one of them is absent."""
         return _FoundLease(self, self.engine.find(keys, hold=Hold.ALL, count=False))
 
     def release(self, held: Awaited[Lease]) -> None:
+        """End a lease as soon as the service has granted it. Idempotent, and allowed after a load has ended the
+        lease."""
         assert isinstance(held, _FoundLease)
         self.engine.discard(held.answer)
 
     def begin_load(self, lease: Lease, blocks: Sequence[int], request_id: str) -> Awaited[Op | None]:
+        """Load the keys of the lease, which ends it. The answer is None if the lease was broken meanwhile."""
         return self.engine.begin_load(lease, blocks, request_id=request_id)
 
     def begin_store(self, keys: Sequence[BlockKey], blocks: Sequence[int], request_id: str) -> Awaited[StoreGrant]:
         return self.engine.begin_store(keys, blocks, request_id=request_id)
 
     def figures(self) -> dict[str, Any]:
+        """Return the fields of `ReplayResult` that describe the pool."""
         return {"slots": self._ranks.usable_slots}

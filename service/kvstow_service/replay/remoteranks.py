@@ -129,7 +129,7 @@ def run_rank(pipe: Pipe, spec: RankSpec) -> None:
 
 
 class RemoteRank:
-    """A rank, as the engine's process sees it. It is a `RankWorker`."""
+    """A rank, as the engine's process sees it."""
 
     def __init__(self, spec: RankSpec) -> None:
         self.child, self.rank = Child(run_rank, spec), spec.rank
@@ -154,10 +154,6 @@ class RemoteRank:
         taken, self._completions = self._completions, []
         return taken
 
-    def wait_completions(self, timeout: float) -> bool:
-        """Not implemented, because the driver waits for all ranks at once: see `RemoteRanks.wait`."""
-        raise NotImplementedError
-
     def receive(self) -> None:
         """Take the rank's reports. Raises the rank's error if it has failed, and `ProcessEndedError` if it has
         ended."""
@@ -172,7 +168,7 @@ class RemoteRank:
 
 
 class RemoteRanks:
-    """All ranks of an engine. They are the `KVCaches` of a replay. `close` ends the processes."""
+    """All ranks of an engine, with their KV caches. `close` ends the processes."""
 
     def __init__(self, num_ranks: int, engine: str, socket: Path, layout: KVLayout) -> None:
         self.workers: list[RemoteRank] = []
@@ -235,10 +231,12 @@ class RemoteRanks:
                 worker.call(Rank.scrub, blocks)
 
     def take_verifications(self) -> list[Verification]:
+        """Return the results of new calls of `verify`, in their order. Each is that of all ranks together."""
         complete = min(len(worker.found) for worker in self.workers)
         self._num_checks -= complete
         return [Verification.of_ranks([worker.found.popleft() for worker in self.workers]) for _ in range(complete)]
 
     @property
     def is_verifying(self) -> bool:
+        """Whether a result of `verify` is still missing."""
         return self._num_checks > 0

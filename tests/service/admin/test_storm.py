@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.embeddedreplay import EmbeddedOffload, LocalKV, LocalRank, build_ranks
+from tests.embeddedreplay import LocalRank, ReplaySession, build_ranks
 
 from kvstow.config import EngineConfig, PoolConfig
 from kvstow.control.engine import OffloadEngine
@@ -24,7 +24,7 @@ from kvstow_service.admin.adminhost import Ticker
 from kvstow_service.admin.agent import AdminAddress, RankAgent
 from kvstow_service.admin.server import AdminServer
 from kvstow_service.admin.sockets import AdminSockets, TcpAddress
-from kvstow_service.replay.driver import ReplayDriver, blocks_needed
+from kvstow_service.replay.driver import blocks_needed
 from kvstow_service.replay.result import ReplayResult
 from kvstow_service.replay.trace import ReplayOptions, TraceShape, generate_trace
 
@@ -66,13 +66,10 @@ class Storm:
 
     def replay(self, stop: threading.Event) -> Iterator[ReplayResult]:
         """Replays of the trace, one after the other, until `stop`."""
-        kv = LocalKV([rank.kv for rank in self.ranks])
-        workers = [rank.worker for rank in self.ranks]
+        session = ReplaySession(self.engine, self.ranks)
         while not stop.is_set():
             options = ReplayOptions(concurrency=4, drain_seconds=10.0)
-            yield ReplayDriver(
-                EmbeddedOffload(self.engine), workers, kv, self.requests, options, kv_blocks=self.kv_blocks
-            ).run(stop)
+            yield session.driver(self.requests, options, kv_blocks=self.kv_blocks).run(stop)
 
 
 def random_request(rng: random.Random) -> tuple[str, str, dict[str, Any] | None]:

@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import pytest
 from tests.doubles.rank import ready_report
-from tests.embeddedreplay import EmbeddedOffload, LocalKV
+from tests.embeddedreplay import EmbeddedOffload, LocalRanks, Worker, replay_driver
 
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
@@ -85,9 +85,12 @@ class LateAnswer(Generic[T]):
 class LateOffload(EmbeddedOffload):
     """Answers as the node service does: in order, steps after they were asked for."""
 
-    def __init__(self, engine: OffloadEngine, delay: int) -> None:
-        super().__init__(engine)
+    def __init__(self, engine: OffloadEngine, workers: Sequence[Worker], delay: int) -> None:
+        super().__init__(engine, workers)
         self.delay, self.steps = delay, 0
+
+    def wait(self, seconds: float) -> None:
+        """Does nothing, because answers come with the steps, not with the time."""
 
     def step(self) -> None:
         self.steps += 1
@@ -144,12 +147,10 @@ def bench(
     workers = [MemoryWorker(rank, cache, fault) for rank, cache in enumerate(caches)]
     for worker in workers:
         engine.report(worker.report())
-    kv = LocalKV([HostKV(rank, [cache]) for rank, cache in enumerate(caches)])
-    offload = LateOffload(engine, delay) if delay else offload_type(engine)
-    wait = (lambda seconds: None) if delay else None  # answers come with the steps, not with the time
-    driver = ReplayDriver(
-        offload, workers, kv, requests, options, kv_blocks=kv_blocks, on_request=on_request, wait=wait
-    )
+    kv = [HostKV(rank, [cache]) for rank, cache in enumerate(caches)]
+    offload = LateOffload(engine, workers, delay) if delay else offload_type(engine, workers)
+    local = LocalRanks(workers, kv)
+    driver = replay_driver(offload, local, requests, options, kv_blocks=kv_blocks, on_request=on_request)
     try:
         yield Bench(engine, workers, offload, driver, kv_blocks)
     finally:
@@ -417,11 +418,9 @@ def test_an_engine_error_gives_leases_and_blocks_back(conversations: list[TraceR
 
 def test_a_request_that_does_not_fit_the_kv_cache_is_refused_at_once(conversations: list[TraceRequest]) -> None:
     with bench(conversations) as parts:
-        workers: list[MemoryWorker] = parts.workers
+        ranks = LocalRanks(parts.workers)
         with pytest.raises(InvalidRequestError, match="the KV cache 3; allowed: "):
-            ReplayDriver(
-                EmbeddedOffload(parts.engine), workers, LocalKV([]), conversations, ReplayOptions(), kv_blocks=3
-            )
+            replay_driver(parts.offload, ranks, conversations, ReplayOptions(), kv_blocks=3)
 
 
 def test_requests_wait_until_they_are_due(conversations: list[TraceRequest]) -> None:
@@ -444,8 +443,8 @@ def test_figures_can_be_read_while_the_replay_runs(conversations: list[TraceRequ
 class Watched(EmbeddedOffload):
     """Notes when requests begin and end, by their first key, and how they end."""
 
-    def __init__(self, engine: OffloadEngine) -> None:
-        super().__init__(engine)
+    def __init__(self, engine: OffloadEngine, workers: Sequence[Worker]) -> None:
+        super().__init__(engine, workers)
         self.noted: list[tuple[str, bytes, str | None]] = []
         self.first_keys: dict[int, bytes] = {}
         self.on_admit: Callable[[], None] = lambda: None

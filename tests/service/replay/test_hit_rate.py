@@ -7,9 +7,9 @@ from threading import Event
 
 import pytest
 from bench.kvstow_subject import EngineSubject
-from tests.embeddedreplay import EmbeddedOffload, LocalKV
+from tests.embeddedreplay import EmbeddedOffload, LocalRanks, replay_driver
 
-from kvstow_service.replay.driver import ReplayDriver, blocks_needed
+from kvstow_service.replay.driver import blocks_needed
 from kvstow_service.replay.result import ReplayResult
 from kvstow_service.replay.trace import ReplayOptions, TraceRequest, read_trace
 
@@ -20,8 +20,8 @@ def replay(
     requests: Sequence[TraceRequest], slots: int, *, policy: str = "lru", ranks: int = 1, concurrency: int = 1
 ) -> ReplayResult:
     subject, kv_blocks = EngineSubject(slots, policy=policy, ranks=ranks), blocks_needed(requests, concurrency)
-    offload, options = EmbeddedOffload(subject.engine), ReplayOptions(concurrency=concurrency)
-    driver = ReplayDriver(offload, subject.workers, LocalKV([]), requests, options, kv_blocks=kv_blocks)
+    offload, options = EmbeddedOffload(subject.engine, subject.workers), ReplayOptions(concurrency=concurrency)
+    driver = replay_driver(offload, LocalRanks(subject.workers), requests, options, kv_blocks=kv_blocks)
     result = driver.run(Event())
     assert driver.free_blocks == kv_blocks
     assert subject.engine.stats().pool.leases == 0

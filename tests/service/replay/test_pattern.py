@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from tests.embeddedreplay import LocalKV
+from tests.embeddedreplay import LocalRanks
 
 from kvstow.keys import make_key
 from kvstow_service.replay.kv import HostKV, Page
@@ -45,7 +45,7 @@ def test_bytes_that_moved_within_a_page_are_wrong() -> None:
 
 
 def test_scrubbed_blocks_are_wrong_on_every_rank() -> None:
-    kv = LocalKV([HostKV(rank, regions_of(16)) for rank in range(2)])
+    kv = LocalRanks((), [HostKV(rank, regions_of(16)) for rank in range(2)])
     kv.compute(KEYS, [0, 1, 2])
     kv.scrub([1])
     kv.verify(KEYS, [0, 1, 2])

@@ -3,10 +3,10 @@
 from threading import Event
 
 import pytest
-from tests.embeddedreplay import EmbeddedOffload, local_session
+from tests.embeddedreplay import local_session
 
 from kvstow.config import EngineConfig
-from kvstow_service.replay.driver import ReplayDriver, blocks_needed
+from kvstow_service.replay.driver import blocks_needed
 from kvstow_service.replay.trace import ReplayOptions, TraceRequest
 
 
@@ -20,10 +20,7 @@ def test_every_loaded_byte_is_right(
     config = EngineConfig(slot_bytes=slot_bytes, capacity_slots=300, num_ranks=ranks)
     kv_blocks = blocks_needed(conversations, concurrency)
     with local_session(config, kv_blocks) as session:
-        options = ReplayOptions(concurrency=concurrency)
-        driver = ReplayDriver(
-            EmbeddedOffload(session.engine), session.workers, session.kv, conversations, options, kv_blocks=kv_blocks
-        )
+        driver = session.driver(conversations, ReplayOptions(concurrency=concurrency), kv_blocks=kv_blocks)
         result = driver.run(Event())
         assert driver.free_blocks == kv_blocks
         session.engine.check_integrity()
