@@ -1,9 +1,8 @@
 """The process whose admin server is measured. It has a full pool, its ranks' agents, and traffic on a separate thread.
 
 `python -m bench.admin_host SLOTS RANKS` prints `{"port": n}`. Then it obeys JSON commands, one on each line. `traffic`
-is `idle`, `steps`, or `replay` with `rate`, which is requests per second, or null for as many as possible. With
-`freeze`, `gc.freeze` is called first. The command ends the traffic before it, whose figures are the answer. The process
-ends with its input.
+is `idle`, `steps`, or `replay` with `rate`, which is requests per second, or null for as many as possible. The command
+ends the traffic before it, whose figures are the answer. The process ends with its input.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,7 +20,7 @@ from typing import Any
 from tests.embeddedreplay import EmbeddedOffload, LocalRanks, replay_driver
 
 from bench.hashes import Hashes
-from bench.kvstow_subject import SLOT_BYTES, EngineSubject, SimulatedWorker
+from bench.kvstow_subject import EngineSubject
 from bench.subject import CHAIN_BLOCKS, STORE_BLOCKS
 from kvstow_api.app import create_app
 from kvstow_api.directory import EmbeddedDirectory
@@ -37,13 +35,6 @@ from kvstow_service.replay.trace import ReplayOptions, TraceShape, generate_trac
 _AGENT_TOKEN = "bench"
 ADMIN_TOKEN = "of-the-benchmark"
 _STEP_SECONDS = 0.02  # a step of the inference engine, which waits for the GPU in that time
-
-
-class QuietRank(SimulatedWorker):
-    """A simulated rank whose report never changes, so that its agent reports only once a second."""
-
-    def add_listener(self, callback: Callable[[], None]) -> None:
-        """Do nothing, because there are no changes to report."""
 
 
 class Host:
@@ -77,9 +68,7 @@ class Host:
         ticker.start()
         running.callback(ticker.stop)
         for rank, worker in enumerate(self.subject.workers):
-            source = QuietRank(rank, SLOT_BYTES, slots)
-            source.boot_id = worker.boot_id
-            agent = RankAgent(rank, source, find=lambda: None)
+            agent = RankAgent(rank, worker, find=lambda: None)
             agent.offer(AdminAddress(listeners.url, _AGENT_TOKEN))
             agent.start()
             running.callback(agent.stop)
@@ -138,14 +127,12 @@ class Host:
 
 
 def main(slots: int, ranks: int) -> None:
+    gc.freeze()  # what was imported, as `kvstow serve` and vLLM do
     with ExitStack() as running:
         host = Host(slots, ranks, running)
         print(json.dumps({"port": host.port}), flush=True)
         for line in sys.stdin:
             command = json.loads(line)
-            if command.get("freeze"):  # so that the collector skips long-lived objects
-                gc.collect()
-                gc.freeze()
             print(json.dumps(host.switch(command["traffic"], command.get("rate"))), flush=True)
         host.switch("idle", None)
 

@@ -21,7 +21,7 @@ R = TypeVar("R")
 
 
 class SimulatedWorker:
-    """A rank without memory, whose copies end at once. One thread uses it."""
+    """A rank without memory, whose copies end at once. One thread uses it, and another one may report it."""
 
     def __init__(self, rank: int, slot_bytes: int, num_slots: int) -> None:
         self.boot_id = secrets.token_hex(8)
@@ -44,6 +44,9 @@ class SimulatedWorker:
 
     def apply(self, desired: DesiredState) -> None:
         """Do nothing, because the rank has its slots from the start."""
+
+    def add_listener(self, callback: Callable[[], None]) -> None:
+        """Do nothing, because the report never changes. So an agent reports only once a second."""
 
 
 class EngineSubject:
