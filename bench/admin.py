@@ -21,6 +21,7 @@ from typing import Any
 from bench.admin_host import ADMIN_TOKEN
 from bench.machine import wait_until_quiet
 from bench.report import Table, verdict
+from bench.subject import CHAIN_BLOCKS, STORE_BLOCKS
 
 RANKS = 8
 REQUESTS_PER_SECOND = 50
@@ -86,7 +87,7 @@ def run(slots: int, seconds: float, say: Callable[[str], None]) -> list[Table]:
         running.callback(client.close)
         wait_until_quiet(_PATIENCE_SECONDS)
         metrics = _metrics(host, client, slots, seconds, say)
-        steps = _steps(host, client, slots, seconds, say)
+        steps = _steps(host, client, seconds, say)
         return [metrics, steps, _minute(host, client, slots, say)]
 
 
@@ -111,14 +112,12 @@ def _metrics(
         bar = f"{_METRICS_BAR * 1e3:g} ms, {verdict(p99 <= _METRICS_BAR)}" if is_judged else ""
         rows.append([path, title, speed, _ms(p50), _ms(p99), _ms(most), bar])
         say(f"{path}, {title}: p99 {_ms(p99)}")
-    head = ["path", "traffic in the process", "requests/s replayed", "p50", "p99", "longest", "bar for p99"]
-    title = f"`/metrics`, and `/v1/overview`, which is made once a second, at {slots:,} slots and {RANKS} ranks"
+    head = ["path", "traffic", "requests/s replayed", "p50", "p99", "longest", "bar for p99"]
+    title = f"Answers at {slots:,} slots and {RANKS} ranks"
     return Table(title, head, rows)
 
 
-def _steps(
-    host: Host, client: http.client.HTTPConnection, slots: int, seconds: float, say: Callable[[str], None]
-) -> Table:
+def _steps(host: Host, client: http.client.HTTPConnection, seconds: float, say: Callable[[str], None]) -> Table:
     """Measure steps with and without requests by turns. The steps of all turns are evaluated together."""
     found: dict[bool, dict[str, list[float]]] = {busy: {"calls": [], "steps": []} for busy in (False, True)}
     latencies: list[float] = []
@@ -142,7 +141,7 @@ def _steps(
     p50, p99, _ = _spread(latencies)
     rows.append(["an admin request, p50 / p99", "", f"{_ms(p50)} / {_ms(p99)}", "", ""])
     head = ["", "no requests", f"{REQUESTS_PER_SECOND} requests/s", "ratio", "bar"]
-    title = f"Steps (lookup, lease and release of 1,000 blocks, store of 128) at {slots:,} slots and {RANKS} ranks"
+    title = f"Steps of {CHAIN_BLOCKS:,} blocks used and {STORE_BLOCKS} stored"
     return Table(title, head, rows)
 
 
