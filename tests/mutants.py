@@ -2310,8 +2310,8 @@ MUTANTS = [
     Mutant(
         "a_purge_of_a_context_does_not_say_what_it_leaves",
         f"{CONTROL_CODE}/administration.py",
-        'sweep.notice = "; ".join(filter(None, (said, notice)))',
-        "sweep.notice = said",
+        'sweep.notice = "; ".join(filter(None, (store_notice, notice)))',
+        "sweep.notice = store_notice",
         f"{POOL_TIER_TESTS}::test_what_a_context_has_used_is_purged_from_the_store",
     ),
     Mutant(

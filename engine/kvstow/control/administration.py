@@ -1,4 +1,4 @@
-"""Operations on the pool of a running engine. Those over many slots are sweeps, which work in slices."""
+"""Operations on the pool of a running engine. Operations that visit many slots are sweeps, which work in slices."""
 
 from __future__ import annotations
 
@@ -26,18 +26,19 @@ from kvstow.tier.blockstore import Purged, PurgeWish
 logger = logging.getLogger("kvstow.admin")
 
 _LEFT_OF_CONTEXT = (
-    "only what the last request of the context has used is known; what earlier requests of it have used may be left in "
-    "the store below the pool, and a purge by age or of everything removes it"
+    "the service only knows which blocks the last request of the context has used; blocks of its earlier requests may "
+    "be left in the store below the pool, and a purge by age or of everything removes them"
 )
 
 
 class Sweep:
     """Bulk work that releases the engine's lock between slices, so that no scheduler waits for all of it.
 
-    Used by one thread at a time, which steps it to the end or cancels it, even after an error. `total` and `done` count
-    slots to visit; `evicted_slots` and `evicted_bytes` (of one rank) count what was removed, or would be in a dry run,
-    and `stored_blocks` what went from the store below the pool; `notice`: see `Purged`.
-    `waiting`: the next slice can do nothing until transfers or leases end; try again later.
+    One thread at a time uses it, and steps it to the end or cancels it, even after an error. `total` counts the slots
+    or keys to visit, and `done` how many of them were visited. `evicted_slots` and `evicted_bytes` (bytes of one rank)
+    count the blocks that were removed or, in a dry run, would be. `stored_blocks` counts the blocks that were removed
+    from the store below the pool. For `notice`, see `Purged`. While `waiting` is true, the next slice can do nothing
+    until transfers or leases end; try again later.
     """
 
     def __init__(
@@ -68,7 +69,8 @@ class Sweep:
         return self.evicted_slots * self._slot_bytes
 
     def extend(self, work: Callable[[Iterator[None]], Iterator[None]], undo: Callable[[], None]) -> Sweep:
-        """Do more, in one piece with what it does already, which `work` is given. `undo`: as for the sweep."""
+        """Add work to this sweep, and return the sweep. `work` gets the slices that the sweep had before and yields
+        them among its own. `undo` is called, before the earlier one, if the sweep is cancelled or fails."""
         self._slices = work(self._slices)
         before = self._undo
 
@@ -80,7 +82,7 @@ class Sweep:
         return self
 
     def step(self) -> bool:
-        """Do one slice. True while there is more to do."""
+        """Do one slice. Returns True while more is left to do."""
         if not self.finished:
             try:
                 next(self._slices)
@@ -93,21 +95,21 @@ class Sweep:
         return not self.finished
 
     def run(self) -> Sweep:
-        """Step until the end, or until it must wait."""
+        """Step until the sweep is finished or has to wait. Returns the sweep."""
         while self.step() and not self.waiting:
             pass
         return self
 
     def cancel(self) -> None:
-        """Do no further slice. What was done is kept, but a resize restores the capacity."""
+        """Do no further slice. Removed blocks stay removed, but a resize restores the capacity."""
         if not self.finished:
             self.cancelled = self.finished = True
             self._undo()
 
 
 def purge_store(pool: Pool, sweep: Sweep, wish: PurgeWish, *, dry_run: bool, notice: str = "") -> Sweep:
-    """Purge the store below the pool, too, if there is one. Meanwhile nothing goes from one of them to the other.
-    `notice`: what this purge cannot find there, as a sentence."""
+    """Let the sweep purge the store below the pool, too, if the pool has one. Until both are purged, no block moves
+    from one to the other. `notice`: a sentence that says what this purge cannot find in the store."""
     tier = pool.tier
     if tier is None:
         return sweep
@@ -119,19 +121,20 @@ def purge_store(pool: Pool, sweep: Sweep, wish: PurgeWish, *, dry_run: bool, not
         yield from slices
         done: list[Purged] = []
         tier.purge(wish, done.append, dry_run=dry_run)
-        is_closed.close()  # the store finds none of them any more
+        is_closed.close()  # from now on the store finds no purged block
         while not done:
             sweep.waiting = True
             yield
         sweep.waiting = False
-        sweep.stored_blocks, said = done[0]
-        sweep.notice = "; ".join(filter(None, (said, notice)))
+        sweep.stored_blocks, store_notice = done[0]
+        sweep.notice = "; ".join(filter(None, (store_notice, notice)))
 
     return sweep.extend(work, is_closed.close)
 
 
 Wanted = Callable[[int, int], list[int]]
-"""Selects the visible slots of a range to remove. Called with the lock held."""
+"""Returns the visible slots to remove, among the slots from the first number to below the second. The caller holds the
+lock."""
 
 
 def evict_next(pool: Pool, kind: str, reason: str, count: int, dry_run: bool) -> Sweep:
@@ -158,7 +161,7 @@ def evict_next(pool: Pool, kind: str, reason: str, count: int, dry_run: bool) ->
 
 
 def scan(pool: Pool, kind: str, reason: str, dry_run: bool, wanted: Wanted) -> Sweep:
-    """Visit all slots in ascending order, and remove the blocks in those that `wanted` selects."""
+    """Visit all slots in ascending order, and remove the blocks in the slots that `wanted` selects."""
     total = pool.index.slot_keys.num_slots
     return Sweep(kind, total, pool.config.slot_bytes, lambda sweep: _scan(sweep, pool, reason, dry_run, wanted))
 
@@ -174,7 +177,8 @@ def _scan(sweep: Sweep, pool: Pool, reason: str, dry_run: bool, wanted: Wanted) 
 
 
 def purge_matching(pool: Pool, matches: Callable[[bytes], bool], dry_run: bool) -> Sweep:
-    """Remove the visible blocks whose keys match, including held ones, and disown those being stored."""
+    """Remove the visible blocks whose keys match, including held ones. Matching blocks that are being stored do not
+    become visible."""
     index = pool.index
 
     def wanted(low: int, high: int) -> list[int]:
@@ -196,7 +200,7 @@ def purge_matching(pool: Pool, matches: Callable[[bytes], bool], dry_run: bool) 
 
 
 def purge_keys(pool: Pool, keys: Sequence[bytes], dry_run: bool) -> Sweep:
-    """`purge_matching` for exact keys: O(keys)."""
+    """Remove the blocks with exactly these keys, as `purge_matching` does. O(keys)."""
     wanted = list(dict.fromkeys(keys))
 
     def work(sweep: Sweep) -> Iterator[None]:
@@ -234,7 +238,7 @@ class BaseSwitches:
     anything changes."""
 
     _members: Callable[[], Iterable[BaseSwitches]] = tuple
-    """What is switched as well."""
+    """Returns the switches to which each change is applied as well."""
 
     def __init__(self, state: PoolAcceptance, lock: Lock, clock: Callable[[], float]) -> None:
         self._state, self._lock, self._clock = state, lock, clock
@@ -264,7 +268,8 @@ class BaseSwitches:
             return self._state.drain_status(self._clock(), *self._in_flight())
 
     def set_bypass(self, *, load: bool, store: bool, ttl_seconds: float | None) -> BypassStatus:
-        """Switch loads or stores off, for `ttl_seconds` or until they are switched on again. Lookups then miss."""
+        """Switch loads or stores off, for `ttl_seconds` or until they are switched on again. While loads are off,
+        lookups miss."""
         if ttl_seconds is not None and not 0 < ttl_seconds < inf:
             raise InvalidRequestError(f"ttl_seconds is {ttl_seconds}; allowed: more than 0, or null")
         with self._lock:
@@ -279,11 +284,11 @@ class BaseSwitches:
             return self._state.bypass(self._clock())
 
     def _in_flight(self) -> tuple[int, int]:
-        """Transfers and leases. The caller holds the lock."""
+        """Return how many transfers are open and how many leases there are. The caller holds the lock."""
         raise NotImplementedError
 
     def _moment(self, seconds: float | None) -> float:
-        """In so many seconds; never for None."""
+        """Return the time on the clock in `seconds` from now, or infinity for None."""
         return inf if seconds is None else self._clock() + seconds
 
 
@@ -313,9 +318,9 @@ class Administrator(BaseSwitches):
         context: bytes | None = None,
         dry_run: bool = False,
     ) -> Sweep:
-        """Remove evictable blocks: the next `slots`, or as many as hold `num_bytes`, in the policy's order, all that
-        were last used `idle_seconds` ago or earlier, or those of a context that no other request has used since. Blocks
-        in use stay."""
+        """Remove evictable blocks; blocks in use stay. Exactly one argument selects the blocks: the next `slots` in the
+        policy's order, the next ones with at least `num_bytes`, all blocks that were last used at least `idle_seconds`
+        ago, or the blocks of a `context` that no other request has used since."""
         _exactly_one(slots=slots, bytes=num_bytes, idle_seconds=idle_seconds, context=context)
         if context is not None:
             return self._sweep_context("evict", "operator", context, dry_run, alone=True)
@@ -336,15 +341,16 @@ class Administrator(BaseSwitches):
         context: bytes | None = None,
         dry_run: bool = False,
     ) -> Sweep:
-        """Remove blocks: all, by exact keys, key prefixes, idle time or age, those of a context, or the next ones by
-        count.
+        """Remove blocks. Exactly one argument selects them: `everything`, exact `keys`, `key_prefixes`, blocks that
+        were last used at least `idle_seconds` ago, blocks that were stored at least `age_seconds` ago, blocks that the
+        last request of a `context` has used (even if others share them), or the next blocks in the policy's order, by
+        `slots` or `num_bytes`.
 
-        By all, keys, prefixes and context, leased blocks go too, and stores in flight do not become
-        visible; a leased slot is reused only when its lease or load ends. The others remove evictable blocks only. The
-        blocks of a context are those that its last request has used, also where others share them.
+        With `everything`, `keys`, `key_prefixes` and `context`, leased blocks are removed, too, and stores in flight do
+        not become visible. A leased slot is reused only when its lease or load ends. The other arguments remove
+        evictable blocks only.
 
-        What the store below the pool has of them goes, too, except by count: of a context, what its last request has
-        used.
+        The blocks are also removed from the store below the pool, except with `slots` or `num_bytes`.
         """
         _exactly_one(
             all=everything or None,
@@ -391,7 +397,8 @@ class Administrator(BaseSwitches):
             pool.remove_blocks(slots, "operator")
 
     def lookup(self, keys: Sequence[bytes]) -> LookupResult:
-        """Which of the keys are in the pool. Holds nothing and is not counted, unlike a host's lookup."""
+        """Return which of the keys are in the pool, and why sessions may not load, if so. Unlike a host's lookup, this
+        holds no block and is not counted."""
         pool = self._pool
         present: list[bool] = []
         for start in range(0, len(keys), pool.slice_slots):
@@ -405,7 +412,8 @@ class Administrator(BaseSwitches):
         return LookupResult([*present, False].index(False), present, refusal)
 
     def _count_of(self, slots: int | None, num_bytes: int | None) -> int:
-        """Slots to evict. Bytes are rounded up to whole slots, so that at least that much is freed."""
+        """Return how many slots to evict. Bytes are rounded up to whole slots, so that at least `num_bytes` are
+        freed."""
         for name, value in (("slots", slots), ("bytes", num_bytes)):
             if value is not None and value < 1:
                 raise InvalidRequestError(f"{name} is {value}; allowed: 1 or more")
@@ -414,7 +422,7 @@ class Administrator(BaseSwitches):
     def _evict_since(
         self, kind: str, reason: str, what: Literal["stored", "used"], seconds: float, dry_run: bool
     ) -> Sweep:
-        """Remove the evictable blocks that were last stored, or used, so many seconds ago or earlier."""
+        """Remove the evictable blocks that were stored, or last used, at least `seconds` ago."""
         if not 0 <= seconds < inf:
             name = "age_seconds" if what == "stored" else "idle_seconds"
             raise InvalidRequestError(f"{name} is {seconds}; allowed: 0 or more seconds")
@@ -425,8 +433,9 @@ class Administrator(BaseSwitches):
     # -- size and policy ------------------------------------------------------------------------------------
 
     def resize(self, capacity_slots: int) -> Sweep:
-        """Give every rank `capacity_slots` slots. Growing ends immediately (the ranks then pin). Shrinking first
-        removes the blocks above, and waits until no slot there is leased or in flight.
+        """Give every rank `capacity_slots` slots. Growing ends immediately, and the ranks pin the new slots afterwards.
+        Shrinking first removes the blocks in the slots above, and waits until none of these slots is leased or in
+        flight.
 
         Raises `ConflictError` while another resize is under way.
         """
@@ -434,7 +443,7 @@ class Administrator(BaseSwitches):
         return self.start_resize(capacity_slots)
 
     def start_resize(self, capacity_slots: int) -> Sweep:
-        """`resize`, for the pool's host: to any number of slots."""
+        """Do what `resize` does, for the pool's host, which may choose any number of slots."""
         pool = self._pool
         with pool.lock:
             pool.target.begin_resize(capacity_slots)
@@ -493,9 +502,9 @@ class Administrator(BaseSwitches):
     # -- contexts -------------------------------------------------------------------------------------------
 
     def release_context(self, context: bytes) -> int:
-        """No further request of this context is expected, in any namespace: its blocks that no other request has used
-        since are worth what such blocks are, and the name is forgotten. Returns how many blocks it had used. Raises
-        `NotFoundError`."""
+        """Forget this context in all namespaces, because no further request of it will come. Blocks of it that no other
+        request has used since are then evicted as all blocks are whose client has released them. Returns how many
+        blocks its last request had used. Raises `NotFoundError` if there is no such context."""
         pool = self._pool
         with pool.lock:
             found, blocks = self._find_contexts(context), 0
@@ -506,8 +515,9 @@ class Administrator(BaseSwitches):
         return blocks
 
     def set_context(self, context: bytes, resume_in: float) -> None:
-        """The next request of this context is expected in so many seconds: that is when what the store below the pool
-        has of it is fetched. It changes nothing else. Raises `NotFoundError`."""
+        """Expect the next request of this context in `resume_in` seconds. The pool takes this time when it next decides
+        whether to prefetch the context's blocks from the store below it. Nothing else changes. Raises `NotFoundError`
+        if there is no such context."""
         if not 0 <= resume_in < inf:
             raise InvalidRequestError(f"resume_in is {resume_in}; allowed: 0 or more seconds")
         pool = self._pool
@@ -516,7 +526,8 @@ class Administrator(BaseSwitches):
                 each.expected = pool.clock() + resume_in
 
     def _find_contexts(self, context: bytes) -> list[Context]:
-        """The caller holds the lock."""
+        """Return the contexts with this id, of which there is at least one. Raises `NotFoundError`. The caller holds
+        the lock."""
         found = self._pool.requests.contexts.find(context)
         if not found:
             lost = "; contexts are forgotten at a restart, so the store below the pool may have blocks of it"
@@ -524,8 +535,9 @@ class Administrator(BaseSwitches):
         return found
 
     def _sweep_context(self, kind: str, reason: str, context: bytes, dry_run: bool, *, alone: bool) -> Sweep:
-        """Remove the blocks that the last request of a context has used. `alone`: those that no other request has used
-        since, if they are evictable. Otherwise all of them, and stores of them in flight do not become visible."""
+        """Remove the blocks that the last request of a context has used. With `alone`, remove only evictable ones that
+        no other request has used since. Otherwise remove all of them, and stores of them in flight do not become
+        visible."""
         pool = self._pool
         with pool.lock:
             contexts = self._find_contexts(context)
@@ -558,13 +570,13 @@ class Administrator(BaseSwitches):
     # -- memory ---------------------------------------------------------------------------------------------
 
     def retry_pinning(self) -> None:
-        """Make ranks whose pinning failed try again."""
+        """Let ranks whose pinning has failed try again."""
         pool = self._pool
         with pool.lock:
             pool.want(replace(pool.target.desired, pin_attempt=pool.target.desired.pin_attempt + 1))
 
     def pause_pinning(self, paused: bool) -> None:
-        """While paused, ranks start no further chunk; pinned slots stay usable."""
+        """Let ranks pin no further chunk, or end this pause. Pinned slots stay usable."""
         pool = self._pool
         with pool.lock:
             pool.target.revision += paused != pool.target.desired.paused
@@ -578,8 +590,8 @@ def _exactly_one(**selectors: object) -> None:
 
 
 class HostSwitches(BaseSwitches):
-    """Switches all pools of a host, and those that are made later: call `apply_to` with each new pool once it is among
-    those of `admins`. A switch of the host replaces those of single pools, and ending it ends theirs."""
+    """Switches all pools of a host. When a pool is added, call `apply_to` once `admins` returns it. A switch of the
+    host replaces the switches of single pools, and ending it ends theirs, too."""
 
     def __init__(
         self, admins: Callable[[], Iterable[Administrator]], *, clock: Callable[[], float] = time.monotonic
@@ -592,7 +604,7 @@ class HostSwitches(BaseSwitches):
         return sum(one.pending_transfers for one in pools), sum(one.leases for one in pools)
 
     def apply_to(self, admin: Administrator) -> None:
-        """Switch a new pool as the others."""
+        """Apply the host's switches to a new pool."""
         with self._lock:
             now = self._clock()
             bypass, drain = self._state.bypass(now), self._state.drain_status(now, 0, 0)

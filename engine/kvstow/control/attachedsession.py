@@ -1,5 +1,5 @@
-"""Sessions of a pool whose memory is its host's: those of engines in other processes, which come and go while the pool
-stays, and the host's own."""
+"""Sessions of a pool whose memory belongs to its host. Engines in other processes have sessions that come and go while
+the pool stays, and the host has a session of its own."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from kvstow.status import SessionState, SessionStatus
 
 
 class AttachedSession(Session):
-    """One engine that is attached to a `SharedPool`; made by its `attach`.
+    """The session of an engine that is attached to a `SharedPool`. `SharedPool.attach` makes it.
 
     A rank's `pinned_slots` are the slots that it has mapped and registered. The session sees no key, and gets no slot,
-    above the smallest number of them. A new boot of a rank fails the session's ops and leases, and no block: the
-    memory is not the rank's. Another process for the same rank needs a new session.
+    above the smallest number of them. If a rank boots anew, the session's ops fail and its leases break, but no block
+    is lost, because the memory is not the rank's. Another process for the same rank needs a new session.
 
-    When a store finds no other slot, the oldest unused leases end until all of them hold at most half of the pool's
-    slots. No hit is longer than that.
+    When a store finds no other slot, the oldest unused leases of the session end until the others hold at most half of
+    the pool's slots. No hit is longer than half of the pool either.
 
-    A lost session loads and stores no more, and what it sends is counted and ignored. Its processes may still read the
-    slots of its leases and loads, and write those of its stores. So these slots are kept until
+    A lost session does not load or store any more, and its messages are counted and ignored. Its processes may still
+    read the slots of its leases and loads, and write the slots of its stores. So these slots are kept until
     `SharedPool.process_died` has been called for every process that `map_memory` has named.
     """
 
@@ -57,8 +57,8 @@ class AttachedSession(Session):
         self.name, self.label = name, f"session {name} ({self.engine}): "
 
     def release_leases(self, lease_ids: Sequence[int]) -> None:
-        """End these leases, unless they have ended. O(leases given), and few of their slots are freed at once: see
-        `Debts`."""
+        """End the leases with these ids, unless they have ended before. O(leases given), because only a slice of their
+        slots is freed at once (see `Debts`)."""
         pool = self.pool
         for start in range(0, len(lease_ids), pool.slice_slots):
             with pool.lock:
@@ -68,21 +68,22 @@ class AttachedSession(Session):
     # -- processes and end ----------------------------------------------------------------------------------
 
     def map_memory(self, process: Hashable) -> None:
-        """This process will get the pool's memory. `process` names it among all processes of the node. Raises
-        `ConflictError` if the session is lost."""
+        """Note that a process will get the pool's memory. `process` identifies it among all processes of the node.
+        Raises `ConflictError` if the session is lost."""
         with self.pool.lock:
             if self.is_lost:
                 raise ConflictError(f"{self.label}the session has ended; attach again")
             self.processes.add(process)
 
     def lose(self, reason: str) -> None:
-        """One of the session's connections has ended. Idempotent. Its ops end in steps: see `Debts.pay`."""
+        """End the session, because one of its connections has ended. Idempotent. Its ops end in steps (see
+        `Debts.pay`)."""
         with self.pool.lock:
             self.end(reason)
         self.pool.write_log()
 
     def end(self, reason: str) -> None:
-        """`lose`, with the lock held."""
+        """Do what `lose` does. The caller holds the lock and then calls `Pool.write_log` without it."""
         if self.is_lost:
             return
         self.is_lost = self.closed = True
@@ -107,7 +108,8 @@ class AttachedSession(Session):
         self.pool.index.namespaces.leave(self.namespace)
 
     def forget_process(self, process: Hashable) -> None:
-        """The process has died. The session cannot continue without it. The caller holds the lock."""
+        """Note that this process has died, and end the session if the process was one of its own. The caller holds the
+        lock."""
         if process in self.processes:
             self.processes.remove(process)
             self.end("one of its processes has ended")
@@ -130,12 +132,12 @@ class AttachedSession(Session):
             yield from self._free_slots()
 
     def _free_slots(self) -> Iterator[None]:
-        """No process can read or write the session's slots any more."""
+        """Free the session's slots in slices, because no process can read or write them any more."""
         pool = self.pool
         self._ending = "slots"
         if pool.earlier is not None and pool.earlier.session is self:
             pool.earlier = None
-            pool.log(INFO, "all engines of the service before have attached again or ended: blocks are evicted again")
+            pool.log(INFO, "all engines of the earlier service have attached again or ended; the pool evicts again")
         most = max(1, pool.slice_slots // OP_SLOTS)
         while self._ended_leases or self._held or self.quarantined_slots:
             leases = list(islice(self._ended_leases, most))
@@ -164,8 +166,8 @@ class AttachedSession(Session):
         yield from self._held
 
     def uses_slots_from(self, low: int) -> bool:
-        """Whether it, or a process of it, may still read or write a slot from `low` on. O(slots in use); the lock is
-        held for O(leases and ops), a millisecond for as many as it may have."""
+        """Whether the session or one of its processes may still read or write a slot from `low` on. O(slots in use).
+        Holds the lock for O(leases and ops), which is a millisecond for the most that a session may have."""
         with self.pool.lock:
             leases, ops = [*self.leases, *self._ended_leases], list(self.ops)
             parts: list[Sequence[int]] = [*self._held, list(self.quarantined_slots)]
@@ -174,9 +176,10 @@ class AttachedSession(Session):
         return any(max(part, default=-1) >= low for part in parts)
 
     def reset(self, namespace: str | None = None) -> str:
-        """Go to another namespace, by default a fresh one, and return its name. What is in the former one stays there,
-        for sessions that use it; without any, it is evicted before all others. Leases break. Transfers under way end as
-        usual, in their own namespace."""
+        """Move the session to another namespace, by default to a fresh one, and return its name. Blocks of the former
+        namespace stay there for other sessions that use it. If there are none, they are evicted before all other
+        blocks. Leases break. Transfers under way end as usual, in the namespace in which they began. Raises
+        `ConflictError` if the session is lost."""
         pool = self.pool
         with pool.lock:
             if self.is_lost:
@@ -201,8 +204,9 @@ class AttachedSession(Session):
             raise InvalidRequestError(f"{self.label}rank {report.rank} reports from another process; attach again")
 
     def set_memory(self, rank: int, registered_slots: int, applied: int) -> None:
-        """What the pool's host knows of the rank's memory, between two reports: the slots that it has registered, and
-        the desired state whose memory it has released. Leases of slots that it has no more break. O(1)."""
+        """Note what the pool's host has learned about a rank's memory between two reports: how many slots the rank has
+        registered, and the number of the last desired state for which it has released memory (`applied`). Leases on
+        slots that it does not have any more break. O(1)."""
         with self.pool.lock:
             if self.is_lost:
                 return
@@ -227,8 +231,8 @@ class AttachedSession(Session):
         self.serving = self.serving and self.watermark != 0
 
     def out_of_reach(self, keys: Sequence[bytes]) -> list[int]:
-        """The slots of those keys whose memory the session has not registered yet; none while an operator lets it load
-        nothing. O(keys) until it has registered all, then O(1)."""
+        """Return the slots of these keys whose memory the session has not registered yet. Returns none while an
+        operator has switched loads off. O(keys) until the session has registered all memory, then O(1)."""
         with self.pool.lock:
             end = self.watermark
             switches = self.pool.acceptance
@@ -274,21 +278,24 @@ class AttachedSession(Session):
 
 
 _BOOT = "tier"
-"""Its ranks are the host's transfers, which restart only with the host."""
+"""The boot id of all ranks of a `TierSession`. They stand for the host's own transfers, which restart only with the
+host."""
 
 
 class TierSession(AttachedSession):
-    """The host's own session of a pool, for transfers to and from the store below it; made by `SharedPool.attach_tier`.
+    """The host's own session of a pool, for transfers to and from the store below it. `SharedPool.attach_tier` makes
+    it.
 
     Its slots are kept like those of an engine's session: until `SharedPool.process_died` was called for each process
-    that `map_memory` has named. Otherwise it is no engine: it belongs to no namespace, as its ops do, and no figure of
-    the pool's engines includes it. The next service knows its slots by its number.
+    that `map_memory` has named. In all other respects it is no engine: its ops belong to namespaces, but the session
+    itself belongs to none, and no figure about the pool's engines includes it. The journal has its number beside the
+    slots that it fills, so the next service knows which they are.
     """
 
     is_engine = False
 
     def __init__(self, pool: Pool, session_id: int, namespace: Namespace) -> None:
-        """`namespace`: any of the pool."""
+        """`namespace`: any namespace of the pool."""
         self._any_namespace = namespace
         super().__init__(pool, session_id, "tier", namespace.name)
         self.name, self.label = "tier", "tier: "
@@ -301,9 +308,9 @@ class TierSession(AttachedSession):
         return self._any_namespace
 
     def leave_namespace(self) -> None:
-        """Does nothing: no namespace counts this session."""
+        """Do nothing, because no namespace counts this session."""
 
     def set_registered(self, registered_slots: int, applied: int) -> None:
-        """`set_memory` for every rank."""
+        """Call `set_memory` for every rank."""
         for rank in range(len(self.ranks)):
             self.set_memory(rank, registered_slots, applied)

@@ -1,7 +1,7 @@
 """Contexts: names that clients give to chains of blocks, so that people can list, release, purge and prefetch them.
 
-A name changes no order of eviction. What it says of the blocks of a chain, it says by how a request ends
-(`kvstow.endings`), and only of the chain of that request.
+A name does not change the order of eviction. Only the way in which a request ends does that (`kvstow.endings`), and
+only for the chain of that request.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from kvstow.hints import Hints
 
 MOST_CONTEXTS = 1 << 14
 MOST_KEYS = 1 << 20
-"""The keys of all contexts together. A key takes 8 bytes, and more if its block is not in the pool."""
+"""How many keys all contexts may have together. A key takes 8 bytes, and more if its block is not in the pool."""
 
 
 class Context:
     """The blocks that the last request with a name has used. `watches` are the watches of the parts of its chain. While
     a part still has that watch, no other request has used its blocks. `expected` is the time of the next request on the
-    pool's clock. It is infinite if there will be none, and None if no client or operator has said."""
+    pool's clock. It is infinite if there will be none, and None if neither a client nor an operator has said when."""
 
     __slots__ = ("chain", "context_id", "ended_at", "expected", "name", "namespace", "requests", "watches")
 
@@ -36,7 +36,7 @@ class Context:
 
 
 class _Place(NamedTuple):
-    """What tells a context from others: its namespace, its id, and the first key of its chain."""
+    """What identifies a context: the number of its namespace, its id, and the first key of its chain."""
 
     tag: int
     context_id: bytes
@@ -44,10 +44,11 @@ class _Place(NamedTuple):
 
 
 class Contexts:
-    """The contexts of a pool, those that were used last. Used under the pool's lock. `note` is O(1) and what it drops.
+    """The contexts of a pool that were used last. The caller holds the pool's lock. `note` is O(1), apart from the
+    contexts that it drops.
 
-    A name belongs to its namespace, its salt, which is in its id, and its chain: a request whose chain begins otherwise
-    has another context, even if it knows the name.
+    A context is identified by its namespace, its id (which depends on the name and the cache salt) and the first block
+    of its chain. So a request whose chain begins with another block has another context, even if it knows the name.
     """
 
     def __init__(self) -> None:
@@ -61,7 +62,8 @@ class Contexts:
     def note(
         self, namespace: Namespace, hints: Hints, chain: Sequence[bytes], watches: list[Watch], now: float
     ) -> None:
-        """A request with a name has ended, which has used this chain."""
+        """Note that a request has ended that has used this chain. Does nothing if its client has named no context, and
+        forgets the context if its client has released it."""
         if hints.context is None or not chain:
             return
         place = _Place(namespace.tag, hints.context, chain[0])
@@ -91,12 +93,12 @@ class Contexts:
         return context
 
     def drop(self, context: Context) -> None:
-        """Nothing continues it."""
+        """Forget the context."""
         if context.chain:
             self._forget(_Place(context.namespace.tag, context.context_id, context.chain[0]))
 
     def find(self, context_id: bytes) -> list[Context]:
-        """In all namespaces."""
+        """Return the contexts with this id, in all namespaces."""
         return [self._contexts[place] for place in sorted(self._by_id.get(context_id, ()))]
 
     def all(self) -> list[Context]:
@@ -104,5 +106,6 @@ class Contexts:
 
 
 def seconds_to(context: Context, now: float) -> float | None:
-    """Until the next request of the context is expected; None if none is, or nobody has said."""
+    """Return the seconds until the next request of the context is expected. None if no request is expected, or if it is
+    unknown when."""
     return None if context.expected is None or context.expected == inf else context.expected - now

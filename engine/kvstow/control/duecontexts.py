@@ -1,4 +1,4 @@
-"""When the next request of each context is near: for reads before that request comes."""
+"""Knows when the next request of each context is near, so that its blocks can be read before that request comes."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ MOST_PREFETCHES = 64
 
 
 class DueContexts:
-    """When to look again whether the next request of a context is near, and the contexts whose blocks are to be read
-    now. Bounded. Not locked."""
+    """The contexts whose blocks are to be read now, and the times at which to check again whether the next requests of
+    other contexts are near. Bounded. Not locked."""
 
     def __init__(self) -> None:
         self._due_at: dict[bytes, float] = {}
         self._heap: list[tuple[float, bytes]] = []
-        """The same, with entries that are outdated."""
+        """The same times as a heap, with additional entries that are outdated."""
         self._now: deque[bytes] = deque(maxlen=MOST_PREFETCHES)
 
     def __len__(self) -> int:
-        """The contexts whose blocks are to be read now."""
+        """How many contexts have blocks that are to be read now."""
         return len(self._now)
 
     @property
@@ -33,7 +33,7 @@ class DueContexts:
         self._now.append(context)
 
     def take_now(self) -> bytes:
-        """The next of them; there must be one."""
+        """Remove and return the next context whose blocks are to be read now. There must be one."""
         return self._now.popleft()
 
     def add_later(self, context: bytes, at: float) -> None:
@@ -45,11 +45,11 @@ class DueContexts:
             self._heap = sorted((at, one) for one, at in self._due_at.items())
 
     def forget(self, context: bytes) -> None:
-        """It has been used again: what is known of its next request is outdated."""
+        """Forget when to check this context again, because it has been used meanwhile."""
         self._due_at.pop(context, None)
 
     def take_due(self, now: float) -> list[bytes]:
-        """The contexts at which to look again."""
+        """Remove and return the contexts that are to be checked again."""
         due: list[bytes] = []
         while self._heap and self._heap[0][0] <= now:
             at, context = heappop(self._heap)

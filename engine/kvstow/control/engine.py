@@ -39,7 +39,7 @@ from kvstow.status import (
 class PoolFacade:
     """Snapshots and administration of one pool. Every call is safe from any thread.
 
-    `check_integrity` holds the lock for O(pool), snapshots for O(1) or as they say.
+    `check_integrity` holds the lock for O(pool). Snapshots hold it for O(1), unless they say otherwise.
     """
 
     def __init__(self, pool: Pool) -> None:
@@ -66,17 +66,17 @@ class PoolFacade:
 
     @property
     def used_slots(self) -> int:
-        """Slots that hold a block, or will. O(1), without the lock."""
+        """How many slots hold a block, are being filled or are in quarantine. O(1), without the lock."""
         return self.pool.used_slots
 
     def desired(self) -> DesiredState:
-        """The desired state of every rank."""
+        """Return the desired state of every rank."""
         with self.pool.lock:
             return self.pool.target.desired
 
     @property
     def integrity_error(self) -> str | None:
-        """What the last integrity check found."""
+        """What the last integrity check has found; None if it has found nothing wrong."""
         with self.pool.lock:
             return self.pool.acceptance.integrity_error
 
@@ -97,13 +97,13 @@ class PoolFacade:
             self.pool.counters.faults.errors[code] += 1
 
     def curve(self) -> SizeCurve | None:
-        """What pools of other sizes would have hit lately; None without `config.curve`, and before enough requests have
-        ended. Without the pool's lock."""
+        """Return what pools of other sizes would have hit lately. None without `config.curve`, and before enough
+        requests have ended. Does not take the pool's lock."""
         curve = self.pool.requests.curve
         return None if curve is None else curve.curve()
 
     def curve_evidence(self) -> CurveEvidence | None:
-        """What there is for a curve, and what it needs; None without `config.curve`."""
+        """Return how much evidence there is for a curve, and how much it needs. None without `config.curve`."""
         curve = self.pool.requests.curve
         return None if curve is None else curve.evidence()
 
@@ -115,7 +115,7 @@ class PoolFacade:
         with pool.lock:
             if pool.requests.recording is not None and not pool.requests.recording.is_over:
                 raise ConflictError(f"pool {pool.name} is being recorded already; it ends with its reader")
-            if pool.requests.recording is not None:  # readers that have stalled hold no more than one of them does
+            if pool.requests.recording is not None:  # its reader has stalled, and must not keep its memory
                 pool.requests.recording.stop()
             tokens = pool.config.block_tokens
             recording = Recording(pool.clock(), seconds=seconds, max_bytes=max_bytes, block_tokens=tokens)
@@ -131,8 +131,7 @@ class PoolFacade:
     # -- contexts -------------------------------------------------------------------------------------------
 
     def contexts(self, start_rank: int = 0, limit: int = 100) -> ContextPage:
-        """The contexts that hints have named, those with the most blocks first. O(contexts), mostly without the
-        lock."""
+        """Return the contexts that hints have named, the largest first. O(contexts), mostly without the lock."""
         pool = self.pool
         with pool.lock:
             known = pool.requests.contexts.all()
@@ -145,7 +144,7 @@ class PoolFacade:
         return ContextPage(found, following if following < len(known) else None, len(known))
 
     def context(self, context: bytes) -> list[ContextStatus]:
-        """The contexts with this id, in all namespaces."""
+        """Return the contexts with this id, in all namespaces."""
         pool = self.pool
         with pool.lock:
             now = pool.clock()
@@ -154,7 +153,7 @@ class PoolFacade:
     # -- snapshots ------------------------------------------------------------------------------------------
 
     def stats(self) -> EngineStats:
-        """One consistent copy of all counters. O(1)."""
+        """Return one consistent copy of all counters. O(1)."""
         pool, config = self.pool, self.pool.config
         with pool.lock:
             now = pool.clock()
@@ -170,7 +169,7 @@ class PoolFacade:
             return pool.counters.snapshot(_state_of(pool, now)[0], pool_stats, _pending(pool, now), config.block_tokens)
 
     def readiness(self) -> Readiness:
-        """Whether traffic can flow, the reason if not, and the status of each rank. O(ranks)."""
+        """Return whether traffic can flow, the reason if not, and the status of each rank. O(ranks)."""
         pool = self.pool
         with pool.lock:
             now = pool.clock()
@@ -180,7 +179,7 @@ class PoolFacade:
             return Readiness(name, reason, pool.slots.in_service, pool.capacity, tuple(ranks))
 
     def transfers(self, limit: int = 1000) -> list[TransferStatus]:
-        """Ops in flight, oldest first."""
+        """Return up to `limit` ops in flight, the oldest first."""
         pool = self.pool
         with pool.lock:
             now = pool.clock()
@@ -191,15 +190,15 @@ class PoolFacade:
             return [_transfer(entry, session, now) for _, entry, session in islice(merge(*by_session), limit)]
 
     def block(self, key: bytes) -> BlockStatus | None:
-        """The visible block under `key`."""
+        """Return the visible block under `key`, or None."""
         pool = self.pool
         with pool.lock:
             slots = pool.index.namespaces.find_all((key,))
             return _block(pool, slots[0], key, pool.clock()) if slots else None
 
     def blocks(self, start_slot: int = 0, limit: int = 100) -> BlockPage:
-        """Visible blocks in order of their slots, from `start_slot` on. Visits 1,024 slots at most: a page may be short
-        or empty and still have a `next_slot`."""
+        """Return visible blocks in the order of their slots, from `start_slot` on. Visits at most 1,024 slots, so a
+        page may be short or empty and still have a `next_slot`."""
         pool = self.pool
         with pool.lock:
             now = pool.clock()
@@ -215,12 +214,12 @@ class PoolFacade:
 
 
 class OffloadEngine(Session, PoolFacade):
-    """A pool with one session, in the same process. The pool's memory is that of the session's ranks, and is lost when
+    """A pool with one session, in the same process. The pool's memory belongs to the session's ranks, and is lost when
     one of them restarts.
 
-    Decides which block is in which slot, and tracks every copy until all ranks have finished it. Guarantees: a key is
-    visible only once every rank holds its bytes. A slot is reused only when no rank may still read or write it. Op ids
-    are never reused. What a call costs is said at `Session` and `PoolFacade`.
+    It decides which block is in which slot, and tracks every copy until all ranks have finished it. It guarantees that
+    a key is visible only once every rank holds its bytes, that a slot is reused only when no rank may still read or
+    write it, and that op ids are never reused. `Session` and `PoolFacade` say what a call costs.
     """
 
     def __init__(
@@ -237,26 +236,26 @@ class OffloadEngine(Session, PoolFacade):
         self.name = self.engine_id
 
     def close(self) -> None:
-        """The host stops: nothing is served from now on. Idempotent."""
+        """Serve nothing from now on, because the host stops. Idempotent."""
         with self.pool.lock:
             self.closed = self.pool.acceptance.closed = True
 
 
 def _defects(pool: Pool) -> list[str]:
-    """Inconsistencies between the records of the control plane. O(pool); the caller holds the lock."""
+    """Return inconsistencies between the records of the control plane. O(pool); the caller holds the lock."""
     in_use = pool.index.slots_in_use()
     found = chain(_defects_of_slots(pool, in_use), _defects_of_transfers(pool, in_use), _defects_of_holds(pool))
     return [*pool.index.defects(), *found]
 
 
 def _defects_of_slots(pool: Pool, in_use: Mapping[str, set[int]]) -> Iterator[str]:
-    """Each used slot is in one state, and the counts of slots are right."""
+    """Check that each used slot is in one state, and that the counts of slots are right."""
     used = pool.slots.used_slots()
     listed = sorted(slot for slots in in_use.values() for slot in slots)
     if len(set(listed)) != len(listed):
         yield "a slot is in two states"
     if set(listed) != used:
-        yield f"{len(set(listed) ^ used)} used slots are in no state, or free ones in some"
+        yield f"{len(set(listed) ^ used)} used slots have no state, or free slots have one"
     if pool.slots.counted() != (pool.slots.free, pool.slots.in_service):
         yield "the counts of free slots and slots in service are wrong"
     if pool.slots.leaving != sum(slot >= pool.slots.limit for slot in used):
@@ -272,9 +271,9 @@ def _defects_of_slots(pool: Pool, in_use: Mapping[str, set[int]]) -> Iterator[st
 
 
 def _defects_of_transfers(pool: Pool, in_use: Mapping[str, set[int]]) -> Iterator[str]:
-    """The slots that are being written are those of the open stores."""
+    """Check that the slots that are being written belong to the open stores."""
     if not all(session.ops.is_consistent() for session in sessions_of(pool)):
-        yield "the transfers that may become stuck are not those that are not stuck"
+        yield "the list of transfers that may become stuck is wrong"
     stores = [entry for session in sessions_of(pool) for entry in session.ops if entry.fills_slots]
     for name, abandoned in (("filling", False), ("quarantined", True)):
         written = {slot for entry in stores if entry.abandoned is abandoned for slot in entry.written}
@@ -285,7 +284,8 @@ def _defects_of_transfers(pool: Pool, in_use: Mapping[str, set[int]]) -> Iterato
 
 
 def _defects_of_holds(pool: Pool) -> Iterator[str]:
-    """The slots that are held are those of leases and loads, and the counts of leases and sessions are right."""
+    """Check that exactly the slots of leases and loads are held, and that the counts of leases and sessions are
+    right."""
     held = chain(pool.debts.slots, *(session.held_slots() for session in sessions_of(pool)))
     holders = Counter(slot for slots in held for slot in slots)
     if holders != {slot: pool.index.held.count(slot) for slot in pool.index.held.slots()}:
@@ -337,7 +337,7 @@ def _pending(pool: Pool, now: float) -> PendingTransfers:
 
 
 def _state_of(pool: Pool, now: float) -> tuple[EngineState, str]:
-    """The engine's state, and the reason for it as a sentence."""
+    """Return the engine's state, and the reason for it as a sentence."""
     if pool.acceptance.closed:
         return "stopped", "the engine was closed"
     if pool.acceptance.drain_mode:

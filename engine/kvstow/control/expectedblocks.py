@@ -18,8 +18,8 @@ _T = TypeVar("_T", bound=_Owner)
 
 
 class ExpectedBlocks(Generic[_T]):
-    """What each key belongs to. Not locked. Spread over 64 dicts, so that none is large enough to keep other threads
-    waiting when it grows."""
+    """The owner of each key. Not locked. The keys are spread over 64 dicts, so that none is large enough to keep other
+    threads waiting when it grows."""
 
     __slots__ = ("_count", "_shards")
 
@@ -38,7 +38,7 @@ class ExpectedBlocks(Generic[_T]):
         return [shards[hash(key) % _SHARDS].get(key) for key in keys]
 
     def take(self, keys: Iterable[bytes]) -> list[_T | None]:
-        """`find`, and nothing is expected of these keys any more."""
+        """Return the owner of each key, or None, and forget these keys."""
         shards = self._shards
         found = [shards[hash(key) % _SHARDS].pop(key, None) for key in keys]
         missing = found.count(None)
@@ -52,7 +52,7 @@ class ExpectedBlocks(Generic[_T]):
         return found
 
     def put(self, keys: Sequence[bytes], owner: _T) -> None:
-        """These keys belong to `owner` from now on."""
+        """Let these keys belong to `owner` from now on."""
         shards = self._shards
         for key in keys:
             shard = shards[hash(key) % _SHARDS]
@@ -65,5 +65,5 @@ class ExpectedBlocks(Generic[_T]):
             owner.expected += 1
 
     def owners(self) -> Iterator[_T]:
-        """The owner of each key. O(keys): for integrity checks."""
+        """Yield the owner of each key. O(keys): for integrity checks."""
         return chain.from_iterable(shard.values() for shard in self._shards)

@@ -26,9 +26,9 @@ _SHARE = 16
 
 @dataclass(frozen=True, slots=True)
 class Removal:
-    """Keys that left the index, the slots that this has freed, and those that holders keep in use.
+    """Keys that left the index, the slots that this has freed, and the slots that holders keep in use (`orphans`).
 
-    `counts`: how many of the keys are of which namespace, in their order.
+    `counts`: each namespace and how many of the keys belong to it, in the order of the keys.
     """
 
     keys: tuple[bytes, ...]
@@ -89,7 +89,7 @@ class Index:
     # -- requests -------------------------------------------------------------------------------------------
 
     def extend(self, running: Running, namespace: Namespace, keys: Sequence[bytes], now: float) -> None:
-        """The next blocks of the chain of a request that is being admitted; see `Chains.extend`."""
+        """Add the next blocks to the chain of a request that is being admitted; see `Chains.extend`."""
         if len(set(keys)) < len(keys):  # no chain repeats a block, but a client may
             keys = list(dict.fromkeys(keys))
         runs = namespace.keys.leading_runs(keys)
@@ -102,7 +102,8 @@ class Index:
         self.chains.extend(running, found, now)
 
     def absorb(self, running: Running, namespace: Namespace, keys: Sequence[bytes], now: float) -> None:
-        """See `Chains.absorb`; blocks of a request that has none of its own count as its own."""
+        """Add the blocks of all KV groups of a request that is about to end; see `Chains.absorb`. If the request has no
+        blocks yet, the visible ones of these become its own."""
         keys = list(dict.fromkeys(keys))
         found = namespace.keys.slots_of(keys)
         slots = [slot for slot in found if slot is not None]
@@ -115,14 +116,14 @@ class Index:
             self.chains.extend(running, FoundKeys([slots]), now)
 
     def evictable(self, runs: Sequence[Sequence[int]]) -> list[int]:
-        """The slots among these that are evictable, without repeats."""
+        """Return the evictable slots of these runs, each only once."""
         slots = list(chain.from_iterable(runs))
         if len(set(slots)) < len(slots):
             slots = list(dict.fromkeys(slots))
         return self.unused(slots)
 
     def unused(self, slots: list[int]) -> list[int]:
-        """Those of the slots that are not held, in the order given."""
+        """Return the slots that are not held, in the order given."""
         return self.held.free_of(slots)
 
     # -- stores ---------------------------------------------------------------------------------------------
@@ -130,31 +131,31 @@ class Index:
     def restore(
         self, namespace: Namespace, keys: Sequence[bytes], slots: Sequence[int], uses: bytes, now: float
     ) -> None:
-        """The slots, in ascending order, hold the blocks with these keys since an earlier life of the pool; see
+        """Take in blocks that an earlier life of the pool has stored in these slots, which are in ascending order; see
         `Chains.restore`."""
         namespace.keys.put(keys, slots)
         self.times.mark_stored(slots, now)
         self.chains.restore(namespace.order, slots, uses, now)
 
     def lose_contents(self, low: int, now: float) -> None:
-        """The contents of the slots from `low` on are lost. Stores in flight to them do not become visible; the caller
-        removes visible blocks."""
+        """Note that the contents of the slots from `low` on are lost. Stores in flight to them do not become visible.
+        The caller removes the visible blocks."""
         for namespace in self.namespaces:
             namespace.pending_stores.disown_from(low)
         if low == 0:
             self.times.mark_lost(now)
 
     def quarantine(self, namespace: Namespace, slots: Sequence[int]) -> None:
-        """A store was abandoned, but some rank may still write its slots."""
+        """Keep the slots of an abandoned store from other uses, because some rank may still write them."""
         namespace.pending_stores.abandon(slots)
         self.quarantined.add(slots)
 
     # -- removal --------------------------------------------------------------------------------------------
 
     def evict(self, num_slots: int, limit: Limit = NO_LIMIT) -> Removal:
-        """Remove up to `num_slots` evictable blocks; frees their slots. Namespaces without sessions go first, dropped
-        ones before others, then the one that was left first; their blocks have no limit. Among those with sessions, the
-        blocks with the lowest place, 16 at a time."""
+        """Remove up to `num_slots` evictable blocks, and free their slots. Blocks of namespaces without sessions go
+        first, whatever the `limit`: those of dropped namespaces, then those of the namespace that has been without
+        sessions for the longest time. Then the blocks with the lowest place go, 16 of a namespace at a time."""
         evicted: list[bytes] = []
         freed: list[int] = []
         counts: list[tuple[Namespace, int]] = []
@@ -178,7 +179,7 @@ class Index:
         return Removal(tuple(evicted), freed, counts=counts)
 
     def _next_to_evict(self) -> Namespace | None:
-        """The namespace whose block is evicted next."""
+        """Return the namespace whose block is evicted next, or None."""
         chains = self.chains
         for namespace in self.namespaces.unused():
             if chains.next_list(namespace.order) is not None:
@@ -188,7 +189,8 @@ class Index:
         return None if lowest is None else lowest[1]
 
     def evict_below(self, slot: int, num_slots: int, budget: int) -> Removal:
-        """Remove up to `num_slots` of the next `budget` evictable blocks: those in the slots below `slot`."""
+        """Remove up to `num_slots` evictable blocks in the slots below `slot`. Only the next `budget` blocks in the
+        order of eviction are searched for them."""
         used = (namespace for namespace in self.namespaces if namespace.num_sessions)
         orders = chain.from_iterable(self.chains.slots_of(one.order) for one in chain(self.namespaces.unused(), used))
         found = [one for one in self.unused(list(islice(orders, budget))) if one < slot][:num_slots]
@@ -214,7 +216,8 @@ class Index:
     # -- slices of the pool ---------------------------------------------------------------------------------
 
     def evictable_since(self, what: Literal["stored", "used"], moment: float, low: int, high: int) -> list[int]:
-        """Evictable slots from `low` to below `high` whose blocks were last stored, or used, at `moment` or before."""
+        """Return the evictable slots from `low` to below `high` whose blocks were stored, or last used, at `moment` or
+        before."""
         found = self.times.until(what, moment, low, high)
         visible = [slot for slot in found if self.slot_keys.key_of[slot] is not None]
         return self.unused(visible)
@@ -222,7 +225,7 @@ class Index:
     # -- size -----------------------------------------------------------------------------------------------
 
     def set_num_slots(self, num_slots: int) -> None:
-        """The pool has the slots below `num_slots`; the caller removes blocks above."""
+        """Give the pool the slots below `num_slots`. The caller removes the blocks above."""
         self.slot_keys.grow(num_slots)
         self.times.grow(num_slots)
         self.chains.grow(num_slots)
@@ -230,7 +233,7 @@ class Index:
         self.quarantined.grow(num_slots)
 
     def make_tables(self, num_slots: int) -> None:
-        """Have the tables whose size follows from that of the pool, for one that nobody else uses yet."""
+        """Make the tables whose size follows from that of the pool. No other thread may use the pool yet."""
         for _ in self.chains.evicted_blocks.fit(num_slots):
             pass
         for _ in self.slot_keys.table.fit(num_slots):
@@ -239,11 +242,11 @@ class Index:
     # -- integrity ------------------------------------------------------------------------------------------
 
     def visible_slots(self) -> set[int]:
-        """O(pool): for integrity checks."""
+        """Return all slots with a visible block. O(pool): for integrity checks."""
         return set().union(*(namespace.keys.slots() for namespace in self.namespaces))
 
     def slots_in_use(self) -> dict[str, set[int]]:
-        """The used slots by state. O(pool): for integrity checks."""
+        """Return the used slots by state. O(pool): for integrity checks."""
         return {
             "filling": set().union(*(namespace.pending_stores.slots() for namespace in self.namespaces)),
             "cached": self.visible_slots() - self.held.slots(),
@@ -252,11 +255,11 @@ class Index:
         }
 
     def defects(self) -> list[str]:
-        """Inconsistencies within the index. O(pool): for integrity checks."""
+        """Return inconsistencies within the index. O(pool): for integrity checks."""
         found = [defect for namespace in self.namespaces for defect in namespace.keys.defects()]
         visible = self.visible_slots()
         if visible != {slot for slot, key in enumerate(self.slot_keys.key_of) if key is not None}:
-            found.append("a visible slot is of no namespace")
+            found.append("a visible slot belongs to no namespace")
         held = self.held.slots()
         if len(visible - held) != self.num_cached:
             found.append("the count of evictable slots is wrong")

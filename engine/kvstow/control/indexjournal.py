@@ -4,13 +4,13 @@ The header is JSON in two copies. A write replaces the older one, so one copy is
 
 The record of a slot has eight words of 64 bits:
 
-word 0   checksum of all others, of the slot's number and of the journal; 0: there is no block
-word 1   of a block, its namespace and the length of its key; of a slot that a session may be writing, that session
-word 2   to 6: the key, of at most 40 bytes
-word 7   of a block, its place in the order of publishing
+word 0        checksum of the other words, the slot's number and the journal's salt; 0 if the slot has no block
+word 1        for a block, its namespace and the length of its key; for a slot that a session may write, the session
+words 2 to 6  the key, of at most 40 bytes
+word 7        for a block, its place in the order of publishing
 
-Behind the records are a byte for each slot, how often its block was used, and what the pool has learned, with a
-checksum. Both are only about what is evicted first, so a crash may leave an old value, or none.
+After the records, there is a byte for each slot that says how often its block was used, and then what the pool has
+learned, with a checksum. Both only influence what is evicted first, so a crash may leave an old value, or none.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from kvstow.errors import IntegrityError, InvalidRequestError, JournalError, Pin
 from kvstow.memfd import create_memfd, require_memfd
 
 VERSION = 1
-COPY_BYTES = 1 << 20  # takes memory as far as it is written
+COPY_BYTES = 1 << 20  # only pages that were written take memory
 HEADER_BYTES = 2 * COPY_BYTES
 
 _MAGIC = b"KVSTOWIX"
@@ -48,30 +48,31 @@ MAX_KEY_BYTES = 40
 _MAX_NAMESPACE = (1 << 32) - 1
 LEARNED_BYTES = 16 << 10
 JOURNAL_NAME = "kvstow-journal"
-_OTHER_BYTES = 256  # of a copy of the header, besides the content
+_OTHER_BYTES = 256  # in a copy of the header, besides the content
 
 
 class JournalHeader(NamedTuple):
-    """`sequence` counts the writes; it tells which copy is newer."""
+    """The header of a journal. `sequence` counts the writes, so the newer copy has the larger one. `found`: the
+    document."""
 
     sequence: int
     found: Mapping[str, Any]
 
 
 def packed_copy(sequence: int, found: Mapping[str, Any], most_bytes: int = COPY_BYTES) -> bytes:
-    """A copy of the document. Raises `JournalError` if it takes more than so many bytes."""
+    """Return a copy of the document as bytes. Raises `JournalError` if it takes more than `most_bytes`."""
     body = json.dumps(found, separators=(",", ":")).encode()
     start = _START.pack(_MAGIC, VERSION, len(body), sequence)
     data = start + body + _CRC.pack(zlib.crc32(start + body))
     if len(data) > most_bytes:
         size = format_size(len(data))
-        raise JournalError(f"what there is to record takes {size}; allowed: {format_size(most_bytes)}")
+        raise JournalError(f"the record takes {size}; allowed: {format_size(most_bytes)}")
     return data
 
 
 def write_header(memory: mmap.mmap, sequence: int, found: Mapping[str, Any]) -> JournalHeader:
-    """Overwrite the older copy; `sequence` is one more than that of the newer. Returns what `read_header` will. Raises
-    `JournalError` if it is too long, and writes nothing."""
+    """Overwrite the older copy. `sequence` is one more than that of the newer copy. Returns what `read_header` will
+    return. Raises `JournalError`, and writes nothing, if the document is too long."""
     data = packed_copy(sequence, found)
     at = sequence % 2 * COPY_BYTES
     memory[at : at + len(data)] = data
@@ -79,7 +80,7 @@ def write_header(memory: mmap.mmap, sequence: int, found: Mapping[str, Any]) -> 
 
 
 def read_header(memory: bytes | mmap.mmap, copy_bytes: int = COPY_BYTES) -> JournalHeader:
-    """The newest whole copy. Raises `JournalError`."""
+    """Return the newest whole copy. Raises `JournalError` if there is none, or if its version is another one."""
     if len(memory) < 2 * copy_bytes:
         raise JournalError(f"the journal has {len(memory)} bytes and no header")
     copies = [copy for at in (0, copy_bytes) if (copy := _read_copy(memory, at, copy_bytes)) is not None]
@@ -100,7 +101,7 @@ class _HeaderCopy(NamedTuple):
 
 
 def _read_copy(memory: bytes | mmap.mmap, at: int, copy_bytes: int) -> _HeaderCopy | None:
-    """Return the copy, or None unless it is whole. Reads no more than it needs, as that takes memory."""
+    """Return the copy, or None if it is not whole. Reads no more than it needs, because reading takes memory."""
     magic, version, length, sequence = _START.unpack_from(memory, at)
     end = _START.size + length
     if magic != _MAGIC or end + _CRC.size > copy_bytes:
@@ -113,7 +114,7 @@ def _read_copy(memory: bytes | mmap.mmap, at: int, copy_bytes: int) -> _HeaderCo
 
 _FILLING = np.uint64(0xF111 << 48)
 _FILLING_MASK = np.uint64(0xFFFF << 48)
-_LEARNED = struct.Struct("<II")  # the length of what was learned, and its CRC-32; then itself
+_LEARNED = struct.Struct("<II")  # the length and the CRC-32 of what was learned, which follows
 
 # Odd constants of the checksum.
 _FACTORS = [np.uint64(value) for value in (
@@ -131,13 +132,14 @@ def is_filling(records: Words) -> NDArray[np.bool_]:
 
 
 def fit(keys: Sequence[bytes]) -> bool:
-    """Whether all keys have one length that a record has room for, as in one call of `IndexJournal.publish`."""
+    """Whether all keys have one length that a record has room for, as a call of `IndexJournal.publish` requires."""
     widths = set(map(len, keys))
     return not widths or (len(widths) == 1 and 1 <= max(widths) <= MAX_KEY_BYTES)
 
 
 def make_blocks(namespace: int, keys: Sequence[bytes]) -> Words:
-    """Records of blocks, without order and checksum. Raises `InvalidRequestError`."""
+    """Return records of blocks, without order and checksum. Raises `InvalidRequestError` if there are no keys or they
+    do not fit."""
     width = len(keys[0]) if keys else 0
     if not width or not fit(keys):
         raise InvalidRequestError(f"keys of the journal have one length, from 1 to {MAX_KEY_BYTES} bytes")
@@ -149,7 +151,8 @@ def make_blocks(namespace: int, keys: Sequence[bytes]) -> Words:
 
 
 def read_blocks(records: Words, rows: NDArray[np.intp]) -> dict[int, dict[bytes, int]]:
-    """By namespace: keys and slots. Of equal keys, the last one counts."""
+    """Return the keys of each namespace with their slots. If a key occurs twice, its last record counts. `rows`: the
+    slots of the records."""
     blocks: dict[int, dict[bytes, int]] = {}
     kinds = records[:, STATE]
     for kind in np.unique(kinds).tolist():
@@ -162,7 +165,8 @@ def read_blocks(records: Words, rows: NDArray[np.intp]) -> dict[int, dict[bytes,
 
 
 def checksums(salt: np.uint64, rows: NDArray[np.intp], records: Words) -> Words:
-    """Of the records of these slots in the journal with this salt; never 0."""
+    """Return the checksum of each record, which is never 0. `salt`: that of the journal. `rows`: the slots of the
+    records."""
     sums: Words = salt ^ (rows.astype(np.uint64) * _FACTORS[0])
     for word in range(STATE, WORDS):
         sums ^= records[:, word]
@@ -176,9 +180,9 @@ def checksums(salt: np.uint64, rows: NDArray[np.intp], records: Words) -> Words:
 class RecoveredIndex:
     """What a journal held when its writer ended.
 
-    `blocks`: by number of the namespace, the slot of each key; keys in the order in which they were published.
-    `filling`: by number of the session, the slots that it may still be writing to. All other slots are empty.
-    `dropped_slots`: of blocks that were journaled twice, the older; they are empty now.
+    `blocks`: for the number of each namespace, its keys in the order in which they were published, and their slots.
+    `filling`: for the number of each session, the slots that it may still be writing. All other slots are empty.
+    `dropped_slots`: the older slots of blocks that had two; they are empty now.
     """
 
     blocks: Mapping[int, dict[bytes, int]]
@@ -187,17 +191,18 @@ class RecoveredIndex:
 
 
 class IndexJournal:
-    """One record of 64 bytes for each slot of a pool, and `content`, what the records mean.
+    """One record of 64 bytes for each slot of a pool, and `content`, which says what the records mean.
 
-    A slot's life: `begin` (empty, and this session writes), `publish` (holds this key), `clear` (empty). The caller
-    publishes a block once all ranks have its bytes, and begins a slot before any rank gets the op that writes there.
+    `begin` records that a slot is empty and that a session writes it, `publish` that it holds the block with a key, and
+    `clear` that it is empty. The caller publishes a block once all ranks have its bytes, and begins a slot before any
+    rank gets the op that writes it.
 
-    Guarantees: whenever the writer dies, each record is what it was before the call under way, or what the call makes
-    of it; with `publish` and `clear` it may also be empty. A block counts only if its checksum is right, which covers
-    the whole record and is written last.
+    Guarantees: whenever the writer dies, each record is what it was before the call under way, or what the call would
+    have made of it. During `publish` and `clear`, it may also be empty. A block counts only if its checksum is right,
+    which covers the whole record and is written last.
 
     Not locked: a pool uses it with its lock held. No call waits, and each is O(slots given). The owner calls `close`.
-    Clients never get it.
+    Clients never get its memory.
     """
 
     def __init__(self, fd: int, max_slots: int) -> None:
@@ -218,7 +223,7 @@ class IndexJournal:
 
     @classmethod
     def create(cls, max_slots: int, content: Mapping[str, Any]) -> Self:
-        """An empty journal. `content` is stored as JSON. Raises `PinError`."""
+        """Make an empty journal. `content` is stored as JSON. Raises `PinError` if there is no memory for it."""
         fd = create_memfd(JOURNAL_NAME, _file_bytes(max_slots))
         journal = cls(fd, max_slots)
         try:
@@ -232,8 +237,8 @@ class IndexJournal:
 
     @classmethod
     def open(cls, fd: int) -> Self:
-        """The journal of an earlier service; takes over `fd`. Raises `ForeignMemoryError` or `JournalError`, and then
-        the caller still owns `fd`. The caller compares `content` with its pool and calls `recover`."""
+        """Open the journal of an earlier service, and take over `fd`. Raises `ForeignMemoryError` or `JournalError`,
+        and then the caller still owns `fd`. The caller compares `content` with its pool and calls `recover`."""
         num_bytes = os.fstat(fd).st_size
         require_memfd(fd, JOURNAL_NAME, num_bytes)
         with mmap.mmap(fd, num_bytes, prot=mmap.PROT_READ) as memory:
@@ -252,19 +257,19 @@ class IndexJournal:
 
     @property
     def resident_bytes(self) -> int:
-        """The memory that the journal takes now."""
+        """How much memory the journal takes now."""
         return os.fstat(self.fd).st_blocks * 512
 
     def write_content(self, content: Mapping[str, Any]) -> None:
-        """Replace the content. Of two copies, the older one is overwritten, so there is always a whole one. Raises
-        `JournalError` if it is too long."""
+        """Replace the content. This overwrites the older of two copies, so one copy is always whole. Raises
+        `JournalError` if the content is too long."""
         found = {"max_slots": self.max_slots, "salt": int(self._salt), "content": content}
         header = write_header(self._memory, self._sequence + 1, found)
         self._sequence, self._content = header.sequence, header.found["content"]
 
     def name_namespaces(self, namespaces: Iterable[tuple[int, NamespaceLabel]]) -> None:
-        """Record these namespaces with their numbers, the most important first: as many as there is room for. Blocks
-        of others are not recovered."""
+        """Record these namespaces with their numbers, the most important first, until the header is full. Blocks of
+        namespaces that do not fit are not recovered."""
         listed: list[tuple[int, str, Any]] = []
         room = COPY_BYTES - len(json.dumps({**self._content, "namespaces": []})) - _OTHER_BYTES
         for tag, label in namespaces:
@@ -275,7 +280,7 @@ class IndexJournal:
         self.write_content({**self._content, "namespaces": listed})
 
     def namespaces(self) -> dict[int, NamespaceLabel]:
-        """What `name_namespaces` has named."""
+        """Return the namespaces that `name_namespaces` has recorded, by number."""
         return {tag: NamespaceLabel(name, note) for tag, name, note in self._content.get("namespaces", ())}
 
     def reserve(self, first_slot: int, end_slot: int) -> None:
@@ -298,21 +303,21 @@ class IndexJournal:
             raise PinError("out_of_memory", f"{size} for the journal of the index: {error.strerror}") from error
 
     def begin(self, slots: Sequence[int], session: int) -> None:
-        """The session may use these slots; what they held is gone."""
+        """Record that the slots are empty and that the session may write them."""
         rows = self._rows(slots)
-        self._store(rows, STATE, _FILLING | np.uint64(session))  # first: at no moment does the slot look empty
+        self._store(rows, STATE, _FILLING | np.uint64(session))  # first, so that the slot never looks empty
         self._erase(rows)
 
     def publish(self, slots: Sequence[int], namespace: int, keys: Sequence[bytes]) -> None:
-        """Each slot holds the block with the key beside it. All keys have one length, at most 40 bytes. Raises
-        `IntegrityError` for a slot that was not begun."""
+        """Record that each slot holds the block with the key in the same position. All keys have one length, at most 40
+        bytes. Raises `IntegrityError` for a slot that was not begun."""
         if not slots:
             return
         rows = self._rows(slots)
         body = make_blocks(namespace, keys)
         present = self._records[rows, :KEY]
         if (present[:, COMMIT] != 0).any() or not is_filling(present).all():
-            raise IntegrityError("a slot is published in the journal that was not begun")
+            raise IntegrityError("a slot is published in the journal, but it was not begun")
         body[:, ORDER] = np.arange(self._order, self._order + len(rows), dtype=np.uint64)
         self._order += len(rows)
         commits = self._checksums(rows, body)
@@ -320,37 +325,39 @@ class IndexJournal:
         self._store(rows, COMMIT, commits)
 
     def clear(self, slots: Sequence[int]) -> None:
-        """The slots are empty, and nothing writes to them."""
+        """Record that the slots are empty and that no session writes them."""
         rows = self._rows(slots)
         self._erase(rows)
         self._store(rows, STATE, np.uint64(0))
 
     def write_uses(self, first_slot: int, uses: bytes) -> None:
-        """How often the blocks in the slots from `first_slot` on were used. The slots were reserved."""
+        """Record how often the blocks in the slots from `first_slot` on were used, a byte for each. The slots must have
+        been reserved."""
         at = self._uses_at + first_slot
         self._memory[at : at + len(uses)] = uses
         self.next_uses = first_slot + len(uses)
 
     def uses(self, num_slots: int) -> bytes:
-        """What `write_uses` has written of the slots below `num_slots`, which were reserved; some may be of an earlier
-        block in the slot."""
+        """Return what `write_uses` has recorded for the slots below `num_slots`, which must have been reserved. A value
+        may be that of an earlier block in the slot."""
         return self._memory[self._uses_at : self._uses_at + num_slots]
 
     def write_learned(self, learned: bytes) -> None:
-        """What the pool has learned of its traffic, in place of what there was. Without effect if it is too long."""
+        """Record what the pool has learned from its traffic, in place of the last such record. Has no effect if it is
+        too long."""
         if len(learned) <= LEARNED_BYTES - _LEARNED.size:
             data = _LEARNED.pack(len(learned), zlib.crc32(learned)) + learned
             self._memory[self._learned_at : self._learned_at + len(data)] = data
 
     def learned(self) -> bytes:
-        """What `write_learned` has written; empty if that is damaged, or nothing was."""
+        """Return what `write_learned` has recorded. Empty if there is no such record, or if it is damaged."""
         length, checksum = _LEARNED.unpack_from(self._memory, self._learned_at)
         start = self._learned_at + _LEARNED.size
         found = self._memory[start : start + length] if length <= LEARNED_BYTES - _LEARNED.size else b""
         return found if zlib.crc32(found) == checksum else b""
 
     def recover(self) -> RecoveredIndex:
-        """Read all records: 1 s for a million. Records that were cut off in the middle are made empty."""
+        """Read all records, which takes 1 s for a million. Records whose writing was interrupted are made empty."""
         used = [np.flatnonzero(self._records[low:high, :KEY].any(axis=1)) + low for low, high in self._extents()]
         written = np.concatenate(used) if used else np.empty(0, np.intp)
         records = self._records[written]
@@ -375,7 +382,7 @@ class IndexJournal:
         return RecoveredIndex(blocks, filling, dropped)
 
     def _extents(self) -> Iterator[tuple[int, int]]:
-        """The records that have memory: to read others would take memory for them."""
+        """Yield the ranges of records that have memory. To read others would take memory for them."""
         end = HEADER_BYTES
         while (start := _seek(self.fd, end, os.SEEK_DATA)) is not None:
             end = os.lseek(self.fd, start, os.SEEK_HOLE)
@@ -385,7 +392,7 @@ class IndexJournal:
             yield low, min(high, self.max_slots)
 
     def close(self) -> None:
-        """Let go of the memory, which lives on as long as a keeper has it; idempotent."""
+        """Close the memory, which lives on as long as another process keeps it. Idempotent."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
             self._records = np.empty((0, WORDS), np.uint64)
@@ -402,7 +409,7 @@ class IndexJournal:
         self._store(rows, COMMIT, np.uint64(0))
 
     def _store(self, rows: NDArray[np.intp], words: int | slice, values: Words | np.uint64) -> None:
-        """All writes to records pass through here: each call is over before the next one begins."""
+        """Write these words. All writes to records pass through here, so each is over before the next one begins."""
         self._records[rows, words] = values
 
     def _checksums(self, rows: NDArray[np.intp], records: Words) -> Words:
@@ -410,7 +417,7 @@ class IndexJournal:
 
 
 def _seek(fd: int, offset: int, whence: int) -> int | None:
-    """None if there is nothing from the offset on."""
+    """Return where data, or a hole, begins at or after the offset; None if neither does."""
     try:
         return os.lseek(fd, offset, whence)
     except OSError as error:

@@ -18,13 +18,14 @@ _SHIFT = np.uint64(32)
 
 @cache
 def _words_of(width: int) -> np.dtype[np.void]:
-    """The first and the last 8 bytes of keys of so many bytes."""
+    """Return the numpy type that reads the first and the last 8 bytes of keys of `width` bytes."""
     places = {"names": ["head", "tail"], "formats": ["<u8", "<u8"], "offsets": [0, width - _WORD], "itemsize": width}
     return np.dtype(places)  # type: ignore[call-overload,no-any-return]
 
 
 def join_keys(keys: Sequence[bytes]) -> tuple[bytes, int]:
-    """The keys end to end, and how many bytes each has. Of short keys, and of those of several lengths, the last 8."""
+    """Return the keys end to end, and the bytes of each. If the keys are shorter than 8 bytes or differ in length, only
+    the last 8 bytes of each are used."""
     data, width = b"".join(keys), len(keys[0]) if keys else _WORD
     if width < _WORD or len(data) != len(keys) * width:
         return b"".join([key[-_WORD:].rjust(_WORD, b"\0") for key in keys]), _WORD
@@ -32,8 +33,8 @@ def join_keys(keys: Sequence[bytes]) -> tuple[bytes, int]:
 
 
 def hash_joined(data: bytes, width: int, tag: int = 0) -> Hashes:
-    """64 bits for each key of the namespace with the number `tag`, from its first and its last 8 bytes. For `data` and
-    `width` see `join_keys`."""
+    """Return a 64-bit hash of each key, which depends on its first and its last 8 bytes and on `tag`, the number of its
+    namespace. For `data` and `width`, see `join_keys`."""
     words = np.frombuffer(data, _words_of(width))
     mixed: Hashes = words["head"] * _MIX_HEAD
     mixed ^= words["tail"]

@@ -1,4 +1,4 @@
-"""Which slot a key is in: a hash table with chains of slots, which never has to be rebuilt.
+"""A hash table that says which slot a key is in. It has chains of slots, and never has to be rebuilt.
 
 A `dict` of a million keys takes 85 to 250 ms to grow, or to clean up after deletions, in one C call that keeps every
 other thread waiting, and no call makes room in advance. Here a key's hash names a bucket, a bucket the first slot of a
@@ -32,14 +32,16 @@ Slots = npt.NDArray[np.intp]
 class SlotTable:
     """Slots by the hashes of the keys that they hold, or are to hold. Not locked; each call is O(slots or keys given).
 
-    Two keys have the same hash once in 2^64 times; the caller compares keys where that matters. 20 to 28 bytes a slot.
+    Two keys have the same hash once in 2^64 times; the caller compares keys where that matters. The table takes 20 to
+    28 bytes for each slot.
     """
 
     __slots__ = ("_first", "_firsts", "_hash_of", "_hashes", "_mask", "_next", "_nexts", "_num_split", "num_linked")
 
     def __init__(self) -> None:
         self._first = array("i", (_END,)) * _LEAST_BUCKETS
-        """The first slot of each bucket. One above `_mask` exists once its counterpart in the lower half is split."""
+        """The first slot of each bucket. A bucket above `_mask` is in use once its counterpart in the lower half has
+        been split."""
         self._mask = _LEAST_BUCKETS - 1
         self._num_split = 0
         """How many buckets of the lower half were split: each has given some of its slots to one of the upper half."""
@@ -57,14 +59,15 @@ class SlotTable:
         """Make room for slots below `num_slots`."""
         missing = num_slots - len(self._next)
         if missing > 0:
-            del self._firsts, self._nexts, self._hashes  # an array that is looked at cannot grow
+            del self._firsts, self._nexts, self._hashes  # an array cannot grow while numpy has a view of it
             self._next.extend(array("i", (_UNLINKED,)) * missing)
             self._hash_of.frombytes(bytes(8 * missing))
             self._view()
 
     def fit(self, num_slots: int) -> Iterator[None]:
-        """Have as many buckets as a pool of so many slots needs, and split those that there are, `_SPLIT_AT_ONCE`
-        buckets between two yields. Every other call can be made meanwhile. Not for two threads."""
+        """Make the buckets that a pool of `num_slots` slots needs, and split the buckets that there are,
+        `_SPLIT_AT_ONCE` of them between two yields. Every other call can be made between two steps. Only one thread at
+        a time may do this."""
         yield from self._make(num_slots)
         while self._mask + 1 < _BUCKETS_PER_SLOT * num_slots:
             while len(self._first) < 2 * (self._mask + 1):
@@ -82,7 +85,7 @@ class SlotTable:
             yield
 
     def _make(self, num_slots: int) -> Iterator[None]:
-        """A table without slots gets all its buckets, so that nothing has to be split."""
+        """Give a table without slots all its buckets, so that none has to be split."""
         size = 1 << max(1, _BUCKETS_PER_SLOT * num_slots - 1).bit_length()
         if self.num_linked or self._num_split or size <= self._mask + 1:
             return
@@ -116,7 +119,7 @@ class SlotTable:
         return buckets
 
     def get(self, hashed: int) -> int | None:
-        """A slot of the key with this hash; None if there is none."""
+        """Return a slot of the key with this hash, or None if there is none."""
         slot = self._first[self._bucket(hashed)]
         while slot >= 0:
             if self._hash_of[slot] == hashed:
@@ -125,7 +128,7 @@ class SlotTable:
         return None
 
     def slots(self, hashed: int) -> Iterator[int]:
-        """All slots of keys with this hash."""
+        """Yield all slots of keys with this hash."""
         slot = self._first[self._bucket(hashed)]
         while slot >= 0:
             if self._hash_of[slot] == hashed:
@@ -133,7 +136,7 @@ class SlotTable:
             slot = self._next[slot]
 
     def find(self, hashes: Hashes) -> tuple[list[int], list[int]]:
-        """Which of the hashes there are, as indices, and a slot for each of them."""
+        """Return the indices of the hashes that are in the table, and a slot for each of them."""
         at = self._firsts[self._buckets(hashes)]
         left = np.flatnonzero(at >= 0)
         at, sought = at[left], hashes[left]
@@ -157,21 +160,21 @@ class SlotTable:
         return indices, slots
 
     def link(self, hashes: Hashes, slots: Sequence[int]) -> None:
-        """These slots, which are in no chain, are to hold the keys with these hashes."""
+        """Add these slots, which are in no chain and are to hold the keys with these hashes."""
         rows = np.array(slots, np.intp)
         buckets = self._buckets(hashes)
         self._hashes[rows] = hashes
         self._nexts[rows] = self._firsts[buckets]
         self._firsts[buckets] = rows
         last = self._firsts[buckets] == rows
-        if not last.all():  # of several slots in one bucket, one is its first now
+        if not last.all():  # several slots have the same bucket, and only one is its first now
             for bucket, slot in zip(buckets[~last].tolist(), rows[~last].tolist(), strict=True):
                 self._next[slot] = self._first[bucket]
                 self._first[bucket] = slot
         self.num_linked += len(slots)
 
     def unlink(self, slots: Sequence[int]) -> None:
-        """These slots, which are in chains, hold nothing any more."""
+        """Remove these slots from their chains, because they do not hold their keys any more."""
         rows = np.array(slots, np.intp)
         buckets = self._buckets(self._hashes[rows])
         firsts, nexts = self._firsts, self._nexts

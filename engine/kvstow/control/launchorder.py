@@ -1,4 +1,5 @@
-"""When the loads of ranks with a `Launcher` are launched: in one step on all ranks, in one order."""
+"""Decides when ranks with a `Launcher` launch their loads: all ranks launch them in the same step and in the same
+order."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from kvstow.messages import Completion, LoadLaunch, Op, StagedLoad
 
 @dataclass(slots=True)
 class _Load:
-    """`staged`: the pieces that each rank has staged; infinitely many once the load has ended there."""
+    """A load that has not ended on every rank. `staged`: how many pieces each rank has staged, or infinity once the
+    load has ended there. `launched`: how many pieces have been named for launch."""
 
     num_blocks: int
     staged: list[float]
@@ -22,8 +24,8 @@ class LaunchOrder:
     """Names the loads that every rank has staged, for the next step. What the ranks launch then depends on the plans
     alone, and not on how fast each of them copies.
 
-    A rank on which a load has ended delays the others no longer, and launches what is named as they do. Reports may be
-    repeated or late: those of loads that have ended everywhere are `stale`. Used by the thread that plans the steps.
+    A rank on which a load has ended does not delay the others any more, and launches the named pieces as they do.
+    Reports may be repeated or late; such reports are counted in `stale`. Only the thread that plans the steps uses it.
     """
 
     def __init__(self, num_ranks: int) -> None:
@@ -33,13 +35,14 @@ class LaunchOrder:
         self.stale = 0
 
     def expect(self, ops: Iterable[Op]) -> None:
-        """These are part of the next plan. Stores are launched with it."""
+        """Track the loads among these ops, which are part of the next plan. Stores are launched with the plan."""
         for op in ops:
             if op.direction == "load":
                 self._loads[op.op_id] = _Load(len(op.blocks), [0] * self._num_ranks)
 
     def note(self, rank: int, staged: Iterable[StagedLoad], completions: Iterable[Completion]) -> None:
-        """What a rank has reported after a step."""
+        """Note what a rank has reported after a step: how many pieces of its loads it has staged, and its
+        completions."""
         for one in staged:
             self._note(rank, one.op_id, one.num_pieces)
         for completion in completions:
@@ -47,7 +50,8 @@ class LaunchOrder:
                 self._note(rank, completion.op_id, math.inf)
 
     def take(self) -> tuple[LoadLaunch, ...]:
-        """The launches of the next step, in the order of the plans. O(loads that ranks have reported since)."""
+        """Return the launches of the next step, in the order of the plans. O(loads that ranks have reported since the
+        last call)."""
         launches = []
         for op_id in sorted(self._changed):
             load = self._loads[op_id]
@@ -61,7 +65,7 @@ class LaunchOrder:
         return tuple(launches)
 
     def __len__(self) -> int:
-        """Loads that have not ended on every rank."""
+        """How many loads have not ended on every rank."""
         return len(self._loads)
 
     def _note(self, rank: int, op_id: int, num_pieces: float) -> None:

@@ -24,7 +24,7 @@ class LeaseBook:
     """The leases of a session that have not ended, oldest first. Not locked; O(1).
 
     A broken lease cannot be used any more, though it still holds slots. `max_slots`: how many slots all leases together
-    may hold when a store finds no other slot; the oldest ones end for it.
+    may hold when a store finds no other slot. If they hold more, the oldest leases end.
     """
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class LeaseBook:
         return iter(self._open.values())
 
     def get(self, lease_id: int) -> Lease | None:
-        """The lease with this id, unless it has ended."""
+        """Return the lease with this id, or None if it has ended."""
         return self._open.get(lease_id)
 
     def grant(self, slots: tuple[int, ...]) -> Lease:
@@ -63,16 +63,16 @@ class LeaseBook:
         return lease.lease_id <= self._last_cut_id and max(lease.slots, default=-1) >= self._cut_from
 
     def break_all(self) -> None:
-        """All leases that were granted until now are broken."""
+        """Break all leases that were granted until now."""
         self._last_broken_id = self._last_id
 
     def break_from(self, low: int) -> None:
-        """All leases that were granted until now, and that have slots from `low` on, are broken."""
+        """Break all leases that were granted until now and have slots from `low` on."""
         self._last_cut_id = self._last_id
         self._cut_from = min(low, self._cut_from) if self._open else low
 
     def end(self, lease: Lease) -> bool:
-        """End the lease; False if it had ended before."""
+        """End the lease. Returns False if it had ended before."""
         if not self.is_open(lease):
             return False
         del self._open[lease.lease_id]
@@ -89,8 +89,8 @@ class LeaseBook:
         return int(max(0, self.num_slots - self.max_slots))
 
     def end_excess(self) -> list[Lease]:
-        """End the oldest leases until the others hold at most `max_slots`, or a bounded number of them; returns the
-        ended ones."""
+        """End the oldest leases until the others hold at most `max_slots`, but only a bounded number of leases at once.
+        Returns the leases that it has ended."""
         ended: list[Lease] = []
         for lease in list(islice(self, _LEASES_AT_ONCE)) if self.num_slots > self.max_slots else ():
             if self.num_slots <= self.max_slots:
@@ -101,8 +101,8 @@ class LeaseBook:
 
 
 class Debts:
-    """What sessions, leases and loads that have ended have left to do: slots are freed, and ops fail. A session of a
-    node's pool may have held 4 million slots, so only `slice_slots` of them are freed at once.
+    """The work that remains when sessions, leases and loads have ended: to free their slots, and to fail their ops. A
+    session of a node's pool may have held 4 million slots, so only `slice_slots` of them are freed at once.
 
     Used with the pool's lock held, except `exist` and `pay`.
     """
@@ -120,24 +120,24 @@ class Debts:
 
     @property
     def exist(self) -> bool:
-        """Whether there is anything for `pay` to do. Without the lock."""
+        """Whether there is anything for `pay` to do. The caller needs no lock."""
         return bool(self.slots or self._endings)
 
     def owe(self, leased: Iterable[tuple[int, ...]]) -> None:
-        """Leases and loads have ended, so nothing needs these slots. A slice of the debts is freed now, and the rest by
-        `pay`, so that no call holds the lock for long."""
+        """Take the slots of leases and loads that have ended. A slice of the debts is freed now, and the rest by `pay`,
+        so that no call holds the lock for long."""
         for slots in leased:
             self.slots.append(slots)
             self.num_slots += len(slots)
         self.free_slice()
 
     def end_in_steps(self, steps: Iterator[None]) -> None:
-        """A session has ended. Makes the first step at once, and leaves the others to `pay`."""
+        """End a session: make the first of these steps at once, and leave the others to `pay`."""
         if next(steps, self) is not self:
             self._endings.append(steps)
 
     def pay(self) -> bool:
-        """Make one more step. Returns False if nothing is left."""
+        """Make one more step. Returns False if no debts are left. The caller does not hold the lock."""
         with self._lock:
             if not self._endings:
                 self.free_slice()
@@ -151,7 +151,7 @@ class Debts:
             slots = self.slots.popleft()
             self.num_slots -= len(slots)
             if len(slots) > left:
-                rest = slots if isinstance(slots, list) else list(slots)  # the end of the prefix goes first
+                rest = slots if isinstance(slots, list) else list(slots)  # the end of the prefix is freed first
                 slots = rest[-left:]
                 del rest[-left:]
                 self.slots.appendleft(rest)
@@ -165,7 +165,7 @@ class Debts:
             self.holding.note(self.num_slots + SLOTS_OF_LEASE * len(self.slots))
 
     def close_holding(self) -> None:
-        """The pool is gone, and all its debts with it."""
+        """Count no debts any more, because the pool has ended."""
         if self.holding is not None:
             self.holding.note(0)
             self.holding = None

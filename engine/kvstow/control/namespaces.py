@@ -1,4 +1,4 @@
-"""Which key of which namespace is in which slot.
+"""The namespaces of a pool, and the slots of their keys.
 
 In each namespace, a key has one meaning. Equal keys of two namespaces are different blocks.
 """
@@ -20,20 +20,20 @@ from kvstow.errors import ConflictError
 from kvstow.results import KeyRun
 
 _SHORT = 8
-"""Fewer keys are looked up one by one: to compare slices takes as long."""
+"""Fewer keys are looked up one by one, because comparing slices would take as long."""
 _MAX_NAMESPACES = 1 << 16
 _MIX_TAG = 0x9E3779B97F4A7C15
 
 
 def mix_of(tag: int) -> int:
-    """What the hashes of the keys of the namespace with this number are combined with: equal keys of two namespaces
-    have different hashes."""
+    """Return the number with which the hashes of keys of a namespace are combined, so that equal keys of two namespaces
+    have different hashes. `tag`: the number of the namespace."""
     mixed = tag * _MIX_TAG & (1 << 64) - 1
     return mixed - (mixed >> 63 << 64)  # as a signed number
 
 
 def hashes_of(keys: Sequence[bytes], mix: int) -> Hashes:
-    """The hashes of keys of the namespace with this `mix`."""
+    """Return the hashes of keys of the namespace whose `mix_of` is given."""
     hashes = np.fromiter(map(hash, keys), np.int64, len(keys))
     return hashes ^ mix if mix else hashes
 
@@ -62,11 +62,12 @@ class KeyMap:
         """The bytes of `tag_of` for a run of slots of this namespace, as long as the longest run that was compared."""
 
     def __len__(self) -> int:
-        """Visible keys."""
+        """How many keys are visible."""
         return self._num_visible
 
     def leading_runs(self, keys: Sequence[bytes]) -> list[Sequence[int]]:
-        """Slots of the keys up to the first that is not visible, as runs of neighbours; for a few keys, as one list.
+        """Return the slots of the keys up to the first key that is not visible, as runs of neighbours. For a few keys,
+        they are in one list.
 
         Blocks of a prefix are mostly in neighbouring slots (see `Pool.make_room`). Then comparing keys slot by slot
         reads memory in order and computes no hash: a lookup among a million slots is three times as fast as with the
@@ -97,7 +98,7 @@ class KeyMap:
         return runs
 
     def _run_length(self, keys: Sequence[bytes], at: int, slot: int) -> int:
-        """How many keys from `at` on are in the slots from `slot` on; the first two are."""
+        """Return how many keys from `at` on are in the slots from `slot` on. The first two are."""
         run = window = 2
         while run == window and at + run < len(keys):  # the whole window matched: try one four times as long
             window = min(4 * window, len(keys) - at)
@@ -107,8 +108,8 @@ class KeyMap:
         return run
 
     def _length_of_own(self, slot: int, length: int) -> int:
-        """How many of the slots from `slot` on, the first of which is of this namespace, are: equal keys of another one
-        may follow."""
+        """Return how many of the `length` slots from `slot` on belong to this namespace. The first one does, but equal
+        keys of another namespace may follow it."""
         tags = self._slot_keys.tag_of[slot : slot + length]
         found = tags.tobytes()  # bytes are compared ten times as fast as arrays
         if len(found) > len(self._own_tags):
@@ -120,8 +121,8 @@ class KeyMap:
     def find(
         self, keys: Sequence[bytes], below: int | None, *, leading: bool = False
     ) -> tuple[list[Sequence[int]], list[KeyRun]]:
-        """The slots of the visible keys, as runs of neighbours where possible, and the runs of these keys. `below`:
-        only in the slots below it. `leading`: only the keys up to the first that is not found."""
+        """Return the slots of the visible keys, as runs of neighbours where possible, and the runs of these keys.
+        `below`: only slots below this number count. `leading`: stop at the first key that is not found."""
         runs = self.leading_runs(keys)
         if below is not None:
             runs = runs_below(runs, below)
@@ -136,25 +137,25 @@ class KeyMap:
         return runs, found
 
     def slots_of(self, keys: Iterable[bytes], below: int | None = None) -> list[int | None]:
-        """Where each key is; None for those that are absent, or not in a slot below `below`."""
+        """Return the slot of each key; None for a key that is not visible, or not in a slot below `below`."""
         numbers = self.find_all(list(keys))
         end = self._slot_keys.num_slots if below is None else below
         return [slot if slot is not None and 0 <= slot < end else None for slot in numbers]
 
     def get(self, key: bytes) -> int | None:
-        """The slot of a visible key, or the complement of the slot that it is being stored to, which is negative; None
-        if it is neither."""
+        """Return the slot of a visible key. For a key that is being stored, return the complement of its slot, which is
+        negative. None for any other key."""
         key_of = self._slot_keys.key_of
         for slot in self._table.slots(hash(key) ^ self._mix):
             found = key_of[slot]
-            if found is None:  # the hash alone says that it is this key: else one more store is left out
+            if found is None:  # only the hash says that it is this key; if it is another, a store is left out
                 return ~slot
             if found == key:
                 return slot
         return None
 
     def find_all(self, keys: Sequence[bytes]) -> list[int | None]:
-        """See `get`."""
+        """Return what `get` returns for each key."""
         if len(keys) < _SHORT:
             return [self.get(key) for key in keys]
         numbers: list[int | None] = [None] * len(keys)
@@ -166,28 +167,28 @@ class KeyMap:
         return numbers
 
     def link(self, keys: Sequence[bytes], slots: Sequence[int]) -> None:
-        """These slots are to hold the keys, which are neither visible nor being stored."""
+        """Note that these slots are to hold the keys, which are neither visible nor being stored."""
         if slots:
             self._table.link(hashes_of(keys, self._mix), slots)
 
     def unlink(self, slots: Sequence[int]) -> None:
-        """These slots will not hold the keys that they were to hold."""
+        """Note that these slots do not hold their keys any more, or will not hold them."""
         if slots:
             self._table.unlink(slots)
 
     def linked(self, keys: Sequence[bytes], slots: Sequence[int]) -> tuple[Sequence[bytes], Sequence[int]]:
-        """Those of the slots that are still to hold the keys beside them."""
+        """Return the keys and slots whose slot is still to hold its key."""
         is_linked = list(map(self._table.is_linked, slots))
         return list(compress(keys, is_linked)), list(compress(slots, is_linked))
 
     def put(self, keys: Sequence[bytes], slots: Sequence[int]) -> None:
-        """Make keys visible that are neither that nor being stored, each in its slot, which has no key. Slots are in
-        ascending order."""
+        """Make keys visible that are neither visible nor being stored. Their slots are in ascending order and have no
+        keys."""
         self.link(keys, slots)
         self.show(keys, slots)
 
     def show(self, keys: Sequence[bytes], slots: Sequence[int]) -> None:
-        """Make keys visible that were being stored to these slots, in ascending order."""
+        """Make the keys visible that were being stored to these slots, which are in ascending order."""
         if not slots:
             return
         self._num_visible += len(keys)
@@ -205,7 +206,7 @@ class KeyMap:
                 tag_of[slot] = tag
 
     def take(self, slots: Sequence[int]) -> tuple[bytes, ...]:
-        """Remove the keys in these slots, each of which has one."""
+        """Remove the keys in these slots, each of which has one, and return them."""
         key_of = self._slot_keys.key_of
         keys = cast(tuple[bytes, ...], values_at(key_of, slots))
         for slot in slots:
@@ -215,13 +216,13 @@ class KeyMap:
         return keys
 
     def slots(self) -> set[int]:
-        """The slots with a visible key. O(pool): for integrity checks."""
+        """Return the slots with a visible key. O(pool): for integrity checks."""
         tag_of = self._slot_keys.tag_of
         pairs = enumerate(self._slot_keys.key_of)
         return {slot for slot, key in pairs if key is not None and tag_of[slot] == self._tag}
 
     def defects(self) -> list[str]:
-        """Inconsistencies. O(pool): for integrity checks."""
+        """Return inconsistencies. O(pool): for integrity checks."""
         key_of = self._slot_keys.key_of
         visible = self.slots()
         if len(visible) != self._num_visible:
@@ -232,7 +233,7 @@ class KeyMap:
 
 
 class _Batch(NamedTuple):
-    """Keys that are stored together, and the slots beside them."""
+    """Keys that are stored together, and the slot of each."""
 
     keys: Sequence[bytes]
     slots: Sequence[int]
@@ -241,7 +242,7 @@ class _Batch(NamedTuple):
 class PendingStores:
     """Keys being stored, each with its slot. Not locked; each call is O(keys given).
 
-    A key can be disowned while its slot is written: then it does not become visible, and may be stored in another slot
+    A key can be disowned while its slot is written. Then it does not become visible, and may be stored in another slot
     at the same time. The table of keys does not have the slot of a disowned key any more.
     """
 
@@ -254,7 +255,7 @@ class PendingStores:
         self._num_slots = self._num_disowned = 0
 
     def __len__(self) -> int:
-        """Slots being written, including those of disowned keys."""
+        """How many slots are being written, including those of disowned keys."""
         return self._num_slots
 
     def __contains__(self, key: bytes) -> bool:
@@ -262,11 +263,11 @@ class PendingStores:
         return number is not None and number < 0
 
     def batches(self) -> list[Sequence[bytes]]:
-        """The keys of each store, also disowned ones. O(stores)."""
+        """Return the keys of each store, including disowned ones. O(stores)."""
         return [batch.keys for batch in self._batches.values()]
 
     def slot_of(self, key: bytes) -> int | None:
-        """The slot that is written with this key's block."""
+        """Return the slot that is being written with this key's block, or None."""
         number = self._key_map.get(key)
         return ~number if number is not None and number < 0 else None
 
@@ -274,12 +275,12 @@ class PendingStores:
         return {slot for batch in self._batches.values() for slot in batch.slots}
 
     def keys_of(self, slots: Sequence[int]) -> Sequence[bytes]:
-        """The keys, also disowned ones, of the slots that were given to `start` together."""
+        """Return the keys, including disowned ones, of the slots that were given to `start` together."""
         return self._batches[slots[0]].keys
 
     def start(self, keys: Sequence[bytes], slots: Sequence[int], *, apart: bool = False) -> None:
-        """A store of these keys, which are neither visible nor being stored, begins to write the slots. `apart`: the
-        slots end in any order, as if each was given alone."""
+        """Note that a store begins to write these keys, which are neither visible nor being stored, to the slots.
+        `apart`: the slots may end in any order, as if each was given alone."""
         if slots:
             self._key_map.link(keys, slots)
             if apart:
@@ -289,8 +290,9 @@ class PendingStores:
             self._num_slots += len(slots)
 
     def finish(self, slots: Sequence[int]) -> tuple[Sequence[bytes], Sequence[int]]:
-        """These slots, the first of those that were given to `start` together, are written no more. Returns their keys
-        and slots, without those that were disowned; the caller makes them visible, or gives them up."""
+        """Note that these slots are not written any more. They are the first slots of one call of `start`, or any slots
+        of calls with `apart`. Returns their keys and slots, without disowned ones. The caller makes the keys visible or
+        gives them up."""
         if not slots:
             return (), ()
         batch, count = self._batches.pop(slots[0]), len(slots)
@@ -306,15 +308,15 @@ class PendingStores:
         return owned
 
     def abandon(self, slots: Sequence[int]) -> None:
-        """`finish`, and none of the keys becomes visible."""
+        """Do what `finish` does, but let none of the keys become visible."""
         self._key_map.unlink(self.finish(slots)[1])
 
     def _owned(self, batch: _Batch) -> _Batch:
-        """Without the disowned keys."""
+        """Return the batch without its disowned keys."""
         return _Batch(*self._key_map.linked(*batch)) if self._num_disowned else batch
 
     def disown(self, keys: Iterable[bytes]) -> None:
-        """Keep those of the keys that are being stored from becoming visible."""
+        """Keep these keys from becoming visible if they are being stored."""
         numbers = self._key_map.find_all(list(dict.fromkeys(keys)))
         pending = [~number for number in numbers if number is not None and number < 0]
         self._key_map.unlink(pending)
@@ -338,12 +340,12 @@ class PendingStores:
 
     @property
     def num_linked(self) -> int:
-        """Slots whose keys are to become visible."""
+        """How many slots are being written whose keys are to become visible."""
         return self._num_slots - self._num_disowned
 
 
 class LookupCounts:
-    """Blocks that sessions have looked up, and those of them that were found."""
+    """How many blocks sessions have looked up, and how many of them were found."""
 
     __slots__ = ("hits", "queried")
 
@@ -358,8 +360,8 @@ class LookupCounts:
 class Namespace:
     """The keys of one namespace, and the order in which its blocks are evicted. Not locked.
 
-    `num_sessions`: sessions that use it. A dropped namespace is found by no session any more; its blocks are the first
-    to be evicted. One that is forgotten counts as dropped: whoever still has it must fill no slot in it.
+    `num_sessions`: how many sessions use it. No session finds a dropped namespace any more, and its blocks are evicted
+    first. A forgotten namespace counts as dropped, so that code which still has it fills no slot in it.
     """
 
     __slots__ = ("is_dropped", "keys", "lookups", "name", "num_sessions", "order", "pending_stores", "tag")
@@ -379,8 +381,8 @@ class Namespace:
         return not self.keys and not self.pending_stores
 
     def select(self, keys: Sequence[bytes], outcomes: dict[str, int]) -> tuple[list[int], Sequence[Sequence[int]]]:
-        """Returns the indices of the keys that need a slot, and runs of the slots of keys that are present. Counts the
-        others in `outcomes`."""
+        """Return the indices of the keys that need a slot, and runs of the slots of keys that are present. Counts the
+        keys that need no slot in `outcomes`, by reason."""
         present = self.keys.leading_runs(keys)
         known, rest = 0, keys  # usually none or all of the keys are present
         if present:
@@ -408,8 +410,8 @@ class Namespace:
         return fresh, [*present, scattered]
 
     def publish(self, slots: Sequence[int]) -> tuple[tuple[bytes, ...], Sequence[int]]:
-        """Make the keys of filled slots, in ascending order, visible. Returns them and their slots, without those that
-        were disowned meanwhile."""
+        """Make the keys of filled slots visible. The slots are in ascending order. Returns the keys and their slots,
+        without keys that were disowned meanwhile."""
         keys, slots = self.pending_stores.finish(slots)
         self.keys.show(keys, slots)
         return tuple(keys), slots
@@ -435,45 +437,47 @@ class Namespaces:
         return iter(self._by_tag.values())
 
     def unused(self) -> Iterable[Namespace]:
-        """The namespaces without sessions, in the order in which their blocks are evicted."""
+        """Return the namespaces without sessions, in the order in which their blocks are evicted."""
         return self._unused.values()
 
     def join(self, name: str) -> Namespace:
-        """The namespace with this name, for one more session. Raises `ConflictError` if there are too many."""
+        """Return the namespace with this name, which has one more session now. Raises `ConflictError` if there are too
+        many namespaces."""
         for unused in list(self._unused.values()):
             self.forget_if_empty(unused)
         namespace = self._by_name.get(name)
         if namespace is None:
             tag = next((tag for tag in range(_MAX_NAMESPACES) if tag not in self._by_tag), None)
             if tag is None:
-                raise ConflictError(f"the pool has {_MAX_NAMESPACES} namespaces, as many as it can have")
+                raise ConflictError(f"the pool has {_MAX_NAMESPACES} namespaces and cannot have more")
             namespace = self._add(name, tag)
         namespace.num_sessions += 1
         self._unused.pop(namespace.tag, None)
         return namespace
 
     def fresh_name(self, name: str, life: str) -> str:
-        """The name of a new epoch of a namespace. `life`: an id of this life of the pool."""
+        """Return the name of a new epoch of a namespace. `life`: an id of this life of the pool."""
         self._last_epoch += 1
         return f"{name.partition('@')[0]}@{life}-{self._last_epoch}"
 
     def restore(self, name: str, tag: int) -> Namespace:
-        """A namespace with the number that it had before a restart, for a session that then leaves it."""
+        """Return a namespace with the number that it had before a restart. It counts as used by one session until the
+        caller calls `leave`."""
         namespace = self._add(name, tag)
         namespace.num_sessions += 1
         return namespace
 
     def leave(self, namespace: Namespace) -> None:
-        """A session does not use it any more."""
+        """Note that a session does not use the namespace any more."""
         namespace.num_sessions -= 1
         if not namespace.num_sessions:
             self._unused[namespace.tag] = namespace
             self.forget_if_empty(namespace)
 
     def drop(self, name: str) -> Namespace | None:
-        """Let no session find the blocks of this namespace; returns None if there is none. Stores in flight do not
-        become visible. Its blocks are the first to be evicted, or removed by the caller. O(slots being written).
-        Raises `ConflictError` if it has sessions."""
+        """Let no session find the blocks of this namespace any more, and return it, or None if there is no such
+        namespace. Stores in flight do not become visible. Its blocks are evicted first, unless the caller removes them.
+        O(slots being written). Raises `ConflictError` if it has sessions."""
         namespace = self._by_name.get(name)
         if namespace is None:
             return None
@@ -506,11 +510,11 @@ class Namespaces:
         self.only = next(iter(self._by_tag.values())) if len(self._by_tag) == 1 else None
 
     def of_slot(self, slot: int) -> Namespace:
-        """The namespace of the block in this slot."""
+        """Return the namespace of the block in this slot."""
         return self.only or self._by_tag[self._slot_keys.tag_of[slot]]
 
     def grouped(self, slots: list[int]) -> Iterable[tuple[Namespace, list[int]]]:
-        """The slots, which hold visible blocks, by namespace."""
+        """Group these slots, which hold visible blocks, by namespace."""
         if self.only:
             return ((self.only, slots),)
         groups: dict[int, list[int]] = {}
@@ -519,27 +523,27 @@ class Namespaces:
         return [(self._by_tag[tag], some) for tag, some in groups.items()]
 
     def slots_of(self, namespace: Namespace, low: int, high: int) -> list[int]:
-        """Its slots from `low` to below `high`."""
+        """Return the slots from `low` to below `high` that hold visible blocks of this namespace."""
         if self._by_tag.get(namespace.tag) is not namespace:
             return []
         tag_of = self._slot_keys.tag_of
         return [slot for slot, _ in self._slot_keys.between(low, high) if tag_of[slot] == namespace.tag]
 
     def find_all(self, keys: Iterable[bytes]) -> list[int]:
-        """The slots of these keys in all namespaces."""
+        """Return the slots of these keys in all namespaces."""
         keys = list(keys)
         found = (namespace.keys.slots_of(keys) for namespace in self._by_tag.values())
         return [slot for slots in found for slot in slots if slot is not None]
 
     def disown(self, keys: Iterable[bytes]) -> None:
-        """Keep these keys from becoming visible, as far as they are being stored, in all namespaces."""
+        """Keep these keys from becoming visible in all namespaces in which they are being stored."""
         keys = list(keys)
         for namespace in self._by_tag.values():
             namespace.pending_stores.disown(keys)
 
 
 def runs_below(runs: list[Sequence[int]], watermark: int) -> list[Sequence[int]]:
-    """The runs up to the first slot at or above the watermark."""
+    """Return the runs up to the first slot at or above the watermark."""
     below: list[Sequence[int]] = []
     for run in runs:
         highest = run[-1] if isinstance(run, range) else max(run)
@@ -552,7 +556,7 @@ def runs_below(runs: list[Sequence[int]], watermark: int) -> list[Sequence[int]]
 
 
 def first_of_runs(runs: Sequence[KeyRun], count: int) -> list[KeyRun]:
-    """The runs of the first `count` keys."""
+    """Return the runs of the first `count` keys."""
     kept: list[KeyRun] = []
     for first, length in runs:
         if not count:
@@ -563,7 +567,7 @@ def first_of_runs(runs: Sequence[KeyRun], count: int) -> list[KeyRun]:
 
 
 def joined_runs(runs: Sequence[KeyRun]) -> list[KeyRun]:
-    """The same keys, given in ascending order, in as few runs as possible."""
+    """Return the keys of these runs, which are in ascending order, in as few runs as possible."""
     joined: list[KeyRun] = []
     for first, length in runs:
         if joined and sum(joined[-1]) == first:
@@ -573,7 +577,7 @@ def joined_runs(runs: Sequence[KeyRun]) -> list[KeyRun]:
 
 
 def runs_without(runs: Sequence[tuple[int, int]], others: Sequence[tuple[int, int]]) -> list[KeyRun]:
-    """The keys of the runs that are in none of the others."""
+    """Return runs of the keys that are in `runs` and not in `others`."""
     left = bytearray(sum(runs[-1]) if runs else 0)
     for first, length in runs:
         left[first : first + length] = b"\1" * length
@@ -583,7 +587,7 @@ def runs_without(runs: Sequence[tuple[int, int]], others: Sequence[tuple[int, in
 
 
 def _runs_of(present: bytes | bytearray, start: int = 0) -> list[KeyRun]:
-    """The runs of ones. The first byte is that of key `start`."""
+    """Return the runs of ones. The first byte stands for key `start`."""
     runs: list[KeyRun] = []
     begin = present.find(1)
     while begin >= 0:

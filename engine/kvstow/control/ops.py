@@ -7,8 +7,8 @@ Completions are idempotent: one for an op that is not open, or from a rank that 
 nothing. Op ids are never reused, so a late completion cannot meet a later op.
 
 The other end of a `TierOp` is the store below the pool. A write holds its slots as a load does, and a read fills them
-as a store does. It has no ranks to wait for: the store gives slots back in pieces when nothing of any rank touches them
-any more, and says of each whether every rank's bytes have been moved.
+as a store does. A `TierOp` does not wait for ranks. The store gives its slots back in pieces, once no process touches
+them any more, and says for each slot whether the bytes of all ranks have been moved.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from kvstow.messages import Completion, Direction, Mark, Op, TierDirection
 from kvstow.results import Settled
 
 OP_SLOTS = 16
-"""The end of an op, its slots apart, takes about as long as that of so many slots."""
+"""Ending an op takes about as long as freeing this many slots, in addition to its own slots."""
 
 
 @dataclass(frozen=True, slots=True)
 class TierOp:
-    """A transfer between slots and the store below the pool. Ids are those of `Op`."""
+    """A transfer between slots and the store below the pool. No `Op` has the same id."""
 
     op_id: int
     direction: TierDirection
@@ -41,10 +41,10 @@ class TierOp:
 class OpenOp:
     """An op that some rank has not finished.
 
-    `held`: slots that a load keeps from eviction. `pending`: ranks that have not finished. `reading`: ranks
-    that may still read the blocks of a store. `abandoned`: a stuck store or read that the host no longer waits for;
-    its slots are quarantined until it ends. `num_removed`: in how many of a failed load's slots the blocks have been
-    removed, from the first one on.
+    `held`: slots that a load keeps from eviction. `pending`: ranks that have not finished. `reading`: ranks that may
+    still read the blocks of a store. `abandoned`: a stuck store or read that the host no longer waits for; its slots
+    are quarantined until it ends. `num_removed`: from how many slots of a failed load the blocks have been removed,
+    beginning with the first one.
     """
 
     op: Op | TierOp
@@ -68,18 +68,18 @@ class OpenOp:
 
     @property
     def written(self) -> Sequence[int]:
-        """The slots that it may still write."""
+        """The slots that the op may still write."""
         return self.op.slots if self.fills_slots else ()
 
     @property
     def kept(self) -> Sequence[int]:
-        """The slots that it keeps from eviction."""
+        """The slots that the op keeps from eviction."""
         return self.held
 
 
 @dataclass(slots=True, kw_only=True)
 class OpenTierOp(OpenOp):
-    """A transfer of which some slots, those `left`, have not come back."""
+    """A transfer of which some slots have not come back from the store (`left`)."""
 
     op: TierOp
     left: dict[int, None]
@@ -95,16 +95,16 @@ class OpenTierOp(OpenOp):
 
 @dataclass(frozen=True, slots=True)
 class EndedPart:
-    """Some slots of a transfer have come back. `visible`: those of a read whose keys are visible now. `has_ended`:
-    none is left."""
+    """The result when some slots of a transfer have come back. `visible`: the slots of a read whose keys are visible
+    now. `has_ended`: whether no slot of the transfer is left."""
 
     visible: Sequence[int]
     has_ended: bool
 
 
 class OpsInFlight:
-    """The open ops of a session of a pool, by id. Used with the lock of the pool held. O(1), or O(slots of the op)
-    where it ends, unless a method says otherwise."""
+    """The open ops of a session of a pool, by id. Used with the lock of the pool held. A call is O(1), or O(slots of
+    the op) if the op ends, unless a method says otherwise."""
 
     def __init__(self, pool: Pool, owner: PoolSession) -> None:
         self.pool, self._owner = pool, owner
@@ -114,15 +114,16 @@ class OpsInFlight:
         self._moving: dict[int, OpenOp] = {}
         """The ops that are not stuck. These and `_open` are in the order in which they started."""
         self._copies: dict[int, OpenOp] = {}
-        """Loads and stores, in order of their start."""
+        """Loads and stores, in the order in which they started."""
         self.num_ops: dict[Direction, int] = {"store": 0, "load": 0}
         self.num_blocks: dict[Direction, int] = {"store": 0, "load": 0}
         self.held_slots = 0
-        """The slots that loads keep; a slot counts once for each of them."""
+        """How many slots loads keep from eviction. A slot counts once for each load."""
         self.num_stuck = 0
-        """How many loads and stores are stuck. Transfers of a store below the pool do not count: they stop neither."""
+        """How many loads and stores are stuck. Transfers of the store below the pool do not count, because they stop
+        neither loads nor stores."""
         self.stuck_tier_slots = 0
-        """The slots of stuck transfers when they became stuck."""
+        """How many slots the stuck transfers of the store below the pool have had from the start."""
         self.num_abandoned = 0
         self.settled: deque[Settled] = deque()
         """Results that the host has not taken yet."""
@@ -138,12 +139,13 @@ class OpsInFlight:
         return self._open.get(op_id)
 
     def num_left(self, op_id: int) -> int:
-        """The slots of a transfer that have not come back."""
+        """Return how many slots of a transfer have not come back."""
         entry = self._open.get(op_id)
         return len(entry.left) if isinstance(entry, OpenTierOp) else 0
 
     def oldest_copy(self) -> OpenOp | None:
-        """The oldest load or store: a store below the pool that is slow or hangs stops neither."""
+        """Return the oldest load or store, or None. Transfers of the store below the pool do not count, because they
+        may be slow without stopping loads and stores."""
         return next(iter(self._copies.values()), None)
 
     def start(
@@ -156,7 +158,7 @@ class OpsInFlight:
         request_id: str,
         now: float,
     ) -> Op:
-        """Start an op with a new id, for every rank to finish."""
+        """Start an op with a new id, which its ranks have to finish."""
         pool = self.pool
         pool.last_op_id += 1
         boots = self._owner.ranks.boots if self._owner.owns_memory else ()
@@ -173,8 +175,8 @@ class OpsInFlight:
         return op
 
     def start_tier(self, direction: TierDirection, namespace: Namespace, slots: Sequence[int], now: float) -> TierOp:
-        """Start a transfer with a new id. The slots of a write are held by the caller, and not any more when they come
-        back: see `end_part`."""
+        """Start a transfer with a new id. The caller holds the slots of a write, and `end_part` ends these holds when
+        the slots come back."""
         pool = self.pool
         pool.last_op_id += 1
         op = TierOp(pool.last_op_id, direction, tuple(slots))
@@ -191,8 +193,9 @@ class OpsInFlight:
         return op
 
     def end_part(self, op_id: int, good: Sequence[int], bad: Sequence[int]) -> EndedPart | None:
-        """Some slots of a transfer have come back. The keys of the `good` ones of a read become visible, as fetched
-        blocks (`Pool.publish`). None, and nothing changes, if they are not those of an open transfer."""
+        """Take slots of a transfer that have come back. The keys of the `good` slots of a read become visible, as
+        fetched blocks (`Pool.publish`). Returns None, and only counts the call, if the slots do not belong to an open
+        transfer."""
         entry = self._open.get(op_id)
         slots = [*good, *bad]
         if not isinstance(entry, OpenTierOp) or any(slot not in entry.left for slot in slots):
@@ -213,7 +216,7 @@ class OpsInFlight:
                 pool.deallocate(bad)
         if not entry.left:
             self._forget(entry)
-        elif not entry.stuck:  # it moves: what is late is what comes after this
+        elif not entry.stuck:  # it makes progress, so its timeout begins anew
             entry.started = pool.clock()
             del self._moving[op_id]
             self._moving[op_id] = entry
@@ -222,7 +225,7 @@ class OpsInFlight:
     # -- completion -----------------------------------------------------------------------------------------
 
     def complete(self, rank: int, completion: Completion) -> None:
-        """Take a completion of `rank`; end the op if it was the last one. Call `remove_unloadable` before it."""
+        """Take a completion of `rank`, and end the op if it was the last one. Call `remove_unloadable` before this."""
         entry, faults = self._open.get(completion.op_id), self.pool.counters.faults
         if entry is None:
             faults.stale_completions += 1
@@ -232,9 +235,9 @@ class OpsInFlight:
             self._accept(entry, rank, completion)
 
     def remove_unloadable(self, rank: int, completion: Completion, most: int) -> int:
-        """If this completion says that a load has failed, remove up to `most` blocks that it has read: the request must
-        not find them again and load in a circle. Call it until it returns 0; otherwise it returns how many slots it
-        has visited."""
+        """If this completion says that a load has failed, remove up to `most` of its blocks. Otherwise the request
+        would find them again, and fail to load them again and again. Returns how many slots it has visited; call it
+        until it returns 0."""
         entry = self._open.get(completion.op_id)
         if completion.mark != "failed" or entry is None or rank not in entry.pending or entry.op.direction != "load":
             return 0
@@ -245,7 +248,8 @@ class OpsInFlight:
         return len(slots)
 
     def num_slots(self, op_id: int) -> int:
-        """The slots that the end of this op frees or publishes at once; those of a load are freed in slices."""
+        """Return how many slots the end of this op frees or publishes at once. It is 0 for a load, whose slots are
+        freed in slices."""
         entry = self._open.get(op_id)
         return len(entry.op.slots) if entry is not None and entry.fills_slots else 0
 
@@ -333,7 +337,7 @@ class OpsInFlight:
 
     def fail_rank(self, rank: int) -> Iterator[None]:
         """Fail the ops of a rank that has restarted. If its memory is lost, stores that it had finished fail, too, when
-        the other ranks have ended them. Between two steps the lock may be let go."""
+        the other ranks have ended them. The caller may release the lock between two steps."""
         pending = [(op_id, entry) for op_id, entry in self._open.items() if rank in entry.pending]
         owner = self._owner
         if owner.owns_memory:
@@ -356,8 +360,8 @@ class OpsInFlight:
 
     def dissolve(self) -> list[OpenOp]:
         """Forget some ops, the oldest first, and all results, because the session has ended. Stores fail, and their
-        slots are quarantined: the session's processes may still write them. Returns the ops; call it until none is
-        open."""
+        slots are quarantined, because the session's processes may still write them. Returns these ops; call it until no
+        op is open."""
         pool, dissolved = self.pool, list[OpenOp]()
         left = most = pool.slice_slots
         for entry in list(islice(self._open.values(), max(1, most // OP_SLOTS))):
@@ -377,11 +381,12 @@ class OpsInFlight:
         return dissolved
 
     def mark_stuck(self, now: float) -> bool:
-        """Mark the oldest op that has exceeded the transfer timeout; False if there is none.
+        """Mark the oldest op that has exceeded the transfer timeout as stuck. Returns False if there is none.
 
-        A store fails now: its slots are quarantined, because the silent rank may still write them. So are those of a
-        read from the store below the pool. A load keeps waiting, because that rank may still write the host's blocks,
-        and a write to that store, because it may still read its slots. Transfers of that store stop no others."""
+        A stuck store fails now, and its slots are quarantined, because the silent rank may still write them. The slots
+        of a stuck read from the store below the pool are quarantined, too. A stuck load keeps waiting, because the rank
+        may still write the host's blocks. So does a write to the store below the pool, because that store may still
+        read the slots. Stuck transfers of that store do not stop loads and stores."""
         pool = self.pool
         entry = next(iter(self._moving.values()), None)
         if entry is None or entry.started >= now - pool.config.transfer_timeout:
@@ -416,12 +421,12 @@ class OpsInFlight:
         return True
 
     def idle_ranks(self, entry: OpenOp, now: float) -> list[int]:
-        """Ranks that have not completed the op and have nothing under way: the host has not submitted the op to them,
-        or has not collected or passed on their completion."""
+        """Return the ranks that have not completed the op and have nothing under way. The host has not submitted the op
+        to them, or has not collected or passed on their completions."""
         return [rank for rank in sorted(entry.pending) if self._owner.ranks.idle_since(rank, entry.started, now)]
 
     def stuck_reason(self, entry: OpenOp, now: float) -> str:
-        """What keeps the op from ending: ranks that work on it, or the host."""
+        """Return what keeps the op from ending: ranks that work on it, the host, or the store below the pool."""
         if isinstance(entry, OpenTierOp):
             return f"the store below the pool has not given back {len(entry.left)} slots"
         idle = self.idle_ranks(entry, now)
@@ -434,5 +439,6 @@ class OpsInFlight:
         return "; ".join(reasons)
 
     def is_consistent(self) -> bool:
-        """Whether exactly the ops that are not stuck may become so. For integrity checks."""
+        """Whether the list of ops that may become stuck has exactly the open ops that are not stuck. For integrity
+        checks."""
         return self._moving.keys() == {op_id for op_id, entry in self._open.items() if not entry.stuck}

@@ -1,7 +1,7 @@
-"""A pool: one memory layout, and everything whose life is that of the memory; and what it knows of its sessions.
+"""A pool: slots of one memory layout, everything that lives as long as their memory, and what the pool knows of its
+sessions.
 
-Lock: every method and attribute is used with `lock` held, except `config`, `clock`, `events` and the methods that say
-so.
+Every method and attribute is used with `lock` held, except `config`, `clock`, `events` and the methods that say so.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ class PoolAcceptance:
         self.drain_mode, self.drain_deadline = mode, deadline
 
     def drain_status(self, now: float, pending: int, leases: int) -> DrainStatus:
-        """`pending`, `leases`: what is in flight and leased."""
+        """Return the status of the drain. `pending`: how many transfers are in flight. `leases`: how many leases there
+        are."""
         left = None if self.drain_deadline == inf else max(0.0, self.drain_deadline - now)
         active = self.drain_mode is not None
         return DrainStatus(active, self.drain_mode, left, active and not pending and not leases, pending, leases)
@@ -89,20 +90,20 @@ class PoolTarget:
         self.desired = DesiredState(secrets.token_hex(8), capacity_slots, number=1)
         """The desired state of every rank; ranks free memory only when its capacity is lowered. See `Pool.want`."""
         self.on_wanted: Callable[[], object] = lambda: None
-        """Called when the desired state has changed, with the lock held. It must not block."""
+        """It is called with the lock held when the desired state has changed. It must not block."""
         self.ceiling = capacity_slots
         """Slots from this number on are not allocated. It is below `capacity` while a resize vacates slots."""
         self.is_resizing = False
         self.revision = 0
-        """Grows with each change of capacity, ceiling, policy or pausing, also with a change back."""
+        """Grows with each change of capacity, ceiling, policy or pausing, including one that reverts another."""
 
     @property
     def capacity(self) -> int:
-        """Slots wanted on every rank."""
+        """How many slots every rank is to have."""
         return self.desired.capacity_slots
 
     def begin_resize(self, num_slots: int) -> None:
-        """Raises `ConflictError` while another resize is under way."""
+        """Begin a resize to `num_slots`. Raises `ConflictError` while another resize is under way."""
         if self.is_resizing:
             raise ConflictError("another resize is under way; wait for its operation, or cancel it")
         self.is_resizing = True
@@ -116,8 +117,8 @@ class PoolTarget:
 
 
 class Room(NamedTuple):
-    """`slots` for the keys with the indices `accepted`, in ascending order both. `deferred`: how many of the others may
-    evict nothing of what is there."""
+    """What `make_room_within` has found: `slots` for the keys with the indices `accepted`, both in ascending order.
+    `deferred`: how many of the other keys have no slot because they may not evict the blocks that are there."""
 
     slots: list[int]
     accepted: Sequence[int]
@@ -125,7 +126,7 @@ class Room(NamedTuple):
 
 
 class PoolStore(Protocol):
-    """What administration knows of a `PoolTier`; its methods are described there."""
+    """The part of a `PoolTier` that administration uses. `PoolTier` describes the methods."""
 
     def purge(self, wish: PurgeWish, then: Callable[[Purged], object], *, dry_run: bool = False) -> None: ...
 
@@ -135,7 +136,7 @@ class PoolStore(Protocol):
 
 
 class PoolSession(Protocol):
-    """What a pool, and what works on it, knows of a `Session`; its attributes are described there."""
+    """The part of a `Session` that a pool, and code that works on a pool, uses. `Session` describes the attributes."""
 
     is_engine: bool
     owns_memory: bool
@@ -170,14 +171,14 @@ class _LogLine(NamedTuple):
 
 
 class Pool:
-    """Slots, the index of their blocks, counters and what operators have set, for its sessions. Each session adds
-    itself to `sessions`.
+    """Slots, the index of their blocks, counters and the settings of operators, for the pool's sessions. Each session
+    adds itself to `sessions`.
 
-    The memory is that of the ranks of the only session; in a `SharedPool` it belongs to the host.
+    The memory belongs to the ranks of the only session or, in a `SharedPool`, to the host.
     """
 
     name = HOST_NAME
-    """What its host calls it."""
+    """The host's name for the pool."""
 
     def __init__(
         self,
@@ -207,7 +208,7 @@ class Pool:
         there are any."""
         self.last_op_id = 0
         self.tier: PoolStore | None = None
-        """The store below it; only a `SharedPool` may have one."""
+        """The store below the pool. Only a `SharedPool` may have one."""
         self.journal: IndexJournal | None = None
         """Only a `SharedPool` has one, as its memory may outlive the process."""
         self.earlier: EarlierUses | None = None
@@ -217,13 +218,13 @@ class Pool:
         self.make_tables(config.capacity_slots)
 
     def make_tables(self, num_slots: int) -> None:
-        """The pool is to have so many slots: see `make_tables_in_slices`. Other threads run between the slices."""
+        """Make the tables for `num_slots` slots; see `make_tables_in_slices`. Other threads run between the slices."""
         for _ in self.make_tables_in_slices(num_slots):
             time.sleep(0)
 
     def make_tables_in_slices(self, num_slots: int) -> Iterator[None]:
-        """Have the tables whose size follows from that of the pool. Each step holds the lock for a bounded time. Call
-        it without the lock. Not for two threads."""
+        """Make the tables whose size follows from that of the pool. Each step holds the lock for a bounded time. Call
+        it without the lock. Only one thread at a time may do this."""
         yield from self.index.chains.evicted_blocks.fit(num_slots)
         steps = self.index.slot_keys.table.fit(num_slots)
         while True:
@@ -234,7 +235,7 @@ class Pool:
 
     @property
     def policy(self) -> str:
-        """How the pool chooses what it evicts: see `parse_policy`. Without the lock."""
+        """How the pool chooses what it evicts; see `parse_policy`. The caller needs no lock."""
         return "lru" if self.index.chains.is_lru else "auto"
 
     def set_policy(self, policy: str) -> None:
@@ -242,7 +243,8 @@ class Pool:
         self.index.chains.is_lru = policy == "lru"
 
     def learn(self, seen: Observations | None) -> None:
-        """Compute the places of blocks anew, from what a call with the lock has found due. Without the lock."""
+        """Compute the places of blocks anew from these observations, which `Hazards.count_request` has returned. Does
+        nothing for None. The caller does not hold the lock."""
         if seen is not None:
             places = compute(seen)
             observed = b"" if self.journal is None else seen.dump()
@@ -272,7 +274,7 @@ class Pool:
         self._log_lines.append(_LogLine(level, message, values))
 
     def write_log(self) -> None:
-        """Write the queued lines. Without the lock."""
+        """Write the queued lines. The caller does not hold the lock."""
         while self._log_lines:
             try:
                 line = self._log_lines.popleft()
@@ -288,10 +290,10 @@ class Pool:
         *,
         fetched: bool = False,
     ) -> Sequence[int]:
-        """Make the keys of filled slots, in ascending order, visible, and free the slots of those that were disowned
-        meanwhile. Returns the slots of those that are visible. `on_stored`: called with their keys. `fetched`: they
-        came from a store below the pool, and not from an engine that has computed them: such blocks are a class of
-        their own until a request after the one that has fetched them uses them."""
+        """Make the keys of filled slots visible, and free the slots of keys that were disowned meanwhile. The slots are
+        in ascending order. Returns the slots whose keys are visible. `on_stored` is called with the keys. `fetched`:
+        whether the blocks came from a store below the pool and not from an engine that has computed them. Such blocks
+        are a class of their own until a request after the one that has fetched them uses them."""
         keys, kept = namespace.publish(slots)
         now = self.clock()
         self.index.times.mark_stored(kept, now)
@@ -330,7 +332,8 @@ class Pool:
         return len(removal.keys)
 
     def reuse(self, slots: list[int]) -> list[int]:
-        """The slots, used but without content, that may be filled again; the others leave the service."""
+        """Return the slots that may be filled again. The slots are used but have no content. Slots above the limit
+        leave the service."""
         limit = self.slots.limit
         if self.slots.leaving:
             self.deallocate([slot for slot in slots if slot >= limit])
@@ -338,7 +341,7 @@ class Pool:
         return slots
 
     def deallocate(self, slots: Sequence[int]) -> None:
-        """Nothing uses these slots any more, and they hold no block."""
+        """Free these slots, which hold no block and are not used any more."""
         if self.earlier is not None:
             slots = self.earlier.keep(slots)
         if self.journal is not None and slots:
@@ -346,7 +349,7 @@ class Pool:
         self.slots.deallocate(slots)
 
     def end_quarantine(self, slots: Sequence[int]) -> None:
-        """Nobody can write these slots any more."""
+        """Free these slots of the quarantine, because no process can write them any more."""
         self.index.quarantined.discard(slots)
         self.deallocate(slots)
 
@@ -354,24 +357,27 @@ class Pool:
         self.deallocate(self.index.unhold(list(slots)))
 
     def end_holds(self, held: Iterable[tuple[int, ...]]) -> None:
-        """Leases and loads have ended, so nothing needs their slots. The caller holds the lock."""
+        """Unhold the slots of leases and loads that have ended. The caller holds the lock."""
         for slots in held:
             self.unhold(slots)
 
     def make_room(
         self, count: int, present: Sequence[Sequence[int]], now: float, below: int | None = None
     ) -> list[int]:
-        """Up to `count` slots to fill, in ascending order, whatever has to go for that; see `make_room_within`."""
+        """Return up to `count` slots to fill, in ascending order. Unlike `make_room_within`, it may evict any evictable
+        block."""
         return self.make_room_within([StoreLimit(count, NO_LIMIT, None)], present, now, below).slots
 
     def make_room_within(
         self, limits: Sequence[StoreLimit], present: Sequence[Sequence[int]], now: float, below: int | None = None
     ) -> Room:
-        """Slots to fill for keys in prefix order, below `below` unless that is None: free ones, then evicted ones, as
-        far as the `limits` of the keys allow. What follows a refused block of a request is refused, too. Blocks of
-        `present`, runs of slots of the same prefix, count as used and are not evicted.
+        """Return slots to fill for keys in prefix order; only slots below `below`, unless that is None. Takes free
+        slots first, and then evicts blocks as far as the `limits` of the keys allow. If a block of a request is
+        refused, the later blocks of this request are refused, too. Blocks of `present`, which are runs of slots of the
+        same prefix, count as used and are not evicted.
 
-        Slots are in ascending order: copies and lookups of a prefix are faster if its slots are neighbours."""
+        The slots are in ascending order, because copies and lookups of a prefix are faster if its slots are
+        neighbours."""
         count = sum([each.num_keys for each in limits])
         slots = self.slots.allocate(min(count, self.slots.free), below)
         if present:
@@ -405,7 +411,7 @@ class Pool:
                     if len(found) < missing and self.debts.slots:
                         self.debts.free_slice()
                         found += self._evict(missing - len(found), now, below, limit)
-                    # Nothing is left to evict but leased blocks: those of sessions that lease too much.
+                    # Only leased blocks are left to evict. Leases of sessions that lease too much are ended.
                     if len(found) < missing and not self.index.num_cached and self._end_excess_leases():
                         found += self._evict(missing - len(found), now, below, limit)
                     slots += found
@@ -421,7 +427,8 @@ class Pool:
         return Room(slots, accepted, deferred)
 
     def _evict(self, count: int, now: float, below: int | None, limit: Limit = NO_LIMIT) -> list[int]:
-        """Evict blocks for up to `count` slots; none while `earlier` uses may go on."""
+        """Evict blocks, and return up to `count` slots to fill. Evicts none while processes of an earlier service may
+        use them."""
         slots = list[int]()
         if self.earlier is not None:
             return slots
@@ -443,8 +450,8 @@ class Pool:
         return slots
 
     def _end_excess_leases(self) -> bool:
-        """End leases of sessions that hold more than they may when slots are short; False if there are none. What is
-        left of them is ended, and freed, by later calls."""
+        """End leases of sessions that hold more slots than they may when slots are short. Returns False if there are
+        none. Ends a bounded number of leases, and leaves the others to later calls."""
         if self.earlier is not None:
             return False
         ended = [lease for session in self.sessions for lease in session.leases.end_excess()]
@@ -452,11 +459,11 @@ class Pool:
         return bool(ended)
 
     def join_namespace(self, name: str) -> Namespace:
-        """The namespace with this name, for one more session; see `Namespaces.join`."""
+        """Return the namespace with this name, which has one more session now; see `Namespaces.join`."""
         return self.index.namespaces.join(name)
 
     def load_refusal(self, now: float) -> Refusal | None:
-        """Why no session may load, or None."""
+        """Return why no session may load, or None if there is a session that may, or no session at all."""
         engines = [session for session in self.sessions if session.is_engine and not session.is_lost]
         refusals = [session.refusal("load", now) for session in engines]
         return None if None in refusals else next(iter(refusals), None)
@@ -467,7 +474,7 @@ class Pool:
 
     @property
     def capacity(self) -> int:
-        """Slots wanted on every rank."""
+        """How many slots every rank is to have."""
         return self.target.capacity
 
     def want(self, desired: DesiredState) -> None:
@@ -479,17 +486,18 @@ class Pool:
         target.on_wanted()
 
     def silent_ranks(self) -> list[int]:
-        """Ranks that have to report before the pool has memory, and have not."""
+        """Return the ranks that have not reported yet, although the pool has no memory before they do."""
         records = [record for session in self.sessions for record in session.ranks.records()]
         return [record.report.rank for record in records if record.reported_at is None]
 
     def check_size(self, capacity_slots: int) -> None:
-        """Raises `InvalidRequestError` if operators cannot resize the pool to so many slots. Without the lock."""
+        """Raise `InvalidRequestError` if operators cannot resize the pool to `capacity_slots`. The caller needs no
+        lock."""
         if capacity_slots < 1:
             raise InvalidRequestError(f"capacity_slots is {capacity_slots}; allowed: 1 or more")
 
     def memory_slots(self) -> int:
-        """Slots that there is memory for. Blocks above them are lost."""
+        """Return how many slots have memory. Blocks above them are lost."""
         return min(session.ranks.usable_slots() for session in self.sessions)
 
     def apply_limit(self) -> None:
@@ -509,8 +517,9 @@ class Pool:
         return end
 
     def tick(self) -> None:
-        """Let time pass: transfers become stuck, blocks have waited longer. Call it about once a second, without the
-        lock. O(what changes), with the lock held for no more than one transfer, or 1,024 parts of chains, at a time."""
+        """Let time pass, so that transfers become stuck and blocks count as waiting longer. Call it about once a
+        second, without the lock. O(what changes). Holds the lock for no more than one transfer, or 1,024 parts of
+        chains, at a time."""
         now, marked = self.clock(), True
         while marked:
             with self.lock:
@@ -531,11 +540,11 @@ class Pool:
 
     @property
     def used_slots(self) -> int:
-        """Slots that hold a block, or will. O(1), without the lock."""
+        """How many slots hold a block, are being filled or are in quarantine. O(1); the caller needs no lock."""
         return self.slots.in_service - self.slots.free
 
     def lose(self, low: int) -> None:
-        """Some rank has lost the contents of its slots from `low` on.
+        """Note that some rank has lost the contents of its slots from `low` on.
 
         This includes slots above the limit, which a resize may have lowered already. Leases break, and no store in
         flight to these slots becomes visible. The caller then calls `remove_lost` without the lock.
@@ -561,9 +570,9 @@ class Pool:
 
 
 class EarlierUses:
-    """What the processes of all earlier sessions may still use. The journal does not say which slots they were reading,
-    so these are all that were in use. Until the last of the processes has died, the pool evicts nothing, and the slots
-    that become free are kept in quarantine. Used with the pool's lock held."""
+    """The slots that processes of an earlier service may still use. The journal does not say which slots they were
+    reading, so these are all slots that were in use. Until the last of these processes has died, the pool evicts
+    nothing, and such slots are kept in quarantine when they become free. Used with the pool's lock held."""
 
     def __init__(self, pool: Pool, session: PoolSession) -> None:
         self.session = session
@@ -572,7 +581,7 @@ class EarlierUses:
         self._was_used = pool.slots.copy()
 
     def keep(self, slots: Iterable[int]) -> list[int]:
-        """Keep those of the slots that were in use, and return the others. O(slots given)."""
+        """Keep the slots that were in use in quarantine, and return the others. O(slots given)."""
         kept: list[int] = []
         others: list[int] = []
         for slot in slots:

@@ -1,4 +1,4 @@
-"""What one pool has of the store below it: what is read and written, and what a request waits for."""
+"""Connects a pool with the store below it: decides which blocks are read and written, and what a request waits for."""
 
 from __future__ import annotations
 
@@ -49,9 +49,10 @@ _MOST_NOTED = 1024
 
 
 class LongerHit(NamedTuple):
-    """A hit that is longer than the pool's own. `keys`: all that it needs, or those from the first one on that the pool
-    lacks; `remote`: those of them to read; `ops`: reads under way that bring others. It saves computing `blocks` blocks
-    of tokens, which come behind `behind` others."""
+    """A hit that is longer than the pool's own. `keys`: all keys that it needs or, if it is a leading run, its keys
+    from the first one on that the pool lacks. `remote`: the keys among these that are to be read. `ops`: the reads
+    under way that bring others of these. The hit saves computing `blocks` blocks of tokens, which follow `behind`
+    others of the prompt."""
 
     keys: Sequence[bytes] = ()
     remote: Sequence[bytes] = ()
@@ -62,8 +63,8 @@ class LongerHit(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class TieredNamespace:
-    """A namespace of the pool. `stored`: its name in the store; None while the store is off for it, for the
-    `off_reason`. `model` and the namespace's name are for operators."""
+    """A namespace of the pool, and how it uses the store. `stored`: its name in the store; None if it does not use the
+    store, and then `off_reason` says why. `model` and the namespace's name are for operators."""
 
     namespace: Namespace
     stored: StoredNamespace | None
@@ -76,10 +77,10 @@ class TieredNamespace:
 
 @dataclass(slots=True, eq=False)
 class TierWait:
-    """A request that may get more than the pool has. `first`: how many leading keys the pool had. `needs`: None where a
-    hit is a leading run of `keys`. `then` is called when it is over. `until`: when it continues with what has arrived.
-    `ops`: the reads that it waits for. `leases`: of its session, on blocks that have arrived; the caller releases
-    them."""
+    """The wait of a request that may get more blocks than the pool has. `first`: how many leading keys the pool had.
+    `needs`: what a hit needs; None if it is a leading run of `keys`. `then` is called when the wait is over. `until`:
+    the time at which the request continues with the blocks that have arrived. `ops`: the reads that it waits for.
+    `leases`: the leases of its session on blocks that have arrived, which the caller releases."""
 
     of: TieredNamespace
     session: AttachedSession
@@ -96,7 +97,8 @@ class TierWait:
 
 @dataclass(slots=True, eq=False)
 class _Read:
-    """A read under way. `worth`: seconds of computing that one block of it saves."""
+    """A read under way. `worth`: how many seconds of computing each of its blocks saves. `waits`: the requests that
+    wait for it."""
 
     of: TieredNamespace
     worth: float
@@ -105,7 +107,7 @@ class _Read:
 
 
 class _Prefetch(NamedTuple):
-    """What is left to fetch of a context. `whole`: the keys are only of use together."""
+    """The keys of a context that are still to be fetched. `whole`: whether the keys are of use only together."""
 
     of: TieredNamespace
     keys: list[bytes]
@@ -113,18 +115,18 @@ class _Prefetch(NamedTuple):
 
 
 class PoolTier:
-    """Decides for each request whether to read from the store, takes the slots, makes what arrives visible, and has
-    every block written.
+    """Decides for each request whether to read from the store, takes the slots, makes the blocks that arrive visible,
+    and lets the store write every block.
 
     Every call may come from any thread, and none waits, except for the pool's lock, which is held for O(blocks given).
     Attributes are used with that lock held. The store calls back on threads of its own; requests are answered through
     `post`. An unexpected error turns the store off for the pool, and nothing else.
 
-    - Each block is offered to the store when it is stored, root first, and again at each use: so what could not be
-      written is written at the next use. Writes keep at most 5 % of the pool's slots.
-    - What was read is of a class of its own in the pool's order of eviction, as `Pool.publish` says.
+    - Each block is offered to the store when it is stored, root first, and again at each use. So a block that could not
+      be written is written at its next use. Writes keep at most 5 % of the pool's slots.
+    - Blocks that were read are a class of their own in the pool's order of eviction, as `Pool.publish` says.
     - A block that arrives is leased to the requests that wait for it, in the moment in which it becomes visible.
-    - A request waits no longer than computing would take, and then continues with what has arrived.
+    - A request waits no longer than computing would take, and then continues with the blocks that have arrived.
     """
 
     def __init__(
@@ -139,9 +141,10 @@ class PoolTier:
         post: Callable[[Callable[[], object]], object] = lambda call: call(),
         on_taken: Callable[[], object] = lambda: None,
     ) -> None:
-        """`namespace`: any of the pool. `block_tokens`: by how many tokens each block lengthens a hit, where the pool's
-        configuration does not have it. `needs_of`: what a hit needs, given the keys of a prompt; None where it is a
-        leading run. `on_taken`: called when reads have taken slots. Raises `ConflictError` if the pool was closed."""
+        """`namespace`: any namespace of the pool. `block_tokens`: by how many tokens each block lengthens a hit, if the
+        pool's configuration does not say. `needs_of`: returns what a hit needs, given the keys of a prompt; None if a
+        hit is a leading run. `post`: makes a call later, on the thread that answers requests. `on_taken`: called when a
+        read has taken slots. Raises `ConflictError` if the pool was closed."""
         self.session = pool.attach_tier(namespace)
         self._pool, self._store = pool, store
         self._post, self._on_taken = post, on_taken
@@ -149,7 +152,7 @@ class PoolTier:
         self._needs_of = needs_of
         self._namespaces: dict[Namespace, TieredNamespace] = {}
         self._retired: dict[str, TierCounters] = {}
-        """For each model, what its former namespaces had counted."""
+        """The counters of the former namespaces of each model, added up."""
         self._waits: dict[TierWait, None] = {}
         self._reads: dict[int, _Read] = {}
         self._filling: dict[int, int] = {}
@@ -172,8 +175,8 @@ class PoolTier:
     def enter(
         self, session: AttachedSession, model: str, fingerprint: str | None, off_reason: str = ""
     ) -> TieredNamespace:
-        """The engine of this session is in its namespace from now on. `fingerprint`: what its blocks are known by in
-        the store; None if nothing is read or written, for the `off_reason`."""
+        """Use the store for the namespace of this session, which its engine has just joined. `fingerprint`: names its
+        blocks in the store; None if the namespace does not use the store, and then `off_reason` says why."""
         namespace = session.namespace
         with self._pool.lock:
             for other in [one for one in self._namespaces if one.is_dropped]:
@@ -190,11 +193,11 @@ class PoolTier:
         self._retired[of.model] = self._retired.get(of.model, TierCounters()) + of.counters
 
     def is_on(self, of: TieredNamespace) -> bool:
-        """Whether the store is used for this namespace. Without the lock: it may change the next moment."""
+        """Whether the store is used for this namespace. Needs no lock, but the answer may change at any moment."""
         return of.stored is not None and not self.is_closed and not self.failure and not self._num_purges
 
     def note_prefill(self, of: TieredNamespace, cost: PrefillCost) -> None:
-        """So much it costs an engine to compute prompts."""
+        """Note what it costs an engine of this namespace to compute prompts."""
         of.even.prefill = cost
 
     def look_for(
@@ -207,12 +210,14 @@ class PoolTier:
         first: int = 0,
         needs: Needs | None = None,
     ) -> Generator[None, None, TierWait | None]:
-        """A request of this session has these keys, which stay as they are. Not all of them are in the pool, but the
-        `first` ones are, as the caller has just seen. `needs`: what a hit is, if it is no leading run; `first` is 0
-        then. None: there is nothing to wait for. Otherwise `then` is called once through `post`: the request looks its
-        keys up again, computes what is not there, and releases `TierWait.leases`.
+        """Look for keys of a request of this session that the pool lacks. `keys` must not change afterwards. `first`:
+        how many leading keys are in the pool, as the caller has just found out. `needs`: what a hit is, if it is no
+        leading run; then `first` is 0.
 
-        It comes in steps, each for a slice of the keys, for others to have their turns between them."""
+        Returns None if there is nothing to wait for. Otherwise, `then` is called once through `post`. The request then
+        looks its keys up again, computes what is not there, and releases `TierWait.leases`.
+
+        Each step is for a slice of the keys, so that others have their turns between the steps."""
         if of.stored is None or not self.is_on(of):
             return None
         of.counters.requests += 1
@@ -228,7 +233,7 @@ class PoolTier:
         now = self._pool.clock()
         wait = TierWait(of, session, keys, first, needs, then, now, now + ANSWER_SECONDS)
         if not of.even.may_pay:
-            wait.is_over = True  # what it finds shows whether reads pay again
+            wait.is_over = True  # the request does not wait; the answer shows whether reads pay again
         with self._pool.lock:
             self._waits[wait] = None
         try:
@@ -254,8 +259,8 @@ class PoolTier:
     def _ask(
         self, of: TieredNamespace, stored: StoredNamespace, keys: Sequence[bytes], *, is_run: bool
     ) -> Generator[None, None, Sequence[bool]]:
-        """What the store has of these keys, a slice at a time. `is_run`: what comes behind the first key that neither
-        the store nor the pool has does not matter."""
+        """Return which of these keys the store has, and ask it for a slice at a time. `is_run`: whether the hit is a
+        leading run, so that keys after the first one that neither the store nor the pool has do not matter."""
         pool, found = self._pool, list[bool]()
         for at in range(0, len(keys), pool.slice_slots):
             if at:
@@ -273,7 +278,7 @@ class PoolTier:
         return found + [False] * (len(keys) - len(found))
 
     def _take_answer(self, wait: TierWait, has: Sequence[bool]) -> None:
-        """The store says later which of the request's keys it has."""
+        """Take the later answer of the store, which says which of the request's keys it has."""
         try:
             if self.is_on(wait.of) and self._decide(wait, has):
                 return
@@ -282,7 +287,8 @@ class PoolTier:
         self._finish([wait])
 
     def _decide(self, wait: TierWait, has: Sequence[bool]) -> bool:
-        """It is known what the store has of the request's keys. Whether the request waits for something."""
+        """Decide what to read for a request, now that it is known which of its keys the store has. Returns whether the
+        request waits."""
         of = wait.of
         hit = self._leading(wait, has) if wait.needs is None else self._needed(wait, wait.needs, has)
         of.counters.found_blocks += len(hit.remote)
@@ -316,7 +322,7 @@ class PoolTier:
             wait.ops.add(op_id)
 
     def _finish(self, waits: Iterable[TierWait]) -> None:
-        """These requests wait no longer, unless that was said before."""
+        """End the waits of these requests that have not ended before."""
         over: list[TierWait] = []
         now = self._pool.clock()
         with self._pool.lock:
@@ -329,11 +335,12 @@ class PoolTier:
         for wait in over:
             self._post(wait.then)
 
-    # -- what a request can have of the pool, of reads under way and of the store together -------------------------
+    # -- what the pool, reads under way and the store have together -----------------------------------------
 
     def _leading(self, wait: TierWait, has: Sequence[bool]) -> LongerHit:
-        """The keys from `wait.first` on that the three have. It ends at a block that an engine is storing just now. The
-        lock is held for a slice of the keys at a time."""
+        """Return the leading run of keys from `wait.first` on that the pool, reads under way and the store have
+        together. It ends before a block that an engine is storing just now. Holds the lock for a slice of the keys at a
+        time."""
         pool, keys, at = self._pool, wait.keys, wait.first
         remote: list[bytes] = []
         ops: dict[int, None] = {}
@@ -357,8 +364,8 @@ class PoolTier:
         return LongerHit(keys[lead:end], remote, list(ops), max(0, end - lead), lead)
 
     def _needed(self, wait: TierWait, needs: Needs, has: Sequence[bool]) -> LongerHit:
-        """What a request needs of several groups for the longest hit that the three give together, and how much longer
-        it is than that of the pool alone. O(keys), and O(keys log keys) where the pool is short of slots."""
+        """Return the longest hit of several groups that the pool, reads under way and the store give together, if it is
+        longer than that of the pool alone. O(keys), or O(keys log keys) if the pool is short of slots."""
         namespace = wait.of.namespace
         stored = dict(zip(wait.keys, has, strict=True))
         pool_hit = needs(partial(self._visible, namespace))
@@ -382,8 +389,9 @@ class PoolTier:
     def _longest(
         self, namespace: Namespace, needs: Needs, has: Callable[[Sequence[bytes]], Sequence[bool]], least: int
     ) -> Needed:
-        """The longest hit that the three give together and that the pool has room for; if none is longer than `least`
-        blocks, a shorter one. Bisects, so it may miss a longer hit that needs fewer slots, as with chunked attention.
+        """Return the longest hit with the keys of `has` that the pool has room for. If none is longer than `least`
+        blocks, return any hit that is not longer. It bisects, so it may miss a longer hit that needs fewer slots, as
+        with chunked attention.
         """
         longest = needs(has)
         if longest.blocks <= least or self._has_room(namespace, longest.keys):
@@ -403,8 +411,8 @@ class PoolTier:
             return [slot is not None for slot in namespace.keys.slots_of(keys)]
 
     def _has_any(self, namespace: Namespace, stored: dict[bytes, bool], keys: Sequence[bytes]) -> list[bool]:
-        """For each key, whether the pool, a read under way or the store has it. What the store has does not count while
-        an engine stores the same key, because a read cannot fill that slot."""
+        """Return for each key whether the pool, a read under way or the store has it. What the store has does not count
+        while an engine stores the same key, because a read cannot fill that slot."""
         found: list[bool] = []
         with self._pool.lock:
             for key, slot in zip(keys, namespace.keys.slots_of(keys), strict=True):
@@ -413,13 +421,14 @@ class PoolTier:
         return found
 
     def _filled_by(self, namespace: Namespace, key: bytes) -> tuple[int | None, bool]:
-        """The read that brings this key, if one does, and whether anybody fills a slot with it."""
+        """Return the id of the read that brings this key, or None, and whether the key is being stored or read. The
+        caller holds the lock."""
         slot = namespace.pending_stores.slot_of(key)
         return (None, False) if slot is None else (self._filling.get(slot), True)
 
     def _has_room(self, namespace: Namespace, keys: Sequence[bytes]) -> bool:
-        """Whether slots can be had to read all of the keys that are neither visible nor being filled, while the visible
-        ones stay."""
+        """Whether the pool has slots to read all of the keys that are neither visible nor being filled, without
+        evicting the visible ones."""
         with self._pool.lock:
             fresh, present = namespace.select(keys, {})
             return len(fresh) <= self.session.room(kept=len(self._pool.index.evictable(present)))
@@ -436,11 +445,12 @@ class PoolTier:
         wait: TierWait | None = None,
         is_prefetch: bool = False,
     ) -> bool:
-        """Read the leading ones of those keys that are neither visible nor being filled, as far as slots can be had;
-        `whole`: all or none of them. Evicts as needed, but no blocks of these keys.
+        """Read the keys that are neither visible nor being filled, from the first one on, as far as there are slots.
+        `whole`: read all of them or none. Evicts blocks as needed, but none of these keys. `worth`: see `_Read`.
+        `wait`: the request that waits for the read. Returns whether a read has begun.
 
-        Reads nothing in a namespace that is dropped or forgotten, as nobody would find it, and none of keys that the
-        pool's journal could not publish."""
+        Reads nothing in a namespace that is dropped or forgotten, because no request would find the blocks, and nothing
+        if the pool's journal could not publish the keys."""
         pool, session, namespace = self._pool, self.session, of.namespace
         with pool.lock:
             now = pool.clock()
@@ -470,7 +480,7 @@ class PoolTier:
         return True
 
     def take_pieces(self, pieces: Sequence[Piece]) -> None:
-        """Some slots have come back from the store: see `BlockStore.join`."""
+        """Take slots that have come back from the store; see `BlockStore.join`."""
         try:
             for piece in pieces:
                 self._finish(self._take_piece(piece))
@@ -481,7 +491,7 @@ class PoolTier:
         self._pool.write_log()
 
     def _take_piece(self, piece: Piece) -> list[TierWait]:
-        """Returns the requests that now have all that they wait for."""
+        """Take one piece. Returns the requests for which no read is under way any more."""
         with self._pool.lock:
             read = self._reads.get(piece.op_id)
             if read is None:
@@ -507,7 +517,8 @@ class PoolTier:
             return [wait for wait in read.waits if not wait.ops]
 
     def _lease(self, wait: TierWait, slots: list[int], now: float) -> None:
-        """These blocks are there, and the request that waits needs them with others that are still to come."""
+        """Lease blocks that are visible to a request that waits, because it needs them together with blocks that are
+        still to come."""
         if slots and not wait.is_over:
             lease = wait.session.lease_slots(slots, now)
             wait.leases += [] if lease is None else [lease]
@@ -515,12 +526,13 @@ class PoolTier:
     # -- writes ---------------------------------------------------------------------------------------------
 
     def _note_stored(self, of: TieredNamespace, keys: Sequence[bytes]) -> None:
-        """An engine has stored these blocks. Called with the lock held."""
+        """Note that an engine has stored these blocks. The caller holds the lock."""
         if keys and self.is_on(of):
             self._postpone(of, keys)
 
     def write_stored(self) -> None:
-        """Offer what engines have stored, as far as writes leave slots. Call it after completions."""
+        """Offer the blocks that engines have stored to the store, while writes keep fewer slots than they may. Call it
+        after completions."""
         while self._noted and self._num_writing < self._most_writing:
             try:
                 of, keys = self._noted.popleft()
@@ -529,7 +541,7 @@ class PoolTier:
             result_of(self._offer(of, keys, is_use=False))
 
     def _postpone(self, of: TieredNamespace, keys: Sequence[bytes]) -> None:
-        """With the lock held: write these blocks later."""
+        """Write these blocks later. The caller holds the lock."""
         if len(self._noted) < _MOST_NOTED:
             self._noted.append((of, keys))
         else:
@@ -540,18 +552,19 @@ class PoolTier:
         return max(1, int(WRITING_SHARE * self._pool.slots.limit))
 
     def note_use(self, of: TieredNamespace, keys: Sequence[bytes]) -> Generator[None, None, None]:
-        """A request that is being admitted uses these blocks, its whole chain from the root on. In steps, each for a
-        slice of the keys."""
+        """Note that a request that is being admitted uses these blocks, which are its whole chain from the root on.
+        Each step is for a slice of the keys."""
         yield from self._offer(of, keys, is_use=True)
 
     def note_context(self, of: TieredNamespace, context: bytes) -> None:
-        """A request of this context has ended, as the pool has noted."""
+        """Note that a request of this context has ended. The pool's contexts have it already."""
         if of.stored is not None and self.is_on(of):
             self._schedule(of, context)
 
     def _offer(self, of: TieredNamespace, keys: Sequence[bytes], *, is_use: bool) -> Generator[None, None, None]:
-        """Have those of the blocks written that the store wants, are in the pool, and may be written now. The store
-        hears of the end of a long chain first, so that the root is the last one used; the root is written first."""
+        """Offer these blocks to the store, and write the blocks that it wants and that are in the pool, as far as they
+        may be written now. The end of a long chain is offered first, so that the root counts as used last. The root is
+        written first."""
         stored, size = of.stored, self._pool.slice_slots
         if stored is None or not self.is_on(of):
             return
@@ -601,8 +614,8 @@ class PoolTier:
     # -- contexts -------------------------------------------------------------------------------------------
 
     def prefetch(self, context: bytes) -> int | None:
-        """Begin to bring what the store has of the context into the pool. How many blocks its last request had used;
-        None if none is known, or the store is not used."""
+        """Begin to read the blocks of the context that only the store has. Returns how many blocks its last request had
+        used, or None if no such request is known or the store is not used."""
         with self._pool.lock:
             lasts = [(of, self._last(of, context)) for of in self._namespaces.values() if self.is_on(of)]
             found = [(of, len(last.chain)) for of, last in lasts if last is not None]
@@ -612,13 +625,14 @@ class PoolTier:
         return sum(count for _, count in found) if found else None
 
     def _last(self, of: TieredNamespace, context: bytes) -> Context | None:
-        """With the lock held: the request of this context that ended last in the namespace."""
+        """Return the context with this id in the namespace, or None. If there are several, return the one whose request
+        ended last. The caller holds the lock."""
         known = [one for one in self._pool.requests.contexts.find(context) if one.namespace is of.namespace]
         return max(known, key=lambda one: one.ended_at, default=None)
 
     def _schedule(self, of: TieredNamespace, context: bytes) -> None:
-        """Look again when the next request of the context is near; read now if it is. What is prefetched evicts what
-        others have, so nothing is for a context that never came back."""
+        """Prefetch the blocks of the context when its next request is near, or now if it is near already. Prefetched
+        blocks evict blocks of others, so nothing is prefetched for a context with only one request so far."""
         pool = self._pool
         with pool.lock:
             of.due.forget(context)
@@ -638,7 +652,8 @@ class PoolTier:
                 of.due.add_later(context, now + seconds - lead)
 
     def _go_on_prefetching(self) -> None:
-        """One transfer at a time, and none while the store has anything to do for a request."""
+        """Begin the next transfer of a prefetch. Only one is under way at a time, and none while the store works for a
+        request."""
         pool = self._pool
         with pool.lock:
             if self._prefetching is None and not any(of.due for of in self._namespaces.values()):
@@ -683,15 +698,15 @@ class PoolTier:
 
     @property
     def next_deadline(self) -> float | None:
-        """When to call `expire`. O(requests that wait)."""
+        """When to call `expire`, on the pool's clock; None if there is no need. O(requests that wait)."""
         with self._pool.lock:
             waits = [wait.until for wait in self._waits]
             due = [at for of in self._namespaces.values() if (at := of.due.next_at) is not None]
         return min([*waits, *due], default=None)
 
     def expire(self) -> None:
-        """Answer the requests that have waited as long as computing would take, and give up reads for which nobody
-        waits any more."""
+        """Answer the requests that have waited as long as computing would take, cancel reads for which no request waits
+        any more, and prefetch for contexts whose time has come."""
         now = self._pool.clock()
         with self._pool.lock:
             late = [wait for wait in self._waits if now >= wait.until]
@@ -714,13 +729,13 @@ class PoolTier:
     # -- operators ------------------------------------------------------------------------------------------
 
     def purge(self, wish: PurgeWish, then: Callable[[Purged], object], *, dry_run: bool = False) -> None:
-        """Remove blocks from the store; see `StoredPool.purge`. Between `begin_purge` and `end_purge`, if the pool's
-        own blocks go, too."""
+        """Remove blocks from the store; see `StoredPool.purge`. If the pool's own blocks are purged, too, call it
+        between `begin_purge` and `end_purge`."""
         self.stored_pool.purge(wish, then, dry_run=dry_run)
 
     def begin_purge(self) -> None:
-        """Nothing is read or written until `end_purge`: otherwise a block could go from the pool to the store, or back,
-        when one of them has been searched already."""
+        """Read and write nothing until `end_purge`. Otherwise a block could move from the pool to the store, or back,
+        after its destination has been purged."""
         with self._pool.lock:
             self._num_purges += 1
             self._noted.clear()
@@ -730,7 +745,7 @@ class PoolTier:
             self._num_purges -= 1
 
     def totals(self) -> dict[str, TierCounters]:
-        """By model. They only grow."""
+        """Return the counters of each model, which only grow."""
         with self._pool.lock:
             totals = dict(self._retired)
             for of in self._namespaces.values():
@@ -738,7 +753,7 @@ class PoolTier:
         return totals
 
     def statuses(self) -> list[TierStatus]:
-        """One for each namespace that engines use or have used."""
+        """Return a status for each namespace that engines use or have used."""
         parts = self._store.parts()
         is_down = all(part.state != "on" for part in parts)
         reasons = "; ".join(part.reason for part in parts if part.reason) if is_down else ""
@@ -779,8 +794,8 @@ class PoolTier:
         self._finish(waits)
 
     def close(self, then: Callable[[], object]) -> None:
-        """Begin nothing any more, and answer the requests that wait. `then` is called when no process of the store
-        touches the pool's memory, and every slot was given back. Idempotent, except for `then`."""
+        """Begin no further transfer, and answer the requests that wait. `then` is called when no process of the store
+        touches the pool's memory any more and every slot has come back. Idempotent; only the first `then` is called."""
         with self._pool.lock:
             self.is_closed = True
             self._noted.clear()

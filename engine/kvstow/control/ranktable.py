@@ -17,7 +17,8 @@ _WITHOUT_COPIES = ("failed", "stopped")
 
 @dataclass(slots=True)
 class RankRecord:
-    """The last report of a rank, and when it arrived. Before the first: a stand-in without boot and slots, and None."""
+    """The last report of a rank, and when it arrived. Before the first one, `report` is a stand-in without boot and
+    slots, and `reported_at` is None."""
 
     report: RankReport
     reported_at: float | None = None
@@ -51,11 +52,11 @@ class RankTable:
         return len(self._ranks)
 
     def boot_id(self, rank: int) -> str:
-        """The current boot of `rank`; empty before its first report. Raises `NotFoundError`."""
+        """Return the current boot of `rank`; empty before its first report. Raises `NotFoundError`."""
         return self._get(rank).report.boot_id
 
     def check(self, report: RankReport) -> None:
-        """Raises `NotFoundError` or `InvalidRequestError` if the report cannot be from a rank of this pool."""
+        """Raise `NotFoundError` or `InvalidRequestError` if the report cannot be from a rank of this pool."""
         self._get(report.rank)
         slot_bytes = self._config.slot_bytes_of(report.rank)
         if report.slot_bytes != slot_bytes:
@@ -71,8 +72,8 @@ class RankTable:
             )
 
     def is_late(self, report: RankReport) -> bool:
-        """Whether a newer report has arrived before this one. A report without a sender never is: whoever makes it
-        calls in order."""
+        """Whether a newer report has arrived before this one. A report without a sender is never late, because its
+        caller reports in order."""
         if not report.sender:
             return False
         last = self._ranks[report.rank].report
@@ -85,7 +86,7 @@ class RankTable:
         return self._ranks[report.rank].report.sender not in ("", report.sender)
 
     def update(self, report: RankReport, now: float) -> bool:
-        """Take a report that passed `check` and is not late; True if the rank has restarted."""
+        """Take a report that has passed `check` and is not late. Returns whether the rank has restarted."""
         record = self._ranks[report.rank]
         last, record.report, record.reported_at = record.report, report, now
         self.boots = tuple(one.report.boot_id for one in self._ranks)
@@ -96,7 +97,8 @@ class RankTable:
         return last.boot_id != report.boot_id
 
     def set_memory(self, rank: int, pinned_slots: int, applied: int) -> None:
-        """The rank has so many slots registered, and has applied this desired state. Kept until its next report."""
+        """Note that the rank has registered `pinned_slots` slots and has applied the desired state with the number
+        `applied`. This holds until its next report."""
         record = self._get(rank)
         record.report = replace(record.report, pinned_slots=pinned_slots, applied=applied)
 
@@ -109,7 +111,7 @@ class RankTable:
         self._desired = desired
 
     def usable_slots(self) -> int:
-        """Slots that every rank has pinned and will keep; 0 until all have reported."""
+        """Return how many slots every rank has pinned and will keep; 0 until all have reported."""
         pinned = min(record.report.pinned_slots for record in self._ranks)
         return pinned if self._all_have_applied(self._lowered) else min(pinned, self._lowered.capacity_slots)
 
@@ -118,7 +120,8 @@ class RankTable:
         return all(record.report.applied >= number for record in self._ranks)
 
     def _all_have_applied(self, desired: DesiredState) -> bool:
-        """Whether all ranks that have reported have applied it. The others know no desired state yet."""
+        """Whether all ranks that have reported have applied this desired state. The others know no desired state
+        yet."""
         return all(record.report.applied >= desired.number for record in self._ranks if record.reported_at is not None)
 
     def can_copy(self) -> bool:
@@ -134,7 +137,7 @@ class RankTable:
         return reported_at > moment and now - reported_at <= self._report_timeout
 
     def uncollected(self, ranks: Iterable[int]) -> int:
-        """Completions of these ranks that the host had not collected when they last reported."""
+        """Return how many completions of these ranks the host had not collected when they last reported."""
         return sum(self._ranks[rank].report.uncollected_completions for rank in ranks)
 
     def records(self) -> list[RankRecord]:

@@ -1,9 +1,9 @@
 """A recording of the requests of a pool: when they began and how they ended, what they looked up, and hashes in place
 of their keys, of the names of their contexts and of their last tokens.
 
-The hashes are keyed, and their key is never written anywhere and ends with the recording. So they say which blocks are
-equal within one recording, and nothing else: nobody finds a block by them, guesses a prompt, or compares two
-recordings.
+The hashes are keyed, and their key is never written anywhere and ends with the recording. So they only show which
+blocks are equal within one recording. They cannot be used to find a block, to check a guess of a prompt, or to compare
+two recordings.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MOST_SECONDS = 86_400.0
 MOST_BYTES = 4 << 30
 _TAKEN = 1 << 13
 """How many keys one call hashes, which takes some milliseconds."""
-_ID_BITS = 52  # any JSON reader keeps so many
+_ID_BITS = 52  # any JSON reader keeps integers of this length exactly
 _SECRET_BYTES = 32
 
 End = Literal["time", "size", "slow", "stopped"]
@@ -45,7 +45,7 @@ class _Begun(NamedTuple):
 
     @property
     def size(self) -> int:
-        """In what `MOST_WAITING` counts."""
+        """The size in the units of `MOST_WAITING`."""
         return len(self.keys) + 1
 
 
@@ -60,16 +60,16 @@ class _Ended(NamedTuple):
 
 
 class Taken(NamedTuple):
-    """Lines of a trace. `end`: why nothing follows them; None while more may."""
+    """Lines of a trace. `end`: why no lines follow them; None while more may follow."""
 
     lines: bytes
     end: End | None
 
 
 class Recording:
-    """Takes the requests of a pool from any thread, and never waits; one reader takes lines of a trace. It ends after
-    so many seconds, or bytes that were read; or because its reader is too slow, so that it holds a bounded amount of
-    memory.
+    """Takes the requests of a pool from any thread without waiting, and gives lines of a trace to one reader. It ends
+    after a given time, or when a given number of bytes was read. It also ends if its reader is too slow, so that it
+    holds a bounded amount of memory.
     """
 
     def __init__(
@@ -81,8 +81,9 @@ class Recording:
         block_tokens: int | None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Raises `InvalidRequestError` for limits beyond those of this module. `began`: on the pool's clock, from which
-        the times of requests count. `block_tokens`: None counts a block as one token."""
+        """`began`: the time on the pool's clock from which the times of requests count. `block_tokens`: the tokens of a
+        block; if None, a block counts as one token. Raises `InvalidRequestError` for limits beyond those of this
+        module."""
         if not 0 < seconds <= MOST_SECONDS:
             raise InvalidRequestError(f"seconds is {seconds:g}; allowed: more than 0, at most {MOST_SECONDS:g}")
         if not 0 < max_bytes <= MOST_BYTES:
@@ -96,14 +97,15 @@ class Recording:
         self._held = 0
         self._end: End | None = None
         self._open: dict[Hashable, dict[str, Any]] = {}
-        """The lines of requests that have not ended, by number, in the order of their beginning. Used by the reader."""
+        """The lines of requests that have not ended, by number, in the order of their beginning. Only the reader uses
+        them."""
         self._open_blocks = 0
         self.requests = self.blocks = 0
         """How many requests and blocks were read so far."""
 
     @property
     def is_over(self) -> bool:
-        """Nothing is added any more."""
+        """Whether the recording has ended, so that no request is added any more."""
         with self._lock:
             return self._has_ended()
 
@@ -116,13 +118,13 @@ class Recording:
         now: float,
         context: bytes | None = None,
     ) -> None:
-        """A request has begun, with this chain; see `Session.admit`. `number`: until its end, no other one has it.
-        `tag`: of the namespace. `context`: the id of the one that its client has named. Keeps `keys`, which must not
-        change."""
+        """Note that a request with this chain has begun; see `Session.admit`. `number`: no other request has it before
+        this one ends. `tag`: the number of the namespace. `context`: the id of the context that its client has named.
+        Keeps `keys`, which must not change."""
         self._add(_Begun(number, now, tag, keys, looked_up or (0, len(keys)), context))
 
     def end(self, number: Hashable, ending: Ending, now: float) -> None:
-        """The request has ended. Without an effect if it began before the recording."""
+        """Note that the request has ended. Has no effect if it began before the recording."""
         self._add(_Ended(number, now, ending))
 
     def _add(self, what: _Begun | _Ended) -> None:
@@ -136,8 +138,9 @@ class Recording:
             self._waiting.append(what)
 
     def take(self) -> Taken:
-        """Requests that have ended since the last call, or some of them. Those that go on at the end of the recording
-        come last, without an end. For the reader; hashes without the lock."""
+        """Return the lines of requests that have ended since the last call, or of some of them. Requests that still run
+        when the recording ends come last, without an end. Only the reader calls it. It computes hashes without the
+        lock."""
         found: list[_Begun | _Ended] = []
         num_keys = 0
         with self._lock:
@@ -150,7 +153,7 @@ class Recording:
         lines: list[bytes] = []
         for one in found:
             if isinstance(one, _Begun):
-                if one.number in self._open:  # its session has ended without it
+                if one.number in self._open:  # its session has ended without ending it
                     self._write(one.number, lines)
                 self._open[one.number] = line = self._line(one)
                 self._open_blocks += len(line["hash_ids"])
@@ -168,7 +171,8 @@ class Recording:
             return Taken(b"".join(lines), None if self._waiting else self._end)
 
     def _write(self, number: Hashable, lines: list[bytes]) -> None:
-        """Append the line of an open request, which is open no more, if there is room for it."""
+        """Take a request out of the open ones, and append its line. If the recording has no room for the line, it
+        ends."""
         described = self._open.pop(number)
         self._open_blocks -= len(described["hash_ids"])
         line = json.dumps(described, separators=(",", ":")).encode() + b"\n"
@@ -186,7 +190,8 @@ class Recording:
         lines.append(line)
 
     def stop(self) -> None:
-        """Its reader has gone, or reads what is left too late. Idempotent."""
+        """End the recording, because its reader has gone or is too slow, and drop what the reader has not taken.
+        Idempotent."""
         with self._lock:
             if self._end is not None and self._waiting:
                 self._end = "slow"
@@ -194,7 +199,8 @@ class Recording:
             self._waiting.clear()
 
     def _has_ended(self) -> bool:
-        """The caller holds the lock, as for the method below."""
+        """Whether the recording has ended, which it does here if its time is over. The caller holds the lock, also for
+        `_finish`."""
         if self._end is None and self._clock() >= self._ends:
             self._finish("time")
         return self._end is not None
@@ -218,7 +224,8 @@ class Recording:
         return line
 
     def _stop(self, ending: Ending) -> str | None:
-        """In place of the last two tokens, which tell how the answer ended, there is a hash."""
+        """Return how the request has ended, or None if that is unknown. A hash stands for its last two tokens, which
+        would show how the answer ended."""
         if ending.tokens is not None:
             return f"{ending.status}-{self._id(0, repr(ending.tokens).encode()):013x}"
         return None if ending.status == NO_ENDING.status else ending.status

@@ -1,4 +1,4 @@
-"""The requests that use a pool's blocks, and what is learned of them."""
+"""The requests that use a pool's blocks, and what the pool learns from them."""
 
 from __future__ import annotations
 
@@ -29,12 +29,13 @@ class Requests:
         self.contexts = Contexts()
         self.shares = Shares()
         self.recording: Recording | None = None
-        """Receives every use of blocks. None while nobody records."""
+        """Receives every use of blocks. None while there is no recording."""
         self.left: deque[Running] = deque()
         """Requests of ended sessions that `end_left` has not ended yet."""
 
     def end(self, running: Running, ending: Ending, more: Sequence[bytes] = ()) -> None:
-        """A request has ended, with `more` keys at the end of its chain. O(parts of its chain)."""
+        """Note that a request has ended. `more`: keys at the end of its chain that were not known at its admission.
+        O(parts of its chain)."""
         state, has_changed = self.endings.state_of(ending)
         if has_changed:
             self._chains.hazards.forget(state)
@@ -47,7 +48,8 @@ class Requests:
         running.on_incomplete = ignore
 
     def end_left(self) -> bool:
-        """End some of the requests that sessions have left. Returns False if there are none. Without the lock."""
+        """End some of the requests that sessions have left. Returns False if none are left. The caller does not hold
+        the lock."""
         with self._lock:
             for _ in range(min(len(self.left), _ENDS_AT_ONCE)):
                 self.end(self.left.popleft(), INTERRUPTED)

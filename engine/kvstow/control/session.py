@@ -43,7 +43,8 @@ admitted, the oldest one ends."""
 
 
 class _Request(NamedTuple):
-    """A request between its admission and its end. `keys`: its chain as it was known then, if its client names it."""
+    """A request between its admission and its end. `keys`: its chain as known at its admission, if its client has named
+    a context; otherwise empty."""
 
     running: Running
     namespace: Namespace
@@ -55,7 +56,7 @@ _R = TypeVar("_R")
 
 
 def result_of(steps: Generator[None, None, _R]) -> _R:
-    """Make all steps at once."""
+    """Make all steps at once, and return their result."""
     while True:
         try:
             next(steps)
@@ -65,9 +66,9 @@ def result_of(steps: Generator[None, None, _R]) -> _R:
 
 
 class EndedRequest(NamedTuple):
-    """`is_incomplete`: blocks of the request have no slot, because the pool has lent their slots to others, or has
-    refused to store them before the end. They are worth storing now, as long as the GPU has them. `hints` and `chain`:
-    of a request whose client has named a context."""
+    """What `end_request` returns. `is_incomplete`: whether blocks of the request have no slot, because the pool has
+    given their slots to others, or has refused to store them before the end. Such blocks are worth storing now, while
+    the GPU still has them. `hints` and `chain` are given only if the client has named a context."""
 
     is_incomplete: bool
     hints: Hints | None = None
@@ -75,10 +76,10 @@ class EndedRequest(NamedTuple):
 
 
 class Session:
-    """Everything whose life is that of a client: its ranks, leases, ops in flight and their results.
+    """Everything that lives as long as a client of a pool: its ranks, leases, ops in flight and their results.
 
-    Sessions of one pool share its blocks: a key that one has stored is found by all, and is stored once. Each gets only
-    the results of its own ops.
+    Sessions with the same namespace share blocks: all of them find a key that one has stored, and it is stored only
+    once. Each session gets only the results of its own ops.
 
     Every call is safe from any thread. A call holds the pool's lock for O(blocks given) in any state of the pool, and
     never waits; the exception is `report` when a rank has lost its memory or the number of slots changes. Attributes
@@ -88,9 +89,10 @@ class Session:
     """
 
     owns_memory = True
-    """The pool's memory is that of the session's ranks, and is lost with them."""
+    """Whether the pool's memory belongs to the session's ranks, and is lost with them."""
     is_engine = True
-    """Whether the session belongs to an engine. One of the pool's own host counts in no figure of engines."""
+    """Whether the session belongs to an engine. The session of the pool's own host counts in no figure about
+    engines."""
     session_id = 0
 
     def __init__(self, pool: Pool, namespace: str = "") -> None:
@@ -100,7 +102,8 @@ class Session:
         self.leases = LeaseBook()
         self.ops = OpsInFlight(pool, self)
         self.holding = None if pool.debts.holding is None else pool.debts.holding.another()
-        """How much its leases and loads take of the limit for those of all owners."""
+        """The part of the limit for leases and loads of all owners that this session takes. None if there is no such
+        limit."""
         self.serving = False
         """Whether every rank can copy and no transfer is stuck."""
         self.closed = False
@@ -110,9 +113,9 @@ class Session:
         self.quarantined_slots: list[int] = []
         """Slots that processes of a lost session may still write."""
         self.name = ""
-        """What the host calls the session."""
+        """The host's name for the session."""
         self.label = ""
-        """Begins the sentences about this session."""
+        """The words with which sentences about this session begin."""
         self._running: dict[int, _Request] = {}
         """The running requests by number, in the order of their admission."""
         self._last_request = 0
@@ -121,21 +124,22 @@ class Session:
         self.watermark: int | None = None
         """The session gets only slots below this number. None if it may get any slot."""
         self.on_stored: Callable[[Sequence[bytes]], None] | None = None
-        """Called with the lock held, with keys that a store has made visible. For the store below the pool."""
+        """It is called with the keys that a store has made visible, for the store below the pool, with the lock
+        held."""
         pool.sessions.append(self)
 
     def join_namespace(self, name: str) -> Namespace:
-        """Count as a session of this namespace. The caller holds the lock."""
+        """Return the namespace with this name, which counts this session from now on. The caller holds the lock."""
         return self.pool.join_namespace(name)
 
     def rank_statuses(self, now: float) -> tuple[RankStatus, ...]:
-        """The caller holds the lock."""
+        """Return the status of each rank. The caller holds the lock."""
         return self.ranks.statuses(now, self.pool.name, self.name)
 
     # -- lookup and load -----------------------------------------------------------------------------------
 
     def lookup(self, keys: Sequence[bytes]) -> int:
-        """The number of leading keys that are present. Holds nothing; see `acquire`."""
+        """Return how many leading keys are present. Holds nothing; see `acquire`."""
         pool = self.pool
         with pool.lock:
             if self.refusal("load", pool.clock()):
@@ -144,7 +148,8 @@ class Session:
             return sum(map(len, runs))
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        """For each key, whether it is present (for windows, which need no leading run). Holds nothing; see `lease`."""
+        """Return for each key whether it is present. Windows use this, because they need no leading run. Holds nothing;
+        see `lease`."""
         pool = self.pool
         with pool.lock:
             if self.refusal("load", pool.clock()):
@@ -152,7 +157,7 @@ class Session:
             return [slot is not None for slot in self.namespace.keys.slots_of(keys, self.watermark)]
 
     def find_runs(self, keys: Sequence[bytes]) -> list[KeyRun]:
-        """Which of all the keys are present, as runs. Holds nothing; see `acquire_runs`."""
+        """Return which of all the keys are present, as runs. Holds nothing; see `acquire_runs`."""
         pool = self.pool
         with pool.lock:
             if self.refusal("load", pool.clock()):
@@ -166,7 +171,7 @@ class Session:
         return self._acquire(keys, leading=True, count=count)[0]
 
     def acquire_runs(self, keys: Sequence[bytes], *, count: bool = True) -> tuple[Lease, list[KeyRun]]:
-        """Look up all the keys, and keep those that are present from eviction. The lease has the slots of all runs."""
+        """Look up all the keys, and keep the present ones from eviction. The lease has the slots of all runs."""
         return self._acquire(keys, leading=False, count=count)
 
     def count_lookup(self, queried: int, hits: int) -> None:
@@ -177,7 +182,8 @@ class Session:
             self.namespace.lookups.add(queried, hits)
 
     def lease(self, keys: Sequence[bytes]) -> Lease | None:
-        """Keep exactly these keys from eviction. None, and nothing is held, if one of them is absent."""
+        """Keep exactly these keys from eviction. Returns None, and holds nothing, if one of them is absent or the
+        session may not lease so many."""
         pool = self.pool
         with pool.lock:
             now = pool.clock()
@@ -211,9 +217,10 @@ class Session:
         return lease, found
 
     def _lease_refusal(self, now: float) -> LoadRefusal | None:
-        """Why a look-up finds nothing that it may keep. A client that begins loads and never ends them, or releases no
-        lease, holds a bounded amount of this process's memory. What its pool still owes counts, too, or one that
-        leases and releases faster than slots are freed would have no bound."""
+        """Return why a lookup may not lease anything now, or None. The limits ensure that a client that never ends its
+        loads, or never releases its leases, holds a bounded amount of this process's memory. Slots that the pool has
+        still to free count, too. Otherwise a client that leases and releases faster than slots are freed would have no
+        bound."""
         refusal = self.refusal("load", now)
         if refusal:
             return refusal
@@ -231,14 +238,14 @@ class Session:
             self.holding.note(self.leases.num_slots + self.ops.held_slots + SLOTS_OF_LEASE * count)
 
     def _hold(self, slots: list[int], runs: Sequence[Sequence[int]], now: float) -> Lease:
-        """Lease present keys; `runs` are their slots as runs of neighbours."""
+        """Lease the slots of present keys. `runs`: the same slots as runs of neighbours."""
         self.pool.index.times.mark_used(runs, now)
         self.pool.index.hold(slots)
         return self.leases.grant(tuple(slots))
 
     def join_leases(self, leases: Sequence[Lease]) -> Lease:
-        """One lease in place of these, with all their slots in order. It is empty, and nothing is held any more, if one
-        of them has ended or is broken."""
+        """Replace these leases by one lease with all their slots, in order, and return it. If one of them has ended or
+        is broken, end all of them and return an empty lease."""
         pool, book = self.pool, self.leases
         with pool.lock:
             is_whole = all(book.is_open(lease) and not book.is_broken(lease) for lease in leases)
@@ -249,8 +256,9 @@ class Session:
             return book.grant(tuple(chain.from_iterable(parts)))
 
     def lease_slots(self, slots: list[int], now: float) -> Lease | None:
-        """Keep the visible blocks in these slots, of the session's namespace, from eviction. None, and nothing is held,
-        if the session may hold nothing, or has not registered all of them. The caller holds the lock."""
+        """Keep the visible blocks in these slots, which belong to the session's namespace, from eviction. Returns None,
+        and holds nothing, if the session may not lease anything now, or has not registered all of the slots. The caller
+        holds the lock."""
         if self.is_lost or self._lease_refusal(now):
             return None
         if self.watermark is not None and max(slots) >= self.watermark:
@@ -260,7 +268,7 @@ class Session:
         return self.leases.grant(tuple(slots))
 
     def find_lease(self, lease_id: int) -> Lease:
-        """The lease of this session with this id. Raises `LeaseError` if it has ended."""
+        """Return the lease of this session with this id. Raises `LeaseError` if it has ended."""
         with self.pool.lock:
             lease = self.leases.get(lease_id)
         if lease is None:
@@ -283,8 +291,8 @@ class Session:
         request_id: str = "",
         choice: str = "async_engine",
     ) -> Op:
-        """Plan to load the slots of the lease, from its `first` on, into `blocks`. Uses the lease: its slots are kept
-        until the load ends. `choice`: one of `LOAD_CHOICES`.
+        """Plan to load the slots of the lease, from its `first` on, into `blocks`. This uses up the lease, and its
+        slots are kept until the load ends. `choice`: one of `LOAD_CHOICES`.
 
         Raises `LeaseError` if the lease has ended, or if a rank has lost its memory since (then release it), and
         `InvalidRequestError` for no blocks, or more than the lease has from `first` on.
@@ -366,13 +374,14 @@ class Session:
         return StoreGrant(op, tuple(fresh), outcomes, unplaced)
 
     def store_room(self) -> int:
-        """Blocks that `begin_store` would find a slot for now; 0 while stores are refused. O(1)."""
+        """Return for how many blocks `begin_store` would find a slot now; 0 while stores are refused. O(1)."""
         with self.pool.lock:
             return self.room()
 
     def room(self, *, kept: int = 0) -> int:
-        """Slots for a store, free or by eviction; 0 while stores are refused. `kept`: evictable blocks that must stay.
-        An upper bound while the session has not registered all slots, or leases too many. The caller holds the lock."""
+        """Return how many slots a store can get, free or by eviction; 0 while stores are refused. `kept`: how many
+        evictable blocks must stay. This is an upper bound while the session has not registered all slots, or while
+        sessions lease too many slots. The caller holds the lock."""
         pool = self.pool
         if self.refusal("store", pool.clock()):
             return 0
@@ -390,14 +399,14 @@ class Session:
         salt: bytes = b"",
         hints: Hints | None = None,
     ) -> int:
-        """A request begins to compute: it uses these blocks, its whole chain from the root as far as that is known,
-        what the GPU has of it included. This is what counts as a use; neither look-ups nor stores do. Until
-        `end_request`, the pool knows that a GPU has them. Returns the request's number among those of the session,
+        """Note that a request begins to compute and uses these blocks. They are its whole chain from the root, as far
+        as it is known, including blocks that the GPU has already. Only this counts as a use; lookups and stores do not.
+        Until `end_request`, the pool knows that a GPU has the blocks. Returns the request's number in the session,
         which is `number` unless that is None.
 
-        `looked_up`: from where to where in the chain the request has looked blocks up; None: in all of it. `salt`: the
-        digest of its cache salt (`digest_of_salt`), empty without one. `hints`: what its client says of its end. Takes
-        the lock for a slice of the chain at a time.
+        `looked_up`: the begin and end of the part of the chain in which the request has looked blocks up; None if it is
+        the whole chain. `salt`: the digest of its cache salt (`digest_of_salt`), empty without one. `hints`: what its
+        client has said about the request that follows it. Takes the lock for a slice of the chain at a time.
         """
         step = self.pool.slice_slots
         steps = self.admit_in_steps(keys, step, number=number, looked_up=looked_up, salt=salt, hints=hints)
@@ -413,7 +422,7 @@ class Session:
         salt: bytes = b"",
         hints: Hints | None = None,
     ) -> Generator[None, None, int]:
-        """`admit`, in slices of so many keys."""
+        """Do what `admit` does, in slices of `step` keys."""
         pool = self.pool
         chains = pool.index.chains
         with pool.lock:
@@ -466,16 +475,16 @@ class Session:
         more: Sequence[bytes] = (),
         others: Sequence[bytes] = (),
     ) -> EndedRequest:
-        """The request with this number has ended, in this way. `more`: keys of its chain that were not known when it
-        was admitted. `others`: of a request with blocks that it does not need while it runs, such as those of windows,
-        the keys of all its blocks in the order of the tokens that they end with. They count as used as far as they are
-        present. Without an effect for a request that has ended, or of another session."""
+        """Note that the request with this number has ended in this way. `more`: keys of its chain that were not known
+        when it was admitted. `others`: if the request has blocks that it does not need while it runs, such as those of
+        windows, the keys of all its blocks, in the order of the tokens that they end with. Present ones count as used.
+        Has no effect if the request has ended before or belongs to another session."""
         return result_of(self.end_in_steps(number, ending, self.pool.slice_slots, more=more, others=others))
 
     def end_in_steps(
         self, number: int, ending: Ending, step: int, *, more: Sequence[bytes], others: Sequence[bytes]
     ) -> Generator[None, None, EndedRequest]:
-        """`end_request`, in slices of so many keys."""
+        """Do what `end_request` does, in slices of `step` keys."""
         pool, chains = self.pool, self.pool.index.chains
         with pool.lock:
             request = self._running.pop(number, None)
@@ -507,12 +516,12 @@ class Session:
             return EndedRequest(request.running.is_incomplete, hints, chain_keys)
 
     def leave_requests(self) -> None:
-        """The session's requests end, later. The caller holds the lock."""
+        """Leave the running requests to `Requests.end_left`, which ends them later. The caller holds the lock."""
         self.pool.requests.left.extend([request.running for request in self._running.values()])
         self._running = {}
 
     def note_prefill(self, news: PrefillNews) -> None:
-        """Count what loads have saved, by what it costs this engine to compute prompts."""
+        """Count what loads have saved this engine, as it has computed from the cost of its prompts."""
         pool = self.pool
         with pool.lock:
             pool.counters.prefill.count(
@@ -522,13 +531,13 @@ class Session:
     # -- completion -----------------------------------------------------------------------------------------
 
     def complete(self, rank: int, boot_id: str, completions: Sequence[Completion]) -> None:
-        """Take completions of `rank`. Idempotent: late and repeated ones, and those of a former boot, are counted and
-        ignored. Raises `NotFoundError` for an unknown rank."""
+        """Take completions of `rank`. Idempotent: late and repeated completions, and completions of a former boot, are
+        counted and ignored. Raises `NotFoundError` for an unknown rank."""
         for _ in self.complete_in_steps(rank, boot_id, completions):
             pass
 
     def complete_in_steps(self, rank: int, boot_id: str, completions: Sequence[Completion]) -> Iterator[None]:
-        """`complete`; each step ends ops of `Pool.slice_slots`, or one op."""
+        """Do what `complete` does, in steps. Each step ends ops with `Pool.slice_slots` slots together, or one op."""
         pool, ops, at = self.pool, self.ops, 0
         while True:
             with pool.lock:
@@ -549,8 +558,8 @@ class Session:
             yield
 
     def take_settled(self) -> list[Settled]:
-        """All results that became final since the last call, in order, as one consistent snapshot of done and
-        failed."""
+        """Return all results that have become final since the last call, in order, as one consistent snapshot of done
+        and failed ops."""
         pool = self.pool
         with pool.lock:
             settled = list(self.ops.settled)
@@ -559,12 +568,12 @@ class Session:
 
     @property
     def open_transfers(self) -> int:
-        """Ops that some rank has not finished, including abandoned ones. O(1)."""
+        """How many ops some rank has not finished, including abandoned ones. O(1)."""
         return len(self.ops)
 
     @property
     def awaited_transfers(self) -> int:
-        """The `open_transfers` that are not abandoned: the host waits for them to end. O(1)."""
+        """How many of the `open_transfers` are not abandoned, so that the host waits for their end. O(1)."""
         return len(self.ops) - self.ops.num_abandoned
 
     # -- ranks ----------------------------------------------------------------------------------------------
@@ -574,9 +583,9 @@ class Session:
         changes nothing.
 
         A new boot id means that the rank has lost its memory: its ops fail, leases break, and every block is removed,
-        slice by slice, before anything is served again. The same applies to slots that a rank has unpinned unasked.
-        That takes about 1 ms per 1,000 blocks, mostly without the lock: do not call it from an event loop. The lock is
-        held for O(blocks in flight) where ops fail, and for 60 ns for each new slot.
+        slice by slice, before anything is served again. The same applies to slots that a rank has unpinned although the
+        desired state did not say so. That takes about 1 ms per 1,000 blocks, mostly without the lock: do not call it
+        from an event loop. The lock is held for O(blocks in flight) where ops fail, and for 60 ns for each new slot.
 
         Raises `NotFoundError` or `InvalidRequestError` for a report of another pool.
         """
@@ -585,7 +594,8 @@ class Session:
         return self.desired()
 
     def report_in_steps(self, report: RankReport) -> Iterator[None]:
-        """`report`, without its result. The ops of a rank that has restarted fail in steps."""
+        """Do what `report` does, without a result, in steps. The ops of a rank that has restarted fail in several of
+        them."""
         pool = self.pool
         failing: Iterator[None] = iter(())
         is_failing = False
@@ -617,40 +627,40 @@ class Session:
         pool.remove_lost()
 
     def desired(self) -> DesiredState:
-        """The desired state of every rank."""
+        """Return the desired state of every rank."""
         with self.pool.lock:
             return self.pool.target.desired
 
     def check_report(self, report: RankReport) -> None:
-        """Raises `NotFoundError` or `InvalidRequestError` for a report that no rank of this session can have sent. The
+        """Raise `NotFoundError` or `InvalidRequestError` for a report that no rank of this session can have sent. The
         caller holds the lock."""
         self.ranks.check(report)
 
     def lose_slots(self, low: int) -> None:
-        """A rank can no longer reach its slots from `low` on; here their contents are lost with them. The caller holds
-        the lock."""
+        """Note that a rank can no longer reach its slots from `low` on. Here the contents of the slots are lost, too.
+        The caller holds the lock."""
         self.pool.lose(low)
 
     def adapt_to_pool(self) -> None:
-        """The ranks or the number of usable slots have changed. The caller holds the lock."""
+        """Take account of a change of the ranks, or of the number of usable slots. The caller holds the lock."""
         self.refresh_acceptance()
 
     # -- time and end ---------------------------------------------------------------------------------------
 
     def mark_stuck(self, now: float) -> bool:
-        """Mark the oldest transfer that has become stuck; False if there is none. The caller holds the lock."""
+        """Mark the oldest transfer that has become stuck. Returns False if there is none. The caller holds the lock."""
         found = self.ops.mark_stuck(now)
         self.refresh_acceptance()
         return found
 
     def held_slots(self) -> Iterator[tuple[int, ...]]:
-        """The slots of each lease and load. The caller holds the lock."""
+        """Yield the slots of each lease and load. The caller holds the lock."""
         yield from (lease.slots for lease in self.leases)
         yield from (tuple(entry.kept) for entry in self.ops if entry.kept)
 
     def refusal(self, what: Literal["load", "store"], now: float) -> Refusal | None:
-        """Why the session may not load, or store: what its pool allows, and its own state. The caller holds the
-        lock."""
+        """Return why the session may not load, or store, because of its pool or of its own state; None if it may. The
+        caller holds the lock."""
         acceptance = self.pool.acceptance
         if self.closed or acceptance.drain_mode == "all" or (acceptance.drain_mode and what == "store"):
             return "draining"
@@ -665,8 +675,8 @@ class Session:
         self.serving = self.ranks.can_copy() and not self.ops.num_stuck and not self.host_error
 
     def fail(self, reason: str) -> None:
-        """The host has lost track of its ops: nothing is served until it restarts. Transfers under way end as usual.
-        Counts as error `host`; the first reason is kept."""
+        """Serve nothing until the host restarts, because it has lost track of its ops. Transfers under way end as
+        usual. This counts as error `host`. The first reason is kept."""
         with self.pool.lock:
             self.pool.counters.faults.errors["host"] += 1
             self.host_error = self.host_error or reason
@@ -674,5 +684,5 @@ class Session:
 
 
 def sessions_of(pool: Pool) -> list[Session]:
-    """The sessions of a pool. The caller holds the lock."""
+    """Return the sessions of a pool. The caller holds the lock."""
     return [session for session in pool.sessions if isinstance(session, Session)]

@@ -24,9 +24,9 @@ from kvstow.status import NamespaceStatus
 
 
 class SharedPool(Pool):
-    """A pool of extents. It begins without any, and grows and shrinks by whole ones, the last of which goes first.
+    """A pool of extents. It begins with none, grows by whole extents at its end, and shrinks by removing the last ones.
 
-    `config.capacity_slots` plays no part. The journal stays the caller's.
+    It does not use `config.capacity_slots`. The caller still owns the journal.
     """
 
     def __init__(
@@ -45,15 +45,16 @@ class SharedPool(Pool):
         self._last_lowering = 0
         self.last_session_id = 0
         self.last_op_id = secrets.randbits(32) << 20
-        """What an engine still reports about an earlier service's ops must not be taken for a report about these."""
+        """It begins at random, so that late reports of engines about an earlier service's ops are not taken for reports
+        about ops of this service."""
         self._journaled: dict[int, str] = {}
         """The names of namespaces in the journal."""
 
     # -- sessions -------------------------------------------------------------------------------------------
 
     def attach(self, engine: str, namespace: str = "") -> AttachedSession:
-        """A new session of an engine with this name. Sessions with the same namespace share blocks. Raises
-        `ConflictError` if the pool was closed."""
+        """Make a session for an engine with this name, and return it. Sessions with the same namespace share blocks.
+        Raises `ConflictError` if the pool was closed."""
         with self.lock:
             if self.acceptance.closed:
                 raise ConflictError("the pool was closed")
@@ -61,8 +62,8 @@ class SharedPool(Pool):
             return AttachedSession(self, self.last_session_id, engine, namespace)
 
     def attach_tier(self, namespace: Namespace) -> TierSession:
-        """The host's own session, for transfers of the store below the pool; call it once. Raises `ConflictError` if
-        the pool was closed."""
+        """Make the host's own session, for transfers of the store below the pool, and return it. Call this once. Raises
+        `ConflictError` if the pool was closed."""
         with self.lock:
             if self.acceptance.closed:
                 raise ConflictError("the pool was closed")
@@ -70,7 +71,8 @@ class SharedPool(Pool):
             return TierSession(self, self.last_session_id, namespace)
 
     def find_session(self, session_id: int) -> AttachedSession:
-        """Raises `NotFoundError` for a session that has ended and left nothing."""
+        """Return the session with this id. Raises `NotFoundError` if it has ended and none of its slots is kept any
+        more."""
         with self.lock:
             for session in self.attached():
                 if session.session_id == session_id:
@@ -78,19 +80,19 @@ class SharedPool(Pool):
         raise NotFoundError(f"there is no session {session_id}")
 
     def process_died(self, process: Hashable) -> None:
-        """A process has ended, or has reported that all its copies have: it can neither read nor write the memory any
-        more. A process that no session has named is ignored."""
+        """Note that a process can neither read nor write the memory any more, because it has ended or has reported that
+        all its copies have ended. Ignores a process that no session has named."""
         with self.lock:
             for session in self.attached():
                 session.forget_process(process)
         self.write_log()
 
     def attached(self) -> list[AttachedSession]:
-        """All sessions, including lost ones and the host's own. The caller holds the lock."""
+        """Return all sessions, including lost ones and the host's own. The caller holds the lock."""
         return [session for session in self.sessions if isinstance(session, AttachedSession)]
 
     def end_holds(self, held: Iterable[tuple[int, ...]]) -> None:
-        self.debts.owe(held)  # a client may hold as much as it likes, and others wait for the lock
+        self.debts.owe(held)  # in slices: a client may hold very many slots, and others wait for the lock
 
     # -- namespaces -----------------------------------------------------------------------------------------
 
@@ -126,8 +128,9 @@ class SharedPool(Pool):
         return namespace
 
     def journal_namespaces(self) -> None:
-        """After a namespace was added, before anything is stored in it, or dropped. O(namespaces), and what
-        the journal has room for. The caller holds the lock."""
+        """Record the namespaces in the journal. Call it after a namespace was added, before any block is stored in it,
+        and after one was dropped. O(namespaces), and O(bytes that the journal has room for). The caller holds the
+        lock."""
         if self.journal is None:
             return
         namespaces = self.index.namespaces
@@ -135,24 +138,24 @@ class SharedPool(Pool):
         unused = [one for one in namespaces.unused() if not one.is_dropped]
         named = (*used, *reversed(unused))
         self._journaled = {one.tag: one.name for one in named}
-        # One label at a time: a client may have many namespaces with long ones, and the journal has room for a few.
+        # Labels are made one at a time: a client may have many namespaces with long ones, and only a few fit.
         self.journal.name_namespaces((one.tag, self.namespace_label(one.name)) for one in named)
 
     def namespace_label(self, name: str) -> NamespaceLabel:
-        """What the journal records of a namespace. The caller holds the lock."""
+        """Return what the journal records of a namespace. The caller holds the lock."""
         return NamespaceLabel(name)
 
     # -- memory ---------------------------------------------------------------------------------------------
 
     @property
     def extents(self) -> tuple[int, ...]:
-        """The slots of each extent."""
+        """How many slots each extent has."""
         return tuple(self._extents)
 
     def add_extent(self, num_slots: int) -> None:
-        """The pool has so many slots more, above the others. They are used once they are populated. Raises
-        `ConflictError` while it is resized, or while a process may still use extents that were removed, whose slot
-        numbers these would be."""
+        """Give the pool `num_slots` more slots, above the others. They are used once they are populated. Raises
+        `ConflictError` while the pool is resized, or while a process may still use removed extents, because the new
+        slots would have the same numbers."""
         if num_slots < 1:
             raise InvalidRequestError(f"an extent of {num_slots} slots; allowed: 1 or more")
         with self.lock:
@@ -168,12 +171,12 @@ class SharedPool(Pool):
 
     @property
     def populated_slots(self) -> int:
-        """See `set_populated`. Without the lock."""
+        """How many slots are populated on every rank. The caller needs no lock."""
         return self._populated
 
     def set_populated(self, num_slots: int) -> None:
-        """The slots below `num_slots` are populated on every rank. A smaller number than before changes nothing. Holds
-        the lock for 60 ns for each new slot."""
+        """Note that the slots below `num_slots` are populated on every rank. A smaller number than before changes
+        nothing. Holds the lock for 60 ns for each new slot."""
         with self.lock:
             self._populated = max(self._populated, num_slots)
             self.apply_limit()
@@ -181,8 +184,9 @@ class SharedPool(Pool):
                 session.adapt_to_pool()
 
     def drop_extents(self, count: int = 1) -> Sweep:
-        """Remove the last extents: first their blocks, then, when nothing uses their slots, the extents themselves.
-        Their memory may go to others once `is_released`. Raises `ConflictError` as `Administrator.resize` does."""
+        """Remove the last `count` extents. Their blocks are removed first, and the extents once their slots are not
+        used any more. Their memory may be given to others once `is_released` is true. Raises `ConflictError` as
+        `Administrator.resize` does."""
         extents = self.extents
         if not 1 <= count <= len(extents):
             raise InvalidRequestError(f"count is {count}; allowed: 1 to {len(extents)}, the extents of the pool")
@@ -221,8 +225,8 @@ class SharedPool(Pool):
 
 
 class EarlierSession(NamedTuple):
-    """A session of an earlier service. `number` is its id in the pool, and `name` the one by which operators know it.
-    `processes` are those with the pool's memory that may be alive."""
+    """A session of an earlier service. `number` is its id in the pool, and `name` the name by which operators know it.
+    `processes` are the processes with the pool's memory that may be alive."""
 
     number: int
     engine: str
@@ -233,8 +237,9 @@ class EarlierSession(NamedTuple):
 def recover(
     pool: SharedPool, found: RecoveredIndex, names: Mapping[int, str], sessions: Iterable[EarlierSession]
 ) -> int:
-    """Take up what the pool's journal records, after the extents were added and before anybody attaches. `names`: of
-    the namespaces, by number. `sessions`: all that the earlier service had. Returns the number of blocks.
+    """Recover the blocks that the pool's journal records, and return their number. Call it after the extents were added
+    and before an engine attaches. `names`: the names of the namespaces, by number. `sessions`: all sessions of the
+    earlier service.
 
     A slot that a session was writing is kept until its processes have died. Blocks in slots that are not populated are
     lost. Takes the lock for a slice at a time.
@@ -261,7 +266,7 @@ def recover(
             pool.earlier = EarlierUses(pool, session)
             pool.log(
                 INFO,
-                "%d blocks were recovered; nothing is evicted before %d processes have attached again or ended",
+                "%d blocks were recovered; the pool evicts none until %d processes have attached again or ended",
                 num_blocks,
                 len(everyone),
             )
@@ -271,8 +276,9 @@ def recover(
 
 
 def _drop(pool: SharedPool, found: RecoveredIndex, names: Mapping[int, str], alive: set[int], limit: int) -> list[int]:
-    """Note in the journal what is not recovered. Returns the slots without a block that any session may still read. The
-    caller holds the lock."""
+    """Remove blocks that are not recovered from the journal. Returns slots without a block that sessions of the earlier
+    service may still read. `alive`: the numbers of sessions whose processes may be alive. `limit`: slots from this
+    number on are not populated. The caller holds the lock."""
     nameless = [slot for tag, blocks in found.blocks.items() if tag not in names for slot in blocks.values()]
     nameless = [slot for slot in nameless if slot < limit]
     lost = [slot for blocks in found.blocks.values() for slot in blocks.values() if slot >= limit]
@@ -291,8 +297,8 @@ def _drop(pool: SharedPool, found: RecoveredIndex, names: Mapping[int, str], ali
 
 
 def _restore(pool: SharedPool, name: str, tag: int, blocks: Mapping[bytes, int], limit: int, uses: bytes) -> int:
-    """Make the blocks of a namespace visible, in the order in which they were stored, and return their number. No
-    object is made for each of a million blocks but its key."""
+    """Make the blocks of a namespace visible, in the order in which they were stored, and return their number. There
+    may be a million blocks, so it makes no object for a block except its key."""
     with pool.lock:
         namespace = pool.index.namespaces.restore(name, tag)
     all_keys, all_slots = list(blocks), list(blocks.values())

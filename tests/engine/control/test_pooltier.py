@@ -741,5 +741,5 @@ def test_what_a_context_has_used_is_purged_from_the_store() -> None:
     sweep.run()
     tiered.run()
     sweep.run()
-    assert "what earlier requests of it have used may be left in the store" in sweep.notice
+    assert "blocks of its earlier requests may be left in the store" in sweep.notice
     assert tiered.in_store(KEYS[:6]) == [False] * 4 + [True] * 2

@@ -456,7 +456,7 @@ def test_more_than_the_roster_can_say_is_not_recorded_and_the_service_goes_on(
         service = start()
         service.begin()
         service.fill()
-        assert "what there is to record takes" in str(service.records.notice)
+        assert "the record takes" in str(service.records.notice)
 
     in_a_process_that_ends(act)
     assert is_cold(start().found)
