@@ -13,9 +13,9 @@ Slots. The caller lends the slots of a transfer to the store, which gives each o
 touches them any more, no thread, no process and no network card. A store that cannot make sure of that keeps the slot.
 So a slot may come back late, or never while a process hangs in the kernel. The caller waits for nothing: it keeps such
 slots from all other uses. If a path or a process of the store hangs, only the slots that were lent to it are kept, and
-only what it had is missing; everything else goes on.
+only the blocks that it had are missing; everything else goes on.
 
-Order. What is queued to be read goes before what is queued to be written.
+Order. Queued reads go before queued writes.
 
 Names. A block is known by its namespace and its key; all ranks' bytes of it are one block. It is found only if every
 rank's bytes are there, and they are what was written under this very name: a store verifies that before it gives a slot
@@ -33,18 +33,18 @@ class StoredNamespace(NamedTuple):
     """Blocks with equal keys in equal namespaces have equal bytes, on every node and in every life of the service.
 
     `fingerprint`: see `kvstow.tier.fingerprint`. It covers everything that the key does not: the model, its weights and
-    settings, the layout of a slot on all ranks, and the tenant. `label`: what operators know it by; no part of the
-    name."""
+    settings, the layout of a slot on all ranks, and the tenant. `label`: the name by which operators know it; it is no
+    part of the name in the store."""
 
     fingerprint: str
     label: str = ""
 
 
 class StoredLayout(NamedTuple):
-    """The pool that joins. `slot_bytes`: of a slot on each rank that stores, in the order of the ranks; a single one
-    where all ranks have the same bytes. `identity`: equal for pools of equal layout and owner, also in another life of
-    the service: all namespaces that were written by pools with it go when the whole pool is purged. `owner`: whose
-    share of space, queues and write budget it uses."""
+    """The pool that joins. `slot_bytes`: the size of a slot on each rank that stores, in the order of the ranks; a
+    single size if all ranks have the same bytes. `identity`: is equal for pools of equal layout and owner, also in
+    another life of the service. A purge of the whole pool removes all namespaces that were written by pools with this
+    identity. `owner`: the owner whose share of space, queues and write budget the pool uses."""
 
     pool: str
     slot_bytes: tuple[int, ...]
@@ -79,8 +79,9 @@ left for this write. `cancelled`: the transfer was cancelled, or the pool has le
 
 
 class Piece(NamedTuple):
-    """A part of a transfer has ended, and its slots come back. `good`: read and verified, or written and found from now
-    on. `bad`: not moved; after a read these slots hold any bytes. `fate` and `error` are about the bad ones."""
+    """A part of a transfer that has ended, with the slots that come back. `good`: slots whose blocks were read and
+    verified, or were written and are found from now on. `bad`: slots whose blocks were not moved; after a read, they
+    hold any bytes. `fate` and `error` say why."""
 
     op_id: int
     good: Sequence[int]
@@ -90,9 +91,9 @@ class Piece(NamedTuple):
 
 
 class Expectation(NamedTuple):
-    """What a read that begins now would take. `seconds`: until its last block is there, with all that is queued before
-    it; None while the store has not measured its rate. `queued_bytes` and `queued_seconds`: what is queued before it,
-    in both directions as far as it delays a read."""
+    """How long a read that begins now would take. `seconds`: the time until its last block is there, including
+    everything that is queued before it; None while the store has not measured its rate. `queued_bytes` and
+    `queued_seconds`: the transfers that are queued before it, in both directions as far as they delay a read."""
 
     seconds: float | None
     queued_bytes: int
@@ -101,10 +102,10 @@ class Expectation(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PurgeWish:
-    """Which blocks go. Exactly one of the first three is given. `keys`: these, in all of the pool's namespaces.
-    `key_prefixes`: keys that begin with one of these. `namespace`: all of one namespace. None of them: all that was
-    ever written by pools with this identity. The ages, in seconds, restrict the choice to what was written, or last
-    used, that long ago or earlier."""
+    """Which blocks a purge removes. At most one of the first three is given. `keys`: the blocks with these keys, in all
+    of the pool's namespaces. `key_prefixes`: the blocks whose keys begin with one of these. `namespace`: all blocks of
+    this namespace. If none of the three is given, all blocks that pools with this identity have ever written. The ages,
+    in seconds, restrict the choice to blocks that were written, or last used, at least this long ago."""
 
     keys: Sequence[bytes] | None = None
     key_prefixes: tuple[bytes, ...] | None = None
@@ -114,18 +115,18 @@ class PurgeWish:
 
 
 class Purged(NamedTuple):
-    """`blocks`: how many went, or would. `notice`: a sentence about blocks that may be left because the store cannot
-    know whether they match, such as those of a former life where it keeps digests of keys alone; empty if there are
-    none."""
+    """The result of a purge. `blocks`: how many blocks were removed or, in a dry run, would be. `notice`: a sentence
+    about blocks that may be left, for example because the store only has digests of their keys and cannot know whether
+    they match; empty if there are none."""
 
     blocks: int
     notice: str = ""
 
 
 PartState = Literal["starting", "on", "in use", "failed", "stuck", "closed"]
-"""A part that is `starting` is not usable yet, or connects again. One that is `in use` belongs to another process, and
-is tried again. One that has `failed` is tried again as its reason says. If a part is `stuck`, an operation hangs, and
-the slots that it was lent cannot be used."""
+"""A part that is `starting` is not usable yet, or connects again. A part that is `in use` belongs to another process,
+and is tried again. A part that has `failed` is tried again as its reason says. If a part is `stuck`, an operation
+hangs, and the slots that it was lent cannot be used."""
 
 
 @dataclass(slots=True)
@@ -147,11 +148,12 @@ class PartCounters:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StorePart:
-    """A part of a store that fails alone: a path of disks, or a process that is a client of a fleet's store.
+    """A part of a store that can fail alone: a path of disks, or a process that is a client of a fleet's store.
 
-    `name`: such as the path. `reason`: a sentence, empty while it is `on`. Figures that a part does not have, or has
-    not measured, are None. `size_bytes`, `used_bytes`: of its places. `drive_writes_per_day`: of the last day, in
-    capacities of the file system. `stuck_slots`: slots that it keeps although the operation is overdue."""
+    `name`: for example the path. `reason`: a sentence, empty while the part is `on`. Figures that a part does not have,
+    or has not measured, are None. `size_bytes`: the size of all its places. `used_bytes`: the size of the places that
+    hold a block. `drive_writes_per_day`: how much was written in the last day, in capacities of the file system.
+    `stuck_slots`: how many slots it keeps for operations that are overdue."""
 
     name: str
     state: PartState
@@ -171,63 +173,64 @@ class StorePart:
 
 
 class StoredPool(Protocol):
-    """What one pool has of a store."""
+    """A store as one pool uses it."""
 
     # -- what the store has -----------------------------------------------------------------------------------
 
     def has(
         self, namespace: StoredNamespace, keys: Sequence[bytes], on_answer: Callable[[Sequence[bool]], object]
     ) -> Sequence[bool] | None:
-        """For each key, whether a read would find it. A hint: it may be gone by then. None: not known yet, and
-        `on_answer` is called once with the answer, which is that nothing is there if the other side does not answer. A
-        store that cannot be used now has nothing, and says so at once. Counts as no use. Where
-        `BlockStore.answers_at_once`, callers ask for a part of a long chain at a time."""
+        """Return for each key whether a read would find it. This is a hint, because the block may be gone by then.
+        Returns None if this is not known yet. Then `on_answer` is called once with the answer; if the other side does
+        not answer, no key counts as found. A store that cannot be used now answers at once that it has none of the
+        keys. The call does not count as a use. If the store `answers_at_once`, callers ask for a part of a long chain
+        at a time."""
 
     def offer(self, namespace: StoredNamespace, keys: Sequence[bytes], *, is_use: bool) -> Sequence[int]:
-        """A request has just stored these blocks, or used them (`is_use`), wherever they are; they are a chain or a
-        part of one, root first. What it stores counts as a use with the whole chain, when the request ends. Notes the
-        use of the blocks that the store has, and returns the indices of those that it wants to be written now: it
-        neither has them nor is writing them, and has room and budget for them. The caller writes those that are in the
-        pool and leaves out the others. Nothing is reserved by this.
+        """Note that a request uses these blocks (`is_use`), or has just stored them in its pool. They are a chain or a
+        part of one, root first. To store a block does not count as a use, because the request's chain is offered as
+        used, too. Returns the indices of the blocks that the store wants to be written now: it neither has them nor is
+        writing them, and has room and budget for them. The caller writes the blocks that are in the pool and leaves out
+        the others. The call reserves nothing.
 
-        A store whose budget is short wants only blocks of which an earlier use was noted. It remembers them itself."""
+        A store whose budget is short wants only blocks of which it remembers an earlier use."""
 
     def expect(self, num_blocks: int) -> Expectation:
-        """What reading so many blocks more would take. O(1)."""
+        """Return how long it would take to read `num_blocks` more blocks. O(1)."""
 
     # -- transfers --------------------------------------------------------------------------------------------
 
     def read(self, transfer: BlockTransfer) -> None:
-        """Fill the slots with these blocks. Pieces of it end as they arrive, mostly root first."""
+        """Fill the slots with these blocks. Pieces of the transfer end as the blocks arrive, mostly root first."""
 
     def write(self, transfer: BlockTransfer) -> None:
-        """Write these blocks from their slots. A block that is there already is good. What the store cannot take now
-        ends as `refused`."""
+        """Write these blocks from their slots. A block that the store has already counts as good. Blocks that it cannot
+        take now end as `refused`."""
 
     def cancel(self, op_id: int) -> None:
-        """End what has not begun of a transfer. Ignores one that has ended."""
+        """End the part of a transfer that has not begun. Ignores a transfer that has ended."""
 
     def purge(self, wish: PurgeWish, then: Callable[[Purged], object], *, dry_run: bool = False) -> None:
-        """Remove blocks. They are not found from the moment of the call, and none that is being written becomes so.
-        `then` is called when no failure of the node can bring one of them back. Their bytes are overwritten after that,
-        and the next life of the store continues what was not done."""
+        """Remove blocks. From the moment of the call, they are not found, and blocks that are being written will not be
+        found either. `then` is called when no failure of the node can bring one of them back. Their bytes are
+        overwritten after that; if the store ends before, its next life continues."""
 
     # -- memory -----------------------------------------------------------------------------------------------
 
     def add_extent(self, rank: int, extent: StoredExtent, fd: int, then: Callable[[str], object]) -> None:
-        """Slots of this extent may be lent once `then` was called, with an empty text. Otherwise the text is a sentence
-        that says why the extent cannot be used. `rank`: an index into `slot_bytes`. The caller keeps `fd`, which must
-        stay open until this returns. The store keeps the extent when its processes end and start again."""
+        """Take an extent. Its slots may be lent once `then` was called with an empty text. Otherwise the text is a
+        sentence that says why the extent cannot be used. `rank`: an index into `slot_bytes`. The caller keeps `fd`,
+        which must stay open until this returns. The store keeps the extent when its processes end and start again."""
 
     def remove_extent(self, rank: int, extent_id: int, then: Callable[[], object]) -> None:
-        """`then` is called when no process of the store has the extent mapped any more, which may be never while one
-        hangs. None of its slots is lent, except those that a hanging operation keeps. Ignores, and calls `then` for, an
-        extent that was not added."""
+        """Give an extent up. `then` is called when no process of the store has the extent mapped any more, which may be
+        never while a process hangs. The caller has lent none of its slots, except slots that a hanging operation keeps.
+        If the extent was not added, this only calls `then`."""
 
     def leave(self, then: Callable[[], object]) -> None:
-        """The pool ends. What has not begun ends as `cancelled`, further transfers do so at once, and `then` is called
-        when every slot was given back and no process of the store has memory of the pool mapped. What the store has of
-        it stays. Idempotent: only the first `then` counts."""
+        """Leave the store, because the pool ends. Transfers that have not begun end as `cancelled`, and further
+        transfers do so at once. `then` is called when every slot was given back and no process of the store has memory
+        of the pool mapped. The pool's blocks stay in the store. Idempotent: only the first `then` is called."""
 
 
 class BlockStore(Protocol):
@@ -240,8 +243,8 @@ class BlockStore(Protocol):
 
     @property
     def slot_alignment(self) -> int:
-        """Slots must begin at multiples of so many bytes to be lent: 1 where any address will do. A read may fill a
-        slot up to the next multiple."""
+        """Slots can be lent only if they begin at multiples of this many bytes; 1 if any address will do. A read may
+        fill a slot up to the next multiple."""
 
     @property
     def answers_at_once(self) -> bool:
@@ -249,20 +252,20 @@ class BlockStore(Protocol):
 
     @property
     def shown(self) -> str:
-        """Where it is, as every reader of the admin API may see it: an URL without secrets, or paths."""
+        """The place of the store, as every reader of the admin API may see it: a URL without secrets, or paths."""
 
     def start(self, witness: int) -> None:
-        """`witness`: the writing end of a pipe, which stays the caller's. Each process of the store that may touch
-        memory inherits it before it gets any, so the other end shows when the last of them has ended, even if this
-        process ends first."""
+        """Start the store in the background. `witness`: the writing end of a pipe, which the caller still owns. Each
+        process of the store that may touch memory inherits it before it gets any, so the other end shows when the last
+        of them has ended, even if this process ends first."""
 
     def join(self, layout: StoredLayout, on_end: Callable[[Sequence[Piece]], object]) -> StoredPool:
-        """A pool uses the store from now on. `on_end` gets the pieces of its transfers."""
+        """Let a pool use the store. `on_end` is called with the pieces of its transfers."""
 
     def parts(self) -> Sequence[StorePart]:
-        """A snapshot for operators. Never empty after `start`."""
+        """Return a snapshot for operators. It is never empty after `start`."""
 
     def close(self) -> None:
-        """Give up what is under way, and end the processes. Waits for them for a bounded time; a process that hangs in
-        the kernel is left behind, with its slots and the witness. Idempotent. Later calls do nothing, and later
-        transfers end as `cancelled`."""
+        """Give up transfers that are under way, and end the processes. Waits for them for a bounded time; a process
+        that hangs in the kernel is left behind, with its slots and the witness. Idempotent. Later calls do nothing, and
+        later transfers end as `cancelled`."""

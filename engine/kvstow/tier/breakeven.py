@@ -18,7 +18,7 @@ GATE = 0.8
 
 
 class Estimate(NamedTuple):
-    """Times are in seconds; None: not measured yet."""
+    """Whether a read pays, and the reason. Times are in seconds, and None if they have not been measured yet."""
 
     read_seconds: float | None
     compute_seconds: float | None
@@ -27,7 +27,7 @@ class Estimate(NamedTuple):
 
 
 class BreakEven:
-    """Knows what prompts cost the engines of a namespace, and decides. Not locked.
+    """Knows what prompts cost the engines of a namespace, and decides whether reads pay. Not locked.
 
     The store says how long a read would take, with everything that is queued before it. So a store that is fast enough
     for some requests is used for as many as it can serve, and the others compute. While no read pays, nothing measures
@@ -35,7 +35,7 @@ class BreakEven:
     """
 
     def __init__(self, block_tokens: int | None, clock: Callable[[], float]) -> None:
-        """`block_tokens`: by how many tokens each block lengthens a hit; None if nobody knows, and then every read
+        """`block_tokens`: by how many tokens each block lengthens a hit; None if that is unknown. Then every read
         pays."""
         self._block_tokens, self._clock = block_tokens, clock
         self.prefill: PrefillCost | None = None
@@ -51,15 +51,16 @@ class BreakEven:
         return self.last is None or self.last.pays
 
     def compute_seconds(self, blocks: int, behind: int = 0) -> float | None:
-        """The time to compute `blocks` blocks that follow `behind` others of their prompt. None if it is unknown."""
+        """Return the seconds that it takes to compute `blocks` blocks that follow `behind` others of their prompt. None
+        if that is unknown."""
         size = self._block_tokens
         if self.prefill is None or size is None:
             return None
         return self.prefill.seconds(PromptPart.between(behind * size, (behind + blocks) * size))
 
     def decide(self, expected: Expectation, read: int, computed: int, behind: int = 0) -> Estimate:
-        """Whether to read `read` blocks, for which the store has given the expectation, instead of computing `computed`
-        ones, which come behind `behind` others of their prompt."""
+        """Decide whether to read `read` blocks instead of computing `computed` blocks, which follow `behind` others of
+        their prompt. `expected`: how long the store expects the read to take."""
         compute, seconds = self.compute_seconds(computed, behind), expected.seconds
         if compute is None:
             estimate = Estimate(seconds, None, True, "the prefill speed is not known")
@@ -81,8 +82,8 @@ class BreakEven:
         return estimate
 
     def wants_probe(self) -> bool:
-        """Whether to measure the store now, by a read of `PROBE_BLOCKS` for which nothing waits. Ask when a read does
-        not pay."""
+        """Whether to measure the store now, by a read of `PROBE_BLOCKS` for which no request waits. Call this when a
+        read does not pay."""
         now = self._clock()
         if now < self._probe_at:
             return False

@@ -1,4 +1,5 @@
-"""What an engine's blocks are, on every node: nodes whose engines have the same fingerprint exchange blocks."""
+"""Fingerprints, which say what an engine's blocks are on every node. Nodes whose engines have the same fingerprint
+exchange blocks."""
 
 from __future__ import annotations
 
@@ -27,10 +28,10 @@ class Fingerprint(NamedTuple):
 def fingerprint(
     pool: PoolIdentity, namespace: NamespaceIdentity, weights: FleetWeights, tenant: str | None
 ) -> Fingerprint:
-    """`weights` replaces what `namespace` says of them, which is valid on one node only: the model's path and the
-    digest of its files' times, and those of a drafter. `tenant` replaces the pool's uid, because a uid may be another
-    person on another node. It is None if no tenant of this node has the uid: then the blocks are of nobody whom other
-    nodes know.
+    """Return the fingerprint of an engine's blocks. `weights` replaces what `namespace` says of the weights, which is
+    valid on one node only: the model's path and the digest of its files' times, and those of a drafter. `tenant`
+    replaces the pool's uid, because a uid may be another person on another node. It is None if no tenant of this node
+    has the uid. Then there is no fingerprint, because other nodes do not know the owner of the blocks.
     """
     if tenant is None:
         return Fingerprint(
@@ -58,7 +59,7 @@ def fingerprint(
 
 
 def named_weights(weights_id: str, model: str) -> FleetWeights:
-    """Weights to which a user has given this id on all nodes. `model` is `NamespaceIdentity.model`. Only its last part
-    is used, because paths differ between nodes. It is used at all because two models may get the same id, such as
-    `v2`."""
+    """Return the weights to which a user has given this id on all nodes. `model` is `NamespaceIdentity.model`. Only its
+    last part is used, because paths differ between nodes. It is used at all because two models may get the same id,
+    such as `v2`."""
     return FleetWeights(f"configured {weights_id} of {slug(model)}")

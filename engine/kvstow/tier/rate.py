@@ -33,5 +33,5 @@ class RecentRate:
             self.per_second = weighted_median(self._calls)
 
     def timeout(self, amount: int) -> float:
-        """After how many seconds a call that moves `amount` is given up."""
+        """Return after how many seconds a call that moves `amount` is given up."""
         return min(_LONGEST_TIMEOUT, _BASE_TIMEOUT + _SLOWER * amount / (self.per_second or _FIRST_GUESS))

@@ -15,8 +15,8 @@ TierState = Literal["on", "off", "down"]
 
 @dataclass(slots=True)
 class TierCounters:
-    """They only grow. `cut_waits` and `declined_requests` are some of the `requests`. `saved_seconds` is 0 until the
-    prefill speed is known."""
+    """What the store below a pool has done for a namespace. The figures only grow. `cut_waits` and `declined_requests`
+    are some of the `requests`. `saved_seconds` is 0 until the prefill speed is known."""
 
     requests: Annotated[int, Exposed("tier_requests", "Requests that were not wholly in the pool")] = 0
     cut_waits: Annotated[int, Exposed("tier_cut_waits", "Requests that went on before all reads had ended")] = 0
@@ -48,11 +48,11 @@ class TierCounters:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierStatus:
-    """What a namespace of a pool has of the store below the pool. `state`: `on`, `off` (with the reason), or `down`: no
-    part of the store is `on`. `fingerprint`: what its blocks are known by there, null while it is off.
+    """How a namespace of a pool uses the store below the pool. `state`: `on`, `off` (with the reason), or `down`: no
+    part of the store is `on`. `fingerprint`: names its blocks in the store; null while it is off.
 
-    `decision`: the last one about a read, in words, from the two figures above it, which are null until they are known.
-    Of the blocks, `writing_blocks` and `reading_blocks` are under way.
+    `decision`: the last decision about a read, in words. It is made from the two figures above it, which are null until
+    they are known. `writing_blocks` and `reading_blocks`: how many blocks are under way.
     """
 
     store: str

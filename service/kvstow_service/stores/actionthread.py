@@ -22,7 +22,8 @@ class ActionThread:
         self._actions.put(action)
 
     def close(self, seconds: float | None = None) -> None:
-        """Make the remaining calls, and end the thread; wait for that no longer than so many seconds. Idempotent."""
+        """Make the remaining calls, and end the thread. Waits at most `seconds` for that; None waits without a limit.
+        Idempotent."""
         self._actions.put(None)
         self._thread.join(seconds)
 

@@ -19,7 +19,7 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 15.0
 
 
 class IsolatedProcess:
-    """Starts at once. `kill` may be called by any thread."""
+    """A child process, which starts at once. Any thread may call `kill`."""
 
     def __init__(
         self,
@@ -29,10 +29,10 @@ class IsolatedProcess:
         settings: Mapping[str, str],
         log: logging.Logger,
     ) -> None:
-        """Runs `module` with descriptors as `arguments`, which it inherits, as it does those in `inherited`; all stay
-        the caller's. `settings`: environment variables, unless they are set already. `log` gets what it writes.
-        Raises `OSError`."""
-        path = os.pathsep.join(entry for entry in sys.path if entry)  # as here, also from a bare checkout
+        """Run `module`. Its `arguments` are descriptors, which it inherits, like the `inherited` ones. The caller keeps
+        all of them. `settings`: environment variables for it, unless they are set already. `log` gets the lines that it
+        writes. Raises `OSError` if it cannot be started."""
+        path = os.pathsep.join(entry for entry in sys.path if entry)  # same imports as here
         self._log = log
         self._process = subprocess.Popen(
             [sys.executable, "-m", module, *map(str, arguments)],
@@ -54,39 +54,41 @@ class IsolatedProcess:
         return self._process.poll() is not None
 
     def wait(self, seconds: float) -> bool:
-        """Whether it ends within so many seconds."""
+        """Wait at most `seconds` for the end of the process. Returns whether it has ended."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(seconds)
             return True
         return False
 
     def send_kill(self) -> None:
-        """End it as soon as the kernel lets it: a thread that waits for a disk keeps it until then."""
+        """End the process as soon as the kernel allows it, which may be later if one of its threads waits for a
+        disk."""
         self._process.kill()
 
     def leave_behind(self) -> None:
-        """It was killed, and nobody waits for its end."""
+        """Let a background thread wait for the end of the process, which was killed."""
         threading.Thread(target=self._process.wait, name="kvstow-left-behind", daemon=True).start()
 
     def kill(self) -> None:
-        """End the process, and wait until the kernel has taken its memory apart: nothing that it mapped is read or
-        written after this, nor are transfers of its network card. Idempotent."""
+        """End the process, and wait until the kernel has taken its memory apart. After this, neither the process nor
+        its network card reads or writes memory that it had mapped. Idempotent."""
         self._process.kill()
         self._process.wait()
 
     def describe_end(self) -> str:
-        """How the process has ended, and what it wrote last. Only after `kill`, or once `has_ended`."""
+        """Return how the process has ended, and its last lines. Call it only after `kill`, or once `has_ended`."""
         self.join_reader()
         status = self._process.returncode
         how = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
         return "; ".join([how, *self._last_lines])
 
     def join_reader(self) -> None:
-        """Wait until all that an ended process has written was read."""
+        """Wait until all lines of an ended process have been read."""
         self._reader.join(_LAST_LINES_SECONDS)
 
     def _read_lines(self, stream: IO[bytes]) -> None:
-        """What a library writes for each failure is no news for operators."""
+        """Read the lines of the process. They are logged for debugging only, because the lines that a library writes
+        for each failure are no news for operators."""
         with suppress(ValueError), stream:
             for line in stream:
                 text = line.decode(errors="replace").strip()
@@ -95,5 +97,6 @@ class IsolatedProcess:
 
 
 def pause_after(starts: int) -> float:
-    """Seconds before the next start, after so many without a call that succeeded."""
+    """Return how many seconds to wait before the next start, after `starts` starts without a call that has
+    succeeded."""
     return 0.0 if starts <= 1 else min(_FIRST_PAUSE * 2 ** min(starts - 2, 16), _LONGEST_PAUSE)

@@ -1,4 +1,4 @@
-"""The store that a setting names, what may be said of its URL, and who can reach it."""
+"""Opens the store that a setting names, hides secrets of its URL, and finds out who can reach it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ _CAP_IPC_LOCK = 14
 
 
 def shown_url(url: str) -> str:
-    """The URL without a user and a password, which a mistaken setting may have: every reader of the admin API sees it.
+    """Return the URL without a user and a password, which a mistaken setting may have, because every reader of the
+    admin API sees it.
 
     >>> shown_url("mooncake://user:secret@master:50051?protocol=rdma")
     'mooncake://master:50051?protocol=rdma'
@@ -32,8 +33,8 @@ def shown_url(url: str) -> str:
 
 
 def measure_store(url: str | None) -> TierMeasurements:
-    """What the doctor has to know of the store at `url`; None: it is no other machine's. Waits for the resolution of
-    names."""
+    """Return what the doctor has to know about the store at `url`. `url` is None if the store is on this machine only.
+    Waits until names are resolved."""
     if url is None:
         return TierMeasurements()
     where = mooncakestore.MooncakeLocation.parse(url)
@@ -42,8 +43,8 @@ def measure_store(url: str | None) -> TierMeasurements:
 
 
 def _public(hosts: Iterable[str]) -> tuple[str, ...]:
-    """Those addresses of these hosts that the internet knows. A name that cannot be resolved has none: the clients say
-    so."""
+    """Return the public addresses of these hosts. A name that cannot be resolved has none, which the store's clients
+    report themselves."""
     addresses: dict[str, None] = {}
     for host in hosts:
         with suppress(OSError):
@@ -53,7 +54,7 @@ def _public(hosts: Iterable[str]) -> tuple[str, ...]:
 
 
 def _memlock_bytes(status: Path = _STATUS) -> int | None:
-    """How much this process may lock in memory, and so may its children; None for any amount."""
+    """Return how many bytes this process and each of its children may lock in memory; None for any amount."""
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     lines = status.read_text().splitlines()
     capabilities = next((int(line.split()[1], 16) for line in lines if line.startswith("CapEff:")), 0)
@@ -61,8 +62,8 @@ def _memlock_bytes(status: Path = _STATUS) -> int | None:
 
 
 def open_store(url: str) -> BlockStore:
-    """Waits for nothing: whether the store is there shows in its parts. Raises `ConfigError`, or `MissingPackageError`
-    if the store's library is not installed."""
+    """Return the store at this URL, without waiting for it. Its parts show whether it can be reached. Raises
+    `ConfigError`, or `MissingPackageError` if the store's library is not installed."""
     if url.partition("://")[0] != mooncakestore.SCHEME:
         raise ConfigError("tier", shown_url(url), mooncakestore.FORM)
     return MooncakeBlocks(MooncakeStore(mooncakestore.MooncakeLocation.parse(url)), shown_url(url))

@@ -1,9 +1,9 @@
 """Blocks in the two files of a path: how they are written, read, verified and removed.
 
-A place gets a block in three steps: its record says `dirty`, then the data is written, then the record says what it is.
-So whatever kills this process, no record is valid whose data was not written whole. After a power cut any part of what
-was not synced may be missing, and then the checksum of the block decides. It is seeded with the digest of the block's
-name, so that data of another block, in a place where it does not belong, is found out too.
+A place gets a block in three steps: its record says `dirty`, then the data is written, and then the record names the
+block. So if this process is killed at any moment, every valid record has data that was written whole. After a power
+cut, any part of the data that was not synced may be missing, and the checksum of the block decides. It is seeded with
+the digest of the block's name, so that data of another block, in a place where it does not belong, is detected, too.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ ReadResult = Literal["read", "missing", "corrupt"]
 
 
 class FoundFiles(NamedTuple):
-    """All that the files of a path say at a start. `namespaces`: by row of their table."""
+    """What the files of a path contain at a start. `namespaces`: the entries by row of their table. `generations`: by
+    chunk."""
 
     header: Header
     namespaces: dict[int, NamespaceEntry]
@@ -63,12 +64,12 @@ class FoundFiles(NamedTuple):
 
 
 def boot_id() -> bytes:
-    """16 bytes that are others after each boot of the machine."""
+    """Return 16 bytes that differ between the boots of the machine."""
     return bytes.fromhex(Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", ""))
 
 
 def chunk_bytes_for(size_bytes: int, alignment: int) -> int:
-    """The size of a chunk: 1 GiB, or less on a small disk."""
+    """Return the size of a chunk: 1 GiB, or less on a small disk."""
     size = CHUNK_BYTES
     while size > max(alignment, 1 << 20) and size * _MIN_CHUNKS > size_bytes:
         size //= 2
@@ -76,8 +77,8 @@ def chunk_bytes_for(size_bytes: int, alignment: int) -> int:
 
 
 class BlockFile:
-    """Thread-safe. Every call may wait for the disk, and raises `OSError` if the disk does not work. Two calls at the
-    same time never concern the same place, except reads."""
+    """Thread-safe. Every call may wait for the disk, and raises `OSError` if the disk does not work. The caller makes
+    no two calls at the same time that concern the same place, except reads."""
 
     def __init__(self, files: PathFiles, header: Header) -> None:
         """Use `open`."""
@@ -89,8 +90,8 @@ class BlockFile:
     def open(
         cls, files: PathFiles, size_bytes: int | None, default_bytes: int, alignment: int, boot: bytes
     ) -> BlockFile:
-        """`size_bytes`: of the data file; None: what it was before, or `default_bytes` if it is new. Raises
-        `FormatError` for files of another format, and changes nothing then."""
+        """Open the files. `size_bytes`: the size of the data file; None keeps its size, or is `default_bytes` for a new
+        file. `boot`: see `boot_id`. Raises `FormatError`, and changes nothing, for files of another format."""
         data = files.read_records(0, 2 * HEADER_BYTES)
         if any(data):
             before = diskformat.read_header(data)
@@ -110,7 +111,7 @@ class BlockFile:
             is_clean=False,
             boot=boot,
         )
-        if num_chunks < before.num_chunks:  # the header first: no record may point behind the end of the data
+        if num_chunks < before.num_chunks:  # the header first, so that no record points behind the end of the data
             files.write_records(header.at, header.pack())
             files.sync_records()
         files.resize(num_chunks * header.chunk_bytes, header.records_end)
@@ -123,7 +124,8 @@ class BlockFile:
         return opened
 
     def _forget_the_unsynced(self) -> None:
-        """After a power cut, places without a block may hold bytes of blocks whose records were lost."""
+        """Mark all places without a block as dirty, because after a power cut they may hold bytes of blocks whose
+        records were lost."""
         for chunk, entry in self._chunk_entries().items():
             at, count = self.header.records_at(chunk), self._num_places(entry)
             data = self._files.read_records(at, count * RECORD_BYTES)
@@ -132,13 +134,13 @@ class BlockFile:
             self._files.write_records(at, diskformat.with_dirty(records, is_lost, chunk, entry.generation))
 
     def _finish_assignments(self) -> None:
-        """A chunk that was between two kinds when its process was killed has none now."""
+        """Overwrite chunks that were between two kinds when their process was killed. They have no kind now."""
         for chunk, entry in self._chunk_entries().items():
             if not entry.place_bytes:
                 self._files.zero_data(chunk * self.header.chunk_bytes, self.header.chunk_bytes)
 
     def load(self) -> FoundFiles:
-        """O(places)."""
+        """Return what the files contain. O(places)."""
         entries = self._chunk_entries()
         namespaces = self._files.read_records(NAMESPACES_AT, diskformat.CHUNKS_AT - NAMESPACES_AT)
         known = diskformat.read_namespaces(namespaces)
@@ -185,8 +187,8 @@ class BlockFile:
     def write(
         self, place: Place, block: BlockName, parts: Sequence[BlockPart], is_lent: Callable[[], bool] = lambda: True
     ) -> bool:
-        """Whether the block was written. `is_lent` is called when its bytes have been read, and says whether they were
-        this block's until then; otherwise they are not found."""
+        """Write a block, and return whether it was written. `is_lent` is called when the bytes have been read from
+        memory, and says whether the memory held this block until then. If it did not, the block is not found later."""
         with self._change():
             self._write_record(place, Record(DIRTY, place.generation))
             self._files.write_data([part.buffer for part in parts], place.offset)
@@ -208,8 +210,9 @@ class BlockFile:
             return True
 
     def read(self, place: Place, block: BlockName, parts: Sequence[BlockPart]) -> ReadResult:
-        """Fill the parts with a block, verified. `corrupt`: it was written after the last power cut, and is not what
-        was written."""
+        """Fill the parts with a block, and verify it. Returns `missing` if the place has no such block, or if a power
+        cut may have damaged it. Returns `corrupt` if its record is damaged, or if its bytes are although it was written
+        after the last power cut."""
         at = self.header.records_at(place.chunk) + place.number * RECORD_BYTES
         record = Record.read(self._files.read_records(at, RECORD_BYTES), place.chunk, place.number)
         if record is None:
@@ -228,7 +231,8 @@ class BlockFile:
         return "corrupt" if record.epoch == self.header.epoch else "missing"
 
     def mark_dirty(self, places: Iterable[Place]) -> None:
-        """When this returns, no block of these places is ever found again, whatever happens to the machine."""
+        """Mark these places as dirty. When this returns, none of their blocks is ever found again, whatever happens to
+        the machine."""
         with self._change():
             for place in places:
                 self._write_record(place, Record(DIRTY, place.generation))
@@ -251,7 +255,7 @@ class BlockFile:
     # -- tables ---------------------------------------------------------------------------------------------
 
     def assign(self, assignment: Assignment) -> None:
-        """Give a chunk places of another kind. Nothing of what it held is left."""
+        """Give a chunk places of another kind, and overwrite everything that it held."""
         chunk, kind, generation = assignment
         with self._change():
             for place_bytes in (0, kind.place_bytes):
@@ -267,11 +271,11 @@ class BlockFile:
             self._files.write_records(diskformat.namespace_at(row), entry.pack())
 
     def write_uses(self, chunk: int, first: int, times: bytes) -> None:
-        """The times of last use of the places of a chunk from `first` on, 4 bytes each."""
+        """Write the times of last use of the places of a chunk from `first` on, 4 bytes each."""
         self._files.write_records(self.header.uses_at(chunk) + first * diskformat.USE_BYTES, times)
 
     def sync(self) -> None:
-        """What was written until now survives a power cut."""
+        """Let everything that was written until now survive a power cut."""
         with self._lock:
             changes, was_quiet = self._changes, not self._under_way
         self._files.sync()
@@ -280,14 +284,15 @@ class BlockFile:
                 self._set_clean(True)
 
     def probe(self) -> None:
-        """Write and read a little."""
+        """Write and read a little. Raises `OSError` if the disk does not work."""
         with self._lock:
             self._set_clean(self.header.is_clean)
         if self._files.read_records(self.header.at, HEADER_BYTES) != self.header.pack():
             raise OSError("its files do not keep what is written")
 
     def close(self, *, is_synced: bool = True) -> None:
-        """`is_synced`: nothing is under way, so everything can be synced now."""
+        """Close the files. `is_synced`: sync everything before that, which is possible if no other call is under
+        way."""
         try:
             if is_synced:
                 self._files.sync()
@@ -298,7 +303,8 @@ class BlockFile:
 
     @contextmanager
     def _change(self) -> Iterator[None]:
-        """Meanwhile, and until everything is synced, the header says that a power cut would lose something."""
+        """Enclose a change. During it, and until everything is synced, the header says that a power cut would lose
+        something."""
         with self._lock:
             self._changes += 1
             self._under_way += 1
@@ -322,7 +328,8 @@ class BlockFile:
 
 
 def checksum_of(digest: bytes, parts: Sequence[BlockPart]) -> int:
-    """Of the bytes that count, for a block with the name of this digest. Takes 100 us for each MiB."""
+    """Return the checksum of a block without its padding. `digest`: that of the block's name. Takes 100 us for each
+    MiB."""
     state = xxhash.xxh3_64(seed=int.from_bytes(digest[:8], "little"))
     for part in parts:
         for at in range(0, part.num_bytes, _PIECE_BYTES):

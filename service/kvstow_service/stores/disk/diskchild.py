@@ -2,9 +2,9 @@
 
     python -m kvstow_service.stores.disk.diskchild FD
 
-The first thread answers what concerns memory, and never waits for the disk once the files are open. Other threads read
-and write blocks, and do the rest. When the socket is closed the process ends at once. If the disk hangs, it ends when
-the disk goes on. No other process has the files until then.
+The first thread handles the requests about memory, and never waits for the disk once the files are open. Other threads
+handle all other requests. When the socket is closed, the process ends at once. If the disk hangs, it ends when the disk
+goes on. Until then, no other process can have the files.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _FIRST_PAUSE, _PAUSE_SECONDS = 0.1, 5.0
 
 
 class MappedExtents:
-    """Memory of the service's pools. An extent that a thread still uses is unmapped when it has ended."""
+    """Memory of the service's pools. An extent that a thread still uses is unmapped when the thread gives it back."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -70,7 +70,7 @@ class MappedExtents:
         self._leaving: dict[int, Callable[[], object]] = {}
 
     def add(self, extent: int, fd: int, num_bytes: int) -> None:
-        """Raises `OSError`. The caller keeps the descriptor."""
+        """Map an extent. The caller keeps the descriptor. Raises `OSError`."""
         self._maps[extent] = mmap.mmap(fd, num_bytes)
 
     def remove(self, extent: int, then: Callable[[], object]) -> None:
@@ -82,8 +82,8 @@ class MappedExtents:
         then()
 
     def borrow(self, block: BlockAt, alignment: int) -> list[BlockPart]:
-        """The parts of a block, which stay mapped until `give_back`. Raises `LookupError` for an extent that is not
-        mapped, or not that large."""
+        """Return the parts of a block, which stay mapped until `give_back`. Raises `LookupError` for an extent that is
+        not mapped, or is too small."""
         found: list[BlockPart] = []
         with self._lock:
             for part in block.parts:
@@ -131,7 +131,7 @@ class DiskChild:
         ]
 
     def serve(self) -> None:
-        """Until the service closes its end."""
+        """Handle requests until the service closes its end. Then it raises `EOFError`."""
         for thread in self._threads:
             thread.start()
         while True:
@@ -202,7 +202,7 @@ class DiskChild:
                 assert_never(request)
 
     def _move(self, request: MoveBlocks) -> Done:
-        """The first error of the disk ends it: the blocks after that are not touched."""
+        """Read or write blocks. The first error of the disk ends this, so the blocks after it are not touched."""
         results: list[Result] = []
         error = ""
         for block in request.blocks:
@@ -226,15 +226,15 @@ class DiskChild:
             self._extents.give_back(block, parts)
 
     def _is_served(self) -> bool:
-        """Whether the service still lives, and with it what it has lent. Another service uses no slot before it is
-        gone."""
+        """Whether the service still lives, so that the slots are still lent to this process. Another service uses no
+        slot before this one has ended."""
         poll = select.poll()
         poll.register(self._link.end, select.POLLHUP | select.POLLRDHUP)
         return not poll.poll(0)
 
 
 def _open(link: DiskSocket, opening: Open) -> BlockFile:
-    """Try until the files are open, and say what keeps them from it."""
+    """Try until the files are open, and report to the service why they are not."""
     pause = _FIRST_PAUSE
     while True:
         try:
@@ -248,7 +248,7 @@ def _open(link: DiskSocket, opening: Open) -> BlockFile:
         poll = select.poll()
         poll.register(link.end, select.POLLIN)
         if poll.poll(pause * 1000):
-            os._exit(0)  # nothing is sent before the files are open, so the other end was closed
+            os._exit(0)  # the service sends no request before the files are open, so it has closed its end
         pause = min(2 * pause, _PAUSE_SECONDS)
 
 
@@ -273,7 +273,7 @@ def _open_once(link: DiskSocket, opening: Open) -> BlockFile:
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C: the service decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal: the service decides when this process ends
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     fd = int(sys.argv[1])
     os.set_inheritable(fd, False)

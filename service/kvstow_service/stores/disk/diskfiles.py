@@ -46,34 +46,34 @@ class PathBusyError(Exception):
 class PathFiles(Protocol):
     """The data file and the records file of a path. Thread-safe. All calls but the last may wait for the disk, and
     raise `OSError`. Buffers, offsets and sizes for the data are multiples of the alignment. A call reads or writes all
-    that it was asked for."""
+    of the bytes, or raises."""
 
     def read_data(self, buffers: Sequence[memoryview], at: int) -> None: ...
 
     def write_data(self, buffers: Sequence[memoryview], at: int) -> None: ...
 
     def zero_data(self, at: int, num_bytes: int) -> None:
-        """Afterwards, these bytes are zeros for every reader of the file. Their space stays allocated."""
+        """Make these bytes zeros for every reader of the file. Their space stays allocated."""
 
     def read_records(self, at: int, num_bytes: int) -> bytes:
-        """What lies in a hole, or behind the end, is zeros."""
+        """Return these bytes, which are zeros in a hole and behind the end."""
 
     def write_records(self, at: int, data: bytes) -> None: ...
 
     def sync(self) -> None:
-        """Nothing that was written before this survives less than a power cut; data first, then records."""
+        """Let everything that was written before this survive a power cut; first the data, then the records."""
 
     def sync_records(self) -> None:
-        """The same for records alone."""
+        """Do what `sync` does for the records alone."""
 
     def resize(self, data_bytes: int, records_bytes: int) -> None:
-        """The data file gets this size, with all space allocated, and the records file at least this size."""
+        """Give the data file this size, with all space allocated, and the records file at least this size."""
 
     def close(self) -> None: ...
 
 
 class DiskFiles:
-    """See `PathFiles`. Data goes past the page cache in both directions."""
+    """The files on a disk; see `PathFiles`. Data bypasses the page cache in both directions."""
 
     def __init__(self, folder_fd: int) -> None:
         """Opens the files, and creates them if there are none. The caller keeps `folder_fd`. Raises `PathBusyError`,
@@ -158,8 +158,8 @@ def _fallocate(fd: int, mode: int, at: int, num_bytes: int) -> None:
 
 
 def alignment_of(fd: int) -> int:
-    """What the addresses, offsets and sizes of direct I/O on this file must be multiples of; 4 KiB at least. Raises
-    `PathError` if the file system has no direct I/O."""
+    """Return how many bytes the addresses, offsets and sizes of direct I/O on this file must be multiples of, which are
+    at least 4 KiB. Raises `PathError` if the file system has no direct I/O."""
     found = ctypes.create_string_buffer(_STATX_BYTES)
     if _libc.statx(fd, b"", _EMPTY_PATH, _DIOALIGN, found) or not int.from_bytes(found.raw[:4], "little") & _DIOALIGN:
         return MIN_ALIGNMENT  # kernels before 6.1 do not say
@@ -173,8 +173,8 @@ def alignment_of(fd: int) -> int:
 
 
 class FolderFacts(NamedTuple):
-    """`device`: of the file system. `default_bytes`: the size of its data file if none is configured; None on the root
-    file system. `own_bytes`: what KVStow's files take."""
+    """What is known of a path's folder. `device`: the device of its file system. `default_bytes`: the size of its data
+    file if none is configured; None on the root file system. `own_bytes`: how much KVStow's files take."""
 
     device: int
     alignment: int
@@ -185,7 +185,8 @@ class FolderFacts(NamedTuple):
 
 
 def open_folder(path: Path) -> int:
-    """The folder `kvstow` in `path`, which is made if there is none. Raises `PathError` or `OSError`."""
+    """Open the folder `kvstow` in `path`, which is made if there is none. Returns a descriptor, which the caller owns.
+    Raises `PathError` or `OSError`."""
     try:
         outer = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -239,7 +240,7 @@ def _require_own_folder(fd: int, outer: int) -> None:
 
 
 def facts_of(folder_fd: int) -> FolderFacts:
-    """Raises `PathError` or `OSError`."""
+    """Return the facts of a folder. Raises `PathError` or `OSError`."""
     space = os.fstatvfs(folder_fd)
     own = sum(_allocated(folder_fd, name) for name in (_DATA, _RECORDS))
     total, free = space.f_blocks * space.f_frsize, space.f_bavail * space.f_frsize

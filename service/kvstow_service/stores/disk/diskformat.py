@@ -1,14 +1,14 @@
 """What is in the two files of a path, byte by byte.
 
-`data` is an array of chunks, and holds nothing but blocks. `records` says what they are:
+`data` is an array of chunks, and holds only blocks. `records` says which blocks these are:
 
     header, twice      4 KiB each; the valid copy with the higher number counts
     namespaces         MOST_NAMESPACES entries of 256 bytes
     chunks             MOST_CHUNKS entries of 64 bytes
     for each chunk     a record of 64 bytes and a time of last use of 4 bytes for as many places as a chunk may have
 
-The file has holes where no chunk has places. Whatever is written in part, or was never written, has a wrong checksum
-and counts as absent. Records of a place also count as absent if their generation is not that of the chunk.
+The file has holes where no chunk has places. Everything that was written only in part, or never, has a wrong checksum
+and counts as absent. The record of a place also counts as absent if its generation is not that of the chunk.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ _MULTIPLIER = 0x9E37_79B9_7F4A_7C15
 
 
 class FormatError(Exception):
-    """The files are none that this version wrote. They are left as they are."""
+    """The files were not written by this version. They are left as they are."""
 
 
 class Header(NamedTuple):
     """`sequence`: grows with each change of the header. `epoch`: grows when records may have been lost, by a power cut.
-    `is_clean`: nothing was written since everything was synced. `boot`: the machine's boot in which it was written."""
+    `is_clean`: whether everything that was written is synced. `boot`: the machine's boot in which it was written."""
 
     sequence: int
     num_chunks: int
@@ -91,12 +91,12 @@ class Header(NamedTuple):
 
     @property
     def at(self) -> int:
-        """Where this copy is written."""
+        """The offset at which this copy is written."""
         return self.sequence % 2 * HEADER_BYTES
 
     @property
     def most_places(self) -> int:
-        """Places of a chunk, at most."""
+        """How many places a chunk may have."""
         return self.chunk_bytes // self.alignment
 
     def records_at(self, chunk: int) -> int:
@@ -118,7 +118,7 @@ _HEADER_BODY = struct.Struct("<8sIIQQQII16s")
 
 
 def read_header(data: bytes) -> Header:
-    """`data`: both copies. Raises `FormatError`."""
+    """Return the newest valid copy. `data`: both copies. Raises `FormatError` if there is none."""
     found: list[Header] = []
     versions = set[int]()
     for at in (0, HEADER_BYTES):
@@ -146,8 +146,8 @@ def read_header(data: bytes) -> Header:
 
 
 class NamespaceEntry(NamedTuple):
-    """`number` is never used again; 0 is none. `fingerprint` and `identity` are digests, of 16 bytes, of the texts that
-    name the namespace and the layout of its pool."""
+    """`number` is never used again; 0 stands for no namespace. `fingerprint` and `identity` are digests, of 16 bytes,
+    of the texts that name the namespace and the layout of its pool."""
 
     number: int
     fingerprint: bytes
@@ -171,7 +171,7 @@ def namespace_at(row: int) -> int:
 
 
 def read_namespaces(data: bytes) -> dict[int, NamespaceEntry]:
-    """By row of the table."""
+    """Return the valid entries, by row of the table."""
     found: dict[int, NamespaceEntry] = {}
     for row in range(len(data) // _NAMESPACE_BYTES):
         body = data[row * _NAMESPACE_BYTES : row * _NAMESPACE_BYTES + _NAMESPACE_BODY.size]
@@ -186,7 +186,7 @@ def read_namespaces(data: bytes) -> dict[int, NamespaceEntry]:
 
 
 class ChunkEntry(NamedTuple):
-    """What a chunk's places are. `place_bytes` 0: it never had any."""
+    """The kind and generation of a chunk's places. `place_bytes` is 0 while the chunk is between two kinds."""
 
     place_bytes: int
     generation: int
@@ -217,7 +217,7 @@ def read_chunks(data: bytes) -> dict[int, ChunkEntry]:
 
 
 class Record(NamedTuple):
-    """What a place holds. `checksum`: of the block's bytes, of all ranks in order, without padding."""
+    """What a place holds. `checksum`: the checksum of the block's bytes on all ranks in order, without padding."""
 
     state: int
     generation: int
@@ -238,7 +238,7 @@ class Record(NamedTuple):
 
     @classmethod
     def read(cls, data: bytes, chunk: int, index: int) -> Record | None:
-        """None if these are not the bytes of a record of this place."""
+        """Return the record, or None if these are not the bytes of a record of this place."""
         if len(data) != RECORD_BYTES:
             return None
         one = np.frombuffer(data, RECORD)
@@ -253,14 +253,14 @@ class Record(NamedTuple):
 
 
 def valid_records(data: bytes, chunk: int, generation: int) -> tuple[Any, Any]:
-    """All records of a chunk, as an array, and which of them are records of this generation."""
+    """Return all records of a chunk as an array, and which of them are valid records of this generation."""
     records = np.frombuffer(data, RECORD)
     is_valid = records["own"] == _own_checksums(records, chunk, 0)
     return records, is_valid & (records["generation"] == generation)
 
 
 def with_dirty(records: Any, is_dirty: Any, chunk: int, generation: int) -> bytes:
-    """All records of a chunk, where these are dirty now."""
+    """Return all records of a chunk, in which the chosen ones are dirty now."""
     changed = records.copy()
     changed[is_dirty] = np.zeros(1, RECORD)
     changed["state"][is_dirty], changed["generation"][is_dirty] = DIRTY, generation
@@ -269,8 +269,8 @@ def with_dirty(records: Any, is_dirty: Any, chunk: int, generation: int) -> byte
 
 
 def _own_checksums(records: Any, chunk: int, first: int) -> Any:
-    """Of records of neighbouring places. It finds what was written in part or elsewhere. The block's bytes have a
-    checksum of their own."""
+    """Return the checksums of records of neighbouring places, from place `first` on. They reveal records that were
+    written in part or for another place. The block's bytes have a checksum of their own."""
     words = records.view("<u8").reshape(-1, RECORD_BYTES // 8)
     places = np.arange(first, first + len(words), dtype=np.uint64)
     mixed = (np.uint64(chunk + 1) << np.uint64(32)) + places
@@ -281,13 +281,14 @@ def _own_checksums(records: Any, chunk: int, first: int) -> Any:
 
 
 def name_digests(fingerprint: bytes, keys: Iterable[bytes]) -> list[bytes]:
-    """The digests of blocks' names, from that of their namespace's fingerprint. 16 bytes each."""
+    """Return the digests of blocks' names, 16 bytes each. `fingerprint`: the digest of their namespace's
+    fingerprint."""
     digest_of_key, seed = xxhash.xxh3_128_digest, int.from_bytes(fingerprint[:8], "little")
     return [digest_of_key(key, seed) for key in keys]
 
 
 def digest_of(text: str) -> bytes:
-    """16 bytes."""
+    """Return a digest of 16 bytes."""
     return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 
@@ -297,7 +298,7 @@ def checksum_of(data: bytes, salt: int) -> int:
 
 
 def _cut(text: str, size: int) -> bytes:
-    """As UTF-8, cut between characters."""
+    """Return the text as UTF-8, in at most `size` bytes, cut between characters."""
     return text.encode()[:size].decode("utf-8", "ignore").encode()
 
 
@@ -306,5 +307,5 @@ def _round_up(value: int, unit: int) -> int:
 
 
 def padded(sizes: Sequence[int], alignment: int) -> list[int]:
-    """The bytes that the parts of a block take in the file."""
+    """Return how many bytes the parts of a block take in the file."""
     return [_round_up(size, alignment) for size in sizes]

@@ -1,7 +1,7 @@
-"""What the service and the child process of a path send each other, over one socket that keeps the borders of messages.
+"""The messages between the service and the child process of a path, over one socket that keeps the borders of messages.
 
-All are pickled: the child runs this package's code with the service's rights. Requests have numbers, and are answered
-in any order."""
+All are pickled, because the child runs this package's code with the service's rights. Requests have numbers, and are
+answered in any order."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class Problem(NamedTuple):
 
 
 class Opened(NamedTuple):
-    """The files are open. The `FoundFiles` of `BlockFile.load`, pickled, is in the memfd that comes with this.
-    `file_system_bytes`: its size."""
+    """The files are open. The memfd that comes with this has the pickled `FoundFiles` of `BlockFile.load`, in
+    `num_bytes` bytes. `file_system_bytes`: the size of the file system."""
 
     num_bytes: int
     file_system_bytes: int
@@ -52,14 +52,15 @@ class AddExtent(NamedTuple):
 
 
 class RemoveExtent(NamedTuple):
-    """Answered when the extent is not mapped any more."""
+    """Unmap an extent. The answer comes when it is not mapped any more."""
 
     number: int
     extent: int
 
 
 class PartAt(NamedTuple):
-    """A rank's part of a block: `num_bytes` at `offset` of an extent; up to the alignment they are padding."""
+    """A rank's part of a block: `num_bytes` at `offset` of an extent. The bytes after them, up to the alignment, are
+    padding."""
 
     extent: int
     offset: int
@@ -116,14 +117,15 @@ class ProbeFiles(NamedTuple):
 
 
 class CloseFiles(NamedTuple):
-    """End when what is under way has ended, with everything synced."""
+    """Sync everything and end, once the requests under way have ended."""
 
 
 Result = Literal["read", "written", "missing", "corrupt", "failed"]
 
 
 class Done(NamedTuple):
-    """`results`: of each block of a transfer. `error`: what the disk said, if it did not work."""
+    """The answer to a request. `results`: the result for each block of a transfer. `error`: the error of the disk, if
+    it did not work."""
 
     number: int
     results: tuple[Result, ...] = ()
@@ -146,14 +148,15 @@ Request = (
 
 
 class DiskSocket:
-    """One end. Any thread may send; one thread receives."""
+    """One end of the socket. Any thread may send; one thread receives."""
 
     def __init__(self, end: socket.socket) -> None:
         self.end = end
         self._lock = Lock()
 
     def send(self, message: object, fd: int | None = None, *, waits: bool = True) -> bool:
-        """False if the other end has ended, or, unless it `waits`, has no room now."""
+        """Send a message. Returns False if the other end was closed or, unless it `waits`, if there is no room for the
+        message now."""
         data = pickle.dumps(message)
         fds = [] if fd is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))]
         with self._lock:
@@ -166,7 +169,8 @@ class DiskSocket:
         return True
 
     def receive(self) -> tuple[Any, Sequence[int]]:
-        """A message, and its descriptors, which are the caller's. Raises `EOFError` if the other end was closed."""
+        """Receive a message, and its descriptors, which the caller then owns. Raises `EOFError` if the other end was
+        closed."""
         try:
             data, fds, _, _ = socket.recv_fds(self.end, MAX_MESSAGE_BYTES, 1)
         except ConnectionError:

@@ -66,7 +66,7 @@ class Selection(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Mark:
-    """Blocks must never be found again: their places, with their numbers, and a purge that waits for that."""
+    """Places whose blocks must never be found again, the numbers of these places, and the purge that waits for this."""
 
     places: list[Place]
     numbers: list[int]
@@ -83,8 +83,9 @@ class _Wish:
 
 @dataclass(slots=True)
 class _Gone:
-    """What must never be found again. `marks`: what the records do not say yet, and `marked` the numbers of those
-    places; `wishes`: purges that wait for the files to be opened; `dirty`: places to be overwritten."""
+    """Removed blocks, which must never be found again. `marks`: removals that the records do not have yet. `marked`:
+    the numbers of the places in `marks`. `wishes`: purges that wait for the files to be opened. `dirty`: places that
+    are to be overwritten."""
 
     marks: list[_Mark] = field(default_factory=list)
     marked: set[int] = field(default_factory=set)
@@ -94,19 +95,19 @@ class _Gone:
 
 
 class PathHost(Protocol):
-    """What the path's owner does for it. All calls are made with the store's lock held."""
+    """What the path's owner does for the path. All calls are made with the store's lock held."""
 
     def parts_of(self, job: Job) -> tuple[PartAt, ...] | None:
-        """Where the job's slot is in memory; None if the pool has lost it."""
+        """Return where the job's slot is in memory; None if the pool has lost it."""
 
     def give_back(self, jobs: Sequence[Job], fate: Fate | None, error: str = "") -> None:
-        """The slots of these jobs come back, good if `fate` is None."""
+        """Give the slots of these jobs back, as good ones if `fate` is None."""
 
     def send(self, request: Request) -> None:
-        """To the path's child process."""
+        """Send a request to the path's child process."""
 
     def send_extents(self) -> None:
-        """A new child process has opened the files: it gets all memory."""
+        """Send all extents to a new child process that has opened the files."""
 
 
 class _Namespaces:
@@ -121,7 +122,8 @@ class _Namespaces:
     def add(
         self, fingerprint: bytes, identity: bytes, owner: str, label: str, used: Callable[[], set[int]]
     ) -> tuple[int, NamespaceEntry] | None:
-        """A new entry and its row; None if all rows are used. `used`: the numbers that are."""
+        """Add an entry, and return its row and the entry; None if all rows are in use. `used`: returns the numbers of
+        namespaces in use."""
         row = next((row for row in range(MOST_NAMESPACES) if row not in self.rows), None)
         if row is None:
             kept = used()
@@ -149,7 +151,8 @@ class _Namespaces:
 
 
 class DiskPath:
-    """Used with the store's lock held. O(blocks given), except `opened` and `purge`, which are O(places)."""
+    """A path of the node's disks. Used with the store's lock held. Calls are O(blocks given), except `opened` and
+    `purge`, which are O(places)."""
 
     def __init__(
         self,
@@ -202,7 +205,7 @@ class DiskPath:
         )
 
     def read(self, job: Job) -> None:
-        """`job.place` is where the block is."""
+        """Queue a read of the block in `job.place`."""
         assert self.places is not None
         assert job.place is not None
         self.places.hold(job.place)
@@ -220,7 +223,7 @@ class DiskPath:
             self._let_go(job)
 
     def pump(self) -> None:
-        """Begin what may begin."""
+        """Begin all jobs that may begin now."""
         if not self.is_on:
             return
         for direction in ("read", "write"):
@@ -246,7 +249,7 @@ class DiskPath:
         return BlockName(job.digest, entry.number, key_start(job.key))
 
     def _can_begin(self, job: Job) -> bool:
-        """Give a write its place."""
+        """Give a write its place. Returns False if it has none yet, or was refused."""
         assert self.places is not None
         if not self._knows_namespace(job):
             return False
@@ -262,7 +265,8 @@ class DiskPath:
         return taken.place is not None
 
     def _knows_namespace(self, job: Job) -> bool:
-        """Whether the namespace is in the table of the path; otherwise it is written there."""
+        """Whether the table of the path has the job's namespace. If not, the namespace is written there, or the job is
+        refused if the table is full."""
         entry = self._namespaces.of_fingerprint.get(job.name.fingerprint)
         if entry is None:
             added = self._namespaces.add(*job.name, self._used_numbers)
@@ -298,7 +302,7 @@ class DiskPath:
     # -- answers --------------------------------------------------------------------------------------------
 
     def done(self, answer: Done) -> None:
-        """The child has answered a request."""
+        """Take the child's answer to a request."""
         found = self.queue.under_way.get(answer.number)
         if found is None:
             return
@@ -358,7 +362,7 @@ class DiskPath:
             self.written.note(job.kind.place_bytes, self._clock())
             return None
         self.places.abandon(job.place)
-        if result == "written":  # its record is valid
+        if result == "written":  # its record is valid, so it must be marked
             self._mark([job.place], job.ticket)
         else:
             self._gone.dirty.append(job.place)
@@ -375,10 +379,11 @@ class DiskPath:
         if self.places.let_go(job.place) and job.place not in self._gone.marked:
             self._gone.dirty.append(job.place)
 
-    # -- what must go -----------------------------------------------------------------------------------------
+    # -- removed blocks ---------------------------------------------------------------------------------------
 
     def purge(self, selection: Selection, ticket: PurgeTicket | None) -> int | None:
-        """How many blocks go; None while the files are not open. `ticket`: None to count only."""
+        """Remove the selected blocks, and return how many there are; None while the files are not open. `ticket`: waits
+        for their removal; if None, the blocks are only counted."""
         if self.places is None:
             if ticket is not None:
                 if self.state == "starting":
@@ -398,15 +403,15 @@ class DiskPath:
         return len(chosen)
 
     def purge_notice(self, count: int | None) -> str:
-        """What a purge of these blocks, as `purge` has counted them, leaves in the files for now, as a sentence. Empty
-        if that is nothing."""
+        """Return a sentence that says what a purge leaves in the files for now; empty if it leaves nothing. `count`:
+        what `purge` has returned."""
         undoes_writes = any(job.is_purged for done in self.queue.under_way.values() for job in done.jobs)
         if self.state in ("on", "starting") or (count == 0 and not undoes_writes):
             return ""
         what = "what was chosen" if not count else "1 block" if count == 1 else f"{count:,} blocks"
         return (
-            f"disk {self.name} is {self.state} ({self.reason}) and keeps {what} in its files. Nobody finds that now, "
-            "and it is removed when the disk works again; if the service restarts before, purge the pool again"
+            f"disk {self.name} is {self.state} ({self.reason}) and keeps {what} in its files. No request finds that "
+            "now, and it is removed when the disk works again; if the service restarts before, purge the pool again"
         )
 
     def _select(self, places: DiskPlaces, selection: Selection) -> list[int]:
@@ -432,7 +437,7 @@ class DiskPath:
         )
 
     def _purge_writes(self, selection: Selection, ticket: PurgeTicket) -> None:
-        """None of the blocks that are being written becomes visible."""
+        """Keep the selected blocks that are being written from becoming visible."""
         lane = self.queue.lanes["write"]
         waiting = [job for job in lane.jobs() if selection.takes_job(job)]
         for job in waiting:
@@ -450,8 +455,8 @@ class DiskPath:
                         ticket.add()
 
     def _mark(self, places: Sequence[int], ticket: PurgeTicket | None) -> None:
-        """Have the records of these places say that their blocks are gone, then overwrite the places. `ticket` was
-        added to for this."""
+        """Let the records of these places say that their blocks are removed, and then overwrite the places. The caller
+        has called `ticket.add`."""
         assert self.places is not None
         mark = _Mark([self.places.where(place) for place in places], list(places), ticket)
         self._gone.marks.append(mark)
@@ -523,8 +528,8 @@ class DiskPath:
         self.pump()
 
     def _forget_again(self, mark: _Mark) -> None:
-        """The process has ended before it did this, or before it said so. What is dirty already needs to be synced
-        only."""
+        """Remove the blocks of a mark again, because the process has ended before it has written or answered the mark.
+        Records that are dirty already only need to be synced."""
         assert self.places is not None
         found = [(place, where) for where in mark.places if (place := self.places.cached_at(where)) is not None]
         for place, _ in found:
@@ -536,7 +541,7 @@ class DiskPath:
         self._set_state(problem.state, problem.reason)
 
     def ended(self, reason: str) -> None:
-        """Its process is gone, and nothing touches a slot any more."""
+        """Give all slots back, because the path's process has ended and does not touch them any more."""
         self.counts.restarts += 1
         under_way = [job for done in self.queue.under_way.values() for job in done.jobs]
         for job in under_way:
@@ -549,7 +554,8 @@ class DiskPath:
         self._give_back_failed([*under_way, *waiting], reason)
 
     def tick(self) -> None:
-        """Look for what is overdue, and do what is due."""
+        """Look for operations that are overdue, try a failed disk again, and write the times of use and sync now and
+        then."""
         now = self._clock()
         if self.state == "starting" and now - self._since > STUCK_SECONDS:
             self._set_state("stuck", f"its files did not open within {STUCK_SECONDS:.0f} s")
@@ -584,7 +590,7 @@ class DiskPath:
         self._empty_queue()
 
     def _empty_queue(self) -> None:
-        """Nothing waits for a disk that does not work, neither reads and writes nor purges."""
+        """Let no read, write or purge wait for a disk that does not work."""
         tickets = [job.ticket for done in self.queue.under_way.values() for job in done.jobs]
         for waiting in (*tickets, *(mark.ticket for mark in self._gone.marks)):
             if waiting is not None:
@@ -620,7 +626,8 @@ class DiskPath:
                 self._send(request._replace(number=self._number()), then)
 
     def _answer_wishes(self) -> None:
-        """The files cannot be opened now. Purges are done when they are, but nobody waits for that."""
+        """Let no purge wait for files that cannot be opened now. The purges are carried out when the files are
+        opened."""
         for wish in self._gone.wishes:
             ticket, wish.ticket = wish.ticket, None
             if ticket is not None:
@@ -631,7 +638,7 @@ class DiskPath:
         return self._next_number
 
     def _request(self, request: Any, then: Callable[[], None]) -> None:
-        """Have this done, if need be when the disk works again, and call `then`."""
+        """Send a request, if need be when the disk works again, and call `then` when it was done."""
         if self.state == "failed":
             self._again.append((request, then))
         else:
@@ -668,13 +675,13 @@ class DiskPath:
 
 
 def key_start(key: bytes) -> int:
-    """The first 8 bytes."""
+    """Return the first 8 bytes of a key, as a number."""
     return int.from_bytes(key[:8].ljust(8, b"\0"), "big")
 
 
 def start_of_keys(prefix: bytes) -> tuple[int, int]:
-    """A mask and a value: keys that begin with `prefix` have such starts. Of a longer prefix, the first 8 bytes
-    count."""
+    """Return a mask and a value, which match the `key_start` of each key that begins with `prefix`. Only the first 8
+    bytes of the prefix count."""
     used = prefix[:8]
     mask = int.from_bytes((b"\xff" * len(used)).ljust(8, b"\0"), "big")
     return mask, key_start(used)

@@ -41,8 +41,9 @@ _REMEMBERED_PLACES = 1 << 18
 
 @dataclass(slots=True)
 class _Extent:
-    """`number`: its name in all child processes. `fd`: a duplicate, for processes that start later. `leaving`: how many
-    processes still have it, after it was removed."""
+    """An extent of a pool. `number`: its name in all child processes. `fd`: a duplicate, for processes that start
+    later. `leaving`: how many processes still have it after it was removed, and `on_left`: calls to make when none has
+    it any more."""
 
     number: int
     extent: StoredExtent
@@ -81,7 +82,7 @@ class _RankExtents:
 
 
 class _Path:
-    """A path with its process. The host of the `DiskPath`, and the user of the `PathChannel`."""
+    """A path with its process. It is the host of the `DiskPath` and the user of the `PathChannel`."""
 
     def __init__(self, store: DiskStore, checked: CheckedPath, size_bytes: int | None, writes: int | None) -> None:
         self._store = store
@@ -109,7 +110,8 @@ class _Path:
             self._send(AddExtent(one.number, one.extent.num_bytes), one.fd)
 
     def remove_extent(self, one: _Extent) -> bool:
-        """Whether its process has the extent, and answers when it no longer has."""
+        """Let the process unmap the extent. Returns whether the process has it, and so will answer when it is
+        unmapped."""
         if self._is_open:
             number = -one.number
             self._removing[number] = one
@@ -174,8 +176,8 @@ class _Path:
 
 @dataclass(slots=True)
 class _Op:
-    """A transfer: `left`: how many of its slots the store has. `waiting`: its jobs that have not begun, each with its
-    path; some of them may have begun since."""
+    """A transfer. `left`: how many of its slots the store still has. `waiting`: its jobs that were queued, each with
+    its path. Some of them may have begun since."""
 
     pool: DiskPool
     left: int = 0
@@ -259,7 +261,7 @@ class DiskPool:
                 return
             lost = [job for job in jobs if store.parts_of(job.op_id, job.slot) is None]
             if lost:
-                store.give_back(lost, "failed", "the slot is in no memory that the disks were given")
+                store.give_back(lost, "failed", "the disks do not have the memory of this slot")
             queue = store.queue_read if is_read else store.queue_write
             for job in jobs:
                 if job not in lost and (disk := queue(job)) is not None:
@@ -344,7 +346,7 @@ class DiskPool:
             self.note_returned(0)
 
     def note_returned(self, num_slots: int) -> None:
-        """With the store's lock held: so many slots were given back."""
+        """Note that `num_slots` slots were given back. The caller holds the store's lock."""
         self.num_lent -= num_slots
         if not self._has_left or self.num_lent or not self._on_left:
             return
@@ -374,8 +376,8 @@ class DiskPool:
 
 
 class DiskStore:
-    """See `kvstow.tier.blockstore.BlockStore`. A block is on one of the paths, the one that had least to do when it was
-    written."""
+    """Blocks on the node's own disks; see `kvstow.tier.blockstore.BlockStore`. Each block is on the path that had the
+    least to do when it was written."""
 
     name = "disk"
     answers_at_once = True
@@ -389,8 +391,8 @@ class DiskStore:
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        """`paths`: see `check_paths`. `size_bytes` and `writes_per_day` are those of each path; None: the default size,
-        and no bound."""
+        """`paths`: see `check_paths`. `size_bytes`: the size of each path's data file; None for the default.
+        `writes_per_day`: how many bytes may be written to each path in a day; None for no bound."""
         self.clock, self.wall = clock, wall
         self.shown = ", ".join(str(one.path) for one in paths)
         self.slot_alignment = max(one.alignment for one in paths)
@@ -422,7 +424,7 @@ class DiskStore:
             return [disk.part() for disk in self.disks]
 
     def pids(self) -> list[int | None]:
-        """Of the processes of the paths."""
+        """Return the pid of each path's process, or None for a path without one."""
         return [path.pid for path in self.paths]
 
     def close(self, seconds: float = 10.0) -> None:
@@ -452,13 +454,14 @@ class DiskStore:
         return None
 
     def was_used(self, digest: bytes, *, is_use: bool) -> bool:
-        """Whether a block that no disk has was used before. Remembers this use."""
+        """Whether a block that no disk has was used before. With `is_use`, remembers this use."""
         if self._used is None:
             return False
         return self._used.note(digest) if is_use else self._used.has(digest)
 
     def queue_read(self, job: Job) -> DiskPath | None:
-        """The path that will read the block; None if the job has ended."""
+        """Queue a read. Returns the path that will read the block, or None if no path has it, so that the job has
+        ended."""
         found = self.find(job.digest)
         if found is None:
             self.give_back([job], "missing")
@@ -492,7 +495,8 @@ class DiskStore:
             self.give_back(ended, "cancelled")
 
     def give_back(self, jobs: Sequence[Job], fate: Fate | None, error: str = "") -> None:
-        """The slots of these jobs, all of one transfer or of several, go back to their pools."""
+        """Give the slots of these jobs back to their pools, as good ones if `fate` is None. The jobs may belong to
+        several transfers."""
         by_op: dict[int, list[Job]] = {}
         for job in jobs:
             by_op.setdefault(job.op_id, []).append(job)
@@ -513,7 +517,7 @@ class DiskStore:
             op.pool.note_returned(len(ended))
 
     def parts_of(self, op_id: int, slot: int) -> tuple[PartAt, ...] | None:
-        """Where a slot of a transfer is, on all ranks."""
+        """Return where a slot of a transfer is in the memory of all ranks; None if it is in no extent of the store."""
         pool = self.ops[op_id].pool
         found: list[PartAt] = []
         for held, num_bytes in zip(pool.ranks, pool.layout.slot_bytes, strict=True):
@@ -527,7 +531,7 @@ class DiskStore:
         return [one for pool in self.pools for held in pool.ranks for one in held.all()]
 
     def expect(self, num_bytes: int) -> Expectation:
-        """Of the paths that work together."""
+        """Return how long it would take to read `num_bytes` from the paths that are on, all at the same time."""
         now, queues = self.clock(), [disk.queue for disk in self.disks if disk.is_on]
         lanes = [queue.lanes for queue in queues]
         queued = sum(one["read"].all_bytes + one["write"].under_way_bytes for one in lanes)

@@ -24,7 +24,7 @@ _KILL_SECONDS = 2.0
 
 
 class PathUser(Protocol):
-    """Called by the channel's thread."""
+    """What the channel reports to. Its thread makes all calls."""
 
     def opened(self, found: FoundFiles, file_system_bytes: int) -> None:
         """The files are open. Requests may be sent from now on."""
@@ -35,7 +35,7 @@ class PathUser(Protocol):
     def done(self, answer: Done) -> None: ...
 
     def ended(self, reason: str) -> None:
-        """The process is gone, and nothing touches what it was lent. Another one is started."""
+        """The process has ended, so it does not touch the memory that it was lent any more. Another one is started."""
 
     def tick(self) -> None:
         """Twice a second."""
@@ -62,7 +62,8 @@ class PathChannel:
         return None if child is None else child.pid
 
     def send(self, request: Request, fd: int | None = None) -> None:
-        """Does not wait. The caller keeps `fd`. What the process does not get before its end is lost with it."""
+        """Send a request, without waiting. The caller keeps `fd`. Requests that the process does not get before its end
+        are lost."""
         with self._lock:
             if self._link is None:
                 return
@@ -71,8 +72,8 @@ class PathChannel:
             self._unsent.append((request, None if fd is None else os.dup(fd)))
 
     def close(self, seconds: float) -> None:
-        """End the process, which may take so long to sync everything. Then it is killed, and left behind if the kernel
-        does not let it end. Idempotent."""
+        """End the process, which has `seconds` to sync everything. After that it is killed, and left behind if the
+        kernel does not let it end. Idempotent."""
         self._seconds_to_close = seconds
         self._closing.set()
         self.send(CloseFiles())
@@ -95,8 +96,8 @@ class PathChannel:
             self._closing.wait(pause_after(self._starts_without_success))
 
     def _host(self) -> str | None:
-        """Start a child, and listen to it until it has ended. Returns why it did; None for one that hangs, and still
-        has what it was lent."""
+        """Start a child, and listen to it until it has ended. Returns why it has ended, or None if it hangs and so
+        still has the memory that it was lent."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             child = IsolatedProcess(_MODULE, [theirs.fileno()], [self._witness], {}, logger)
@@ -128,7 +129,7 @@ class PathChannel:
         if self._closing.is_set():
             child.send_kill()
             if not child.wait(_KILL_SECONDS):
-                logger.error("disk %s hangs: process %d ends when it goes on", self._opening.path, child.pid)
+                logger.error("disk %s hangs; process %d will end when the disk goes on", self._opening.path, child.pid)
                 child.leave_behind()
         else:
             child.kill()  # it has closed its socket, so no thread of it waits for the disk

@@ -1,4 +1,4 @@
-"""What waits for one path, and what its child process does now."""
+"""The jobs that wait for one path, and the requests that its child process has."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ _RATE_SECONDS = 4.0
 
 
 class NamespaceName(NamedTuple):
-    """Digests of the texts that name a namespace and the layout of its pool; who owns it, and its name for people."""
+    """A namespace as a store knows it. `fingerprint` and `identity` are digests of the texts that name the namespace
+    and the layout of its pool. `label`: its name for people."""
 
     fingerprint: bytes
     identity: bytes
@@ -45,9 +46,10 @@ class PurgeTicket:
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """One block of a transfer. `place`: where it is read from; of a write, None until it begins. `is_over`: it was
-    given back, or is about to be. `is_purged`: a write whose block must not be found; `ticket`: the purge that waits
-    for it. `is_counted`: among the blocks that are being written."""
+    """One block of a transfer. `place`: the place of the block; None for a write that has not begun. `is_over`: whether
+    its slot was given back, or is about to be. `is_purged`: whether this is a write whose block must not be found.
+    `ticket`: the purge that waits for it. `is_counted`: whether it is counted among the blocks that are being
+    written."""
 
     op_id: int
     is_read: bool
@@ -66,8 +68,8 @@ class Job:
 
 @dataclass(slots=True)
 class UnderWay:
-    """A request that the child has. `jobs`: none for what is no transfer. Such a request has `then`, which is called
-    when it was done, and `or_else`, for an error."""
+    """A request that the child has. `jobs`: the jobs of a transfer; empty for any other request. For such a request,
+    `then` is called when it was done, or `or_else` if it has failed."""
 
     began: float
     num_bytes: int
@@ -77,14 +79,14 @@ class UnderWay:
 
 
 class BusyRate:
-    """Bytes per second while something is done. Not locked."""
+    """The rate of requests in bytes per second, for the time in which some are under way. Not locked."""
 
     def __init__(self) -> None:
         self._bytes = self._seconds = 0.0
         self._last = 0.0
 
     def note(self, num_bytes: int, now: float, *, began: float) -> None:
-        """A request has ended that began then. Several may be under way at a time."""
+        """Note that a request has ended that began at `began`. Several may be under way at the same time."""
         self._bytes, self._seconds = self._after(num_bytes, now, began)
         self._last = now
 
@@ -98,8 +100,8 @@ class BusyRate:
         return self._bytes / self._seconds if self._seconds > 0 else None
 
     def at_most(self, num_bytes: int, now: float, *, began: float) -> float | None:
-        """`per_second`, or what it would be if these bytes, which are under way since then, came at this moment,
-        whichever is lower: a device that has become slow is noticed before it has answered."""
+        """Return `per_second`, or the rate that would result if the `num_bytes` that are under way since `began` came
+        now, whichever is lower. So a device that has become slow is noticed before it answers."""
         measured = self.per_second
         bytes_then, seconds = self._after(num_bytes, now, began)
         return measured if measured is None or seconds <= 0 else min(measured, bytes_then / seconds)
@@ -107,7 +109,7 @@ class BusyRate:
 
 @dataclass(slots=True)
 class JobLane:
-    """One direction. Owners take turns."""
+    """The jobs of one direction. Owners take turns."""
 
     most_under_way: int
     waiting: OrderedDict[str, deque[Job]] = field(default_factory=OrderedDict)
@@ -121,12 +123,12 @@ class JobLane:
         self.queued_bytes += job.kind.place_bytes
 
     def withdraw(self, job: Job) -> None:
-        """It was given back; it leaves the queue when its turn comes."""
+        """Count a job as ended, because it is given back. It leaves the queue when its turn comes."""
         job.is_over = True
         self.queued_bytes -= job.kind.place_bytes
 
     def first(self, owner: str) -> Job | None:
-        """The next one of an owner."""
+        """Return the next job of an owner, or None."""
         queue = self.waiting[owner]
         while queue and queue[0].is_over:
             queue.popleft()
@@ -138,7 +140,7 @@ class JobLane:
         return job
 
     def turns(self) -> Iterator[str]:
-        """The owners with something to do, each once; the one whose turn it is comes first."""
+        """Yield the owners that have jobs, each once, beginning with the owner whose turn it is."""
         for owner in list(self.waiting):
             if self.first(owner) is None:
                 del self.waiting[owner]
@@ -150,7 +152,7 @@ class JobLane:
             self.waiting.move_to_end(owner)
 
     def drain(self) -> list[Job]:
-        """All that waits, which leaves the queue."""
+        """Take all jobs out of the queue, and return them."""
         found = [job for queue in self.waiting.values() for job in queue if not job.is_over]
         self.waiting.clear()
         self.queued_bytes = 0
@@ -177,8 +179,8 @@ class PathQueue:
         """The requests under way by number, the oldest first."""
 
     def next(self, direction: Direction, is_ready: Callable[[Job], bool]) -> tuple[Job, ...]:
-        """Take the jobs that may begin now; there may be none. `is_ready` gives a write its place, or returns that it
-        must wait. It may also end the job (`is_over`)."""
+        """Take the jobs that may begin now; there may be none. `is_ready` gives a write its place, and returns False if
+        the write must wait. It may also end the job (`is_over`), and then returns False, too."""
         lane = self.lanes[direction]
         if lane.num_under_way >= lane.most_under_way or (direction == "write" and not self.lanes["read"].is_empty):
             return ()
@@ -218,7 +220,7 @@ class PathQueue:
         return done.jobs
 
     def read_rate(self, now: float) -> float | None:
-        """Bytes per second, with what is under way taken into account; None if no read has ended yet."""
+        """Return the bytes per second of reads, including reads that are under way; None if no read has ended yet."""
         lane = self.lanes["read"]
         oldest = next((one for one in self.under_way.values() if one.jobs and one.jobs[0].is_read), None)
         if oldest is None:

@@ -1,4 +1,5 @@
-"""Which block is in which place of a path's data file, and which one makes room for the next. Reads and writes no file.
+"""Decides which block is in which place of a path's data file, and which block makes room for the next one. Reads and
+writes no file.
 
 The file is cut into chunks. All places of a chunk have one length and one owner. A chunk moves to another length or
 owner as a whole, so several lengths share one size, and the file is never larger than configured.
@@ -15,7 +16,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 OWNER_SECONDS = 3600.0
-"""An owner that has read or written nothing for so long has no share that others must leave to it."""
+"""An owner that has neither read nor written for this many seconds has no share that others must leave to it."""
 
 _NONE = -1
 _FREE, _TAKEN, _CACHED, _DIRTY = range(4)
@@ -24,15 +25,16 @@ bytes of a removed block, and is overwritten with zeros before it is used again.
 
 
 class PlaceKind(NamedTuple):
-    """`place_bytes` is the size of a block with the parts of all ranks, each padded to the alignment of the file."""
+    """What the places of a chunk have in common. `place_bytes`: the size of a block with the parts of all ranks, each
+    padded to the alignment of the file."""
 
     owner: str
     place_bytes: int
 
 
 class BlockName(NamedTuple):
-    """`digest`: 16 bytes, of namespace and key. `namespace`: its number in the path's table. `key_start`: the first 8
-    bytes of the key."""
+    """The name of a block on a path. `digest`: the 16-byte digest of its namespace and key. `namespace`: the number of
+    its namespace in the path's table. `key_start`: the first 8 bytes of its key, as a number."""
 
     digest: bytes
     namespace: int
@@ -57,8 +59,9 @@ class Place(NamedTuple):
 
 
 class TakenPlace(NamedTuple):
-    """`place`: None if there is none now. `evicted`: the digests of the blocks that have made room. `assign`: this has
-    to be done, and then `assigned` to be called. `waits`: a place is to be had as soon as that was called."""
+    """What `take` has found. `place`: None if there is none now. `evicted`: the digests of the blocks that have made
+    room. `assign`: an assignment for the caller to carry out, which then calls `assigned`. `waits`: whether there will
+    be a place as soon as that was called."""
 
     place: int | None
     evicted: Sequence[bytes] = ()
@@ -71,9 +74,9 @@ NO_ROOM: Final = TakenPlace(None)
 
 @dataclass(slots=True)
 class _Chunk:
-    """`first`: the number of its first place; places have numbers in a row. `use_sum`: of the times of last use of its
-    places, where a place without a block counts 0. `busy`: places that must stay for now. A chunk without a kind has
-    no places."""
+    """A chunk of the data file. `first`: the number of its first place; its places are numbered consecutively.
+    `use_sum`: the sum of the times of last use of its places, where a place without a block counts 0. `busy`: how many
+    of its places must stay for now. A chunk without a kind has no places."""
 
     number: int
     generation: int = 0
@@ -87,8 +90,9 @@ class _Chunk:
 
 @dataclass(slots=True)
 class _Group:
-    """All places of a kind. `oldest` and `newest`: the ends of the order of use. `evictions`: since it was last decided
-    whether another group should give a chunk."""
+    """All places of a kind. `oldest` and `newest`: the ends of the order of use. `evictions`: how many blocks were
+    evicted since the last decision whether another group should give it a chunk. `assigning`: how many of its chunks
+    are being assigned."""
 
     kind: PlaceKind
     oldest: int = _NONE
@@ -117,10 +121,10 @@ class FoundChunk(NamedTuple):
 class DiskPlaces:
     """The least recently used block of a kind makes room for the next one of that kind. Not locked.
 
-    Chunks move between kinds so that together they come near to one order of use. An owner whose chunks are fewer than
-    an equal share takes some of an owner that has more. Otherwise a kind takes a chunk of another one if the places of
-    that chunk were on average last used before the oldest block of the kind that needs room. No other measure is
-    needed for kinds that are not used any more.
+    Chunks move between kinds so that all kinds together come near to one order of use. An owner with fewer chunks than
+    an equal share takes some from an owner that has more. Otherwise, a kind takes a chunk from another kind if the
+    places of that chunk were on average last used before the oldest block of the kind that needs room. So kinds that
+    are not used any more lose their chunks without a further rule.
 
     Each call is O(blocks given), except `restore` and `select`, which are O(places), and `take`, which once for each
     chunk's worth of evictions is O(chunks).
@@ -165,7 +169,8 @@ class DiskPlaces:
         return place in self._readers
 
     def cached_at(self, where: Place) -> int | None:
-        """The number of the place that `where` once said, if there is a block in it and the chunk has not moved."""
+        """Return the number of the place that `where` describes. None if it holds no block, or if its chunk was given
+        to another kind since."""
         chunk = self._chunks[where.chunk]
         place = chunk.first + where.number
         if chunk.generation != where.generation or not chunk.count or self._state[place] != _CACHED:
@@ -189,8 +194,9 @@ class DiskPlaces:
         written_before: float | None = None,
         used_before: float | None = None,
     ) -> list[int]:
-        """The places of all blocks in these namespaces whose keys begin like one of `key_starts` (a mask and a value;
-        none given: all), and that were written, or last used, before these times."""
+        """Return the places of all blocks in these namespaces whose keys begin like one of `key_starts`, and that were
+        written, or last used, at these times or before. Each of `key_starts` is a mask and a value; without any, all
+        keys match."""
         chosen = np.isin(np.frombuffer(self._namespaces, np.uint32), list(namespaces))
         chosen &= np.frombuffer(self._state, np.uint8) == _CACHED
         if key_starts:
@@ -207,7 +213,7 @@ class DiskPlaces:
         return found
 
     def uses_of(self, chunk: int) -> Any:
-        """The times of last use of all places of a chunk, as whole seconds."""
+        """Return the times of last use of all places of a chunk, as whole seconds."""
         one = self._chunks[chunk]
         return np.frombuffer(self._used_at, np.float64)[one.first : one.first + one.count].astype("<u4")
 
@@ -219,12 +225,12 @@ class DiskPlaces:
     # -- blocks ---------------------------------------------------------------------------------------------
 
     def take(self, kind: PlaceKind, now: float) -> TakenPlace:
-        """A place for one more block of a kind that `fits`."""
+        """Take a place for one more block of a kind that `fits`."""
         group = self._groups.setdefault(kind, _Group(kind))
         self._active_at[kind.owner] = now
         assign = None
         if not group.assigning and self._idle and len(group.free) <= self.chunk_bytes // kind.place_bytes // 2:
-            assign = self._assign(self._idle.pop(), group)  # in time, so that few writes wait for it
+            assign = self._assign(self._idle.pop(), group)  # early, so that few writes wait for it
         if group.free:
             place = group.free.pop()
             self._begin(place)
@@ -243,7 +249,7 @@ class DiskPlaces:
         return TakenPlace(oldest, (digest,))
 
     def assigned(self, chunk: int) -> None:
-        """The places of a chunk that was moved can be used now."""
+        """Note that the places of a newly assigned chunk can be used now."""
         one = self._chunks[chunk]
         assert one.kind is not None
         group = self._groups[one.kind]
@@ -252,7 +258,7 @@ class DiskPlaces:
         one.is_ready = True
 
     def publish(self, place: int, name: BlockName, now: float) -> None:
-        """The block of a place that was taken is written, and found from now on as the last one used."""
+        """Note that the block of a taken place is written. It is found from now on, and counts as used last."""
         chunk = self._chunks[self._chunk_of[place]]
         assert chunk.kind is not None
         self._state[place] = _CACHED
@@ -265,7 +271,7 @@ class DiskPlaces:
         self._append(self._groups[chunk.kind], place)
 
     def use(self, place: int, now: float) -> None:
-        """The block of a place was used."""
+        """Note that the block of a place was used."""
         chunk = self._chunks[self._chunk_of[place]]
         assert chunk.kind is not None
         group = self._groups[chunk.kind]
@@ -277,7 +283,7 @@ class DiskPlaces:
             self._append(group, place)
 
     def hold(self, place: int) -> None:
-        """The block of a place is being read: the place stays as it is."""
+        """Note that the block of a place is being read, so the place has to stay as it is."""
         if place not in self._readers:
             chunk = self._chunks[self._chunk_of[place]]
             assert chunk.kind is not None
@@ -286,7 +292,8 @@ class DiskPlaces:
         self._readers[place] += 1
 
     def let_go(self, place: int) -> bool:
-        """A read has ended. Whether the place has to be overwritten now, because its block was removed meanwhile."""
+        """Note that a read has ended. Returns whether the place has to be overwritten now, because its block was
+        removed meanwhile."""
         self._readers[place] -= 1
         if self._readers[place]:
             return False
@@ -301,19 +308,19 @@ class DiskPlaces:
         return False
 
     def remove(self, place: int) -> bool:
-        """The block of a place is gone: it was purged, or is corrupt. Whether the place can be overwritten at once;
-        otherwise `let_go` says so."""
+        """Remove the block of a place, because it was purged or is corrupt. Returns whether the place can be
+        overwritten at once. If not, `let_go` says when it can."""
         self._forget(place)
         self._chunks[self._chunk_of[place]].busy += 1
         self._state[place] = _DIRTY
         return place not in self._readers
 
     def abandon(self, place: int) -> None:
-        """A place that was taken holds no block, but perhaps some of its bytes. It has to be overwritten."""
+        """Note that a taken place holds no block, but perhaps some of its bytes, so it has to be overwritten."""
         self._state[place] = _DIRTY
 
     def clean(self, place: int) -> None:
-        """A dirty place was overwritten."""
+        """Note that a dirty place was overwritten."""
         chunk = self._chunks[self._chunk_of[place]]
         assert chunk.kind is not None
         chunk.busy -= 1
@@ -323,8 +330,8 @@ class DiskPlaces:
     # -- a start --------------------------------------------------------------------------------------------
 
     def restore(self, found: Sequence[FoundChunk], generations: Mapping[int, int]) -> list[int]:
-        """Take over what the records of this path say, before anything else. `generations`: of all chunks that ever had
-        places. Returns the dirty places."""
+        """Take over what the records of this path say. Call this before all others. `generations`: the generations of
+        all chunks that have ever had places. Returns the dirty places."""
         dirty: list[int] = []
         for number, generation in generations.items():
             if number < len(self._chunks):
@@ -340,7 +347,7 @@ class DiskPlaces:
         return dirty
 
     def _restore_chunk(self, chunk: _Chunk, found: FoundChunk) -> list[int]:
-        """Returns its dirty places."""
+        """Take over the records of a chunk. Returns its dirty places."""
         kind = found.assignment.kind
         group = self._groups.setdefault(kind, _Group(kind))
         self._set_kind(chunk, group)
@@ -366,7 +373,8 @@ class DiskPlaces:
         return gone
 
     def _drop_doubles(self) -> list[int]:
-        """Two places may have the same block after a power cut. One of them goes."""
+        """Remove one of two places with the same block, which there may be after a power cut. Returns the removed
+        places, which are dirty."""
         if len(self.index) == np.count_nonzero(np.frombuffer(self._state, np.uint8) == _CACHED):
             return []
         dropped = [
@@ -399,8 +407,8 @@ class DiskPlaces:
     # -- chunks ---------------------------------------------------------------------------------------------
 
     def _chunk_for(self, group: _Group, now: float) -> _Chunk | None:
-        """The chunk of another group that this group should have, if any. Looks only if the group has no chunk, or has
-        evicted a chunk's worth of blocks since the last time."""
+        """Return the chunk of another group that this group should have, or None. It looks for one only if the group
+        has no chunk, or has evicted a chunk's worth of blocks since the last time."""
         if group.chunks and group.evictions < self.chunk_bytes // group.kind.place_bytes:
             return None
         group.evictions = 0
@@ -414,7 +422,8 @@ class DiskPlaces:
         return found
 
     def _chunk_of_the_rich(self, owner: str, now: float) -> _Chunk | None:
-        """For an owner with less than its share, a chunk of the one that has most, if that has more than its own."""
+        """Return a chunk of the owner with the most chunks, if this owner has less than its share and that owner has
+        more than its own. Otherwise return None."""
         active, share = self._shares(owner, now)
         others = [one for one in self._of_owner if one != owner]
         if self._of_owner[owner] + 1 > share or not others:
@@ -425,7 +434,7 @@ class DiskPlaces:
         return self._coldest(one for one in self._groups.values() if one.kind.owner == richest)
 
     def _groups_to_ask(self, group: _Group, now: float) -> Iterator[_Group]:
-        """Those that may lose a chunk to this one by the age of what they hold."""
+        """Yield the groups that may lose a chunk to this one because their blocks are older."""
         active, share = self._shares(group.kind.owner, now)
         for one in self._groups.values():
             owner = one.kind.owner
@@ -434,7 +443,8 @@ class DiskPlaces:
                 yield one
 
     def _shares(self, owner: str, now: float) -> tuple[set[str], float]:
-        """The owners that have a share, besides `owner`, and how many chunks that is."""
+        """Return the active owners, and how many chunks each of them and `owner` may have if all have an equal
+        share."""
         active = {one for one, at in self._active_at.items() if now - at < OWNER_SECONDS and self._of_owner[one]}
         return active, len(self._chunks) / len(active | {owner})
 
@@ -462,7 +472,7 @@ class DiskPlaces:
         self._of_owner[group.kind.owner] += 1
 
     def _empty(self, chunk: _Chunk) -> list[bytes]:
-        """Take a chunk without busy places from its group. Returns the digests of its blocks."""
+        """Take a chunk without busy places from its group, and return the digests of its blocks."""
         assert chunk.kind is not None
         group = self._groups[chunk.kind]
         places = range(chunk.first, chunk.first + chunk.count)
@@ -499,7 +509,7 @@ class DiskPlaces:
         self._chunks[self._chunk_of[place]].busy += 1
 
     def _forget(self, place: int) -> bytes:
-        """Take the block out of a place, which is free then. Returns its digest."""
+        """Take the block out of a place, which is free then, and return its digest."""
         chunk = self._chunks[self._chunk_of[place]]
         digest = self._digests[place]
         assert chunk.kind is not None

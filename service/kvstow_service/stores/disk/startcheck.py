@@ -1,6 +1,6 @@
-"""What is wrong with the paths of `--disk`, found before the service starts.
+"""Checks the paths of `--disk` before the service starts.
 
-A process of its own looks at the paths, because a disk may hang. Then the service starts all the same, without it.
+Each path is checked by a process of its own, because a disk may hang. The service starts even then.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ class CheckedPath(NamedTuple):
 
 
 def check_paths(paths: Sequence[Path], size_bytes: int | None) -> list[CheckedPath]:
-    """`size_bytes`: of each; None for the default. Raises `ConfigError` for a path that cannot be used."""
+    """Return the paths with their alignments. `size_bytes`: the size of each data file; None for the default. Raises
+    `ConfigError` for a path that cannot be used."""
     if size_bytes is not None and size_bytes < _MIN_BYTES:
         raise ConfigError("disk_size", format_size(size_bytes), f"{format_size(_MIN_BYTES)} or more")
     for path in paths:
@@ -67,7 +68,7 @@ def _check_size(path: Path, facts: FolderFacts, size_bytes: int | None) -> None:
 
 
 def _look(paths: Sequence[Path]) -> list[FolderFacts | str | None]:
-    """For each path its facts, or what is wrong with it, or None if it hangs."""
+    """Return for each path its facts, or a text that says what is wrong with it, or None if it hangs."""
     command = [sys.executable, "-m", "kvstow_service.stores.disk.startcheck"]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
     processes = [subprocess.Popen([*command, str(path)], stdout=subprocess.PIPE, text=True, env=env) for path in paths]
@@ -78,7 +79,7 @@ def _result_of(process: subprocess.Popen[str]) -> FolderFacts | str | None:
     try:
         output, _ = process.communicate(timeout=_SECONDS)
     except subprocess.TimeoutExpired:
-        process.kill()  # not waited for: it ends when the disk goes on
+        process.kill()  # it ends when the disk goes on, for which this does not wait
         return None
     if process.returncode:
         return f"looking at it has failed with exit status {process.returncode}"

@@ -1,4 +1,4 @@
-"""How much may be written to a disk, so that it lasts, and how much was written."""
+"""Limits how much is written to a disk, so that it lasts, and counts how much was written."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _MOST_NAMES = 1 << 22
 class WriteBudget:
     """A bucket that fills evenly, is empty at the start, and holds an hour's worth. Not locked.
 
-    Each owner that wants to write fills a bucket of its own at an equal part of the rate. What does not fit into it is
-    for everybody.
+    Each owner that wants to write has a bucket of its own, which gets an equal part of the rate. Bytes that do not fit
+    into it may be used by all owners.
     """
 
     def __init__(self, bytes_per_day: int, now: float) -> None:
@@ -30,8 +30,8 @@ class WriteBudget:
         self._filled_at = now
 
     def allows(self, owner: str, num_bytes: int, *, was_used_again: bool, now: float) -> bool:
-        """Whether this block may be written. While less than half of what can be saved up is left, only blocks that
-        were used more than once may be."""
+        """Whether a block of `num_bytes` may be written. While less than half of a full bucket is available, only
+        blocks that were used more than once may be written."""
         self._fill(owner, now)
         available = self._level[owner] + self._common
         if available < num_bytes and available < self._size / len(self._level):
@@ -39,7 +39,7 @@ class WriteBudget:
         return was_used_again or available >= self._size / len(self._level) / 2
 
     def spend(self, owner: str, num_bytes: int) -> None:
-        """This is written now. A block that is larger than a whole bucket leaves a debt."""
+        """Take the bytes of a block that is written now. A block that is larger than a whole bucket leaves a debt."""
         own = min(num_bytes, max(0.0, self._level.get(owner, 0.0)))
         common = min(num_bytes - own, self._common)
         self._level[owner] = self._level.get(owner, 0.0) - (num_bytes - common)
@@ -61,8 +61,8 @@ class WriteBudget:
 
 
 class UsedNames:
-    """Which blocks that the disk lacks were used before: 4 bytes for each of about four names a place. A name that
-    falls on another one takes its entry. Not locked."""
+    """Remembers which blocks that the disks lack were used before, in about four entries of 4 bytes for each place. If
+    the names of two blocks have the same entry, the later one gets it. Not locked."""
 
     def __init__(self, num_places: int) -> None:
         size = 1024
@@ -76,7 +76,7 @@ class UsedNames:
         return self._entries[at] == entry
 
     def note(self, digest: bytes) -> bool:
-        """Remember a use of this block. Whether an earlier one was remembered."""
+        """Remember a use of this block. Returns whether an earlier use was remembered."""
         at, entry = self._find(digest)
         is_known = self._entries[at] == entry
         self._entries[at] = entry
@@ -88,7 +88,7 @@ class UsedNames:
 
 
 class WrittenBytes:
-    """What was written in the last day, in steps of ten minutes. Not locked."""
+    """Counts the bytes that were written in the last day, in steps of ten minutes. Not locked."""
 
     def __init__(self, now: float) -> None:
         self._since = now
@@ -104,12 +104,12 @@ class WrittenBytes:
         self._total += num_bytes
 
     def today(self, now: float) -> int:
-        """Bytes of the last day."""
+        """Return how many bytes were written in the last day."""
         while self._steps and now - self._steps[0][0] >= DAY_SECONDS:
             self._total -= self._steps.popleft()[1]
         return self._total
 
     def per_day(self, now: float) -> float | None:
-        """At the pace of the last day; None until there is an hour of it."""
+        """Return how many bytes a day are written at the pace of the last day; None during the first hour."""
         seconds = min(DAY_SECONDS, now - self._since)
         return None if seconds < _BUCKET_SECONDS else self.today(now) * DAY_SECONDS / seconds
