@@ -1,8 +1,9 @@
-"""`python -m kvstow_service.demo`, or `make demo`: less than half a minute on an idle machine.
+"""Runs the demo, as `python -m kvstow_service.demo` or `make demo`. It takes less than half a minute on an idle
+machine.
 
-Starts a real `kvstow serve` and replays a generated trace through engines that attach to it, in processes of their
-own. An engine and the service are killed in the middle. The exit status is 0 only if everything that the summary claims
-was so.
+It starts a real `kvstow serve` and replays a generated trace through engines in processes of their own, which attach to
+the service. It kills an engine and the service in the middle. The exit status is 0 only if all claims of the summary
+hold.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from kvstow_service.demo.story import Claim, Scale, Story
 
 
 def main(scale: Scale = Scale()) -> int:  # noqa: B008 - frozen
-    """Exit status of the demo."""
+    """Run the demo, and return its exit status."""
     parser = argparse.ArgumentParser(prog="python -m kvstow_service.demo", description="Run KVStow's demo.")
     parser.add_argument("--svg", type=Path, help="also write the output to this SVG file")
     svg: Path | None = parser.parse_args().svg
@@ -47,7 +48,7 @@ def main(scale: Scale = Scale()) -> int:  # noqa: B008 - frozen
 
 
 def print_claims(claims: list[Claim], console: Console) -> bool:
-    """Print a summary; whether all claims hold."""
+    """Print a summary. Returns whether all claims hold."""
     if console.is_terminal:
         table = Table(title="What was claimed, and what was seen", title_justify="left", show_lines=True)
         for name in ("claim", "seen", ""):

@@ -33,7 +33,7 @@ class DemoError(Exception):
 
 
 def wait_until(condition: Callable[[], object], what: str) -> None:
-    """Raises `DemoError` after some minutes."""
+    """Wait until `condition` holds. Raises `DemoError`, which begins with `what`, after `DEADLINE_SECONDS`."""
     deadline = time.monotonic() + DEADLINE_SECONDS
     while not condition():
         if time.monotonic() > deadline:
@@ -59,18 +59,18 @@ class Service:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self, *flags: str) -> None:
-        """`flags`: for this process only."""
+        """Start the service. `flags`: additional flags for this process only."""
         self.started = time.monotonic()
         with self._log.open("ab") as log:
             self._process = subprocess.Popen([*self._arguments, *flags], stdout=log, stderr=log)
 
     @property
     def milliseconds(self) -> float:
-        """Since the process started."""
+        """How many milliseconds ago the process was started."""
         return (time.monotonic() - self.started) * 1000
 
     def answers(self, probe: str) -> bool:
-        """Whether a probe says 200. Raises `DemoError` if the process has ended."""
+        """Whether the service answers a probe with status 200. Raises `DemoError` if the process has ended."""
         if self._process is None or self._process.poll() is not None:
             raise DemoError(f"the service has ended:\n{self._log.read_text()}")
         try:
@@ -85,7 +85,7 @@ class Service:
         """Whether the engine with this process id is attached, and its ranks have registered all memory of its pool."""
         try:
             sessions, pools = self.get("/v1/sessions")["items"], self.get("/v1/pools")["items"]
-        except httpx.HTTPError:  # it was killed
+        except httpx.HTTPError:  # the service was killed
             return False
         capacity = {pool["name"]: pool["capacity_slots"] for pool in pools}
         return any(
@@ -96,7 +96,7 @@ class Service:
         )
 
     def kill(self) -> None:
-        """SIGKILL, from which nothing can be saved at the last moment."""
+        """Kill the service with SIGKILL, so that it cannot save anything at the last moment."""
         assert self._process is not None
         self._process.kill()
         self._process.wait()
@@ -112,7 +112,7 @@ class Service:
             return self._process.wait()
 
     def close(self) -> None:
-        """Leave nothing behind, whatever has happened."""
+        """End all processes of the service, whatever has happened."""
         self.client.close()
         if self._process is not None and self._process.poll() is None:
             self._process.kill()
@@ -121,29 +121,30 @@ class Service:
             os.kill(pid, signal.SIGKILL)
 
     def left_behind(self) -> list[int]:
-        """Its processes, once they have had time to end by themselves."""
+        """Return the service's processes that are left after they have had time to end by themselves."""
         with suppress(DemoError):
             wait_until(lambda: not self.processes(), "the end of all processes")
         return self.processes()
 
     def processes(self) -> list[int]:
-        """Processes on this machine whose command line names the folder of this demo's service."""
+        """Return the processes on this machine whose command line names the folder of this demo's service."""
         found = []
         for entry in Path("/proc").iterdir():
             try:
                 if entry.name.isdigit() and str(self.state).encode() in (entry / "cmdline").read_bytes():
                     found.append(int(entry.name))
             except OSError:
-                continue  # it has ended meanwhile
+                continue  # the process has ended meanwhile
         return found
 
 
 class Engine:
     """An engine with its ranks, in processes of their own. It starts its first request when it has registered all
-    memory of its pool, and when it dies, it is started again. A thread of this process runs it."""
+    memory of its pool. When it dies, it is started again. A thread of this process runs it."""
 
     def __init__(self, service: Service, spec: EngineSpec, *, endless: bool = False) -> None:
-        """`endless`: it replays the trace again and again until `stop`."""
+        """`endless`: whether the engine replays the trace again and again until `stop`. Then the replay must have a
+        rate."""
         if endless:
             assert spec.options.rate is not None
             laps = 1 + int(_FOREVER_SECONDS * spec.options.rate / len(spec.requests))
@@ -179,11 +180,11 @@ class Engine:
         os.kill(self.pid, signal.SIGKILL)
 
     def stop(self) -> None:
-        """Start no request any more."""
+        """Let the engine start no further request."""
         self._stop.set()
 
     def result(self) -> AttachedResult:
-        """Wait for the end and return what the replay has found. Raises `DemoError` if it has failed."""
+        """Wait for the end, and return the result of the replay. Raises `DemoError` if it has failed."""
         try:
             return self._result.result(DEADLINE_SECONDS)
         except (KvstowError, OSError) as error:  # a TimeoutError is an OSError

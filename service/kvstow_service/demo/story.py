@@ -1,7 +1,7 @@
-"""What happens in the demo, in order. Each act returns what it shows as claims.
+"""The acts of the demo, in order. Each act yields claims about what it shows.
 
-No claim depends on how fast anything is. If one thing has to happen in the middle of another, the other one waits for
-it, or runs until the demo stops it.
+No claim depends on speed. If an event has to happen in the middle of an activity, the activity pauses for it, or goes
+on until the demo stops it.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _HELD = ("--pin-pause", "1h")
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """How much the demo does. The first memory that a pool gets has room for the whole trace. `rate`: requests that
-    each engine starts per second while something happens to it."""
+    """How much the demo does. The first memory that a pool gets must have room for the whole trace. `rate`: requests
+    that each engine starts per second while something happens to it."""
 
     memory: str = "512MiB"
     ranks: int = 2
@@ -43,7 +43,7 @@ class Scale:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A sentence, what was seen, and whether that bears it out."""
+    """A claim of the demo. `seen`: what the demo has observed. `holds`: whether this proves the claim."""
 
     text: str
     seen: str
@@ -51,7 +51,7 @@ class Claim:
 
 
 class Story:
-    """`say` prints a line of what happens."""
+    """Runs the acts of the demo. `say` prints a line about each event."""
 
     def __init__(self, folder: Path, scale: Scale, say: Callable[[str], None]) -> None:
         self._scale, self._say = scale, say
@@ -60,7 +60,7 @@ class Story:
         self._results: list[AttachedResult] = []
 
     def run(self) -> list[Claim]:
-        """Raises `DemoError` where it cannot go on."""
+        """Run all acts, and return their claims. Raises `DemoError` if an act cannot continue."""
         try:
             return [
                 *self._start(),
@@ -180,7 +180,7 @@ class Story:
     # -- parts of acts --------------------------------------------------------------------------------------
 
     def _engine(self, name: str, rate: float | None = None) -> Engine:
-        """Endless, if it has a rate."""
+        """Start an engine. With a rate, it replays the trace without an end."""
         scale, service = self._scale, self._service
         options = ReplayOptions(concurrency=4, rate=rate, drain_seconds=DEADLINE_SECONDS)
         blocks = blocks_needed(self._requests, options.concurrency)
@@ -189,7 +189,7 @@ class Story:
         return Engine(service, spec, endless=rate is not None)
 
     def _replay(self, name: str) -> float:
-        """One engine, as fast as it can. Its hit ratio."""
+        """Let one engine replay the trace as fast as it can. Returns its hit ratio."""
         engine = self._engine(name)
         try:
             return self._result(engine).total.block_hit_rate
@@ -198,7 +198,7 @@ class Story:
 
     @contextmanager
     def _traffic(self, *names: str) -> Iterator[list[Engine]]:
-        """Engines in the middle of a replay that has no end of its own: see `_end`."""
+        """Start engines that replay the trace until `_end`, and yield them in the middle of the replay."""
         with ExitStack() as running:
             engines = [self._engine(name, self._scale.rate) for name in names]
             for engine in engines:

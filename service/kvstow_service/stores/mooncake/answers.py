@@ -1,4 +1,4 @@
-"""What is known of the objects in Mooncake."""
+"""What this node knows about the objects in Mooncake."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class _Answer(NamedTuple):
 
 
 class Answers:
-    """Answers of the store, shared by all who ask, until they are old; and which blocks this node has put or got. Both
-    are hints: an object may be gone, and may have been put since it was absent. Bounded. Not locked."""
+    """The store's recent answers, which all requests share, and the blocks that this node has put or got. Both are
+    hints, because an object may be gone since, or may have been put since. Bounded. Not locked."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -29,13 +29,13 @@ class Answers:
         self._moved: OrderedDict[Name, None] = OrderedDict()
 
     def known(self, fingerprint: str, keys: Sequence[bytes]) -> list[bool | None]:
-        """For each key, whether the store has it; None: nothing is known."""
+        """Return for each key whether the store has it, or None if that is unknown."""
         now, answers = self._clock(), self._answers
         found = [answers.get((fingerprint, key)) for key in keys]
         return [None if one is None or now >= one.until else one.is_present for one in found]
 
     def note(self, fingerprint: str, keys: Iterable[bytes], *, present: bool) -> None:
-        """The store has, or lacks, these keys."""
+        """Note that the store has, or lacks, these keys."""
         answer = _Answer(present, self._clock() + (PRESENT_SECONDS if present else ABSENT_SECONDS))
         for key in keys:
             self._answers[fingerprint, key] = answer
@@ -46,7 +46,7 @@ class Answers:
             self._answers.popitem(last=False)
 
     def note_moved(self, fingerprint: str, keys: Sequence[bytes]) -> None:
-        """This node has put, or got, these blocks."""
+        """Note that this node has put, or got, these blocks."""
         self.note(fingerprint, keys, present=True)
         for key in keys:
             self._moved[fingerprint, key] = None

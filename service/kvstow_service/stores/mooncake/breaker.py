@@ -1,4 +1,4 @@
-"""The circuit breaker: a store that does not work gets nothing but a probe now and then."""
+"""The circuit breaker: a store that does not work only gets a probe now and then."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _MAX_FAILURES = 3
 
 
 class Breaker:
-    """Closed while the store works. An outage opens it, and so do three failures in a row; then only a probe that
-    succeeds closes it. What began before it opened has no say. Not locked."""
+    """It is closed while the store works. An outage opens it, and so do three failures in a row. After that, only a
+    probe that succeeds closes it. Calls that began before it opened cannot close it. Not locked."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -35,12 +35,12 @@ class Breaker:
         self._failures = 0
 
     def note_failure(self, reason: str) -> bool:
-        """The store answered, and moved too little. True if this opens the breaker."""
+        """Note that the store has answered, but has moved too few blocks. Returns whether this opens the breaker."""
         self._failures += 1
         return self._failures >= _MAX_FAILURES and self.note_outage(reason)
 
     def note_outage(self, reason: str) -> bool:
-        """The store gave no answer. True if this opens the breaker."""
+        """Note that the store has given no answer. Returns whether this opens the breaker."""
         if self.state != "closed":
             return False
         self.state, self.reason = "open", reason
@@ -50,14 +50,15 @@ class Breaker:
         return True
 
     def wants_probe(self) -> bool:
-        """Whether a probe is to be sent now; then its result is awaited, and no other one is sent."""
+        """Whether to send a probe now. If so, the breaker waits for its result and wants no other probe."""
         if self.state != "open" or self._clock() < self._probe_at:
             return False
         self.state = "half_open"
         return True
 
     def note_probe(self, error: str | None) -> bool:
-        """The result of the probe. True if this closes the breaker."""
+        """Take the result of the probe: its error, or None if it has succeeded. Returns whether this closes the
+        breaker."""
         if self.state != "half_open":
             return False
         if error is None:
@@ -68,5 +69,5 @@ class Breaker:
         return False
 
     def seconds_to_probe(self) -> float | None:
-        """Until `wants_probe` may be true; None while it is not open."""
+        """Return the seconds until `wants_probe` may be true; None while the breaker is not open."""
         return max(0.0, self._probe_at - self._clock()) if self.state == "open" else None

@@ -24,23 +24,25 @@ from kvstow_service.stores.mooncake.objects import ClientHealth, ClientStats, Me
 
 _MODULE = "kvstow_service.stores.mooncake.storechild"
 
-# What an operator has set stays.
+# Variables that an operator has set are not changed.
 _SETTINGS = {
     "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "8192",  # with its default of 1,024, batches have hung
-    "MC_STORE_CLIENT_SETUP_RETRIES": "1",  # of 4 s each: this side tries again
+    "MC_STORE_CLIENT_SETUP_RETRIES": "1",  # an attempt takes 4 s, and the channel tries again itself
     "MC_RPC_TIMEOUT_MS": "5000",  # connecting to a master that hangs would take 30 s
-    "GLOG_minloglevel": "2",  # errors
+    "GLOG_minloglevel": "2",  # log only errors
 }
 
 _log = logging.getLogger(__name__)
 
 
 class ChildProcess(IsolatedProcess):
-    """Starts at once. Each lane is used by one thread at a time; `kill` may be called by any thread."""
+    """A child process that runs Mooncake's library. It starts at once. Only one thread at a time may use a lane; any
+    thread may call `kill`."""
 
     def __init__(self, lanes: Sequence[str], inherited: Sequence[int] = ()) -> None:
-        """`lanes`: names; the first one connects and adds memory. `inherited`: descriptors that the process has until
-        it ends; they stay the caller's. Raises `OSError`."""
+        """`lanes`: the names of the lanes, of which the first one is for connecting and for memory. `inherited`:
+        descriptors that the process has until it ends; the caller keeps its own. Raises `OSError` if no process can be
+        started."""
         self.lanes: dict[str, Lane] = {}
         theirs = []
         for name in lanes:
@@ -58,8 +60,8 @@ class ChildProcess(IsolatedProcess):
                 end.close()
 
     def ask(self, lane: str, request: object, timeout: float, *, fds: Sequence[int] = ()) -> Answer:
-        """The answer. Raises `TimeoutError`, after which nothing more may be asked on this lane, or `EOFError` if the
-        process has ended."""
+        """Send a request, and return its answer. Raises `TimeoutError`, after which the lane must not be used any more,
+        or `EOFError` if the process has ended."""
         end = time.monotonic() + timeout
         self.lanes[lane].send(request, fds=fds, timeout=timeout)
         answer: Answer = self.lanes[lane].receive(max(0.001, end - time.monotonic()))[0]
@@ -74,15 +76,15 @@ class ChildProcess(IsolatedProcess):
 
 
 CONTROL = "control"
-"""The lane of each child that connects it and adds memory."""
+"""The lane on which a child is connected and gets memory."""
 
 _START_SECONDS = 20.0  # imports take 2 s on a busy machine, and each of Mooncake's attempts up to 5 s
-_MEMORY_SECONDS = 120.0  # a network card takes as long for a terabyte
+_MEMORY_SECONDS = 120.0  # a network card takes this long to register a terabyte
 _LOOK_SECONDS = 0.5  # how often an idle child that has ended is noticed
 
 
 class _Range(NamedTuple):
-    """Memory that each child gets. `fd` is this channel's."""
+    """Memory that each child gets. The channel owns `fd`."""
 
     range_id: int
     memory: MemoryRange
@@ -90,8 +92,8 @@ class _Range(NamedTuple):
 
 
 class ChildChannel:
-    """A connection to the store that outlives the processes which make it. Thread-safe; each lane is used by one thread
-    at a time.
+    """A connection to the store that outlives the processes which make it. Thread-safe, but only one thread at a time
+    may use a lane.
 
     A thread of its own starts the child, connects it, gives it all memory, and starts another one when it has ended: at
     once, and after pauses that double until a call succeeds. A call that finds no connected child waits for the attempt
@@ -108,7 +110,7 @@ class ChildChannel:
         # Under the condition's lock:
         self._child: ChildProcess | None = None  # connected, with all memory
         self._starting: ChildProcess | None = None
-        self._users = 0  # threads that talk to a child; the next one starts when there are none
+        self._users = 0  # threads that use a child; the next child starts when there are none
         self._is_trying = True
         self._problem = "it has not connected yet"
         self._has_failed = self._is_closed = False
@@ -121,8 +123,8 @@ class ChildChannel:
         self._thread.start()
 
     def call(self, lane: str, request: object, timeout: float) -> tuple[int, ...]:
-        """Status codes. Raises `TierTimeoutError` or another `TierUnavailableError`, and `InvalidRequestError` if the
-        child has refused the request."""
+        """Make a request, and return the status codes of its answer. Raises `TierTimeoutError` or another
+        `TierUnavailableError`, or `InvalidRequestError` if the child has refused the request."""
         end = time.monotonic() + timeout
         with self._use(end) as child:
             try:
@@ -156,13 +158,14 @@ class ChildChannel:
             return None if self._child is None else self._child.pid
 
     def ranges(self) -> list[MemoryRange]:
-        """Raises `TierUnavailableError` once the channel was closed."""
+        """Return the memory ranges. Raises `TierUnavailableError` once the channel was closed."""
         if self._is_closed:
             raise TierUnavailableError("the client was closed")
         return [one.memory for one in self._ranges]
 
     def locate(self, address: int) -> tuple[int, int]:
-        """The id of the range that `address` lies in, and where in it. Raises `InvalidRequestError`."""
+        """Return the id of the range in which `address` lies, and the offset in it. Raises `InvalidRequestError` if it
+        lies in none."""
         for one in self._ranges:
             if one.memory.address <= address < one.memory.address + one.memory.num_bytes:
                 return one.range_id, address - one.memory.address
@@ -203,7 +206,7 @@ class ChildChannel:
 
     @contextmanager
     def _use(self, end: float = 0.0) -> Iterator[ChildProcess]:
-        """The connected child, whose lanes stay open meanwhile; waits for it until `end`. Raises
+        """Wait for a connected child until `end`, and keep its lanes open while the context lasts. Raises
         `TierUnavailableError`."""
         with self._changed:
             while self._child is None or self._is_closed:
@@ -220,12 +223,12 @@ class ChildChannel:
         finally:
             with self._changed:
                 self._users -= 1
-                if self._child is not child:  # what waits for the last user waits then; else each call wakes a thread
+                if self._child is not child:  # only then a thread waits for the last user
                     self._changed.notify_all()
 
     def _end(self, child: ChildProcess, what: str, *, timeouts: int = 0) -> str:
-        """Kill a child and wait until it is gone: the slots of its calls are free only then. Returns what has
-        happened."""
+        """Kill a child and wait for its end, because the slots of its calls are free only then. Returns a text that
+        says what has happened."""
         child.kill()
         problem = f"process {child.pid} {what}: {child.describe_end()}"
         with self._changed:
@@ -239,7 +242,8 @@ class ChildChannel:
         return self._change_memory(child, AddMemory(one.range_id, one.memory.num_bytes, 0), one.fd)
 
     def _change_memory(self, child: ChildProcess, request: AddMemory | RemoveMemory, *fds: int) -> bool:
-        """Whether it did. A child that did not is killed, so that it has no memory at all."""
+        """Let a child change its memory. Returns whether it has done so. If not, the child is killed, so that it has no
+        memory at all."""
         try:
             answer = child.ask(CONTROL, request, _MEMORY_SECONDS, fds=fds)
         except (TimeoutError, EOFError, OSError):
@@ -262,14 +266,14 @@ class ChildChannel:
             except OSError as error:
                 with self._changed:
                     self._problem = f"no process can be started: {error}"
-            except Exception as error:  # noqa: BLE001 - no call would ever have a process again
+            except Exception as error:  # noqa: BLE001 - without this thread, there would never be a process again
                 _log.exception("Mooncake, %s: unexpected error", self._purpose)
                 with self._changed:
                     self._problem = repr(error)
             self._pause()
 
     def _host(self, child: ChildProcess) -> None:
-        """Connect a child, and watch it until it has ended and nobody talks to it."""
+        """Connect a child, and watch it until it has ended and no thread uses it."""
         with self._changed:
             self._starts += 1
             self._starting = child
@@ -297,7 +301,7 @@ class ChildChannel:
             self._end(child, "ended")
 
     def _connect(self, child: ChildProcess) -> bool:
-        """Whether the child is connected and has all memory."""
+        """Connect the child and give it all memory. Returns whether both have succeeded."""
         try:
             answer = child.ask(CONTROL, self._make_connect(), _START_SECONDS)
             problem = answer if isinstance(answer, str) else None

@@ -1,7 +1,7 @@
-"""What this process and a child of it send each other, over lanes: one request at a time, each with one answer.
+"""The messages between this process and a child of it. Each lane has one request at a time, which has one answer.
 
-Both are pickled: the child runs this package's code with this process's rights. The socket keeps the borders of
-messages, so half a message never holds up who reads."""
+Requests and answers are pickled, because the child runs this package's code with this process's rights. The socket
+keeps the borders of messages, so a reader never waits for the second half of a message."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 CORRUPT = -1_000_000
-"""A status code of ours: an object was found, and is not what was put under its name."""
+"""A status code of KVStow: an object was found, but it is not the one that was put under its name."""
 MAX_MESSAGE_BYTES = 160 << 10  # less than the kernel's send buffer, 208 KiB, which holds a message whole
 _MAX_FDS = 1
 
@@ -39,7 +39,7 @@ class RemoveMemory(NamedTuple):
 
 
 class SlotPart(NamedTuple):
-    """An object, and its slot: `num_bytes` at `offset` in a range."""
+    """An object, and its slot: `num_bytes` at `offset` in a memory range."""
 
     fingerprint: str
     name: str
@@ -58,17 +58,19 @@ class Exists(NamedTuple):
 
 
 Answer = tuple[int, ...] | str
-"""A status code for each object or name; or why nothing was touched."""
+"""A status code for each object or name, or a text that says why the request was refused. Then no memory was
+touched."""
 
 
 class Lane:
-    """One end. Not locked: one thread at a time."""
+    """One end of a lane. Not locked. Only one thread may use it at a time."""
 
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
 
     def send(self, message: object, *, fds: Sequence[int] = (), timeout: float | None = None) -> None:
-        """Raises `TimeoutError`, and `EOFError` if the other end was closed."""
+        """Send a message, and wait at most `timeout` seconds for room. Raises `TimeoutError`, or `EOFError` if the
+        other end was closed."""
         self._socket.settimeout(timeout)
         try:
             socket.send_fds(self._socket, [pickle.dumps(message)], fds)
@@ -76,7 +78,8 @@ class Lane:
             raise EOFError("the other end of the lane was closed") from None
 
     def receive(self, timeout: float | None = None) -> tuple[Any, list[int]]:
-        """A message, and its file descriptors, which are the caller's. Raises as `send` does."""
+        """Wait for a message, and return it and its file descriptors, which the caller then owns. Raises the same
+        errors as `send`."""
         self._socket.settimeout(timeout)
         try:
             data, fds, _, _ = socket.recv_fds(self._socket, MAX_MESSAGE_BYTES, _MAX_FDS)

@@ -1,4 +1,5 @@
-"""Mooncake Store as a store below the pools: objects, each of one rank's block, behind the protocol of blocks."""
+"""Mooncake Store as a store below the pools. It implements the protocol of blocks with objects, each of which is one
+rank's part of a block."""
 
 from __future__ import annotations
 
@@ -77,7 +78,7 @@ class _Job(NamedTuple):
 
 
 class _Question(NamedTuple):
-    """What a request wants to know."""
+    """A question of a request: which of these keys the store has."""
 
     num_ranks: int
     fingerprint: str
@@ -88,11 +89,11 @@ class _Question(NamedTuple):
 class MooncakeBlocks:
     """See `kvstow.tier.blockstore.BlockStore`.
 
-    Threads: one puts, one gets, one asks, each with one call at a time; and one adds and removes memory, which takes as
-    long as a network card needs. So nothing that a request waits for waits for puts.
+    One thread puts, one gets, and one asks which objects there are. Each makes one call at a time. Another thread adds
+    and removes memory, which may take a network card long. So requests never wait for puts.
 
-    Rank 0's object of a block is put when those of all others are there, so a look-up that finds it may expect them. A
-    block counts as got when every rank's object was.
+    Rank 0's object of a block is put when the objects of all other ranks are in the store, so a look-up that finds it
+    may expect them. A block counts as got when the objects of all ranks were.
     """
 
     name = "mooncake"
@@ -114,7 +115,7 @@ class MooncakeBlocks:
         self._rates: dict[Kind, RecentRate] = {"put": RecentRate(), "get": RecentRate()}
         self._counters = PartCounters()
         self._num_addresses = 1 << 40
-        """Where the next range begins. Addresses mean nothing in this process, which maps no memory."""
+        """The address at which the next range begins. Addresses mean nothing in this process, which maps no memory."""
         self._transfers: TransferClient
         self._lookups: LookupClient
         self._mapper: ActionThread
@@ -160,7 +161,7 @@ class MooncakeBlocks:
             return Expectation(self._lookup_seconds + (queued + num_bytes) / rate, queued, queued / rate)
 
     def add_memory(self, num_bytes: int, fd: int) -> MemoryRange:
-        """On the thread that may wait. The caller keeps `fd`."""
+        """Give the store's processes memory. Only the thread that may wait calls this. The caller keeps `fd`."""
         with self.changed:
             address = self._num_addresses
             self._num_addresses += num_bytes
@@ -169,11 +170,12 @@ class MooncakeBlocks:
         return memory
 
     def remove_memory(self, memory: MemoryRange) -> None:
-        """On the thread that may wait. When this returns, no process of the store maps the memory."""
+        """Take memory away. Only the thread that may wait calls this. When it returns, no process of the store maps the
+        memory."""
         self._transfers.remove_memory(memory)
 
     def wait_until_left(self, pool: MooncakePool) -> None:
-        """On the thread that may wait: until nothing of the pool is queued or under way."""
+        """Wait until no transfer of the pool is queued or under way. Only the thread that may wait calls this."""
         with self.changed:
             self.changed.wait_for(
                 lambda: (
@@ -233,7 +235,8 @@ class MooncakeBlocks:
     def _move_rank(
         self, kind: Kind, job: _Job, rank: int, indices: Sequence[int], bad: dict[Fate, list[int]]
     ) -> list[int]:
-        """Move the objects of one rank. Returns the indices of those that were, and adds the others to `bad`."""
+        """Move the objects of one rank. Returns the indices of the objects that were moved, and adds the others to
+        `bad`."""
         transfer, layout, rate = job.transfer, job.pool.layout, self._rates[kind]
         num_bytes, num_ranks = layout.slot_bytes[rank], len(layout.slot_bytes)
         objects = [
@@ -321,7 +324,7 @@ class MooncakeBlocks:
             question.on_answer([False] * len(question.keys))
 
     def _answer(self, question: _Question) -> None:
-        """Ask about those keys of which nothing is known by now."""
+        """Answer a question. The store is only asked about keys that are still unknown."""
         fingerprint, keys = question.fingerprint, question.keys
         with self.changed:
             known = self.answers.known(fingerprint, keys)
@@ -344,7 +347,8 @@ class MooncakeBlocks:
         )
 
     def _exists(self, names: list[ObjectName]) -> tuple[list[bool], str | None]:
-        """What the store has of these, and why it gave no answer."""
+        """Ask the store which of these objects it has. Returns the answer, and the error if there was none. After an
+        error, no object counts as found."""
         try:
             found = self._lookups.exists(names, _LOOKUP_SECONDS)
             if len(found) != len(names):
@@ -390,7 +394,7 @@ class MooncakeBlocks:
             self.changed.notify_all()
         if not self._threads:
             return
-        self._transfers.close()  # what is under way ends with it
+        self._transfers.close()  # calls under way end with it
         self._lookups.close()
         for thread in self._threads:
             thread.join(_END_SECONDS)
@@ -405,7 +409,7 @@ def _all_bad(job: _Job, fate: Fate, error: str = "") -> Piece:
 
 
 class MooncakePool:
-    """See `kvstow.tier.blockstore.StoredPool`."""
+    """Mooncake Store as one pool uses it; see `kvstow.tier.blockstore.StoredPool`."""
 
     def __init__(
         self, store: MooncakeBlocks, layout: StoredLayout, on_end: Callable[[Sequence[Piece]], object]
@@ -438,7 +442,8 @@ class MooncakePool:
         return None
 
     def offer(self, namespace: StoredNamespace, keys: Sequence[bytes], *, is_use: bool) -> Sequence[int]:
-        """What this node has put or got before is expected to be there: Mooncake keeps its own order."""
+        """Return the blocks to write. Blocks that this node has put or got before are expected to be in the store. Uses
+        are not noted, because Mooncake has its own order of eviction."""
         store, name = self._store, namespace.fingerprint
         with store.changed:
             if self._has_left or not store.is_working or store.is_full:
@@ -481,18 +486,18 @@ class MooncakePool:
                 self._cancelled.add(op_id)
 
     def is_cancelled(self, op_id: int) -> bool:
-        """Whether nothing more of the transfer is to begin."""
+        """Whether no further part of the transfer may begin."""
         return self._has_left or op_id in self._cancelled
 
     def end(self, pieces: Sequence[Piece]) -> None:
-        """Give slots back, on one of the store's threads."""
+        """Give slots back. Only the store's threads call this."""
         try:
             self._on_end(pieces)
         except Exception:
             logger.exception("the end of a transfer of pool %s could not be noted", self.layout.pool)
 
     def forget(self, job: _Job) -> None:
-        """A part of a transfer has ended. With the store's lock held."""
+        """Note that a part of a transfer has ended. The caller holds the store's lock."""
         name = job.transfer.namespace.fingerprint
         self._writing.difference_update((name, key) for key in job.transfer.keys)
 
@@ -502,7 +507,7 @@ class MooncakePool:
     # -- memory: the thread that may wait ---------------------------------------------------------------------
 
     def address(self, rank: int, slot: int) -> int:
-        """Raises `CopyError` for a slot whose extent was not added."""
+        """Return the address of a slot. Raises `CopyError` if its extent was not added."""
         for extent, memory in list(self._extents[rank].values()):
             if extent.first_slot <= slot < extent.first_slot + extent.num_slots:
                 return memory.address + (slot - extent.first_slot) * extent.slot_stride
@@ -545,7 +550,7 @@ class MooncakePool:
 
     def _leave(self, then: Callable[[], object]) -> None:
         try:
-            with ExitStack() as stack:  # each is done, also after an error
+            with ExitStack() as stack:  # all callbacks are made, even after an error
                 for rank, extents in enumerate(self._extents):
                     for extent_id in list(extents):
                         stack.callback(self._remove, rank, extent_id)

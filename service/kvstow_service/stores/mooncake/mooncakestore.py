@@ -1,5 +1,5 @@
-"""Mooncake Store as the store of a tier: where it is, as the URL of a setting says it, and what its status codes mean
-for one object of a batch."""
+"""Mooncake Store as the store of a tier: its location, which the URL of a setting gives, its clients, and the meaning
+of its status codes for one object of a batch."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ _PROTOCOLS = ("tcp", "rdma")
 _REPLICAS = ("1", "2", "3", "4", "5", "6", "7", "8")
 
 INVALID_PARAMS = -600
-"""A defect of ours, or an object of another length than its name says."""
+"""The code for a defect of KVStow, or for an object of another length than its name implies."""
 _NO_ROOM = -200
-_NAMES_IN_MESSAGE = 500  # of 250 bytes at most
+_NAMES_IN_MESSAGE = 500  # each has at most 250 bytes
 _EXISTS = "exists"
 
 
@@ -46,10 +46,10 @@ class MooncakeLocation:
     endpoints: tuple[str, ...]
     """The addresses of the master, or of etcd, as HOST:PORT."""
     is_ha: bool = False
-    """The endpoints are etcd's, which names the master that leads."""
+    """Whether the endpoints are those of etcd, which knows the master that leads."""
     protocol: str = "tcp"
     devices: str = ""
-    """RDMA devices, separated by commas. If it is empty, Mooncake uses those that it finds."""
+    """RDMA devices, separated by commas. If it is empty, Mooncake uses all devices that it finds."""
     host: str = ""
     """The address under which other processes of the store reach this node. If it is empty, the address from which this
     node reaches the master is used."""
@@ -57,7 +57,7 @@ class MooncakeLocation:
 
     @classmethod
     def parse(cls, url: str) -> MooncakeLocation:
-        """Raises `ConfigError`, which names the part that is wrong."""
+        """Return the location that a URL describes. Raises `ConfigError`, which names the part that is wrong."""
         try:
             parts = urlsplit(url)
             given = parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query))
@@ -65,7 +65,7 @@ class MooncakeLocation:
             raise ConfigError("tier", url, FORM) from None
         if parts.scheme != SCHEME or parts.path not in ("", "/") or parts.fragment:
             raise ConfigError("tier", url, FORM)
-        if "@" in parts.netloc:  # without the URL: it may hold a password
+        if "@" in parts.netloc:  # the error does not have the URL, which may hold a password
             raise ConfigError("tier", "a URL with a user name", "no user name or password: Mooncake knows none")
         options: dict[str, str] = {}
         for name, value in given:
@@ -88,11 +88,12 @@ class MooncakeLocation:
 
     @property
     def master(self) -> str:
-        """The master's address as Mooncake wants it."""
+        """The master's address in Mooncake's form."""
         return f"etcd://{';'.join(self.endpoints)}" if self.is_ha else self.endpoints[0]
 
     def local_host(self) -> str:
-        """This node's address. Raises `OSError` if the master's name cannot be resolved or no route leads there."""
+        """Return this node's address. Raises `OSError` if the master's name cannot be resolved or no route leads
+        there."""
         return self.host or _address_towards(self.endpoints[0])
 
     def __str__(self) -> str:
@@ -103,7 +104,7 @@ def _address_towards(endpoint: str) -> str:
     host, _, port = endpoint.rpartition(":")
     family, kind, number, _, address = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, number) as probe:
-        probe.connect(address)  # a datagram socket: nothing is sent
+        probe.connect(address)  # this sends nothing, because it is a datagram socket
         return str(probe.getsockname()[0])
 
 
@@ -127,7 +128,7 @@ _MISSING = frozenset({-703, -704, -707})
 """The codes for an object whose replica is not complete, that does not exist, or whose lease ended during the
 transfer."""
 _RPC_ERRORS = range(-999, -899)
-"""The master did not answer."""
+"""The codes for a master that did not answer."""
 
 
 def put_status(code: int) -> PutStatus:
@@ -145,16 +146,17 @@ def get_status(code: int) -> GetStatus:
 
 
 def require_master(codes: Sequence[int]) -> None:
-    """Raises `TierUnavailableError` if the master answered for none of the objects."""
+    """Raise `TierUnavailableError` if the master answered for none of the objects."""
     if codes and all(code in _RPC_ERRORS for code in codes):
         raise TierUnavailableError(f"Mooncake's master does not answer (code {codes[0]})")
 
 
 class MooncakeStore:
-    """See `kvstow_service.stores.mooncake.objects.MooncakeClients`. Each client has a process of its own."""
+    """Opens clients of a Mooncake store; see `kvstow_service.stores.mooncake.objects.MooncakeClients`. Each client has
+    a process of its own."""
 
     def __init__(self, location: MooncakeLocation) -> None:
-        """Raises `MissingPackageError`."""
+        """Raises `MissingPackageError` if Mooncake's library or xxhash is not installed."""
         for package in ("mooncake", "xxhash"):
             if find_spec(package) is None:
                 raise MissingPackageError("a tier in Mooncake", package, "mooncake")
@@ -174,7 +176,8 @@ class MooncakeStore:
 
 
 class MooncakeTransfers(ChildChannel):
-    """See `kvstow_service.stores.mooncake.objects.TransferClient`. Its process maps the memory of the rank."""
+    """A client for transfers; see `kvstow_service.stores.mooncake.objects.TransferClient`. Its process maps the memory
+    of the ranks."""
 
     def put(self, objects: Sequence[SlotObject], timeout: float) -> list[PutStatus]:
         return [put_status(code) for code in self._move("put", objects, timeout)]
@@ -192,12 +195,12 @@ class MooncakeTransfers(ChildChannel):
         codes = self.call(kind, Move(kind, parts), timeout)
         require_master(codes)
         if INVALID_PARAMS in codes:
-            _log.error("Mooncake calls %d of %d %ss invalid", codes.count(INVALID_PARAMS), len(codes), kind)
+            _log.error("Mooncake has refused %d of %d %ss as invalid", codes.count(INVALID_PARAMS), len(codes), kind)
         return codes
 
 
 class MooncakeLookups(ChildChannel):
-    """See `kvstow_service.stores.mooncake.objects.LookupClient`."""
+    """A client for look-ups; see `kvstow_service.stores.mooncake.objects.LookupClient`."""
 
     def __init__(self, purpose: str, start_child: Callable[[], ChildProcess], connect: Callable[[], Connect]) -> None:
         super().__init__(purpose, start_child, connect)

@@ -12,7 +12,7 @@ from kvstow_service.stores.mooncake.objectheader import HEADER_BYTES, find_misma
 
 STAGED_BYTES = 256 << 10
 """Slots up to this size are copied, which takes 10 us for 256 KiB. With TCP, Mooncake moves each piece of an object by
-a request of its own, and one for a header takes 30 us."""
+a request of its own, and the request for a header takes 30 us."""
 
 
 class MemoryRegistry(Protocol):
@@ -31,8 +31,8 @@ class Registered:
     """A piece of memory that Mooncake may read and write. Not locked."""
 
     def __init__(self, store: MemoryRegistry, fd: int, num_bytes: int, offset: int = 0) -> None:
-        """Maps `num_bytes` of `fd` (-1: of no file) from `offset` on, and registers them. Raises `RegistrationError` or
-        `OSError`."""
+        """Map `num_bytes` of `fd` from `offset` on, or of no file if `fd` is -1, and register them. Raises
+        `RegistrationError` or `OSError`."""
         before = offset % mmap.ALLOCATIONGRANULARITY
         self._store, self.num_bytes = store, num_bytes
         self._map = mmap.mmap(fd, before + num_bytes, offset=offset - before)
@@ -55,22 +55,22 @@ class Registered:
 
 
 class ChildMemory:
-    """All memory of one rank. Ranges come and go on one thread while others use the rest."""
+    """All memory of a child process. One thread adds and removes ranges while others use the other ranges."""
 
     def __init__(self, store: MemoryRegistry) -> None:
         self._store = store
         self._ranges: dict[int, Registered] = {}
 
     def add(self, range_id: int, fd: int, num_bytes: int, offset: int) -> None:
-        """Raises `RegistrationError` or `OSError`. The caller still owns `fd`."""
+        """Map and register a range. The caller still owns `fd`. Raises `RegistrationError` or `OSError`."""
         self._ranges[range_id] = Registered(self._store, fd, num_bytes, offset)
 
     def remove(self, range_id: int) -> None:
         self._ranges.pop(range_id).close()
 
     def address(self, part: SlotPart) -> int:
-        """Of a slot. Raises `LookupError` unless all of it lies in one registered range: with TCP, Mooncake reads and
-        writes any address that it is given."""
+        """Return the address of a slot. Raises `LookupError` unless the whole slot lies in one registered range,
+        because with TCP, Mooncake reads and writes any address."""
         found = self._ranges.get(part.range_id)
         if found is None:
             raise LookupError(f"memory range {part.range_id} is not registered")
@@ -87,16 +87,17 @@ Pieces = tuple[list[list[int]], list[list[int]]]
 
 
 class ObjectBuffers:
-    """Room for the headers of one batch, and for its small slots. Not locked: one thread."""
+    """Room for the headers of one batch, and for its small slots. Not locked. One thread uses it."""
 
     def __init__(self, store: MemoryRegistry, memory: ChildMemory, num_objects: int) -> None:
-        """Takes no memory until a batch uses it. Raises `RegistrationError`."""
+        """Reserve the room. It takes no memory until a batch uses it. Raises `RegistrationError`."""
         self._memory = memory
         self._headers = Registered(store, -1, num_objects * HEADER_BYTES)
         self._staging = Registered(store, -1, num_objects * (STAGED_BYTES + HEADER_BYTES))
 
     def fill(self, objects: Sequence[SlotPart]) -> Pieces:
-        """The objects, from their slots. Raises `LookupError` for an address that is not registered."""
+        """Make the objects of a batch from their slots, and return their pieces. Raises `LookupError`, before it
+        touches a slot, for memory that is not registered."""
         pieces = self.place(objects)
         for index, part in enumerate(objects):
             slot = self._memory.view(part)
@@ -110,7 +111,8 @@ class ObjectBuffers:
         return pieces
 
     def place(self, objects: Sequence[SlotPart]) -> Pieces:
-        """Where the objects will be. Raises as `fill`, before any is touched."""
+        """Return the pieces in which the objects of a batch will be. Raises `LookupError` for memory that is not
+        registered."""
         slots = [self._memory.address(part) for part in objects]
         addresses, sizes = list[list[int]](), list[list[int]]()
         for index, (part, slot) in enumerate(zip(objects, slots, strict=True)):
@@ -123,8 +125,8 @@ class ObjectBuffers:
         return addresses, sizes
 
     def take(self, index: int, part: SlotPart) -> str | None:
-        """Verify the object of a batch that was placed, and have it in its slot. What is wrong with it; None if nothing
-        is."""
+        """Verify an object of a batch that was placed, and copy it to its slot if it is not there already. Returns what
+        is wrong with the object, or None."""
         slot = self._memory.view(part)
         if part.num_bytes > STAGED_BYTES:
             header = bytes(self._headers.view[index * HEADER_BYTES : (index + 1) * HEADER_BYTES])

@@ -1,6 +1,6 @@
 """The header of an object in the store: 64 bytes that say which slot's bytes come with it.
 
-The store keeps what it was given, and checks neither what an object is nor whether its bytes are whole.
+The store itself checks neither which object it returns nor whether the bytes of the object are whole.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ HEADER_BYTES = 64
 
 MAGIC = b"KVSTOW\x00\x01"  # the last byte is the version
 _DIGEST_BYTES = 16
-_HEADER = struct.Struct(f"<8s{_DIGEST_BYTES}s{_DIGEST_BYTES}sQQQ")  # the last two: checksums of the slot, of all before
+_HEADER = struct.Struct(f"<8s{_DIGEST_BYTES}s{_DIGEST_BYTES}sQQQ")  # last: checksums of the slot and the fields before
 _BODY_BYTES = HEADER_BYTES - 8
 
 
 def pack_header(fingerprint: str, name: str, slot: memoryview) -> bytes:
-    """The header of `slot`, put under `name`. Takes 40 us for each MiB."""
+    """Return the header of `slot`, which is put under `name`. Takes 40 us for each MiB."""
     fields = (MAGIC, _digest_again(fingerprint), _digest(name), len(slot), xxhash.xxh3_64_intdigest(slot))
     body = _HEADER.pack(*fields, 0)[:_BODY_BYTES]
     return body + struct.pack("<Q", xxhash.xxh3_64_intdigest(body))
 
 
 def find_mismatch(header: bytes, fingerprint: str, name: str, slot: memoryview) -> str | None:
-    """What of an object is not as it was put under `name`; None if all is."""
+    """Return the first part of an object that is not as it was put under `name`, or None if there is none."""
     magic, of_fingerprint, of_name, length, checksum, of_header = _HEADER.unpack(header)
     if magic != MAGIC:
         return "magic"
@@ -48,5 +48,5 @@ def _digest(text: str) -> bytes:
 
 @lru_cache(maxsize=64)
 def _digest_again(text: str) -> bytes:
-    """`_digest`, of one of a few texts."""
+    """Return what `_digest` returns. Only for texts of which there are few."""
     return _digest(text)

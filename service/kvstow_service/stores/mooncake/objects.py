@@ -1,17 +1,16 @@
-"""What the processes that run Mooncake's library are asked for: objects, each of one rank's block, and their slots.
+"""The protocols of Mooncake's clients. An object is one rank's part of a block, and moves to or from a slot.
 
-Threads. `put` is called by one thread and `get` by another one, so there may be one call of each at the same time on
-one client, and never two of one kind. All other calls may come from any thread at any time. `put`, `get` and `exists`
+Threads. One thread calls `put` and another one calls `get`. So there may be one call of each kind at the same time on a
+client, but never two of the same kind. All other calls may come from any thread at any time. `put`, `get` and `exists`
 wait for the store.
 
 Slots. The caller lends the slots of a `put` or `get` until the call returns or raises. When the call ends, in whatever
-way, nothing touches the slots any more: no thread, no other process and no network card. A client that cannot make sure
-of that does not return. So a call may last longer than its timeout.
+way, no thread, no other process and no network card touches the slots any more. A client that cannot ensure this does
+not return. So a call may last longer than its timeout.
 
-Errors. What happens to one object is its status, in the order of the objects given. `TierUnavailableError` says that
-the store answered nothing that can be used; some objects may have been moved all the same. A call that is not done when
-its timeout has passed ends with `TierTimeoutError`. `InvalidRequestError` is a defect of the caller; nothing has been
-touched then.
+Errors. A call returns a status for each object, in the order given. `TierUnavailableError` means that the store gave no
+usable answer; some objects may have been moved all the same. A call that is not done when its timeout has passed ends
+with `TierTimeoutError`. `InvalidRequestError` is a defect of the caller; the call has touched no slot then.
 """
 
 from __future__ import annotations
@@ -24,14 +23,15 @@ from kvstow.errors import InvalidRequestError
 from kvstow.keys import GROUP_BYTES, BlockKey, group_of
 
 MAX_BATCH_OBJECTS = 64
-"""Objects in one call of `put` or `get`. Larger batches have made a client of Mooncake hang."""
+"""How many objects one call of `put` or `get` may have. Larger batches have made a client of Mooncake hang."""
 MAX_BATCH_BYTES = 128 << 20
-"""Bytes in one call of `put` or `get`, unless a single object is larger."""
+"""How many bytes one call of `put` or `get` may move, unless a single object is larger."""
 
 
 class ObjectName(NamedTuple):
-    """One block of one rank. Equal names mean equal bytes, on every node. `fingerprint` covers all that the key does
-    not. `rank` of `num_ranks`: a block that is the same on all ranks is one object, 0 of 1."""
+    """One block of one rank. Equal names mean equal bytes, on every node. `fingerprint` covers everything that the key
+    does not. `rank`: the rank among `num_ranks`. A block that is the same on all ranks is one object, of rank 0 of
+    1."""
 
     fingerprint: str
     key: BlockKey
@@ -39,21 +39,22 @@ class ObjectName(NamedTuple):
     num_ranks: int
 
     def __str__(self) -> str:
-        """The name in the store."""
+        """Return the name in the store."""
         block_hash = self.key[GROUP_BYTES:].hex()
         return f"kvs1:{self.fingerprint}:{group_of(self.key)}:{block_hash}:{self.rank}of{self.num_ranks}"
 
 
 PutStatus = Literal["stored", "full", "failed"]
-"""`stored`: the object is there, also if it was before. `full`: the store has no room now; try again much later."""
+"""`stored`: the object is in the store, perhaps since before. `full`: the store has no room now; try again much
+later."""
 GetStatus = Literal["found", "missing", "corrupt", "failed"]
-"""`found`: the slot holds the bytes that were put under this very name, verified. Otherwise the slot's bytes mean
-nothing. `corrupt`: what was found is not that, or has another length."""
+"""`found`: the slot holds the bytes that were put under this very name, and they were verified. With any other status,
+the slot's bytes mean nothing. `corrupt`: the bytes that were found are others, or have another length."""
 
 
 class MemoryRange(NamedTuple):
-    """Memory from which slots are lent: the memfd `fd`, which is the caller's, and open at least until `add_memory`
-    returns. `address`: where it begins in a space of addresses in which ranges do not overlap."""
+    """Memory from which slots are lent: the memfd `fd`, which the caller owns and keeps open at least until
+    `add_memory` returns. `address`: the begin of the range in a space of addresses in which ranges do not overlap."""
 
     address: int
     num_bytes: int
@@ -70,8 +71,8 @@ class SlotObject(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ClientHealth:
-    """`state`: `connected`, `connecting` (not yet, or again), `failed` (until someone acts) or `closed`; `reason` is a
-    sentence, empty while connected."""
+    """`state`: `connected`, `connecting` (for the first time or again), `failed` (until an operator acts) or `closed`.
+    `reason`: a sentence, empty while connected."""
 
     state: Literal["connected", "connecting", "failed", "closed"]
     reason: str = ""
@@ -89,14 +90,14 @@ class TransferClient(Protocol):
     """Moves objects between the store and the memory of ranks."""
 
     def add_memory(self, memory: MemoryRange) -> None:
-        """Slots in `memory`, which overlaps no other range, may be lent from now on. Kept across outages. May wait
-        until a network card has registered it."""
+        """Take memory, which overlaps no other range and whose slots may be lent from now on. It is kept across
+        outages. The call may wait until a network card has registered it."""
 
     def remove_memory(self, memory: MemoryRange) -> None:
-        """Slots in this range, none of which is lent, are not lent any more. Returns when nothing maps it."""
+        """Give a range up, none of whose slots is lent. Returns when no process of the client maps it any more."""
 
     def put(self, objects: Sequence[SlotObject], timeout: float) -> list[PutStatus]:
-        """Copy slots into the store. An object that is there already keeps its bytes."""
+        """Copy slots into the store. An object that the store has already keeps its bytes."""
 
     def get(self, objects: Sequence[SlotObject], timeout: float) -> list[GetStatus]:
         """Copy objects into slots, and verify them."""
@@ -106,38 +107,38 @@ class TransferClient(Protocol):
     def stats(self) -> ClientStats: ...
 
     def close(self) -> None:
-        """Give up what is under way, wait until nothing touches any slot, and give everything back. Idempotent. Later
-        calls raise `TierUnavailableError`."""
+        """Give up calls under way, wait until no slot is touched any more, and free everything. Idempotent. Later calls
+        raise `TierUnavailableError`."""
 
 
 class LookupClient(Protocol):
-    """Asks about objects."""
+    """Asks the store which objects it has."""
 
     def exists(self, names: Sequence[ObjectName], timeout: float) -> list[bool]:
-        """Which objects the store has now."""
+        """Return for each object whether the store has it now."""
 
     def health(self) -> ClientHealth: ...
 
     def stats(self) -> ClientStats: ...
 
     def close(self) -> None:
-        """Give everything back. Idempotent. Later calls raise `TierUnavailableError`."""
+        """Free everything. Idempotent. Later calls raise `TierUnavailableError`."""
 
 
 class MooncakeClients(Protocol):
     """Opens clients, which connect in the background or with the first call, and again after an outage."""
 
     def open_transfers(self, witness: int) -> TransferClient:
-        """`witness`: see `BlockStore.start`."""
+        """Open a client for transfers. `witness`: see `BlockStore.start`."""
 
     def open_lookups(self) -> LookupClient: ...
 
 
 def check_batch(objects: Sequence[SlotObject], ranges: Sequence[MemoryRange]) -> None:
-    """Raises `InvalidRequestError` unless each object lies inside one of the ranges, and the batch is not too large.
+    """Raise `InvalidRequestError` unless each object lies inside one of the ranges, and the batch is not too large.
 
-    Every client calls this before it touches anything: with TCP, Mooncake itself does not notice an address that was
-    never registered."""
+    Every client calls this before it touches memory, because with TCP, Mooncake itself does not notice an address that
+    was never registered."""
     if len(objects) > MAX_BATCH_OBJECTS:
         raise InvalidRequestError(f"a batch of {len(objects)} objects; allowed: {MAX_BATCH_OBJECTS}")
     total = sum(one.num_bytes for one in objects)

@@ -2,8 +2,8 @@
 
     python -m kvstow_service.stores.mooncake.storechild FD [FD...]
 
-Each file descriptor is a lane, served by a thread of its own; the first one connects and adds memory, and when it is
-closed the process ends at once, whatever the library is doing.
+Each file descriptor is a lane with a thread of its own. The requests to connect and to add memory come on the first
+lane. When a lane is closed, the process ends at once, whatever the library is doing.
 """
 
 from __future__ import annotations
@@ -37,16 +37,17 @@ _log = logging.getLogger(__name__)
 
 
 class StoreClient:
-    """A connected store, and the memory that it may use. One thread for each kind of call."""
+    """A connected store, and the memory that it may use. Each kind of call has one thread."""
 
     def __init__(self, connect: Connect) -> None:
-        """Raises `ConnectionError`. The store must not be used then: the library would end the process."""
+        """Connect to the store. Raises `ConnectionError`. After that the store must not be used, because the library
+        would end the process."""
         self._store = MooncakeDistributedStore()
         code = self._store.setup(
             connect.local_host,
             "P2PHANDSHAKE",
             0,  # this process lends the store no memory
-            0,  # for calls that copy: there are none
+            0,  # the buffer for calls that copy, which are not used
             connect.protocol,
             connect.devices,
             connect.master,
@@ -94,7 +95,8 @@ class StoreClient:
         ]
 
     def _verify(self, part: SlotPart, index: int, num_bytes: int) -> int:
-        """0, or `CORRUPT` for an object that was then removed: the store would keep it, and refuse a better one."""
+        """Return 0, or `CORRUPT` for a corrupt object. This removes a corrupt object, because the store would keep it
+        and refuse a better one."""
         is_whole = num_bytes == part.num_bytes + HEADER_BYTES
         mismatch = self._gets.take(index, part) if is_whole else "length"
         if mismatch is None:
@@ -105,20 +107,20 @@ class StoreClient:
 
 
 def serve(lane: Lane, client: StoreClient) -> None:
-    """Answer requests until the lane is closed; then end the process."""
+    """Answer requests until the lane is closed, and then end the process."""
     try:
         while True:
             request, fds = lane.receive()
             lane.send(client.do(request, fds))
     except EOFError:
         os._exit(0)
-    except Exception:  # noqa: BLE001 - without its answer, the other process waits for nothing
+    except Exception:  # noqa: BLE001 - the other process would wait in vain for an answer
         _log.exception("a lane has failed")
         os._exit(1)
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C: the other process decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal: the other process decides when this one ends
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     for fd in map(int, sys.argv[1:]):
         os.set_inheritable(fd, False)
