@@ -410,6 +410,13 @@ MUTANTS = [
         "tests/api/routes/test_contexts.py::test_contexts_come_in_pages_with_ids_and_names_for_admins_alone",
     ),
     Mutant(
+        "what_an_operator_expects_moves_no_prefetch",
+        "engine/kvstow/control/administration.py",
+        "            pool.tier.expect_context(context)\n",
+        "            pass\n",
+        "tests/engine/control/test_pooltier.py::test_an_operator_who_says_when_a_context_comes_back_moves_its_prefetch",
+    ),
+    Mutant(
         "names_of_contexts_can_be_tried",
         "api/kvstow_api/routes/contexts.py",
         '    if not is_admin(request.scope.get(ACTOR, "")):\n        raise',

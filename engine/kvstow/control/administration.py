@@ -515,15 +515,17 @@ class Administrator(BaseSwitches):
         return blocks
 
     def set_context(self, context: bytes, resume_in: float) -> None:
-        """Expect the next request of this context in `resume_in` seconds. The pool takes this time when it next decides
-        whether to prefetch the context's blocks from the store below it. Nothing else changes. Raises `NotFoundError`
-        if there is no such context."""
+        """Expect the next request of this context in `resume_in` seconds. If there is a store below the pool, it
+        prefetches the context's blocks shortly before that, and not when its client has said. Nothing else changes.
+        Raises `NotFoundError` if there is no such context."""
         if not 0 <= resume_in < inf:
             raise InvalidRequestError(f"resume_in is {resume_in}; allowed: 0 or more seconds")
         pool = self._pool
         with pool.lock:
             for each in self._find_contexts(context):
                 each.expected = pool.clock() + resume_in
+        if pool.tier is not None:
+            pool.tier.expect_context(context)
 
     def _find_contexts(self, context: bytes) -> list[Context]:
         """Return the contexts with this id, of which there is at least one. Raises `NotFoundError`. The caller holds

@@ -134,6 +134,8 @@ class PoolStore(Protocol):
 
     def end_purge(self) -> None: ...
 
+    def expect_context(self, context: bytes) -> None: ...
+
 
 class PoolSession(Protocol):
     """The part of a `Session` that a pool, and code that works on a pool, uses. `Session` describes the attributes."""

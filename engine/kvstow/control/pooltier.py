@@ -557,7 +557,8 @@ class PoolTier:
         yield from self._offer(of, keys, is_use=True)
 
     def note_context(self, of: TieredNamespace, context: bytes) -> None:
-        """Note that a request of this context has ended. The pool's contexts have it already."""
+        """Note that a request of this context has ended, or is expected at another time. The pool's contexts have the
+        time already."""
         if of.stored is not None and self.is_on(of):
             self._schedule(of, context)
 
@@ -623,6 +624,18 @@ class PoolTier:
                 of.due.add_now(context)
         self._go_on_prefetching()
         return sum(count for _, count in found) if found else None
+
+    def expect_context(self, context: bytes) -> None:
+        """Note that an operator has changed when the next request of this context is expected. The owner of `post`
+        schedules the prefetch, because it waits no longer than until `next_deadline`, which may be earlier then."""
+        self._post(partial(self._expect, context))
+
+    def _expect(self, context: bytes) -> None:
+        with self._pool.lock:
+            namespaces = [of for of in self._namespaces.values() if self.is_on(of)]
+        for of in namespaces:
+            self.note_context(of, context)
+        self._go_on_prefetching()
 
     def _last(self, of: TieredNamespace, context: bytes) -> Context | None:
         """Return the context with this id in the namespace, or None. If there are several, return the one whose request

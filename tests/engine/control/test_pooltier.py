@@ -556,6 +556,25 @@ def test_a_context_is_prefetched_shortly_before_it_is_expected_if_it_has_come_ba
     assert tiered.of.counters.read_blocks == blocks
 
 
+@pytest.mark.parametrize("said", [None, 1000.0])
+def test_an_operator_who_says_when_a_context_comes_back_moves_its_prefetch(said: float | None) -> None:
+    tiered = TieredPool(slots=400)
+    tiered.store_blocks(KEYS[:8])
+    tiered.run()
+    for _ in range(2):
+        use_in_context(tiered, KEYS[:8], Hints(context=CONTEXT, resume_in=said))
+    tiered.pool.admin.evict(slots=1000).run()
+    tiered.pool.admin.set_context(CONTEXT, 100.0)
+    tiered.run()
+    deadline = tiered.tier.next_deadline
+    assert deadline is not None
+    assert tiered.clock() < deadline < tiered.clock() + 100.0
+    tiered.clock.advance(99.0)
+    tiered.tier.expire()
+    tiered.run()
+    assert tiered.of.counters.prefetched_blocks == 8
+
+
 def test_who_wants_blocks_kept_for_a_time_does_not_say_when_it_comes_back() -> None:
     tiered = TieredPool(slots=400)
     tiered.store_blocks(KEYS[:8])

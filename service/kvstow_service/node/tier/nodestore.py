@@ -66,6 +66,9 @@ class FormerPool:
             if self._tier is not None:
                 self._tier.end_purge()
 
+    def expect_context(self, context: bytes) -> None:
+        """Do nothing. A pool without engines has no contexts yet."""
+
     def follow(self, tier: PoolTier) -> None:
         """Forward to `tier` from now on, because an engine has come back. Purges under way are made known to it."""
         with self._lock:
