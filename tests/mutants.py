@@ -167,7 +167,7 @@ MUTANTS = [
     Mutant(
         "uses_are_not_recorded",
         f"{CONTROL_CODE}/pool.py",
-        "            if not self.journal_uses():\n                break\n",
+        "            if not self.journal_pasts():\n                break\n",
         "            break\n",
         "tests/service/node/test_noderestart.py::test_what_was_learned_of_blocks_and_traffic_outlives_the_service",
     ),
@@ -188,7 +188,7 @@ MUTANTS = [
     Mutant(
         "recovered_blocks_were_never_used",
         f"{CONTROL_CODE}/sharedpool.py",
-        "        uses = pool.journal.uses(limit)\n",
+        "        pasts = pool.journal.pasts(limit)\n",
         "",
         "tests/service/node/test_noderestart.py::test_what_was_learned_of_blocks_and_traffic_outlives_the_service",
     ),
@@ -212,6 +212,34 @@ MUTANTS = [
         "now - before.running.since >= SAME_USE",
         "now - before.running.since >= 0",
         f"{LEARNED}::test_uses_within_two_seconds_count_once",
+    ),
+    Mutant(
+        "blocks_are_classed_by_uses_alone",
+        f"{CONTROL_CODE}/hazards.py",
+        " + _USES * bisect_right(_PAUSES, pause) if uses",
+        " if uses",
+        f"{LEARNED}::test_blocks_are_classed_by_the_pause_before_their_last_use",
+    ),
+    Mutant(
+        "a_long_request_is_a_pause",
+        f"{CONTROL_CODE}/chains.py",
+        "0.0 if before.ended is None else now - before.ended.since",
+        "0.0 if before.running is None else now - before.running.since",
+        f"{LEARNED}::test_blocks_are_classed_by_the_pause_before_their_last_use",
+    ),
+    Mutant(
+        "every_length_of_a_pause_is_learned_anew",
+        f"{CONTROL_CODE}/hazards.py",
+        "levels[due, None] == levels",
+        "due[:, None] == np.arange(len(levels))",
+        f"{LEARNED}::test_little_is_known_of_a_pause_and_much_of_blocks_that_were_used_as_often",
+    ),
+    Mutant(
+        "the_curve_takes_what_it_splits_for_blocks_that_have_waited_for_ever",
+        "engine/kvstow/control/curve.py",
+        ", head.since, head.request = run.past, run.started, run.since, run.request",
+        " = run.past, run.started",
+        f"{CONTROL}/test_curve.py::test_a_beginning_that_is_used_alone_has_waited_as_long_as_its_chain",
     ),
     Mutant(
         "the_clock_of_running_blocks_ends_with_their_request",
@@ -547,8 +575,8 @@ MUTANTS = [
     Mutant(
         "a_larger_size_makes_classes_of_its_own",
         "engine/kvstow/control/curve.py",
-        "found = self._first_cells[state, uses] = self._hazards.first_cell(state, uses)",
-        "found = self._first_cells[state, uses] = 0",
+        "found = self._first_cells[state, past] = self._hazards.first_cell(state, past)",
+        "found = self._first_cells[state, past] = 0",
         f"{CONTROL}/test_curve.py::test_a_class_that_only_a_larger_size_has_gets_its_row_in_the_table_of_the_pool",
     ),
     Mutant(

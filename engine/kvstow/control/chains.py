@@ -1,7 +1,7 @@
 """The order of eviction: the blocks of a pool in parts of chains, by class and by how long they have waited.
 
-A `ChainPart` is a number of blocks that one request has used last, and that were used equally often before. A request
-takes its whole chain of blocks into parts of its own when it is admitted, nine at most, and what it finds there is
+A `ChainPart` is a number of blocks that one request has used last, and that have the same past. A request takes its
+whole chain of blocks into parts of its own when it is admitted, a few at most, and what it finds there is
 mostly a whole part of the request before: so a chain of a thousand blocks costs what a few parts cost.
 
 A part is watched from the start of its request, and again from its end. Each watch is in the list of its cell, a class
@@ -27,7 +27,7 @@ import numpy as np
 from kvstow.collector import unvisited
 from kvstow.control.evictedblocks import EvictedBlocks
 from kvstow.control.expectedblocks import ExpectedBlocks
-from kvstow.control.hazards import MOST_USES, NUM_BINS, UPPER, Hazards, bin_of
+from kvstow.control.hazards import NUM_BINS, UPPER, USED_ONCE, Hazards, bin_of, used_again
 from kvstow.control.keyhashes import hash_keys
 from kvstow.control.slots import RefCounts, SlotKeys, SlotSet, values_at
 from kvstow.endings import FETCHED, OTHER, RUNNING
@@ -88,8 +88,8 @@ class WatchList:
 
 
 class ChainPart:
-    """Blocks that one request has used last, and nobody since. `uses`: how often each was used, up to `MOST_USES`; 0 if
-    no request has used them yet. `weight`: of one block, in learning. `request`: the running one that has used them;
+    """Blocks that one request has used last, and nobody since. `past`: theirs (`kvstow.control.hazards`); 0 if no
+    request has used them yet. `weight`: of one block, in learning. `request`: the running one that has used them;
     the part is among its `parts`. `fetch`: see `Chains.publish`.
 
     Each block is counted once: `resident` ones have a slot; `expected` ones are keys of the part in `Order.expected`,
@@ -110,15 +110,16 @@ class ChainPart:
             "is_shared",
             "number",
             "order",
+            "past",
             "request",
             "resident",
             "running",
         ),
-        *("slots", "uses", "weight"),
+        *("slots", "weight"),
     )
 
-    def __init__(self, number: int, order: Order, uses: int) -> None:
-        self.number, self.order, self.uses = number, order, uses
+    def __init__(self, number: int, order: Order, past: int) -> None:
+        self.number, self.order, self.past = number, order, past
         self.resident = self.expected = self.evicted = self.fetch = 0
         self.weight = 0.0
         self.by_start = self.is_shared = False
@@ -334,9 +335,9 @@ class Chains:
         running.parts = dict.fromkeys(parts)
         at = 0
         while at < len(parts):  # blocks of one class next to each other count as one in learning
-            cell = self.hazards.first_cell(RUNNING, parts[at].uses)
+            cell = self.hazards.first_cell(RUNNING, parts[at].past)
             end, total = at, 0
-            while end < len(parts) and self.hazards.first_cell(RUNNING, parts[end].uses) == cell:
+            while end < len(parts) and self.hazards.first_cell(RUNNING, parts[end].past) == cell:
                 total += parts[end].left
                 end += 1
             for part in parts[at:end]:
@@ -347,7 +348,7 @@ class Chains:
             assert part.running is not None
             part.running.turn = next(self._serial)
             if part.is_shared:  # it is not lent as a running one is
-                part.ended = Watch(part, self.hazards.first_cell(OTHER, part.uses), now)
+                part.ended = Watch(part, self.hazards.first_cell(OTHER, part.past), now)
                 part.ended.turn = part.running.turn
                 self._link(part.running, None)
             self._link(part.home, part.order if part.slots else None)
@@ -401,7 +402,7 @@ class Chains:
         for part in running.parts:
             if part.running is None and part.left:
                 part.weight = running.share / part.left
-                part.running = Watch(part, self.hazards.first_cell(RUNNING, part.uses), now)
+                part.running = Watch(part, self.hazards.first_cell(RUNNING, part.past), now)
         for part in reversed(running.parts):
             part.request = None
             if part.running is None:  # all its blocks were removed
@@ -409,7 +410,7 @@ class Chains:
             part.by_start = self.is_lru
             if part.ended is not None:
                 self._unlink(part.ended)
-            part.ended = Watch(part, self.hazards.first_cell(state, part.uses), now)
+            part.ended = Watch(part, self.hazards.first_cell(state, part.past), now)
             part.ended.turn = next(self._serial)
             self._unlink(part.running)
             for watch in (part.running, part.ended):
@@ -420,26 +421,27 @@ class Chains:
     def _take(self, running: Running, piece: _Piece, now: float) -> None:
         """Blocks of one part, or of none, become the running request's."""
         before = piece.part
-        uses, is_shared = 1, False
+        past, is_shared = USED_ONCE, False
         if before is not None:
-            counts = before.running is None or now - before.running.since >= SAME_USE
-            uses = max(1, min(before.uses + counts, MOST_USES))
+            past = before.past or USED_ONCE
+            if before.running is None or now - before.running.since >= SAME_USE:
+                past = used_again(before.past, 0.0 if before.ended is None else now - before.ended.since)
             if before.fetch == _UNUSED:
-                before.fetch, before.uses = _USED, uses
+                before.fetch, before.past = _USED, past
                 return
             self._observe(before, piece.count)
             other = before.request
             is_shared = other is not None and (other.engine != running.engine or before.is_shared)
-        part = self._part_of(piece, running.order, uses)
-        part.uses, part.request, part.is_shared = uses, running, is_shared
+        part = self._part_of(piece, running.order, past)
+        part.past, part.request, part.is_shared = past, running, is_shared
         last = next(reversed(running.parts), None)
         is_open = last is not None and last.running is None and last.is_shared == is_shared
-        if last is not None and is_open and last.uses == uses and last.left + part.left < _MOST_MERGED:
+        if last is not None and is_open and last.past == past and last.left + part.left < _MOST_MERGED:
             self._merge(last, part)
         else:
             running.parts[part] = None
 
-    def _part_of(self, piece: _Piece, order: Order, uses: int) -> ChainPart:
+    def _part_of(self, piece: _Piece, order: Order, past: int) -> ChainPart:
         """Return a part that has the blocks of the piece and no others, and that no request has: the part that had them
         so far, if it has no others, or a new one."""
         before, resident = piece.part, sum(map(len, piece.runs))
@@ -451,7 +453,7 @@ class Chains:
             before.absent = None
             self._add_absent_blocks(before, piece.absent)
             return before
-        part = ChainPart(next(self._serial), order, uses)
+        part = ChainPart(next(self._serial), order, past)
         for run in piece.runs:
             self._own(part, run)
         expected = 0 if before is None else before.expected
@@ -608,7 +610,7 @@ class Chains:
             part = watch.part
             if part.ended is watch and watch.home is not None:
                 self._unlink(watch)
-                watch.first_cell, watch.bin, watch.since = self.hazards.first_cell(state, max(part.uses, 1)), 0, now
+                watch.first_cell, watch.bin, watch.since = self.hazards.first_cell(state, part.past), 0, now
                 self._link(watch, part.order if part.slots and watch is part.home else None)
 
     # -- slots ----------------------------------------------------------------------------------------------
@@ -636,28 +638,28 @@ class Chains:
                 if not had_slots:
                     self._settle(part)
 
-    def restore(self, order: Order, slots: Sequence[int], uses: bytes, now: float) -> None:
-        """The blocks in these slots, in ascending order, are those of an earlier life of the pool. `uses`: how often
-        requests have used the block in each slot, as far as that is known."""
+    def restore(self, order: Order, slots: Sequence[int], pasts: bytes, now: float) -> None:
+        """The blocks in these slots, in ascending order, are those of an earlier life of the pool. `pasts`: the past of
+        each, as far as it is known."""
         at = 0
         while at < len(slots):
             end = at + 1
-            while end < len(slots) and uses[end] == uses[at]:
+            while end < len(slots) and pasts[end] == pasts[at]:
                 end += 1
-            self._own_new(order, slots[at:end], now, uses=min(uses[at], MOST_USES))
+            self._own_new(order, slots[at:end], now, past=pasts[at])
             at = end
 
-    def uses_of(self, first_slot: int, end_slot: int) -> bytes:
-        """How often requests have used the block in each of these slots; 0 for those without one."""
-        return bytes([0 if part is None else part.uses for part in self._owner[first_slot:end_slot]])
+    def pasts_of(self, first_slot: int, end_slot: int) -> bytes:
+        """The past of the block in each of these slots; 0 for those without one."""
+        return bytes([0 if part is None else part.past for part in self._owner[first_slot:end_slot]])
 
-    def _own_new(self, order: Order, slots: Sequence[int], now: float, *, fetched: bool = False, uses: int = 0) -> None:
+    def _own_new(self, order: Order, slots: Sequence[int], now: float, *, fetched: bool = False, past: int = 0) -> None:
         """Blocks that no request has used in this life of the pool."""
-        part = ChainPart(next(self._serial), order, uses)
+        part = ChainPart(next(self._serial), order, past)
         part.weight = 1.0 / len(slots)
         part.fetch = _UNUSED if fetched else 0
         self._own(part, slots)
-        part.ended = Watch(part, self.hazards.first_cell(FETCHED if fetched else OTHER, max(1, uses)), now)
+        part.ended = Watch(part, self.hazards.first_cell(FETCHED if fetched else OTHER, past), now)
         self._link(part.ended, order)
 
     def remove(self, slots: Sequence[int]) -> None:

@@ -28,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstow.control.chains import SAME_USE, Running
-from kvstow.control.hazards import MOST_USES, NUM_BINS, UPPER, Hazards, bin_of
+from kvstow.control.hazards import NUM_BINS, UPPER, Hazards, bin_of, used_again
 from kvstow.endings import RUNNING
 from kvstow.stats import LookupStats
 from kvstow.status import CurveEvidence, CurvePoint, SizeCurve
@@ -82,16 +82,16 @@ class _Request(NamedTuple):
 
 
 class _Run:
-    """Keys of a chain that follow each other and were used by the same requests, `uses` times, last by one that began
-    at `started`. `kept`: how many of them each size has, from the first one on. They wait in their class since the time
-    `since`. `level`: the number of the smallest size that has some of them, as long as the run is in a list. `request`:
-    the running one whose chain they are of."""
+    """Keys of a chain that follow each other and were used by the same requests, last by one that began at `started`.
+    `past`: theirs (`kvstow.control.hazards`). `kept`: how many of them each size has, from the first one on. They wait
+    in their class since the time `since`. `level`: the number of the smallest size that has some of them, as long as
+    the run is in a list. `request`: the running one whose chain they are of."""
 
-    __slots__ = ("bin", "first_cell", "kept", "level", "names", "request", "since", "started", "tag", "uses")
+    __slots__ = ("bin", "first_cell", "kept", "level", "names", "past", "request", "since", "started", "tag")
 
     def __init__(self, tag: int, names: Sequence[bytes], kept: list[int]) -> None:
         self.tag, self.names, self.kept = tag, names, kept
-        self.uses = self.first_cell = self.bin = 0
+        self.past = self.first_cell = self.bin = 0
         self.since, self.started, self.level = 0.0, -inf, _IN_NO_LIST
         self.request: _Request | None = None
 
@@ -195,7 +195,8 @@ class _Sizes:
                     run = self._split(run, same)
                 else:
                     self._unlist(run)
-            run.uses = min(run.uses + (now - run.started >= SAME_USE), MOST_USES)
+            if now - run.started >= SAME_USE:
+                run.past = used_again(run.past, 0.0 if run.request is not None else now - run.since)
             run.started, run.request = now, request
             found.append(run)
             at += len(run.names)
@@ -206,7 +207,7 @@ class _Sizes:
     def _split(self, run: _Run, length: int) -> _Run:
         """Returns the first keys of the run as one of its own, which is in no list."""
         head = _Run(run.tag, run.names[:length], [min(kept, length) for kept in run.kept])
-        head.uses, head.started = run.uses, run.started
+        head.past, head.started, head.since, head.request = run.past, run.started, run.since, run.request
         self._runs[head.first] = head
         run.names, run.kept = run.names[length:], [max(0, kept - length) for kept in run.kept]
         self._find_level(run)
@@ -215,10 +216,10 @@ class _Sizes:
         return head
 
     def _merge(self, runs: Sequence[_Run]) -> None:
-        """Make one run of neighbours that were used equally often and that every size has without a gap."""
+        """Make one run of neighbours that have the same past and that every size has without a gap."""
         last: _Run | None = None
         for run in runs:
-            if last is None or last.uses != run.uses or not _is_joint(last, run):
+            if last is None or last.past != run.past or not _is_joint(last, run):
                 last = run
                 continue
             self._unlist(run)
@@ -254,7 +255,7 @@ class _Sizes:
     def _wait(self, runs: Sequence[_Run], state: int, now: float) -> None:
         """Runs that are in no list wait from now on, in this state, and what a size lacks of them is stored."""
         for run in runs:
-            run.first_cell = 0 if self.is_lru else self._first_cell(state, run.uses)
+            run.first_cell = 0 if self.is_lru else self._first_cell(state, run.past)
             run.bin, run.since = 0, now
         for number in range(len(self.sizes)):
             self._store(number, runs, is_running=state == RUNNING)
@@ -328,11 +329,11 @@ class _Sizes:
         for level, cell in self._lists:
             self._filled[level] |= 1 << self._places.rank[cell]
 
-    def _first_cell(self, state: int, uses: int) -> int:
-        found = self._first_cells.get((state, uses))
+    def _first_cell(self, state: int, past: int) -> int:
+        found = self._first_cells.get((state, past))
         if found is None:
             with self._lock:
-                found = self._first_cells[state, uses] = self._hazards.first_cell(state, uses)
+                found = self._first_cells[state, past] = self._hazards.first_cell(state, past)
             self._renew()
         return found
 

@@ -1,9 +1,10 @@
 """How soon blocks come back: the hazard of each class of blocks, learned from the pool's traffic, and what it makes a
 block worth.
 
-The class of a block is how often it was used, and the state of the request that used it last: that request is still
-running, or it has ended in one of a number of ways (`kvstow.endings`). For each class, `Hazards` counts how
-many blocks have waited so long for their next use, and how many of those came back then, in bins of waiting time.
+The class of a block is its past, and the state of the request that used it last: that request is still running, or it
+has ended in one of a number of ways (`kvstow.endings`). The past is how often the block was used, and how long it had
+waited for the last of these uses. For each class, `Hazards` counts how many blocks have waited so long for their next
+use, and how many of those came back then, in bins of waiting time.
 
 The place of a block is its best rate of return over all horizons, the highest ratio of the probability that it comes
 back within a time to the expected wait up to then. That is the index of Gittins, "Bandit Processes and Dynamic
@@ -26,11 +27,21 @@ from kvstow.endings import NUM_STATES, OTHER, RESUME_TIMES, RESUMES, RUNNING
 
 Floats = npt.NDArray[np.float64]
 
-MOST_USES = 9
+USED_ONCE = 1
+"""The past of a block that was used once."""
+MOST_USES = 5
 """Further uses are not counted."""
-USE_CLASSES = 5
-_CLASS_OF_USES = (0, 0, 1, 2, 2, 3, 3, 3, 3, 4)
-NUM_CLASSES = NUM_STATES * USE_CLASSES
+_PAUSES = (8.0, 64.0, 512.0)
+"""The bounds between the four lengths of a pause, in seconds."""
+_NUM_PAUSES = len(_PAUSES) + 1
+_USES = 8
+"""A past is a byte: how often a block was used, and so many times the length of the pause before the last use."""
+_LEVEL_OF_USES = (0, 0, 1, 1, 1, 2, 2, 2)
+_NUM_LEVELS = _LEVEL_OF_USES[-1] + 1
+"""Used once, two to four times, and more often."""
+_NUM_PASTS = 1 + _NUM_PAUSES * (_NUM_LEVELS - 1)
+"""A block that was used once has had no pause."""
+NUM_CLASSES = NUM_STATES * _NUM_PASTS
 NUM_BINS = 50
 _FIRST, _FACTOR = 0.5, 1.25
 LOWER = (0.0, *[_FIRST * _FACTOR**number for number in range(NUM_BINS - 1)])
@@ -39,6 +50,10 @@ UPPER = LOWER[1:]
 """Of all bins but the last, which has no end."""
 _BOUNDS = list(UPPER)
 _PRIOR_WEIGHT = 10.0
+"""Of what is known of all running, or of all ended, blocks, in the hazard of those of one state and level of uses."""
+_LEVEL_WEIGHT = 30.0
+"""Of that hazard in the one of a class. With it, lengths of pauses that seldom occur cost nothing: on the synthetic
+trace of 3,993 requests, they lost 1.1 points at 16,000 slots without it."""
 _PRIOR_HAZARD = 0.02
 """Of each bin, before anything was learned."""
 _HALF_LIFE = 20_000
@@ -48,7 +63,7 @@ EVERY = 32
 _LEAST_SURVIVAL = 1e-6
 _MOST_KEPT = 40
 """Rows that outlive the process, those with the most observations: 400 bytes each."""
-_HEAD = b"KVH1" + b"".join(number.to_bytes(2, "little") for number in (NUM_CLASSES, NUM_BINS, RUNNING))
+_HEAD = b"KVH2" + b"".join(number.to_bytes(2, "little") for number in (NUM_CLASSES, NUM_BINS, RUNNING))
 _ALL_ROWS_EVERY = 8
 """So often, the places of classes that were not observed are computed, too, as the common prior changes."""
 
@@ -56,6 +71,25 @@ _ALL_ROWS_EVERY = 8
 def bin_of(seconds: float) -> int:
     """The bin of a waiting time."""
     return bisect_right(_BOUNDS, seconds)
+
+
+def used_again(past: int, pause: float) -> int:
+    """The past of a block with this past that is used again after a pause, in seconds. 0: it was never used."""
+    uses = uses_of(past)
+    return min(uses + 1, MOST_USES) + _USES * bisect_right(_PAUSES, pause) if uses else USED_ONCE
+
+
+def uses_of(past: int) -> int:
+    """How often a block with this past was used, up to `MOST_USES`."""
+    return past % _USES
+
+
+def _class_of(past: int) -> int:
+    level, pause = _LEVEL_OF_USES[uses_of(past)], past // _USES % _NUM_PAUSES
+    return 1 + _NUM_PAUSES * (level - 1) + pause if level else 0
+
+
+_CLASS_OF_PAST = tuple(_class_of(past) for past in range(256))
 
 
 class Observations(NamedTuple):
@@ -104,12 +138,12 @@ class Hazards:
         self.version = 0
         """Grows with each new table of places."""
         self.places = Places([], [], [], np.empty((0, NUM_BINS)))
-        self.first_cell(OTHER, 1)
+        self.first_cell(OTHER, USED_ONCE)
 
-    def first_cell(self, state: int, uses: int) -> int:
-        """The cell of the first bin of the class of blocks that were used so often, up to `MOST_USES`, and last by a
-        request in this state."""
-        number = state * USE_CLASSES + _CLASS_OF_USES[uses]
+    def first_cell(self, state: int, past: int) -> int:
+        """The cell of the first bin of the class of blocks that have this past, and were used last by a request in this
+        state."""
+        number = state * _NUM_PASTS + _CLASS_OF_PAST[past]
         cell = self._first_cell[number]
         return cell if cell >= 0 else self._add_row(number)
 
@@ -146,7 +180,7 @@ class Hazards:
 
     def forget(self, state: int) -> None:
         """What the state means has changed."""
-        for number in range(state * USE_CLASSES, (state + 1) * USE_CLASSES):
+        for number in range(state * _NUM_PASTS, (state + 1) * _NUM_PASTS):
             if (first := self._first_cell[number]) >= 0:
                 for counts in (self._exposed, self._returned):
                     counts[first : first + NUM_BINS] = array("d", bytes(8 * NUM_BINS))
@@ -225,7 +259,9 @@ _RESUME_PRIORS = _resume_priors()
 def compute(seen: Observations) -> Places:
     """The places that follow from what was observed. 0.3 ms for 25 rows, without the lock."""
     rows = seen.place.copy()
-    is_running = seen.classes >= RUNNING * USE_CLASSES
+    states = seen.classes // _NUM_PASTS
+    levels = states * _NUM_LEVELS + (seen.classes % _NUM_PASTS + _NUM_PAUSES - 1) // _NUM_PAUSES
+    is_running = states == RUNNING
     for which in (is_running, ~is_running):
         due = seen.changed[which[seen.changed]]
         if not len(due):
@@ -233,10 +269,12 @@ def compute(seen: Observations) -> Places:
         exposed, returned = seen.exposed[which].sum(axis=0), seen.returned[which].sum(axis=0)
         common = (returned + _PRIOR_HAZARD * _PRIOR_WEIGHT) / (exposed + _PRIOR_WEIGHT)
         prior = np.broadcast_to(common, (len(due), NUM_BINS)).copy()
-        announced = seen.classes[due] // USE_CLASSES - RESUMES.start
+        announced = states[due] - RESUMES.start
         is_hint = (announced >= 0) & (announced < len(RESUMES))
         prior[is_hint] = np.maximum(_RESUME_PRIORS[announced[is_hint]], common)
-        hazard = (seen.returned[due] + _PRIOR_WEIGHT * prior) / (seen.exposed[due] + _PRIOR_WEIGHT)
+        of_level = (levels[due, None] == levels).astype(np.float64)
+        prior = (of_level @ seen.returned + _PRIOR_WEIGHT * prior) / (of_level @ seen.exposed + _PRIOR_WEIGHT)
+        hazard = (seen.returned[due] + _LEVEL_WEIGHT * prior) / (seen.exposed[due] + _LEVEL_WEIGHT)
         rows[due] = _gittins(hazard)
     flat = rows.reshape(-1)
     # Of equal places, the one that has waited for longer goes first.

@@ -129,13 +129,13 @@ class Index:
     # -- stores ---------------------------------------------------------------------------------------------
 
     def restore(
-        self, namespace: Namespace, keys: Sequence[bytes], slots: Sequence[int], uses: bytes, now: float
+        self, namespace: Namespace, keys: Sequence[bytes], slots: Sequence[int], pasts: bytes, now: float
     ) -> None:
         """Take in blocks that an earlier life of the pool has stored in these slots, which are in ascending order; see
         `Chains.restore`."""
         namespace.keys.put(keys, slots)
         self.times.mark_stored(slots, now)
-        self.chains.restore(namespace.order, slots, uses, now)
+        self.chains.restore(namespace.order, slots, pasts, now)
 
     def lose_contents(self, low: int, now: float) -> None:
         """Note that the contents of the slots from `low` on are lost. Stores in flight to them do not become visible.

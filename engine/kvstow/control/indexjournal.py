@@ -216,10 +216,10 @@ class IndexJournal:
         self._sequence = 0
         self._order = 0
         self._content: dict[str, Any] = {}
-        self._uses_at = HEADER_BYTES + max_slots * RECORD_BYTES
-        self._learned_at = self._uses_at + max_slots
-        self.next_uses = 0
-        """The slot after those of the last call of `write_uses`."""
+        self._pasts_at = HEADER_BYTES + max_slots * RECORD_BYTES
+        self._learned_at = self._pasts_at + max_slots
+        self.next_pasts = 0
+        """The slot after those of the last call of `write_pasts`."""
 
     @classmethod
     def create(cls, max_slots: int, content: Mapping[str, Any]) -> Self:
@@ -293,7 +293,7 @@ class IndexJournal:
             )
         num_slots = end_slot - first_slot
         self._take_memory(HEADER_BYTES + first_slot * RECORD_BYTES, num_slots * RECORD_BYTES)
-        self._take_memory(self._uses_at + first_slot, num_slots)
+        self._take_memory(self._pasts_at + first_slot, num_slots)
 
     def _take_memory(self, offset: int, num_bytes: int) -> None:
         try:
@@ -330,17 +330,17 @@ class IndexJournal:
         self._erase(rows)
         self._store(rows, STATE, np.uint64(0))
 
-    def write_uses(self, first_slot: int, uses: bytes) -> None:
-        """Record how often the blocks in the slots from `first_slot` on were used, a byte for each. The slots must have
-        been reserved."""
-        at = self._uses_at + first_slot
-        self._memory[at : at + len(uses)] = uses
-        self.next_uses = first_slot + len(uses)
+    def write_pasts(self, first_slot: int, pasts: bytes) -> None:
+        """Record the pasts (`kvstow.control.hazards`) of the blocks in the slots from `first_slot` on, a byte for each.
+        The slots must have been reserved."""
+        at = self._pasts_at + first_slot
+        self._memory[at : at + len(pasts)] = pasts
+        self.next_pasts = first_slot + len(pasts)
 
-    def uses(self, num_slots: int) -> bytes:
-        """Return what `write_uses` has recorded for the slots below `num_slots`, which must have been reserved. A value
+    def pasts(self, num_slots: int) -> bytes:
+        """Return what `write_pasts` has recorded for the slots below `num_slots`, which must have been reserved. A past
         may be that of an earlier block in the slot."""
-        return self._memory[self._uses_at : self._uses_at + num_slots]
+        return self._memory[self._pasts_at : self._pasts_at + num_slots]
 
     def write_learned(self, learned: bytes) -> None:
         """Record what the pool has learned from its traffic, in place of the last such record. Has no effect if it is

@@ -41,7 +41,7 @@ _EVICTIONS_PER_SLOT = 4
 """Blocks that a store may evict for each slot that it lacks. While the pool shrinks, most evictable blocks may be above
 its new limit, and evicting them frees no usable slot."""
 _USES_SLICES = 16
-"""How many slices of slots have their uses recorded in one tick. A million slots take 64 ticks."""
+"""How many slices of slots have the pasts of their blocks recorded in one tick. A million slots take 64 ticks."""
 ANY_SESSION = 0
 """The session number of the `begun` record for slots that sessions may still read, although they hold no block."""
 
@@ -260,15 +260,15 @@ class Pool:
         if self.index.chains.hazards.load(learned[PAIRS_BYTES:]):
             self.requests.endings.load(learned[:PAIRS_BYTES])
 
-    def journal_uses(self) -> bool:
-        """Record how often the blocks of the next slice of slots were used. Returns False after the last slice."""
+    def journal_pasts(self) -> bool:
+        """Record the pasts of the blocks in the next slice of slots. Returns False after the last slice."""
         with self.lock:
             limit = self.slots.limit
             if self.journal is None or not limit:
                 return False
-            start = self.journal.next_uses if self.journal.next_uses < limit else 0
+            start = self.journal.next_pasts if self.journal.next_pasts < limit else 0
             end = min(start + self.slice_slots, limit)
-            self.journal.write_uses(start, self.index.chains.uses_of(start, end))
+            self.journal.write_pasts(start, self.index.chains.pasts_of(start, end))
             return end < limit
 
     def log(self, level: int, message: str, *values: object) -> None:
@@ -536,7 +536,7 @@ class Pool:
         if self.requests.curve is not None:
             self.requests.curve.follow(self.slots.limit, is_lru=self.index.chains.is_lru)
         for _ in range(_USES_SLICES):
-            if not self.journal_uses():
+            if not self.journal_pasts():
                 break
         self.write_log()
 

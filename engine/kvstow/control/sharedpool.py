@@ -248,13 +248,13 @@ def recover(
     with pool.lock:
         limit = pool.slots.limit
         nameless = _drop(pool, found, names, {one.number for one in earlier}, limit)
-    num_blocks, uses = 0, bytes(limit)
+    num_blocks, pasts = 0, bytes(limit)
     if pool.journal is not None:
         pool.learn_from(pool.journal.learned())
-        uses = pool.journal.uses(limit)
+        pasts = pool.journal.pasts(limit)
     for tag, blocks in found.blocks.items():
         if tag in names:
-            num_blocks += _restore(pool, names[tag], tag, blocks, limit, uses)
+            num_blocks += _restore(pool, names[tag], tag, blocks, limit, pasts)
     with pool.lock:
         pool.last_session_id = max([0, *found.filling, *(one.number for one in earlier)])
         for one in earlier:
@@ -296,7 +296,7 @@ def _drop(pool: SharedPool, found: RecoveredIndex, names: Mapping[int, str], ali
     return nameless + orphans
 
 
-def _restore(pool: SharedPool, name: str, tag: int, blocks: Mapping[bytes, int], limit: int, uses: bytes) -> int:
+def _restore(pool: SharedPool, name: str, tag: int, blocks: Mapping[bytes, int], limit: int, pasts: bytes) -> int:
     """Make the blocks of a namespace visible, in the order in which they were stored, and return their number. There
     may be a million blocks, so it makes no object for a block except its key."""
     with pool.lock:
@@ -312,7 +312,7 @@ def _restore(pool: SharedPool, name: str, tag: int, blocks: Mapping[bytes, int],
             keys, slots = [keys[index] for index in order], [slots[index] for index in order]
         with pool.lock:
             pool.slots.take(slots)
-            pool.index.restore(namespace, keys, slots, bytes([uses[slot] for slot in slots]), pool.clock())
+            pool.index.restore(namespace, keys, slots, bytes([pasts[slot] for slot in slots]), pool.clock())
     with pool.lock:
         pool.index.namespaces.leave(namespace)
     return len(all_keys)

@@ -190,6 +190,21 @@ def test_nothing_is_said_of_keys_that_are_never_in_the_sample() -> None:
     assert pool.engine.curve() is None
 
 
+def test_a_beginning_that_is_used_alone_has_waited_as_long_as_its_chain() -> None:
+    hazards = Hazards()
+    curve = Curve(hazards, Lock(), lambda: 0.0)
+    order = Chains(hazards, RefCounts()).make_order(0)
+    rows = []
+    for chain, again, start in (([key(1)], [key(1)], 1000.0), ([key(2), key(3)], [key(2)], 1100.0)):
+        for keys, begun in ((chain, start), (again, start + 30)):
+            running = Running(order, 1.0, lambda: None)
+            curve.admit(running, keys, begun, None, LookupStats())
+            curve.end(running, (), 3, begun + 5)
+        curve.follow(16, is_lru=False)
+        rows.append(len(hazards.observed()[0]))
+    assert rows[0] == rows[1], "the pause is the same, and so is the class"
+
+
 def test_a_class_that_only_a_larger_size_has_gets_its_row_in_the_table_of_the_pool() -> None:
     hazards, now = Hazards(), 0.0
     curve = Curve(hazards, Lock(), lambda: now)
@@ -201,7 +216,7 @@ def test_a_class_that_only_a_larger_size_has_gets_its_row_in_the_table_of_the_po
         curve.end(running, (), 3, 10.0 * number + 5)
     rows = len(hazards.observed()[0])
     curve.follow(16, is_lru=False)
-    assert len(hazards.observed()[0]) == rows + 6, "of one use, two and three: running, and ended so"
+    assert len(hazards.observed()[0]) == rows + 4, "of one use, and of more: running, and ended so"
 
 
 def test_requests_that_are_too_many_to_follow_begin_a_thinner_sample(make_engine: Callable[..., OffloadEngine]) -> None:

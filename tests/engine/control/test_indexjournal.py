@@ -376,21 +376,21 @@ def test_a_journal_takes_memory_for_the_slots_that_are_reserved() -> None:
     journal.reserve(0, 1 << 14)
     assert journal.resident_bytes <= (65 << 14) + LEARNED_BYTES + 8192
     journal.begin(range(1 << 14), 1)
-    journal.write_uses(0, bytes(1 << 14))
+    journal.write_pasts(0, bytes(1 << 14))
     journal.write_learned(bytes(LEARNED_BYTES - 8))
     assert journal.resident_bytes <= (65 << 14) + LEARNED_BYTES + 8192
     journal.reserve(5, 5)
     journal.close()
 
 
-def test_uses_and_what_was_learned_are_there_again(journal: IndexJournal) -> None:
-    assert (journal.uses(SLOTS), journal.learned()) == (bytes(SLOTS), b"")
-    journal.write_uses(3, bytes([7, 8, 9]))
+def test_pasts_and_what_was_learned_are_there_again(journal: IndexJournal) -> None:
+    assert (journal.pasts(SLOTS), journal.learned()) == (bytes(SLOTS), b"")
+    journal.write_pasts(3, bytes([7, 8, 9]))
     journal.write_learned(b"a longer one")
     journal.write_learned(b"some bytes")
     journal.write_learned(bytes(LEARNED_BYTES))  # has no room
     again = IndexJournal.open(os.dup(journal.fd))
-    assert (again.uses(7), again.learned()) == (bytes([0, 0, 0, 7, 8, 9, 0]), b"some bytes")
+    assert (again.pasts(7), again.learned()) == (bytes([0, 0, 0, 7, 8, 9, 0]), b"some bytes")
     assert again.recover().blocks == {}
     again.close()
 

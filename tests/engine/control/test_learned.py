@@ -16,7 +16,18 @@ from tests.engine.control.sharedhost import Host
 from kvstow.config import EngineConfig
 from kvstow.control.chains import WatchList
 from kvstow.control.engine import OffloadEngine
-from kvstow.control.hazards import LOWER, NUM_BINS, UPPER, Hazards, Observations, bin_of, compute
+from kvstow.control.hazards import (
+    LOWER,
+    NUM_BINS,
+    UPPER,
+    USED_ONCE,
+    Hazards,
+    Observations,
+    bin_of,
+    compute,
+    used_again,
+    uses_of,
+)
 from kvstow.endings import (
     FETCHED,
     NO_ENDING,
@@ -34,6 +45,14 @@ from kvstow.hints import Hints, context_id
 MakeEngine = Callable[..., OffloadEngine]
 
 TOOL, ANSWER = Ending("stop", (1, 0)), Ending("stop", (2, 0))
+
+
+def past_of(*pauses: float) -> int:
+    """The past of blocks that were used again after each of these pauses, in seconds."""
+    past = USED_ONCE
+    for pause in pauses:
+        past = used_again(past, pause)
+    return past
 
 
 def make_keys(count: int, name: str = "key") -> list[bytes]:
@@ -258,10 +277,10 @@ def test_a_namespace_is_not_evicted_for_another_that_needs_its_blocks_less(clock
 # -- what is learned ---------------------------------------------------------------------------------------------
 
 
-def seen(traffic: Traffic, state: int, uses: int = 1) -> tuple[list[float], list[float]]:
+def seen(traffic: Traffic, state: int, past: int = USED_ONCE) -> tuple[list[float], list[float]]:
     """What was observed of a class, by bin: what waited, and what came back."""
     hazards = traffic.engine.pool.index.chains.hazards
-    first = hazards.first_cell(state, uses)
+    first = hazards.first_cell(state, past)
     exposed, returned = hazards.observed()
     row = first // NUM_BINS
     return exposed[row].tolist(), returned[row].tolist()
@@ -303,7 +322,7 @@ def test_uses_are_remembered_after_eviction(make_traffic: MakeTraffic) -> None:
         traffic.serve(make_keys(4, f"other {number}"), 100.0)
     assert traffic.present(chain) == 0
     traffic.serve(chain, 100.0)
-    assert {part.uses for part in traffic.engine.pool.index.chains.parts()} == {5}
+    assert {uses_of(part.past) for part in traffic.engine.pool.index.chains.parts()} == {5}
 
 
 def test_what_is_evicted_together_is_remembered_by_part(make_traffic: MakeTraffic) -> None:
@@ -318,7 +337,7 @@ def test_what_is_evicted_together_is_remembered_by_part(make_traffic: MakeTraffi
         traffic.clock.advance(100.0)
         traffic.serve(chain, 100.0)
         assert traffic.present(chain) == 4
-        assert uses in {part.uses for part in traffic.engine.pool.index.chains.parts()}
+        assert uses in {uses_of(part.past) for part in traffic.engine.pool.index.chains.parts()}
 
 
 def test_uses_within_two_seconds_count_once(make_traffic: MakeTraffic) -> None:
@@ -328,8 +347,23 @@ def test_uses_within_two_seconds_count_once(make_traffic: MakeTraffic) -> None:
         traffic.serve(chain, 0.1)
     traffic.clock.advance(50.0)
     traffic.begin(chain)
-    assert sum(seen(traffic, OTHER, 1)[1]) >= 16.0
-    assert sum(seen(traffic, OTHER, 9)[1]) == 0
+    assert sum(seen(traffic, OTHER)[1]) >= 16.0
+    assert sum(seen(traffic, OTHER, past_of(*[0.1] * 8))[1]) == 0
+
+
+def test_blocks_are_classed_by_the_pause_before_their_last_use(make_traffic: MakeTraffic) -> None:
+    """From the end of the request before: a long request is no pause."""
+    traffic = make_traffic(64)
+    chain = make_keys(4)
+    traffic.serve(chain, 20.0)
+    traffic.clock.advance(3.0)
+    traffic.serve(chain, 20.0)
+    traffic.clock.advance(30.0)
+    traffic.serve(chain, 20.0)
+    traffic.clock.advance(100.0)
+    traffic.begin(chain)
+    found = [sum(seen(traffic, OTHER, past)[1]) for past in (USED_ONCE, past_of(3.0), past_of(3.0, 30.0))]
+    assert found == pytest.approx([1.0, 1.0, 1.0])
 
 
 def test_a_repeated_key_counts_once(make_traffic: MakeTraffic) -> None:
@@ -370,8 +404,8 @@ def test_a_request_that_ends_for_another_one_changes_nothing(make_traffic: MakeT
     traffic.end(second, chain, Ending("abort"))
     traffic.clock.advance(5.0)
     traffic.begin(chain)
-    assert sum(seen(traffic, Endings().state_of(Ending("length"))[0], 2)[1]) == 0
-    assert isclose(sum(seen(traffic, Endings().state_of(Ending("abort"))[0], 2)[1]), 1.0)
+    assert sum(seen(traffic, Endings().state_of(Ending("length"))[0], past_of(0.0))[1]) == 0
+    assert isclose(sum(seen(traffic, Endings().state_of(Ending("abort"))[0], past_of(0.0))[1]), 1.0)
     traffic.engine.check_integrity()
 
 
@@ -411,7 +445,7 @@ def test_a_request_with_unknown_blocks_leaves_others_what_it_does_not_use(make_t
     traffic.engine.check_integrity()
     store_keys(traffic.engine, traffic.ranks, [unknown, third, fourth])
     traffic.engine.check_integrity()
-    uses = {slot: part.uses for part in traffic.engine.pool.index.chains.parts() for slot in part.slots}
+    uses = {slot: uses_of(part.past) for part in traffic.engine.pool.index.chains.parts() for slot in part.slots}
     assert sorted(uses.values()) == [1, 1, 1, 1]
 
 
@@ -454,13 +488,13 @@ def test_too_many_requests_end_the_oldest(make_traffic: MakeTraffic, monkeypatch
 # -- hazards -----------------------------------------------------------------------------------------------------
 
 
-def places_of(hazards: Hazards, state: int, uses: int = 1) -> list[float]:
-    first = hazards.first_cell(state, uses)
+def places_of(hazards: Hazards, state: int, past: int = USED_ONCE) -> list[float]:
+    first = hazards.first_cell(state, past)
     return hazards.places.place[first : first + NUM_BINS]
 
 
-def observe(hazards: Hazards, state: int, seconds: float, count: int, *, returns: bool) -> None:
-    first, at = hazards.first_cell(state, 1), bin_of(seconds)
+def observe(hazards: Hazards, state: int, seconds: float, count: int, past: int = USED_ONCE, *, returns: bool) -> None:
+    first, at = hazards.first_cell(state, past), bin_of(seconds)
     for _ in range(count):
         hazards.waited(first, first + at, 1.0)
         if returns:
@@ -486,7 +520,7 @@ def test_a_place_is_the_best_rate_of_return_over_all_horizons() -> None:
     """Against a search over all horizons, for random hazards."""
     rng = random.Random(1)
     hazards = Hazards()
-    first = hazards.first_cell(OTHER, 1)
+    first = hazards.first_cell(OTHER, USED_ONCE)
     for number in range(NUM_BINS):
         hazards.waited(first + number, first + number + 1, 1e9)
         for _ in range(rng.randrange(4)):
@@ -512,6 +546,18 @@ def test_what_comes_back_at_a_known_time_is_worth_most_shortly_before_it() -> No
     refresh(hazards)
     place = places_of(hazards, OTHER)
     assert place[0] < place[bin_of(50.0)] > place[bin_of(200.0)]
+
+
+def test_little_is_known_of_a_pause_and_much_of_blocks_that_were_used_as_often() -> None:
+    hazards, short, long = Hazards(), past_of(1.0), past_of(100.0)
+    observe(hazards, RELEASED, 1000.0, 1000, returns=False)
+    observe(hazards, OTHER, 60.0, 100, long, returns=True)
+    refresh(hazards)
+    at = bin_of(50.0)
+    assert places_of(hazards, OTHER, short)[at] > places_of(hazards, OTHER, long)[at] / 2
+    observe(hazards, OTHER, 1000.0, 300, short, returns=False)
+    refresh(hazards)
+    assert places_of(hazards, OTHER, short)[at] < places_of(hazards, OTHER, long)[at] / 3
 
 
 def test_a_hint_is_believed_until_its_state_has_learned_otherwise() -> None:
@@ -540,8 +586,8 @@ def test_of_many_classes_those_with_the_most_observations_outlive_their_process(
     hazards, other = Hazards(), Hazards()
     states = [Endings().state_of(Ending(resume_in=seconds))[0] for seconds in RESUME_TIMES]
     for number, state in enumerate(states):
-        for uses in (1, 2, 4):
-            hazards.waited(hazards.first_cell(state, uses), hazards.first_cell(state, uses) + 1, 1.0 + number)
+        for past in (USED_ONCE, past_of(1.0), past_of(100.0)):
+            hazards.waited(hazards.first_cell(state, past), hazards.first_cell(state, past) + 1, 1.0 + number)
     data = dump(hazards)
     assert len(data) <= 16 << 10
     assert other.load(data)
@@ -622,7 +668,7 @@ def test_a_name_in_a_strangers_request_releases_only_its_own_chain(make_traffic:
     assert (context.name, context.blocks) == ("booking", 20)
     parts = {part.ended.first_cell for part in traffic.engine.pool.index.chains.parts() if part.ended is not None}
     hazards = traffic.engine.pool.index.chains.hazards
-    assert parts == {hazards.first_cell(OTHER, 1), hazards.first_cell(RELEASED, 1)}
+    assert parts == {hazards.first_cell(OTHER, USED_ONCE), hazards.first_cell(RELEASED, USED_ONCE)}
     assert traffic.present(mine) == 20
 
 
@@ -642,7 +688,7 @@ def test_what_a_client_says_classes_the_request_with_or_without_a_name(
     traffic.serve(make_keys(20), 1.0, hints=hints)
     chains = traffic.engine.pool.index.chains
     parts = {part.ended.first_cell for part in chains.parts() if part.ended is not None}
-    assert parts == {chains.hazards.first_cell(Endings().state_of(ending)[0], 1)}
+    assert parts == {chains.hazards.first_cell(Endings().state_of(ending)[0], USED_ONCE)}
 
 
 def test_an_operator_releases_what_no_other_request_has_used_since(make_traffic: MakeTraffic) -> None:
@@ -653,7 +699,7 @@ def test_an_operator_releases_what_no_other_request_has_used_since(make_traffic:
     assert traffic.engine.admin.evict(context=context_id("booking"), dry_run=True).run().evicted_slots == 15
     assert traffic.engine.admin.release_context(context_id("booking")) == 20
     hazards = traffic.engine.pool.index.chains.hazards
-    released = hazards.first_cell(RELEASED, 1)
+    released = hazards.first_cell(RELEASED, USED_ONCE)
     parts = traffic.engine.pool.index.chains.parts()
     assert sum(part.resident for part in parts if part.ended is not None and part.ended.first_cell == released) == 15
     assert traffic.engine.contexts().total == 0

@@ -72,7 +72,7 @@ def shown(node: Node) -> dict[str, Any]:
             "free": pool.facade.stats().pool.slots.free,
             "usable": pool.facade.stats().pool.usable_slots,
             "is_waiting": pool.earlier is not None,
-            "used": sum(uses > 0 for uses in pool.index.chains.uses_of(0, pool.slots.limit)),
+            "used": sum(past > 0 for past in pool.index.chains.pasts_of(0, pool.slots.limit)),
             "returns": float(pool.index.chains.hazards.observed()[1].sum()),
         }
         for pool in node.host.pools()

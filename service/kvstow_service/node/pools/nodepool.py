@@ -102,7 +102,7 @@ class NodePool(SharedPool):
 
     def end_journal(self) -> None:
         """Stop recording. Call this before the journal is closed."""
-        while self.journal_uses():
+        while self.journal_pasts():
             pass
         with self.lock:
             self.journal = None

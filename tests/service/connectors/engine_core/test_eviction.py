@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from tests.service.connectors.engine_core.vllmhost import FULL, ONE_GROUP, FakeRequest, VllmHost
 
+from kvstow.control.hazards import uses_of
 from kvstow_service.connectors.engine_core.kvgroups import KVGroup, KVGroups
 from kvstow_service.connectors.engine_core.trackedrequests import TrackedRequest
 
@@ -103,7 +104,7 @@ def uses_on_the_pool(host: VllmHost, request: FakeRequest) -> list[int | None]:
     tracked = TrackedRequest(request, 1)
     keys = tracked.keys(host.groups.groups[0], 0, 99)
     slots = host.engine.namespace.keys.slots_of(keys)
-    uses = {slot: part.uses for part in host.engine.pool.index.chains.parts() for slot in part.slots}
+    uses = {slot: uses_of(part.past) for part in host.engine.pool.index.chains.parts() for slot in part.slots}
     return [None if slot is None else uses[slot] for slot in slots]
 
 
