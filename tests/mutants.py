@@ -1612,7 +1612,8 @@ MUTANTS = [
         "engine/kvstow/attach/connection.py",
         "            while self._channel is channel and received != channel.bytes_received:\n",
         "            while False:\n",
-        "tests/engine/attach/test_connection.py::test_what_has_arrived_before_a_write_fails_is_not_lost",
+        "tests/engine/attach/test_connection.py"
+        "::test_what_was_pushed_before_the_end_is_returned_before_the_next_session",
     ),
     Mutant(
         "the_end_of_a_session_drops_its_last_results",

@@ -25,8 +25,8 @@ class FakeService:
     def accept(self) -> Hello:
         if self.channel is not None:
             self.channel.close()
-        connected, _ = self._listener.accept()
-        self.channel = Channel(connected)
+        self.connected, _ = self._listener.accept()
+        self.channel = Channel(self.connected)
         return Hello.unpack(self.receive().payload)
 
     def receive(self) -> Frame:

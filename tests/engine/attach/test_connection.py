@@ -22,12 +22,13 @@ from kvstow.attach.calls import (
     RevokedExtents,
     SettledOps,
 )
-from kvstow.attach.channel import Frame, _Unsent
+from kvstow.attach.channel import Frame
 from kvstow.attach.connection import (
     FIRST_PAUSE_SECONDS,
     HELLO_SECONDS,
     LONGEST_PAUSE_SECONDS,
     REFUSED_PAUSE_SECONDS,
+    Answer,
     AttachConnection,
     socket_path,
 )
@@ -45,10 +46,11 @@ class Client:
 
     def __init__(self, path: Path) -> None:
         self.now = 100.0
+        self.attempts = 0
         self.heard: list[str] = []
         self.connection = AttachConnection(
             path,
-            lambda: HELLO,
+            self._make_hello,
             accepts_fds=True,
             on_attached=lambda welcome: self.heard.append(welcome.session_id),
             on_lost=lambda: self.heard.append("lost"),
@@ -56,8 +58,24 @@ class Client:
             jitter=lambda: 0.0,
         )
 
+    def _make_hello(self) -> Hello:
+        self.attempts += 1
+        return HELLO
+
+    def pauses(self, seconds: float) -> None:
+        """The next attempt comes after this time, and not before."""
+        attempts = self.attempts
+        self.now += seconds - 0.001
+        assert (self.connection.poll(), self.attempts) == ([], attempts)
+        self.now += 0.002
+        assert (self.connection.poll(), self.attempts) == ([], attempts + 1)
+
     def attach(self, service: FakeService) -> None:
         assert self.connection.poll() == []
+        self.greet(service)
+
+    def greet(self, service: FakeService) -> None:
+        """After an attempt."""
         assert service.accept() == HELLO
         service.send(WELCOME)
         assert self.connection.poll() == []
@@ -136,19 +154,11 @@ def test_all_that_has_arrived_is_read_up_to_the_end_of_the_connection(client: Cl
 
 def test_without_a_service_nothing_raises_and_the_pauses_grow(client: Client, path: Path) -> None:
     connection = client.connection
-    pauses = []
-    for _ in range(8):
-        connection.poll()
+    connection.poll()
+    for doublings in range(8):
         assert connection.problem == f"cannot connect to unix:{path}: No such file or directory"
         assert connection.state == "detached"
-        pauses.append(connection._next_attempt - client.now)
-        client.now = connection._next_attempt - 0.001
-        assert connection.poll() == []
-        assert connection._next_attempt > client.now  # no attempt before its time
-        client.now += 0.002
-    assert pauses[0] == pytest.approx(FIRST_PAUSE_SECONDS)
-    assert pauses[1] == pytest.approx(2 * FIRST_PAUSE_SECONDS)
-    assert pauses[-1] == LONGEST_PAUSE_SECONDS
+        client.pauses(min(FIRST_PAUSE_SECONDS * 2**doublings, LONGEST_PAUSE_SECONDS))
     call = connection.call(Lookup(KEYS))
     assert call.done
     assert connection.wait(call, 10)
@@ -182,20 +192,17 @@ def test_the_end_of_the_service_fails_open_calls_and_the_next_life_is_another_se
 
 
 def test_pauses_grow_until_a_connection_has_lasted(client: Client, service: FakeService) -> None:
-    connection = client.connection
-
-    def pause_after(attached_seconds: float) -> float:
-        client.now = max(client.now, connection._next_attempt)
-        client.attach(service)
-        client.now += attached_seconds
+    client.attach(service)
+    for doublings in range(8):
+        client.now += LONGEST_PAUSE_SECONDS - 0.1
         service.hang_up()
-        connection.poll()
-        return connection._next_attempt - client.now
-
-    pauses = [pause_after(LONGEST_PAUSE_SECONDS - 0.1) for _ in range(8)]
-    assert pauses[:2] == pytest.approx([FIRST_PAUSE_SECONDS, 2 * FIRST_PAUSE_SECONDS])
-    assert pauses[-1] == pytest.approx(LONGEST_PAUSE_SECONDS)
-    assert pause_after(LONGEST_PAUSE_SECONDS + 0.1) == pytest.approx(FIRST_PAUSE_SECONDS)
+        client.connection.poll()
+        client.pauses(min(FIRST_PAUSE_SECONDS * 2**doublings, LONGEST_PAUSE_SECONDS))
+        client.greet(service)
+    client.now += LONGEST_PAUSE_SECONDS + 0.1
+    service.hang_up()
+    client.connection.poll()
+    client.pauses(FIRST_PAUSE_SECONDS)
 
 
 def test_a_refusal_says_why_and_waits_longer(client: Client, service: FakeService) -> None:
@@ -215,18 +222,6 @@ def test_a_refusal_says_why_and_waits_longer(client: Client, service: FakeServic
     assert client.heard == ["s1"]
 
 
-def test_what_has_arrived_before_a_write_fails_is_not_lost(client: Client, service: FakeService) -> None:
-    client.attach(service)
-    asked = client.connection.call(Reset())
-    service.send(ResetDone("a"), service.receive().request_id)
-    service.send(RevokedExtents((1,)))
-    service.hang_up()
-    assert not client.connection.send(Reset())
-    assert asked.unpack(ResetDone).namespace == "a"
-    assert [frame.kind for frame in client.connection.poll()] == [Kind.REVOKED]
-    assert (client.connection.state, client.heard) == ("detached", ["s1", "lost"])
-
-
 @pytest.mark.parametrize(
     ("reason", "pause"), [("slow_reader", REFUSED_PAUSE_SECONDS), ("too_many_clients", FIRST_PAUSE_SECONDS)]
 )
@@ -239,8 +234,8 @@ def test_a_refusal_is_heard_although_sending_fails_first(
     service.hang_up()
     assert not connection.send(Reset())
     assert (connection.state, connection.refusal, connection.problem) == ("detached", reason, "a sentence")
-    assert connection._next_attempt - client.now == pytest.approx(pause)
     assert client.heard == ["s1", "lost"]
+    client.pauses(pause)
 
 
 def test_a_service_that_does_not_answer_the_hello_is_left(client: Client, service: FakeService) -> None:
@@ -272,8 +267,7 @@ def test_what_no_service_says_ends_the_connection(
 
 def test_garbage_ends_the_connection_and_nothing_else(client: Client, service: FakeService) -> None:
     client.attach(service)
-    assert service.channel is not None
-    service.channel._socket.send(b"\xff" * 100)
+    service.connected.send(b"\xff" * 100)
     assert client.connection.poll() == []
     assert client.connection.problem is not None
     assert "was announced; allowed here" in client.connection.problem
@@ -353,18 +347,19 @@ def tell(connection: AttachConnection) -> None:
     assert not connection.send(Reset())
 
 
-def flush(connection: AttachConnection) -> None:
-    assert connection._channel is not None
-    connection._channel._queue(_Unsent(b"what the socket did not take before"))
-    connection._exchange(0.0)
+def receive_once(connection: AttachConnection) -> None:
+    assert not connection.wait(Answer(), 0.0)
 
 
-def call_and_wait(connection: AttachConnection) -> None:
-    connection._exchange(0.0)
+def receive_and_tell(connection: AttachConnection) -> None:
+    receive_once(connection)
     assert not connection.send(Reset())
 
 
-@pytest.mark.parametrize("end", [tell, flush, call_and_wait, AttachConnection.poll])
+@pytest.mark.parametrize(
+    ("end", "unsent"),
+    [(tell, 0), (receive_once, 60_000), (receive_and_tell, 0), (AttachConnection.poll, 0)],
+)
 @pytest.mark.parametrize("last_word", [None, Refused("draining", "the service stops")])
 @pytest.mark.parametrize("room", [0, 300_000])
 def test_what_was_pushed_before_the_end_is_returned_before_the_next_session(
@@ -373,9 +368,13 @@ def test_what_was_pushed_before_the_end_is_returned_before_the_next_session(
     end: Callable[[AttachConnection], list[Frame] | None],
     last_word: Refused | None,
     room: int,
+    unsent: int,
 ) -> None:
-    """Also if the client finds out by sending; `room`: a frame that takes more than one read."""
+    """Also if the client finds out by sending, which may be a rest that the socket did not take before: a call with
+    `unsent` keys. `room`: a frame that takes more than one read."""
     client.attach(service)
+    if unsent:
+        client.connection.call(Lookup(KEYS * unsent))
     fd = os.open("/dev/null", os.O_RDONLY)
     service.send(GrantedExtents(4096, (ExtentGrant(1, 0, 0, 1, 4096, 0),), True), fds=(fd,))
     service.send(ResetDone("x" * 4000) if not room else RevokedExtents(tuple(range(room // 8))))

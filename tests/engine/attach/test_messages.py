@@ -337,6 +337,12 @@ def test_hints_have_limits(hints: Hints) -> None:
         Completions.unpack(msgspec.msgpack.encode([0, "", [{"op_id": 1, "mark": "lost"}]]))
 
 
+def test_many_completions_are_sent_in_several_messages() -> None:
+    done = [Completion(number, "done") for number in range(MOST_COMPLETIONS + 1)]
+    sent = [message.completions for message in Completions.listed(0, "boot", done)]
+    assert sent == [tuple(done[:-1]), (done[-1],)]
+
+
 def test_what_ranks_and_the_service_say_of_an_error_is_one_line_of_printable_text() -> None:
     for text in ("one\ntwo", "one\ud800two"):
         (message,) = Completions.listed(0, "", [Completion(1, "failed", text)])

@@ -5,16 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.doubles.fakes import FakeClock
 from tests.service.node.conftest import DEADLINE_SECONDS, NAMESPACE, POOL, MakeNode, Node, figures_of, wait_until
 
 from kvstow.attach.calls import Hold, SettledOps
-from kvstow.attach.connection import Answer
+from kvstow.attach.connection import Answer, AttachConnection
 from kvstow.attach.engine import PROBE_BLOCKS, PROBE_SECONDS, AttachedEngine, Hits
-from kvstow.attach.hello import number_of
-from kvstow.attach.wire import MOST_COMPLETIONS
+from kvstow.attach.hello import Hello, number_of
 from kvstow.errors import AttachRefusedError, NotFoundError
 from kvstow.messages import Completion, Op
 from kvstow.prefill import PrefillCost, PrefillNews
@@ -108,13 +108,6 @@ def test_what_is_said_of_a_request_after_its_end_is_known_too(engine: Engine, no
     assert engine.take_late() == []
 
 
-def test_many_completions_are_sent_in_several_messages(engine: Engine) -> None:
-    done = [Completion(number, "done") for number in range(MOST_COMPLETIONS + 1)]
-    engine._unsent[0, BOOT] = done
-    sent = [message.completions for message in engine._take_unsent()]
-    assert sent == [tuple(done[:-1]), (done[-1],)]
-
-
 @pytest.mark.parametrize("name", ["r" * 5000, "r\ud800"])
 def test_a_request_may_have_any_name(engine: Engine, name: str) -> None:
     answer = engine.begin_store(KEYS[:2], [1, 2], request_id=name)
@@ -151,17 +144,23 @@ def test_nothing_waits_unless_asked(engine: Engine, node: Node) -> None:
     assert engine.wait(answer, seconds=DEADLINE_SECONDS)
 
 
-def test_all_waits_of_a_step_share_its_time(node: Node) -> None:
-    engine = make(node.path, step_wait=0.02)
+def test_all_waits_of_a_step_share_its_time(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, waits = FakeClock(), list[float]()
+    engine = make(node.path, step_wait=0.02, clock=clock)
     engine.until_attached()
     engine.step()
+
+    def wait_in_vain(_connection: AttachConnection, _answer: Answer[object], seconds: float) -> None:
+        waits.append(seconds)
+        clock.advance(seconds)
+
+    monkeypatch.setattr(AttachConnection, "wait", wait_in_vain)
     with node.standing_still():
         first, second = engine.find(KEYS), engine.find(KEYS)
         assert not engine.wait(first, second)
-        assert engine._wait_left <= 0
         engine.step()
-        assert engine._wait_left == 0.02
-    assert engine.wait(first, second, seconds=DEADLINE_SECONDS)
+        assert not engine.wait(second)
+    assert waits == [0.02, 0.0, 0.02]
     engine.close()
 
 
@@ -235,7 +234,7 @@ def test_the_end_of_a_session_voids_its_leases_and_answers(engine: Engine, node:
     with node.standing_still():
         asked = engine.find(KEYS)
         assert engine.welcome is not None
-        engine._connection.disconnect("a test has cut it")
+        engine.disconnect("a test has cut it")
     assert (asked.done, asked.value.runs, asked.error) == (True, (), "a test has cut it")
     assert (engine.ticket, engine.store_room()) == (None, 0)
     load = engine.begin_load(hits.lease, [1])
@@ -269,14 +268,24 @@ def test_ops_of_a_lost_session_end_locally_and_their_late_completions_are_not_sa
     assert engine.found(KEYS[:3]).runs == ((0, 1), (2, 1))
 
 
-def test_after_a_reset_no_session_comes_back_to_the_old_namespace(engine: Engine, node: Node) -> None:
-    namespaces = [engine._hello.namespace]
+def test_after_a_reset_no_session_comes_back_to_the_old_namespace(
+    engine: Engine, node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digests, open_session = [NAMESPACE.digest], node.host.open_session
+
+    def note_namespace(session_id: str, hello: Hello, *others: Any) -> Any:
+        assert hello.namespace is not None
+        digests.append(hello.namespace.digest)
+        return open_session(session_id, hello, *others)
+
+    monkeypatch.setattr(node.host, "open_session", note_namespace)
     for _ in range(2):
         answer = engine.reset()
         assert engine.wait(answer, seconds=DEADLINE_SECONDS)
         assert answer.value == "model-99"
-        namespaces.append(engine._hello.namespace)
-    assert len({namespace.digest for namespace in namespaces if namespace is not None}) == 3
+        lose(engine, node)
+        engine.until_attached()
+    assert len(set(digests)) == 3
 
 
 def test_a_full_service_is_asked_again_now_and_then(make_node: MakeNode) -> None:

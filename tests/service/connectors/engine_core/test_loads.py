@@ -19,7 +19,7 @@ from tests.service.connectors.engine_core.vllmhost import (
 )
 
 from kvstow_service.connectors.engine_core.kvgroups import KVGroup, KVGroups
-from kvstow_service.connectors.engine_core.loadpolicy import LoadPolicy
+from kvstow_service.connectors.engine_core.loadpolicy import LoadPath, LoadPolicy
 from kvstow_service.connectors.engine_core.stepplan import PlannedStep
 
 PROMPT = "abcdefghijklm"  # 12 tokens can be loaded, in 6 blocks of 2
@@ -33,8 +33,8 @@ KINDS = {
 }
 
 
-def make_host(groups: KVGroups = ONE_GROUP, num_ranks: int = 1) -> VllmHost:
-    host = VllmHost(groups, num_ranks=num_ranks)
+def make_host(groups: KVGroups = ONE_GROUP, num_ranks: int = 1, path: LoadPath = "async") -> VllmHost:
+    host = VllmHost(groups, num_ranks=num_ranks, path=path)
     for group in host.groups.groups:
         host.store(*keys_of(PROMPT, group))
     return host
@@ -306,9 +306,7 @@ def test_a_load_that_is_done_after_one_that_failed_is_not_stored_again() -> None
 
 
 def host_by_layer(groups: KVGroups = ONE_GROUP) -> VllmHost:
-    host = make_host(groups)
-    host.policy._path = "layer"
-    return host
+    return make_host(groups, path="layer")
 
 
 @pytest.mark.parametrize("groups", [ONE_GROUP, WITH_WINDOW], ids=["one group", "with a window"])

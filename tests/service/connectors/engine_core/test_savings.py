@@ -6,15 +6,15 @@ import pytest
 from tests.service.connectors.engine_core.vllmhost import ONE_GROUP, FakeRequest, VllmHost
 
 from kvstow.stats import PrefillStats
+from kvstow_service.connectors.engine_core.loadpolicy import LoadPath
 
 PROMPT = "abcdefghijklmnopq"
 PER_TOKEN = 0.5
 
 
-def loading(path: str, local: int = 0) -> tuple[VllmHost, int]:
+def loading(path: LoadPath, local: int = 0) -> tuple[VllmHost, int]:
     """An engine that knows what prompts cost, and a load of all that its pool has of a request."""
-    host = VllmHost(ONE_GROUP, gpu_blocks=199, slots=128)
-    host.policy._path = path  # type: ignore[assignment]
+    host = VllmHost(ONE_GROUP, gpu_blocks=199, slots=128, path=path)
     for number in range(9):
         request = FakeRequest(str(number), PROMPT if not number else f"{number}" * 16)
         plan = host.run(request)
@@ -40,7 +40,7 @@ def saved(host: VllmHost) -> PrefillStats:
 
 @pytest.mark.parametrize("path", ["async", "layer"])
 @pytest.mark.parametrize("local", [0, 4])
-def test_a_load_saves_the_tokens_between_the_end_of_the_gpus_hit_and_its_own_once(path: str, local: int) -> None:
+def test_a_load_saves_the_tokens_between_the_end_of_the_gpus_hit_and_its_own_once(path: LoadPath, local: int) -> None:
     host, hit = loading(path, local)
     assert bool(host.step().layered.ops) == (path == "layer")
     host.side.settle()

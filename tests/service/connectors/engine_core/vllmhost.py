@@ -22,7 +22,7 @@ from kvstow.keys import make_key
 from kvstow_service.connectors.engine_core.adapters import Adapters
 from kvstow_service.connectors.engine_core.controlplane import EmbeddedControl
 from kvstow_service.connectors.engine_core.kvgroups import KVGroup, KVGroups
-from kvstow_service.connectors.engine_core.loadpolicy import LoadPolicy
+from kvstow_service.connectors.engine_core.loadpolicy import LoadPath, LoadPolicy
 from kvstow_service.connectors.engine_core.schedulerside import STEP_BLOCKS, SchedulerSide
 from kvstow_service.connectors.engine_core.stepplan import PlannedStep
 
@@ -124,6 +124,7 @@ class VllmHost:
         drafts: bool = False,
         adapters: Adapters | None = None,
         reporting: bool = True,
+        path: LoadPath = "async",
     ) -> None:
         """`pinned`: slots that the ranks report at the start, by default all. Without `reporting` they report later."""
         self.clock = FakeClock()
@@ -142,14 +143,24 @@ class VllmHost:
             step_blocks=step_blocks,
             drafts=drafts,
             adapters=adapters,
+            path=path,
         )
 
-    def _make_side(self, control: Any, groups: KVGroups, gpu_blocks: int, **options: Any) -> None:
+    def _make_side(
+        self,
+        control: Any,
+        groups: KVGroups,
+        gpu_blocks: int,
+        *,
+        path: LoadPath,
+        step_budget: float = 0.01,
+        **options: Any,
+    ) -> None:
         self.control: Any = control
         self.groups = groups
         self.pool = FakeBlockPool(gpu_blocks)
         self.observed: list[tuple[str, float]] = []
-        self.policy = LoadPolicy("async", 0.01, 64, self.clock, least_tokens=8)
+        self.policy = LoadPolicy(path, step_budget, 64, self.clock, least_tokens=8)
         self.side = SchedulerSide(
             control,
             groups,
@@ -205,6 +216,10 @@ class VllmHost:
         ends = [-(-request.num_computed_tokens // group.block_tokens) for group in self.groups.groups]
         self.side.finish(request, [ids[:end] for ids, end in zip(request.block_ids, ends, strict=True)])
         self._free(request)
+
+    def drop(self, request: FakeRequest) -> None:
+        """The request ends before it was admitted."""
+        self.side.finish(request, [[] for _ in self.groups.groups])
 
     # -- steps ------------------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from kvstow.control.attachedsession import AttachedSession
 from kvstow.errors import CopyError
 from kvstow.messages import Completion
 from kvstow_service.connectors.engine_core.kvgroups import KVGroups
+from kvstow_service.connectors.engine_core.loadpolicy import LoadPath
 from kvstow_service.connectors.engine_core.stepplan import PlannedStep
 
 PROMPT = "abcdefghijklm"  # 12 tokens can be loaded, in 6 blocks of 2
@@ -35,6 +36,8 @@ class AttachedVllmHost(VllmHost):
         delay: int | Callable[[], int] = 1,
         lazy_blocks: int | None = None,
         is_up: bool = True,
+        path: LoadPath = "async",
+        step_budget: float = 0.01,
     ) -> None:
         self.clock = FakeClock()
         config = EngineConfig(slot_bytes=64, capacity_slots=slots)
@@ -45,7 +48,14 @@ class AttachedVllmHost(VllmHost):
         self._joined: tuple[int, AttachedSession] | None = None
         self.ranks_hold = True
         """Whether the rank keeps the holds that it is asked for."""
-        self._make_side(self.service.control(), groups, gpu_blocks, lazy_blocks=lazy_blocks)
+        self._make_side(
+            self.service.control(),
+            groups,
+            gpu_blocks,
+            path=path,
+            step_budget=step_budget,
+            lazy_blocks=lazy_blocks,
+        )
         link: Any = SimpleNamespace(
             pool=self.service.pool, desired=self._desired, report=self._report, complete=self.control.complete
         )

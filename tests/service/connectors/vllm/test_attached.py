@@ -342,9 +342,7 @@ def test_the_word_for_what_is_not_shared(sentences: tuple[str, ...], word: str) 
 
 
 def by_layer(groups: KVGroups = ONE_GROUP, **options: Any) -> AttachedVllmHost:
-    host = with_prompt(groups, **options)
-    host.policy._path = "layer"
-    return host
+    return with_prompt(groups, path="layer", **options)
 
 
 def choices(host: AttachedVllmHost) -> dict[str, int]:
@@ -375,11 +373,10 @@ def test_slots_of_one_prefix_are_asked_for_once() -> None:
     for _ in range(10):
         found = host.ask_now(first)
         assert host.ask_now(second) is None
-        assert host.side._requests["second"].load.begun is None
         if found is not None:
             break
         host.step()
-    assert (found, host.side._requests["second"].load.wait is not None) == (12, True)
+    assert (found, choices(host)) == (12, {"layer_setting": 1})
     host.admit(first, load=12)
     assert len(host.step().layered.ops) == 1
     assert host.ask_now(second, 12) == 0, "vLLM finds the blocks on the GPU"
@@ -403,10 +400,7 @@ def test_a_load_by_layer_that_vllm_has_no_blocks_for_is_given_up_and_goes_before
 
 def test_the_slots_of_a_request_that_ends_before_they_are_known_are_given_up() -> None:
     host, request = by_layer(delay=2), FakeRequest("r", PROMPT)
-    while host.control.open_transfers == 0 and not host.side._loads.are_awaited:
-        assert host.ask_now(request) is None
-        if request.request_id in host.side._requests and host.side._requests["r"].load.begun is not None:
-            break
+    while host.ask_now(request) is None and not choices(host):
         host.step()
     host.side.finish(request, request.block_ids)
     for _ in range(4):
@@ -417,10 +411,8 @@ def test_the_slots_of_a_request_that_ends_before_they_are_known_are_given_up() -
 
 
 def test_a_prefix_that_the_gpu_has_meanwhile_gives_up_the_slots() -> None:
-    host, cached, request = by_layer(), FakeRequest("c", PROMPT[:4]), FakeRequest("r", PROMPT)
-    assert host.answer(request) == 12
-    host.run(cached)
-    host.side._requests["r"].load.had_no_room = False
+    host, request = begun_by_layer()
+    host.run(FakeRequest("c", PROMPT[:4]))
     assert host.answer(request, 4) == 8
     host.admit(request, local=4, load=8)
     assert len(host.step().layered.ops) == 1
@@ -430,12 +422,7 @@ def test_a_prefix_that_the_gpu_has_meanwhile_gives_up_the_slots() -> None:
 
 
 def test_without_the_service_a_request_whose_slots_were_asked_for_is_computed() -> None:
-    host, request = by_layer(delay=1), FakeRequest("r", PROMPT)
-    for _ in range(5):
-        assert host.ask_now(request) is None
-        if host.side._requests["r"].load.begun is not None:
-            break
-        host.step()
+    host, request = begun_by_layer()
     host.service.is_up = False
     host.control.disconnect("gone")
     assert host.answer(request) == 0
@@ -446,7 +433,7 @@ def begun_by_layer(**options: Any) -> tuple[AttachedVllmHost, FakeRequest]:
     host, request = by_layer(delay=2, **options), FakeRequest("r", PROMPT)
     for _ in range(5):
         assert host.ask_now(request) is None
-        if host.side._requests["r"].load.begun is not None:
+        if choices(host):
             return host, request
         host.step()
     raise AssertionError("the lookup has no answer")
@@ -456,10 +443,8 @@ def test_slots_that_a_lost_session_gave_are_not_used() -> None:
     host, request = begun_by_layer()
     host.step()
     assert host.ask_now(request) is None
-    host.step()  # the answer comes with it
-    begun = host.side._requests["r"].load.begun
-    assert begun is not None
-    assert begun.answer.value is not None
+    host.step()
+    assert host.service.connection.oldest_call is None, "the answer has come"
     host.service.lose()
     assert host.ask_now(request) == 0
     host.step()
@@ -471,7 +456,7 @@ def test_slots_are_not_used_if_the_end_of_the_session_stands_behind_them() -> No
     """The service has answered, and was killed. What it has sent arrives at once."""
     host, request = begun_by_layer()
     host.step()
-    host.service.connection._step += 1  # the answer has arrived, and was not read
+    host.service.connection.hasten()
     host.service.die()
     assert host.control.is_attached
     assert host.ask_now(request) == 0
@@ -582,7 +567,7 @@ def test_slots_for_a_request_that_vllm_asks_for_no_more_are_given_up() -> None:
 
 
 def test_of_many_loads_whose_slots_come_late_only_the_first_is_alone() -> None:
-    host = with_prompt(delay=2, gpu_blocks=200)
+    host = with_prompt(delay=2, gpu_blocks=200, path="auto", step_budget=0.0)
     prompts = [PROMPT[number:] + PROMPT[:number] for number in range(4)]  # none waits for the load of another one
     for prompt in prompts[1:]:
         first = FakeRequest(prompt, prompt)
@@ -591,29 +576,30 @@ def test_of_many_loads_whose_slots_come_late_only_the_first_is_alone() -> None:
     host.settle()
     for block in host.pool.blocks:
         block.block_hash = None
-    host.policy._path, host.policy._budget = "auto", 0.0
     requests = [FakeRequest(str(number), prompt) for number, prompt in enumerate(prompts)]
     host.expect(requests[0])
-    while not host.policy._waiting:
+    while not choices(host):
         assert host.ask_now(requests[0]) is None, "its slots come late"
         host.step()
     for request in requests[1:]:
         host.expect(request)
-    ways: dict[str, str] = {}
-    for _ in range(8):
+    by_layer: dict[FakeRequest, bool] = {}
+    while requests[0] not in by_layer:
         for request in requests:
-            if request.request_id not in ways and host.ask_now(request):
-                choice = host.side._requests[request.request_id].load.choice
-                assert choice is not None
-                ways[request.request_id] = choice.label
+            if request not in by_layer and host.ask_now(request):
+                by_layer[request] = host.side.loads_by_layer(request)
                 host.admit(request, load=12)
         assert len(host.step().layered.ops) <= 1
-        if "0" in ways:
-            break
     host.settle()
-    assert ways["0"] == "layer_alone"
-    assert {way for name, way in ways.items() if name != "0"} <= {"async_burst"}
-    assert host.policy._waiting == 0
+    assert [request for request, is_by_layer in by_layer.items() if is_by_layer] == requests[:1]
+    assert choices(host) == {"layer_alone": 1, **({"async_burst": len(by_layer) - 1} if len(by_layer) > 1 else {})}
+    for request in requests:
+        (host.finish if request in by_layer else host.drop)(request)
+    host.settle()
+    for block in host.pool.blocks:
+        block.block_hash = None
+    assert host.answer(again := FakeRequest("again", PROMPT)) == 12
+    assert host.side.loads_by_layer(again), "no load waits any more"
 
 
 def test_all_loads_of_a_step_wait_for_their_slots_no_longer_than_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -637,18 +623,19 @@ def test_all_loads_of_a_step_wait_for_their_slots_no_longer_than_one(monkeypatch
     waited.clear()
     assert [host.ask_now(request) for request in requests] == [None] * 4
     assert sum(waited) == pytest.approx(LAYER_WAIT_SECONDS), "in the next step again"
-    waited.clear()
-    host.control._is_slow = True
-    assert host.ask_now(requests[0]) is None
-    host.control._layer_wait_left = LAYER_WAIT_SECONDS
-    assert host.ask_now(requests[0]) is None
+    host.service.is_silent = True
+    host.clock.advance(SLOW_SECONDS)
+    for _ in range(2):
+        host.step()
+        waited.clear()
+        assert host.ask_now(requests[0]) is None
+    assert host.control.problem == "the node service does not answer"
     assert sum(waited) == 0.0
 
 
 @pytest.mark.parametrize("path", ["async", "layer"])
 def test_a_broken_lease_holds_nothing_after_it_was_refused(path: Literal["async", "layer"]) -> None:
-    host, request = with_prompt(delay=1), FakeRequest("r", PROMPT)
-    host.policy._path = path
+    host, request = with_prompt(delay=1, path=path), FakeRequest("r", PROMPT)
     host.expect(request)
     host.step()
     assert host.service.session is not None
