@@ -33,7 +33,7 @@ BENCHMARKS: dict[str, _Run] = {
     "control": lambda options, say: control.run(options.sizes, options.repeats, say),
     "holds": lambda options, say: holds.run(say),
     "trace": lambda options, say: control.run_trace(_conversations(options), control.TRACE_SIZES, say),
-    "policy": lambda options, say: policy.run(tuple(policy.POOLS), say),
+    "policy": lambda options, say: policy.run(options.cases, say),
     "curve": lambda options, say: policy.run_curves(policy.CURVES, say),
     "retention": lambda options, say: retention.run(_conversations(options), say),
     "agents": lambda options, say: agents.run(
@@ -87,6 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--clients", nargs="+", default=agents.CLIENTS, choices=agents.CLIENTS, help="columns of the agents benchmark"
     )
+    parser.add_argument("--cases", nargs="+", default=policy.CASES, choices=policy.CASES, help="policy: these tables")
     parser.add_argument("--gpu-blocks", type=int, help="agents: the pools are behind a GPU that caches so many blocks")
     parser.add_argument("--no-record", action="store_true", help="print the tables, and keep the recorded results")
     parser.add_argument("--admin-slots", type=int, default=1_000_000)

@@ -11,7 +11,7 @@ from hashlib import blake2b
 from itertools import chain
 from unittest.mock import patch
 
-from bench.policytraces import DATA, TRACES, Trace
+from bench.policytraces import DATA, LIARS, TRACES, Trace, beside_liars
 from bench.report import Table, verdict
 from kvstow.control.curve import TIMES, Curve
 from kvstow.keys import make_key
@@ -20,11 +20,15 @@ from kvstow_service.replay.trace import TraceRequest, events, read_trace
 
 POOLS = {
     "conversation": (2000, 4000, 16_000),
-    "synthetic": (1000, 2000, 8000),
+    "synthetic": (2000, 4000, 8000, 16_000),
     "shifts": (500, 4000),
     "stays": (500, 4000),
     "sessions": (500, 4000),
+    "phases": (2000,),
+    "dying": (2000,),
 }
+LYING, LIARS_SLOTS = "liars", 1000
+CASES = (*POOLS, LYING)
 CURVES = (("conversation", 4000), ("synthetic", 4000), ("agents-120", 1000))
 TRACE_FILES = {
     "conversation": "conversation_trace.jsonl",
@@ -53,8 +57,26 @@ def hits(trace: Trace, keys: Sequence[Sequence[bytes]], slots: int, policy: str)
 
 
 def run(names: Sequence[str], say: Callable[[str], None]) -> list[Table]:
-    """Make a table for each trace."""
-    return [_table(TRACES[name](), name, say) for name in names]
+    """Make a table for each of these `CASES`."""
+    return [_liars(say) if name == LYING else _table(TRACES[name](), name, say) for name in names]
+
+
+def _liars(say: Callable[[str], None]) -> Table:
+    """Agents beside a client whose prompts end like tool calls, and come back otherwise than those."""
+    honest = read_trace(str(DATA / TRACE_FILES["agents-120"]))
+    blocks = sum(len(request.hash_ids) for request in honest)
+    rows = []
+    for kind, send in LIARS.items():
+        requests, keys = beside_liars(honest, send), KeysById()
+        shares = []
+        for policy in ("auto", "lru"):
+            found = zip(requests, _replay(requests, keys, TimedPool(LIARS_SLOTS, policy)), strict=True)
+            shares.append(100 * sum(hits for request, hits in found if request.context is not None) / blocks)
+        auto, lru = shares
+        rows.append([kind, f"{auto:.2f}", f"{lru:.2f}", f"{auto - lru:+.2f}"])
+        say(f"beside a liar: {rows[-1]}")
+    title = f"agents-120 at {LIARS_SLOTS:,} slots, % of their {blocks:,} blocks that hit beside a client's"
+    return Table(title, ["", "auto", "lru", "auto to lru"], rows)
 
 
 def _table(trace: Trace, name: str, say: Callable[[str], None]) -> Table:

@@ -1,15 +1,15 @@
-"""Request traces for the comparison of orders of eviction: two public ones, and three that are generated here."""
+"""Request traces for the comparison of orders of eviction: public ones, and others that are generated here."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from heapq import heappop, heappush
 from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
-from kvstow_service.replay.trace import read_trace
+from kvstow_service.replay.trace import TraceRequest, read_trace
 
 DATA = Path(__file__).parents[2] / "shared" / "data"
 _REQUESTS = 8000
@@ -80,10 +80,85 @@ def sessions() -> Trace:
     return Trace("sessions", times, requests)
 
 
+def phases() -> Trace:
+    """Generate 400 requests about popular documents, each with a tail that is never repeated, and 400 that read 90
+    other documents in a circle, which almost fill a pool of 2,000 blocks, and so on by turns."""
+    choose = random.Random(3)
+    documents = [(1000 * number, choose.randint(4, 60)) for number in range(1, 401)]
+    weights = list(accumulate(1 / (place + 1) ** 0.9 for place in range(len(documents))))
+    now, fresh, turn = 0.0, 10**8, 0
+    times, requests = list[float](), list[list[int]]()
+    for number in range(_REQUESTS):
+        now += choose.expovariate(1)
+        times.append(now)
+        if number // 400 % 2:
+            first = 10**7 + 1000 * (turn % 90)
+            turn += 1
+            requests.append(list(range(first, first + 21)))
+        else:
+            ((first, length),) = choose.choices(documents, cum_weights=weights)
+            own = choose.randint(1, 12)
+            requests.append([*range(first, first + length), *range(fresh, fresh + own)])
+            fresh += own
+    return Trace("alternating phases", times, requests)
+
+
+def dying() -> Trace:
+    """Generate questions about 40 documents, which others replace after 600 requests, beside as many prompts that are
+    never repeated."""
+    choose = random.Random(4)
+    documents: list[tuple[int, int]] = []
+    now, fresh = 0.0, 10**8
+    times, requests = list[float](), list[list[int]]()
+    for number in range(_REQUESTS):
+        if number % 600 == 0:
+            documents = [(1000 * (number + place), choose.randint(4, 40)) for place in range(40)]
+        now += choose.expovariate(1)
+        times.append(now)
+        first, length = choose.choice(documents) if choose.random() < 0.5 else (fresh + 100, choose.randint(4, 40))
+        own = choose.randint(1, 12)
+        requests.append([*range(first, first + length), *range(fresh, fresh + own)])
+        fresh += 200
+    return Trace("documents that die", times, requests)
+
+
+def beside_liars(requests: Sequence[TraceRequest], send: Liar) -> list[TraceRequest]:
+    """Return the requests beside those of a client that sends about one a second. Those have no context."""
+    choose = random.Random(3)
+    last, found = requests[-1].timestamp / 1000, list(requests)
+    fresh, now = 10**9, 0.0
+    while now < last:
+        now += choose.expovariate(1)
+        blocks = range(fresh, fresh + 40)
+        fresh += 40
+        times = list(send(now, last))
+        found += [TraceRequest(1000 * at, 0, 0, blocks, end=1000 * at + 2000, stop="tool_use") for at in times]
+        now += len(times) - 1
+    return sorted(found, key=lambda request: request.timestamp)
+
+
+Liar = Callable[[float, float], Iterator[float]]
+"""Yields the times at which a prompt is sent that is sent first at the given time, in a trace of the given length."""
+
+
+def _punctual(now: float, last: float) -> Iterator[float]:
+    return (now + 100 * turn for turn in range(8 if now < last / 2 else 1))
+
+
+LIARS: dict[str, Liar] = {
+    "prompts that are sent once": lambda now, last: iter([now]),
+    "prompts that are sent four times in nine seconds": lambda now, last: (now + 3 * turn for turn in range(4)),
+    "prompts that come back every 100 seconds, and then a flood": _punctual,
+    "prompts that are sent 16 times in three seconds": lambda now, last: (now + 0.2 * turn for turn in range(16)),
+}
+
+
 TRACES: dict[str, Callable[[], Trace]] = {
     "conversation": lambda: read(DATA / "conversation_trace.jsonl"),
     "synthetic": lambda: read(DATA / "synthetic_trace.jsonl"),
     "shifts": lambda: popular(shifts=True),
     "stays": lambda: popular(shifts=False),
     "sessions": sessions,
+    "phases": phases,
+    "dying": dying,
 }
