@@ -68,6 +68,9 @@ POOL_TIER = "engine/kvstow/control/pooltier.py"
 POOL_TIER_TESTS = "tests/engine/control/test_pooltier.py"
 ENGINE_CORE = "service/kvstow_service/connectors/engine_core"
 ADAPTERS = "tests/service/connectors/engine_core/test_adapters.py"
+DESCRIPTIONS = "tests/engine/control/test_descriptions.py"
+EVENT_FEED = "tests/service/connectors/engine_core/test_kvevents.py"
+DESCRIBED_STORES = "tests/service/connectors/engine_core/test_describedstores.py"
 VLLM = "service/kvstow_service/connectors/vllm"
 WATCH = "tests/vllm/test_weightwatch.py"
 
@@ -3046,9 +3049,163 @@ MUTANTS = [
     Mutant(
         "events_announce_keys_instead_of_hashes",
         f"{ENGINE_CORE}/kvevents.py",
-        "            if block.block_hash != _hash(key):\n                self._hashes[key] = block.block_hash\n",
+        "            if block.block_hash:\n                self._hashes[key] = block_hash\n",
         "",
         "tests/service/connectors/engine_core/test_adapterevents.py",
+    ),
+    Mutant(
+        "descriptions_outlive_their_blocks",
+        "engine/kvstow/control/pool.py",
+        "            self.descriptions.drop(namespace.tag, keys)\n",
+        "",
+        DESCRIPTIONS,
+    ),
+    Mutant(
+        "stores_of_others_are_described",
+        "engine/kvstow/control/attachedsession.py",
+        '            if entry is None or entry.op.direction != "store" or entry.abandoned:\n',
+        "            if entry is None:\n",
+        DESCRIPTIONS,
+    ),
+    Mutant(
+        "descriptions_are_not_bounded",
+        "engine/kvstow/control/descriptions.py",
+        "        self._num_bytes += described.num_bytes\n        self._forget_oldest()\n",
+        "        self._num_bytes += described.num_bytes\n",
+        DESCRIPTIONS,
+    ),
+    Mutant(
+        "sessions_are_told_what_they_have_said",
+        "engine/kvstow/control/descriptions.py",
+        " and known[0] != reader",
+        "",
+        DESCRIPTIONS,
+    ),
+    Mutant(
+        "tokens_show_in_text",
+        "engine/kvstow/descriptions.py",
+        "    def __repr__(self) -> str:",
+        "    def _repr(self) -> str:",
+        DESCRIPTIONS,
+    ),
+    Mutant(
+        "bad_descriptions_are_taken",
+        "engine/kvstow/attach/calls.py",
+        "            if (num_bytes := block.num_bytes) > MOST_DESCRIPTION or",
+        "            if (num_bytes := block.num_bytes) < 0 and",
+        "tests/engine/attach/test_messages.py::test_a_bad_description_is_refused_without_a_word_of_it",
+    ),
+    Mutant(
+        "descriptions_that_cannot_be_sent_are_sent",
+        "engine/kvstow/attach/calls.py",
+        "            if block is None or not _can_be_sent(block):\n",
+        "            if block is None:\n",
+        "tests/engine/attach/test_messages.py::test_descriptions_are_sent_in_messages_that_fit",
+    ),
+    Mutant(
+        "pages_with_descriptions_have_no_end",
+        "service/kvstow_service/node/pools/nodesession.py",
+        " or num_bytes >= _DESCRIPTIONS_PER_PAGE",
+        "",
+        "tests/service/node/test_readevents.py",
+    ),
+    Mutant(
+        "blocks_without_tokens_are_announced",
+        f"{ENGINE_CORE}/kvevents.py",
+        "            if block is None:\n                continue\n",
+        '            block = block or BlockDescription(b"")\n',
+        EVENT_FEED,
+    ),
+    Mutant(
+        "a_block_is_announced_that_only_seemed_to_be_there",
+        f"{ENGINE_CORE}/kvevents.py",
+        "        return [*self._remove(gone), *self._announce([key for key in keys if key in present], {})]\n",
+        "        return [*self._remove(gone), *self._announce(keys, {})]\n",
+        EVENT_FEED,
+    ),
+    Mutant(
+        "lookups_are_believed_after_newer_news",
+        f"{ENGINE_CORE}/kvevents.py",
+        "        if self._checked is None:  # newer news come later\n            source.ask_news()\n",
+        "        source.ask_news()\n        if self._checked is None:\n",
+        "tests/service/connectors/vllm/test_attachedblocks.py::test_a_block_that_was_found_and_removed_before_the_answer_came_does_not_stay",
+    ),
+    Mutant(
+        "engines_rest_before_they_have_announced",
+        f"{ENGINE_CORE}/kvevents.py",
+        "        return bool(self._uses or is_checking) or self._source.is_behind\n",
+        "        return self._source.is_behind\n",
+        "tests/service/connectors/vllm/test_attachedblocks.py::test_what_nobody_has_described_is_told_when_a_request_has_loaded_it",
+    ),
+    Mutant(
+        "stores_of_running_requests_are_not_described",
+        f"{ENGINE_CORE}/kvevents.py",
+        "        self.known.follow_all(accepted)\n",
+        "",
+        EVENT_FEED,
+    ),
+    Mutant(
+        "blocks_that_the_pool_has_are_not_announced",
+        f"{ENGINE_CORE}/kvevents.py",
+        "            self.found([key for index, key in enumerate(keys) if index not in others])\n",
+        "            pass\n",
+        DESCRIBED_STORES,
+    ),
+    Mutant(
+        "blocks_that_are_loaded_are_not_announced",
+        f"{ENGINE_CORE}/schedulerside.py",
+        "                self.events.used(tracked, tracked.load.start, tracked.load.start + load_tokens)\n",
+        "                pass\n",
+        DESCRIBED_STORES,
+    ),
+    Mutant(
+        "lazy_stores_do_not_announce_what_they_find",
+        f"{ENGINE_CORE}/stores.py",
+        "            self._events.found([key for key, is_there in zip(found.keys, there, strict=True) if is_there])\n",
+        "            pass\n",
+        DESCRIBED_STORES,
+    ),
+    Mutant(
+        "lazy_stores_are_not_described",
+        f"{ENGINE_CORE}/stores.py",
+        "            self._events.known.keep(tracked)\n",
+        "            pass\n",
+        DESCRIBED_STORES,
+    ),
+    Mutant(
+        "the_backlog_is_not_described",
+        f"{ENGINE_CORE}/stores.py",
+        "        if self._events is not None:\n            self._events.known.follow(tracked)\n        for group",
+        "        for group",
+        DESCRIBED_STORES,
+    ),
+    Mutant(
+        "other_engines_learn_no_tokens",
+        f"{ENGINE_CORE}/stores.py",
+        "                    self._control.describe_store(grant.op, described)\n",
+        "                    pass\n",
+        "tests/service/connectors/vllm/test_routerindex.py",
+    ),
+    Mutant(
+        "known_blocks_are_not_bounded",
+        f"{ENGINE_CORE}/knownblocks.py",
+        "        if len(known) > self._most:\n",
+        "        if not known:\n",
+        EVENT_FEED,
+    ),
+    Mutant(
+        "extra_keys_that_cannot_be_packed_end_offload",
+        f"{ENGINE_CORE}/knownblocks.py",
+        "        except (TypeError, ValueError, OverflowError):",
+        "        except OverflowError:",
+        EVENT_FEED,
+    ),
+    Mutant(
+        "blocks_are_described_by_an_earlier_prompt",
+        f"{ENGINE_CORE}/trackedrequests.py",
+        "                self.known_hashes = self.described_tokens = 0\n",
+        "                self.known_hashes = 0\n",
+        EVENT_FEED,
     ),
     Mutant(
         "executors_do_not_notice_what_changes_weights",

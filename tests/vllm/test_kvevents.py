@@ -12,7 +12,8 @@ from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
 from kvstow.keys import make_key
 from kvstow_service.connectors.engine_core.kvevents import EmbeddedBlocks, event_feed
-from kvstow_service.connectors.engine_core.kvgroups import KVGroup
+from kvstow_service.connectors.engine_core.kvgroups import KVGroup, KVGroups
+from kvstow_service.connectors.engine_core.trackedrequests import TrackedRequest
 
 pytestmark = pytest.mark.vllm
 
@@ -59,16 +60,18 @@ class Host:
         self.engine = OffloadEngine(EngineConfig(slot_bytes=SLOT, capacity_slots=16))
         (self.rank,) = make_ranks(self.engine)
         self.feed = event_feed(ENABLED, EmbeddedBlocks(self.engine), self.specs)
+        if self.feed is not None:
+            self.feed.follow_requests(KVGroups((KVGroup(0, 16, 1), KVGroup(1, 32, 2, window=64)), 32), {}, 100)
 
     def store(self, request: Any, first: int, end: int, group: KVGroup) -> None:
         assert self.feed is not None
         step = group.hashes_per_block
         keys = [make_key(group.index, request.block_hashes[(i + 1) * step - 1]) for i in range(first, end)]
-        self.feed.offered(request, group, first, keys)
-        op = self.engine.begin_store(keys, range(len(keys))).op
-        assert op is not None
-        self.feed.granted(keys, self.feed.take_offered())
-        self.rank.send(op.op_id, "done")
+        self.feed.known.follow(TrackedRequest(request, 2))
+        grant = self.engine.begin_store(keys, range(len(keys)))
+        assert grant.op is not None
+        self.feed.granted(keys, grant)
+        self.rank.send(grant.op.op_id, "done")
 
     def take(self) -> list[Any]:
         assert self.feed is not None

@@ -25,6 +25,7 @@ from kvstow.attach.wire import (
     MOST_COMPLETIONS,
     MOST_ERROR,
     MOST_LISTED,
+    MOST_STORED,
     U32,
     U64,
     Counts,
@@ -41,6 +42,8 @@ from kvstow.attach.wire import (
     U64s,
     decoded,
 )
+from kvstow.descriptions import MOST_BYTES as MOST_DESCRIPTION
+from kvstow.descriptions import TOKEN_BYTES, BlockDescription
 from kvstow.endings import Status
 from kvstow.errors import ProtocolError
 from kvstow.hints import CONTEXT_BYTES, LONGEST_PAUSE, MOST_NAME_CHARS, Hints
@@ -189,6 +192,58 @@ class StoreBegun(Packed, frozen=True):
             raise ValueError(f"{len(self.accepted)} blocks and {len(self.slots)} slots")
 
 
+DescribedBlocks = Annotated[tuple[tuple[U32, BlockDescription], ...], Meta(max_length=MOST_STORED)]
+_DESCRIPTIONS_BYTES = 512 << 10
+"""A message with descriptions ends with the block that reaches this number of bytes."""
+
+
+class DescribeStore(Packed, frozen=True):
+    """Say what blocks of a store hold, for engines that publish KV events. Each block comes with its number in the
+    store. The engine sends it before the completions of the store. No answer."""
+
+    KIND: ClassVar = Kind.DESCRIBE_STORE
+    MOST_BYTES: ClassVar = 1 << 20
+    op_id: U64
+    blocks: DescribedBlocks
+
+    @classmethod
+    def listed(cls, op_id: int, blocks: Sequence[BlockDescription | None]) -> Iterator[Self]:
+        """Make messages of the descriptions of a store's blocks. Those that are unknown or cannot be sent are left
+        out."""
+        part: list[tuple[int, BlockDescription]] = []
+        num_bytes = 0
+        for number, block in enumerate(blocks):
+            if block is None or not _can_be_sent(block):
+                continue
+            part.append((number, block))
+            num_bytes += block.num_bytes
+            if num_bytes >= _DESCRIPTIONS_BYTES:
+                yield cls(op_id, tuple(part))
+                part, num_bytes = [], 0
+        if part:
+            yield cls(op_id, tuple(part))
+
+    def check(self) -> None:
+        # `BlockDescription` is a type of the control plane, which does without msgspec. So its limits are checked here.
+        for _, block in self.blocks:
+            if (num_bytes := block.num_bytes) > MOST_DESCRIPTION or not block.tokens or len(block.tokens) % TOKEN_BYTES:
+                raise ValueError(
+                    f"a description has {num_bytes} bytes, {len(block.tokens)} of them for tokens; allowed: "
+                    f"{MOST_DESCRIPTION}, with {TOKEN_BYTES} for each of 1 or more tokens"
+                )
+
+
+def _can_be_sent(block: BlockDescription) -> bool:
+    """Say whether a description fits, and has no half a surrogate in its names, which are those of clients."""
+    try:
+        for name in (block.lora_name, block.session_id):
+            if name:
+                name.encode()
+    except UnicodeError:
+        return False
+    return block.num_bytes <= MOST_DESCRIPTION
+
+
 _MOST_SECONDS = 1e9
 """A duration in a completion is shorter than this."""
 
@@ -320,10 +375,12 @@ class ResetDone(Packed, frozen=True):
 
 
 class BlockChange(NamedTuple):
-    """Blocks that lookups find from now on (`stored`), or find no longer (`removed`)."""
+    """Blocks that lookups find from now on (`stored`), or find no longer (`removed`). `described`: what is known of
+    stored ones from other sessions, each with the index of its key."""
 
     kind: Literal["stored", "removed"]
     keys: Keys
+    described: tuple[tuple[U32, BlockDescription], ...] = ()
 
 
 class ReadEvents(Packed, frozen=True):

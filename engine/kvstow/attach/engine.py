@@ -22,6 +22,7 @@ from kvstow.attach.calls import (
     BeginStore,
     Completions,
     CountLookup,
+    DescribeStore,
     Detach,
     End,
     EventPage,
@@ -44,6 +45,7 @@ from kvstow.attach.hello import Hello, SessionTicket, Welcome, count_of, number_
 from kvstow.attach.identity import UNNAMED_WEIGHTS, FleetWeights, NamespaceIdentity, PoolIdentity
 from kvstow.attach.openops import OpenOps
 from kvstow.attach.wire import MOST_STORED, Kind, Message
+from kvstow.descriptions import BlockDescription
 from kvstow.endings import NO_ENDING, Ending
 from kvstow.errors import AttachError, InvalidRequestError, ProtocolError
 from kvstow.hints import Hints
@@ -294,6 +296,14 @@ class AttachedEngine:
         without = StoreGrant(None, (), {"dropped_not_ready": count}, range(count))
         call = BeginStore(keys, plain(request_id))
         return self._ask(call, partial(self._read_store, tuple(blocks), request_id), without)
+
+    def describe_store(self, op: Op, blocks: Sequence[BlockDescription | None]) -> None:
+        """Say what the blocks of a store hold, in their order: see `AttachedSession.describe_store`. The host calls it
+        before the store's completions. None stands for a block of which that is unknown."""
+        service_id = self._ops.service_id(op.op_id)
+        if service_id is not None:
+            for message in DescribeStore.listed(service_id, blocks):
+                self._send(message)
 
     def store_room(self) -> int:
         """Return for how many blocks the next store would find a slot, as the service has reported last. 0 without a

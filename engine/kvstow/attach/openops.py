@@ -100,6 +100,11 @@ class OpenOps:
         self._open[op.op_id] = self._of_service[service_id] = entry
         return op
 
+    def service_id(self, op_id: int) -> int | None:
+        """The id in the service of an op; None for an op that has ended, or is of an earlier session."""
+        entry = self._open.get(op_id)
+        return entry.service_id if entry is not None and self._is_current(entry) else None
+
     def complete(self, rank: int, completion: Completion) -> Completion | None:
         """Take a completion of `rank`. Returns it with the op's id in the service. Returns None if it is late, repeated
         or of an earlier session, so that it must not be sent to the service."""

@@ -28,7 +28,7 @@ Role = Literal["scheduler", "worker"]
 Sender = Literal["scheduler", "worker", "service"]
 
 
-VERSION: Final = 6
+VERSION: Final = 7
 
 CONTENT_TYPE: Final = "application/msgpack"
 """The content type of a packed message in a request over HTTP, and of its answer."""
@@ -62,6 +62,7 @@ class Kind(IntEnum):
     PREFILL = 32
     LOOKUP_PROMPT = 33
     END = 34
+    DESCRIBE_STORE = 35
 
     REPORT = 48
     DESIRED = 49
@@ -75,7 +76,7 @@ class Kind(IntEnum):
 _OF_ENGINES = {Kind.HELLO, Kind.DETACH, Kind.COMPLETIONS}
 _OF_WORKERS = {Kind.REPORT, Kind.REGISTERED, Kind.RELEASED}
 _CALLS = {Kind.LOOKUP, Kind.LOOKUP_PROMPT, Kind.RELEASE, Kind.BEGIN_LOAD, Kind.BEGIN_STORE, Kind.ADMIT, Kind.END}
-_CALLS |= {Kind.COUNT_LOOKUP, Kind.RESET, Kind.READ_EVENTS, Kind.PREFILL}
+_CALLS |= {Kind.COUNT_LOOKUP, Kind.RESET, Kind.READ_EVENTS, Kind.PREFILL, Kind.DESCRIBE_STORE}
 SENT_BY: Final[Mapping[Sender, frozenset[Kind]]] = {
     "scheduler": frozenset(_OF_ENGINES | _CALLS),
     "worker": frozenset(_OF_ENGINES | _OF_WORKERS),

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from logging import ERROR, WARNING
 
+from kvstow.control.descriptions import StoreDescription
 from kvstow.control.namespaces import Namespace
 from kvstow.control.pool import Pool, PoolSession
 from kvstow.messages import Completion, Direction, Mark, Op, TierDirection
@@ -269,7 +270,7 @@ class OpsInFlight:
 
     def _end(self, entry: OpenOp) -> None:
         pool, op = self.pool, entry.op
-        self._forget(entry)
+        described = self._forget(entry)
         assert isinstance(op, Op)
         if op.direction == "load":
             pool.end_holds([entry.held])
@@ -277,7 +278,7 @@ class OpsInFlight:
                 pool.counters.lookups.miss_blocks["load_failed"] += len(op.slots)
                 pool.counters.fallbacks["load_failed"] += 1
         else:
-            self._end_store(entry)
+            self._end_store(entry, described)
         if entry.error:
             pool.counters.transfers.of(op.direction).error += 1
             pool.counters.faults.errors[f"{op.direction}_failed"] += 1
@@ -300,7 +301,8 @@ class OpsInFlight:
         if entry.stuck:
             self._owner.refresh_acceptance()
 
-    def _forget(self, entry: OpenOp) -> None:
+    def _forget(self, entry: OpenOp) -> StoreDescription:
+        """Returns what is known of the blocks of a store."""
         op = entry.op
         del self._open[op.op_id]
         self._moving.pop(op.op_id, None)
@@ -313,8 +315,9 @@ class OpsInFlight:
             self.held_slots -= len(entry.held)
         elif entry.stuck:
             self.stuck_tier_slots -= len(op.slots)
+        return self.pool.descriptions.end_store(op.op_id)
 
-    def _end_store(self, entry: OpenOp) -> None:
+    def _end_store(self, entry: OpenOp, described: StoreDescription) -> None:
         pool, op = self.pool, entry.op
         outcomes = pool.counters.stores
         if entry.abandoned:
@@ -324,7 +327,7 @@ class OpsInFlight:
             pool.deallocate(op.slots)
             outcomes["failed"] += len(op.slots)
         else:
-            stored = pool.publish(entry.namespace, op.slots, self._owner.on_stored)
+            stored = pool.publish(entry.namespace, op.slots, self._owner.on_stored, described=described)
             outcomes["stored"] += len(stored)
             outcomes["dropped_purged"] += len(op.slots) - len(stored)
 

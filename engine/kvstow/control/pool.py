@@ -20,6 +20,7 @@ from typing import Literal, NamedTuple, Protocol
 from kvstow.config import EngineConfig
 from kvstow.control.blockevents import BlockEventLog
 from kvstow.control.chains import NO_LIMIT, Limit, Running, StoreLimit
+from kvstow.control.descriptions import NOT_DESCRIBED, Descriptions, StoreDescription
 from kvstow.control.hazards import Observations, compute
 from kvstow.control.index import Index, Removal
 from kvstow.control.indexjournal import IndexJournal
@@ -204,6 +205,7 @@ class Pool:
         self.counters = Counters()
         self.ages = AgeSampler(self.index.times, self.counters.ages)
         self.events = BlockEventLog(config.event_buffer, lambda: self.capacity)
+        self.descriptions = Descriptions()
         self.target = target
         self.lost = range(0)
         """Slots whose contents some rank has lost and which `remove_lost` has yet to clear. Nothing is accepted while
@@ -291,11 +293,13 @@ class Pool:
         on_stored: Callable[[Sequence[bytes]], None] | None = None,
         *,
         fetched: bool = False,
+        described: StoreDescription = NOT_DESCRIBED,
     ) -> Sequence[int]:
         """Make the keys of filled slots visible, and free the slots of keys that were disowned meanwhile. The slots are
         in ascending order. Returns the slots whose keys are visible. `on_stored` is called with the keys. `fetched`:
         whether the blocks came from a store below the pool and not from an engine that has computed them. Such blocks
-        are a class of their own until a request after the one that has fetched them uses them."""
+        are a class of their own until a request after the one that has fetched them uses them. `described`: the
+        descriptions that the engine has sent of them."""
         keys, kept = namespace.publish(slots)
         now = self.clock()
         self.index.times.mark_stored(kept, now)
@@ -304,6 +308,8 @@ class Pool:
             self.deallocate(sorted(set(slots).difference(kept)))
         if self.journal is not None and keys:
             self.journal.publish(kept, namespace.tag, keys)
+        if described.by_slot:
+            self.descriptions.show(namespace.tag, keys, kept, described)
         self.events.append("stored", keys, "", namespace.tag)
         if self.slots.leaving:  # a resize has passed these slots already
             limit = self.slots.limit
@@ -324,7 +330,9 @@ class Pool:
     def note_removed_keys(self, removal: Removal, reason: str) -> None:
         start = 0
         for namespace, count in removal.counts:
-            self.events.append("removed", removal.keys[start : start + count], reason, namespace.tag)
+            keys = removal.keys[start : start + count]
+            self.descriptions.drop(namespace.tag, keys)
+            self.events.append("removed", keys, reason, namespace.tag)
             start += count
 
     def remove_blocks(self, slots: Iterable[int], reason: str) -> int:

@@ -46,6 +46,7 @@ from kvstow.attach.wire import (
     Packed,
     refusal_of,
 )
+from kvstow.descriptions import BlockDescription
 from kvstow.errors import AttachRefusedError, ProtocolError
 from kvstow.hints import LONGEST_PAUSE, MOST_NAME_CHARS, Hints
 from kvstow.messages import Completion, DesiredState, RankReport
@@ -78,6 +79,7 @@ HELLO = Hello(
     wanted_bytes=1 << 40,
 )
 
+DESCRIPTION = BlockDescription(b"\1\0\0\0\2\0\0\0", bytes(32), b"h" * 32, b"\x91\x01", 3, "french", "trip-ä")
 MESSAGES: list[Any] = [
     Lookup([b"a" * 33 + b"\0", bytes(34)], Hold.PRESENT, False),
     Lookup([], Hold.NOTHING),
@@ -91,6 +93,7 @@ MESSAGES: list[Any] = [
     calls.BeginLoad(9, 2, 3, "r", "layer_budget"),
     calls.LoadBegun(2**40, (5, 4, 3)),
     calls.BeginStore([b"12", b"\0\0"], "r"),
+    calls.DescribeStore(7, ((0, DESCRIPTION), (255, DESCRIPTION._replace(parent=b"", lora_id=None, lora_name=None)))),
     StoreBegun(7, (0, 2), (11, 12), (3,), {"skipped_already_cached": 1}, 99),
     StoreBegun(0, (), ()),
     Completions(1, "boot", (Completion(7, "done", None, 4096, 0.25, 0.5), Completion(8, "failed", "no device"))),
@@ -109,6 +112,7 @@ MESSAGES: list[Any] = [
     calls.EventPage(
         7, (BlockChange("stored", [bytes(34), b"a" * 34]), BlockChange("removed", [b"abc"])), lost=True, has_more=True
     ),
+    calls.EventPage(8, (BlockChange("stored", [b"abc", b"def"], ((1, DESCRIPTION),)),)),
     GrantedExtents(
         2 << 20, (ExtentGrant(1, 0, 0, 512, 1 << 30, 64 << 20), ExtentGrant(2, 1, 512, 4, 8 << 20, 0)), is_all=False
     ),
@@ -460,3 +464,25 @@ def test_a_store_has_a_bound_of_its_own() -> None:
     assert calls.BeginStore.unpack(calls.BeginStore(keys[1:]).pack()).keys == keys[1:]
     with pytest.raises(ProtocolError, match=r"length <= 256 - at `\$.keys`"):
         calls.BeginStore.unpack(calls.BeginStore(keys).pack())
+
+
+def test_descriptions_are_sent_in_messages_that_fit() -> None:
+    block = BlockDescription(bytes(16_000))
+    half_a_surrogate, too_long = block._replace(session_id="\ud800"), BlockDescription(bytes(17_000))
+    blocks = [block, None, half_a_surrogate, too_long, *[block] * 252]
+    sent = list(calls.DescribeStore.listed(7, blocks))
+    assert [number for message in sent for number, _ in message.blocks] == [0, *range(4, 256)]
+    assert len(sent) == 8
+    assert all(len(message.pack()) < calls.DescribeStore.MOST_BYTES for message in sent)
+    assert [calls.DescribeStore.unpack(message.pack()) for message in sent] == sent
+    assert list(calls.DescribeStore.listed(7, [None])) == []
+
+
+@pytest.mark.parametrize(
+    ("tokens", "words"),
+    [(b"tell" * 4097, "a description has 16388 bytes"), (b"", "0 of them for tokens"), (b"tellm", "5 of them")],
+)
+def test_a_bad_description_is_refused_without_a_word_of_it(tokens: bytes, words: str) -> None:
+    with pytest.raises(ProtocolError, match=words) as caught:
+        calls.DescribeStore.unpack(calls.DescribeStore(7, ((0, BlockDescription(tokens)),)).pack())
+    assert "tell" not in str(caught.value)

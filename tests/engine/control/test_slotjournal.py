@@ -23,6 +23,7 @@ from tests.seeds import few_and_many
 from kvstow.config import EngineConfig
 from kvstow.control import sharedpool
 from kvstow.control.attachedsession import AttachedSession
+from kvstow.control.descriptions import StoreDescription
 from kvstow.control.engine import PoolFacade
 from kvstow.control.indexjournal import IndexJournal, RecoveredIndex
 from kvstow.control.namespaces import NamespaceLabel, Namespaces
@@ -328,11 +329,11 @@ def publish_unbegun(self: IndexJournal, slots: Any, namespace: int, keys: Any) -
 def failed_stores_are_published(patch: pytest.MonkeyPatch) -> None:
     end = OpsInFlight._end_store
 
-    def publish(self: OpsInFlight, entry: OpenOp) -> None:
+    def publish(self: OpsInFlight, entry: OpenOp, described: StoreDescription) -> None:
         journal = self.pool.journal
         if entry.error and not entry.abandoned and journal is not None:
             journal.publish(entry.op.slots, entry.namespace.tag, keys_of(entry))
-        end(self, entry)
+        end(self, entry, described)
 
     patch.setattr(OpsInFlight, "_end_store", publish)
 

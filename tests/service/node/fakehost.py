@@ -15,6 +15,7 @@ from kvstow.attach.calls import (
     BeginStore,
     Completions,
     CountLookup,
+    DescribeStore,
     End,
     EventPage,
     ExtentSlots,
@@ -169,6 +170,9 @@ class FakeSession:
 
     def count_lookup(self, call: CountLookup) -> None:
         self.host.queried += call.queried
+
+    def describe_store(self, call: DescribeStore) -> None:
+        self.host.events.append(("described", call.op_id, call.blocks))
 
     def note_prefill(self, call: Prefill) -> None:
         self.host.events.append(("prefill", call.news()))

@@ -10,11 +10,16 @@ from msgspec.structs import replace
 from tests.service.node.hostbench import ROW_SLOTS, Engine, HostBench
 from tests.service.node.rawengine import HELLO, NAMESPACE, key_of
 
-from kvstow.attach.calls import BlockChange
+from kvstow.attach.calls import BlockChange, DescribeStore
+from kvstow.descriptions import BlockDescription
 from kvstow_service.node.pools import nodesession
 from kvstow_service.node.pools.nodepool import PoolSettings
 
 OTHER = replace(HELLO, namespace=replace(NAMESPACE, weights_id="others"))
+
+
+def describe(engine: Engine, op_id: int, *blocks: BlockDescription) -> None:
+    engine.session.describe_store(DescribeStore(op_id, tuple(enumerate(blocks))))
 
 
 def change(kind: Literal["stored", "removed"], *numbers: int) -> BlockChange:
@@ -126,3 +131,29 @@ def test_keys_of_several_lengths_fit_in_one_page(bench: HostBench) -> None:
     page = engine.read_events()
     assert [len(change.keys) for change in page.changes] == [2, 4]
     assert type(page).unpack(page.pack()) == page
+
+
+def test_what_an_engine_says_of_its_blocks_reaches_the_others_of_its_namespace(bench: HostBench) -> None:
+    first, second, other = bench.start(), bench.start(), bench.start(OTHER)
+    begun = first.begin_store(1, 2)
+    block = BlockDescription(b"tell", b"parent")
+    describe(first, begun.op_id, block)
+    first.complete(begun.op_id)
+    other.store(1, 2)
+    assert read_all(second) == [change("stored", 1, 2)._replace(described=((0, block),))]
+    assert read_all(first) == read_all(other) == [change("stored", 1, 2)]
+    purge(first, 1)
+    assert read_all(second) == [change("stored", 1, 2), change("removed", 1)]
+
+
+def test_a_page_with_descriptions_is_bounded(bench: HostBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nodesession, "_DESCRIPTIONS_PER_PAGE", 100)
+    first, second = bench.start(), bench.start()
+    for number in range(0, 12, 2):
+        begun = first.begin_store(number, number + 1)
+        describe(first, begun.op_id, BlockDescription(bytes(40)), BlockDescription(bytes(40)))
+        first.complete(begun.op_id)
+    page = second.read_events()
+    assert len(page.changes) == 2
+    assert page.has_more
+    assert len(read_all(second)) == 6

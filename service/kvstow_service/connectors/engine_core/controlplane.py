@@ -20,6 +20,7 @@ from kvstow.attach.calls import Hold, Lookup
 from kvstow.attach.connection import Answer
 from kvstow.attach.engine import AttachedEngine, Hits
 from kvstow.attach.hello import NO_HOLD, GateHold, SessionTicket, number_of
+from kvstow.descriptions import BlockDescription
 from kvstow.endings import NO_ENDING, Ending
 from kvstow.errors import LeaseError
 from kvstow.hints import Hints
@@ -137,6 +138,9 @@ class EmbeddedControl:
 
     def begin_store(self, keys: Sequence[bytes], blocks: Sequence[int], *, request_id: str) -> Given[StoreGrant]:
         return Given(self._engine.begin_store(keys, blocks, request_id=request_id))
+
+    def describe_store(self, op: Op, blocks: Sequence[BlockDescription | None]) -> None:
+        """Does nothing: no other engine reads this engine's events."""
 
     def store_room(self) -> int:
         return self._engine.store_room()

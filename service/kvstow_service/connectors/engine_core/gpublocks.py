@@ -77,11 +77,8 @@ class GPUBlocks:
         mixed = self.known_hashes.mix([each[begin:-_GROUP_ID_BYTES] for each in block_hashes])
         for block_hash, content, block in zip(block_hashes, mixed, blocks, strict=True):
             if content is not None:
-                key = _prefix(block_hash[-_GROUP_ID_BYTES:]) + content
-                offer.keys.append(key)
+                offer.keys.append(_prefix(block_hash[-_GROUP_ID_BYTES:]) + content)
                 offer.blocks.append(block)
-                if content != (plain := block_hash[begin:-_GROUP_ID_BYTES]):
-                    self.known_hashes.note(key, plain)
         return offer
 
     def is_unstored(self, block_hash: bytes) -> bool:
@@ -137,8 +134,6 @@ class KnownHashes:
     def __init__(self, requests: Mapping[str, TrackedRequest], most: int) -> None:
         """`requests`: the requests that vLLM has, by name; owned by the caller. `most`: how many hashes are kept; those
         of the oldest requests are dropped."""
-        self.note: Callable[[bytes, bytes], None] = lambda key, block_hash: None
-        """Called with a key that does not contain vLLM's hash, and that hash, before the block is offered."""
         self._requests, self._most = requests, most
         self._adapters: dict[bytes, Adapter | None] = {}
 

@@ -1,6 +1,6 @@
 """KV events for cache-aware routers: what host memory holds, as vLLM's own events.
 
-An `EventFeed` learns of stores when they are offered and granted, and is asked for events once per step.
+An `EventFeed` learns which blocks requests load and store, and is asked for events once per step.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import logging
 import time
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby, islice
@@ -15,10 +16,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvstow.attach.calls import BlockChange, EventPage
 from kvstow.attach.connection import Answer
+from kvstow.descriptions import BlockDescription
 from kvstow.keys import GROUP_BYTES, group_of
-from kvstow.results import Awaited, Given
+from kvstow.results import Awaited, Given, StoreGrant
 from kvstow_service.connectors.engine_core.controlplane import AttachedControl
-from kvstow_service.connectors.engine_core.kvgroups import KVGroup
+from kvstow_service.connectors.engine_core.knownblocks import BlockPlace, ExtraKeys, KnownBlocks, unpacked
+from kvstow_service.connectors.engine_core.kvgroups import KVGroups
+from kvstow_service.connectors.engine_core.trackedrequests import TrackedRequest
 
 if TYPE_CHECKING:
     from kvstow.control.engine import OffloadEngine
@@ -44,11 +48,17 @@ class BlockNews(NamedTuple):
 class EmbeddedBlocks:
     """The blocks of the engine in this process."""
 
+    awaits_news = False
+    is_behind = False
+    can_look_up = True
+
     def __init__(self, engine: OffloadEngine) -> None:
         self._engine = engine
         self._cursor = engine.events.last_sequence
 
-    def read(self) -> BlockNews:
+    def ask_news(self) -> None: ...
+
+    def take_news(self) -> BlockNews:
         log = self._engine.events
         if log.last_sequence == self._cursor:
             return BlockNews()
@@ -88,60 +98,58 @@ class AttachedBlocks:
             return False
         return self._asked is not None or self._has_more or self._stored != self._control.moved_blocks["store"]
 
-    def read(self) -> BlockNews:
-        control, news, (session, _) = self._control, BlockNews(), self._life
-        if control.life != self._life:
-            self._life, self._asked, self._cursor, self._has_more = control.life, None, 0, True
-            if session:
-                return BlockNews(gone=True)
-        if self._asked is not None and self._asked.done:
-            page, self._asked = self._asked.value, None
-            self._cursor, self._has_more = page.cursor, page.has_more
-            news = BlockNews(page.changes, page.lost)
+    @property
+    def awaits_news(self) -> bool:
+        """Whether news were asked for, and have not been taken."""
+        return self._asked is not None
+
+    def ask_news(self) -> None:
+        """Ask for news if it is time, unless some are awaited."""
+        control = self._control
         if self._asked is None and control.is_attached and (self.is_behind or self._clock() >= self._due):
             self._due = self._clock() + PERIOD_SECONDS
             self._stored = control.moved_blocks["store"]
             self._asked = control.read_events(self._cursor)
-        return news
 
-    def look_up(self, keys: Sequence[bytes]) -> Answer[list[bool]] | None:
-        """Which of these blocks are present. An answer with an `error` says nothing. None if that cannot be found out
-        now."""
-        return self._control.present(keys) if self._control.finds_hits and self._has_all_memory() else None
+    def take_news(self) -> BlockNews:
+        """The news that were asked for, if they have arrived."""
+        control, (session, _) = self._control, self._life
+        if control.life != self._life:
+            self._life, self._asked, self._cursor, self._has_more = control.life, None, 0, True
+            if session:
+                return BlockNews(gone=True)
+        if self._asked is None or not self._asked.done:
+            return BlockNews()
+        page, self._asked = self._asked.value, None
+        self._cursor, self._has_more = page.cursor, page.has_more
+        return BlockNews(page.changes, page.lost)
+
+    @property
+    def can_look_up(self) -> bool:
+        return self._control.finds_hits and self._has_all_memory()
+
+    def look_up(self, keys: Sequence[bytes]) -> Answer[list[bool]]:
+        """Which of these blocks are present. An answer with an `error` says nothing."""
+        return self._control.present(keys)
 
 
 BlockSource = EmbeddedBlocks | AttachedBlocks
 
 MEDIUM, LOCALITY = "CPU", "LOCAL"
-MAX_PLANNED = 65_536
-"""How many blocks are described while their store is under way. They take 60 MiB at 16 tokens per block."""
 _CHECKS_PER_TAKE = 256
-"""How many blocks are looked up per step after events were lost, which takes 0.8 ms."""
+"""How many blocks are looked up per step, which takes 0.8 ms, and as many are described of those that were loaded."""
 _WITHDRAWN_PER_TAKE = 1024
 """How many announcements are withdrawn per step after all blocks have gone at once."""
 
 
-class OfferedBlock(NamedTuple):
-    """A block that may be stored: vLLM's request, and the block's group and number in it."""
-
-    request: Any
-    group: KVGroup
-    number: int
-
-
-Origins = dict[bytes, OfferedBlock]
-"""The request and the place of each block, by key."""
-
-
 class Vocabulary(NamedTuple):
-    """The event classes of this version of vLLM. `extra_keys(request, start, end)` is what a block's hash covers
-    besides tokens, in the form that events carry. `external_hash` converts a block's hash to the form that events
-    carry."""
+    """The event classes of this version of vLLM. `external_hash` converts a block's hash to the form that events carry,
+    and `extra_keys` returns extra keys in that form."""
 
     stored: Callable[..., Any]
     removed: Callable[..., Any]
     external_hash: Callable[[bytes], Any]
-    extra_keys: Callable[[Any, int, int], Any]
+    extra_keys: ExtraKeys
 
 
 class GroupKind(NamedTuple):
@@ -151,25 +159,29 @@ class GroupKind(NamedTuple):
     sliding_window: int | None = None
 
 
-class _Origin(NamedTuple):
-    """What all blocks of one event have in common."""
+class _Run(NamedTuple):
+    """Consecutive blocks of one group, and their hashes in vLLM."""
 
     group: int
-    block_tokens: int = 0
-    lora_id: int | None = None
-    lora_name: str | None = None
-    session_id: str | None = None
+    blocks: list[BlockDescription]
+    hashes: list[bytes]
+
+    def goes_on_with(self, group: int, block: BlockDescription) -> bool:
+        last = self.blocks[-1]
+        return (group, block.parent, len(block.tokens), *block[4:]) == (
+            self.group,
+            self.hashes[-1],
+            len(last.tokens),
+            *last[4:],
+        )
 
 
-class _Block(NamedTuple):
-    """What an event says about a block. `block_hash` is vLLM's. `parent` is the hash of the block before it; None for a
-    request's first block."""
+class _Use(NamedTuple):
+    """Blocks that a request has loaded. `next`: how many of them were looked at."""
 
-    origin: _Origin
-    block_hash: bytes
-    parent: bytes | None
-    token_ids: list[int]
-    extra_keys: Any
+    tracked: TrackedRequest
+    places: Sequence[BlockPlace]
+    next: int = 0
 
 
 def event_feed(vllm_config: Any, source: BlockSource, specs: Sequence[Any]) -> EventFeed | None:
@@ -183,161 +195,186 @@ def event_feed(vllm_config: Any, source: BlockSource, specs: Sequence[Any]) -> E
 class EventFeed:
     """Translates what a `BlockSource` reports about stored and removed blocks. Used only by the scheduler's thread.
 
-    The source knows keys. The tokens behind them are noted when their store is planned, and forgotten once they are
-    announced. A block is announced when its bytes are in host memory. Its removal is announced only if the block was.
-    For blocks of lazy stores, of the backlog and of other engines, the tokens are unknown. They are announced by hash
-    alone, with no tokens and a block size of 0, as in vLLM's OffloadingConnector. A router knows the hash from the
-    GPU's event.
+    A block is announced when its bytes are in host memory and its description is known: its tokens, and the hash of the
+    block before it. Routers drop events without them. `KnownBlocks` has the descriptions of what this engine computes
+    and stores, and the service has those of what other engines store. Nobody keeps descriptions for good. So a block
+    that has come from a store below the pool, or was recovered by a service that has restarted, is announced when a
+    request of this engine has used it: has loaded it, or would have stored it.
 
-    No announcement stays stale. Events can be dropped before they are read: 4,096 are kept, and nothing reads them
-    while vLLM idles. After that, every announced block is looked up again, slice by slice, and removed if it is gone.
-    When the session with the node service ends, or after a reset, all announced blocks are removed, slice by slice.
-    Once the engine has attached again, the blocks that it still finds are announced by their hash. `AllBlocksCleared`
-    would not work: it names no medium, so a router would forget the GPU's blocks as well.
+    The removal of a block is announced only if the block was, and no announcement stays stale. Events can be dropped
+    before they are read: 4,096 are kept, and nothing reads them while vLLM idles. After that, every announced block is
+    looked up again, slice by slice, and removed if it is gone. When the session with the node service ends, or after a
+    reset, all announced blocks are removed, slice by slice. Once the engine has attached again, those are announced
+    that it still finds and whose description it still has. `AllBlocksCleared` would not work: it names no medium, so a
+    router would forget the GPU's blocks as well.
 
-    A key contains vLLM's hash, except for a block that an adapter has computed: there it contains a digest of the hash
-    and the adapter. This engine knows the hash of a block that its own requests have. Such a block of another engine is
-    announced by the digest, which no router knows, until a request of this engine has stored or computed it, too.
+    The answers of the source are used in the order in which it has given them. Otherwise a block that a lookup has
+    found could be announced after its removal was read.
 
-    Memory: one reference for each announced block, which the pool bounds, and twice `MAX_PLANNED` descriptions.
+    Memory: one reference for each announced block, which the pool bounds, and what `KnownBlocks` has.
     """
 
     def __init__(self, source: BlockSource, kinds: Sequence[GroupKind], vocabulary: Vocabulary) -> None:
         self._source, self._kinds, self._vocabulary = source, kinds, vocabulary
         self._stored = _known_fields(vocabulary.stored)
         self._removed = _known_fields(vocabulary.removed)
-        self._offered: Origins = {}
-        self._planned: dict[bytes, _Block] = {}
-        self._named: dict[bytes, bytes] = {}  # hashes that keys do not contain, by key
-        self._hashes: dict[bytes, bytes] = {}  # the same, of announced blocks
+        self.known: KnownBlocks
+        """Made by `follow_requests`."""
+        self._hashes: dict[bytes, bytes] = {}  # those of announced blocks that keys do not contain, by key
         self._announced: set[bytes] = set()
-        self._doubtful: deque[bytes] = deque()
+        self._uses: deque[_Use] = deque()
+        self._doubtful: dict[bytes, None] = {}
         self._checked: tuple[list[bytes], Awaited[Sequence[bool]]] | None = None
         self._withdrawn: dict[bytes, None] = {}
 
-    def offered(self, request: Any, group: KVGroup, first_block: int, keys: Sequence[bytes]) -> None:
-        """Note that the store of these consecutive blocks of vLLM's `request`, starting at `first_block`, may be
-        planned in this step."""
-        for number, key in enumerate(keys, first_block):
-            self._offered[key] = OfferedBlock(request, group, number)
+    def follow_requests(self, groups: KVGroups, requests: Mapping[str, TrackedRequest], most: int) -> None:
+        """Learn what blocks hold from these requests. For the parameters, see `KnownBlocks`."""
+        self.known = KnownBlocks(groups, requests, most, self._vocabulary.extra_keys)
 
-    def name(self, key: bytes, block_hash: bytes) -> None:
-        """Note that the store of the block with this key may be planned. vLLM knows the block by `block_hash`, which
-        the key does not contain."""
-        self._named[key] = block_hash
-        while len(self._named) > MAX_PLANNED:
-            del self._named[next(iter(self._named))]
+    @property
+    def is_behind(self) -> bool:
+        """Whether steps are needed to announce what is known, or about to be."""
+        is_checking = self._checked is not None or (self._doubtful and self._source.can_look_up)
+        return bool(self._uses or is_checking) or self._source.is_behind
 
-    def take_offered(self) -> Origins:
-        offered, self._offered = self._offered, {}
-        return offered
+    def granted(self, keys: Sequence[bytes], grant: StoreGrant) -> list[BlockDescription | None]:
+        """Note how the pool has answered the offer of blocks with these keys. Returns the descriptions of the blocks
+        that it stores. Those that it has already are used."""
+        accepted = [keys[index] for index in grant.accepted]
+        self.known.follow_all(accepted)
+        if len(accepted) + len(grant.unplaced) < len(keys):
+            others = {*grant.accepted, *grant.unplaced}
+            self.found([key for index, key in enumerate(keys) if index not in others])
+        return self.known.renew(accepted)
 
-    def granted(self, keys: Iterable[bytes], origins: Origins) -> None:
-        for key in keys:
-            if key in origins:
-                self._planned[key] = self._describe(origins[key])
-        while len(self._planned) > MAX_PLANNED:
-            del self._planned[next(iter(self._planned))]
+    def found(self, keys: Iterable[bytes]) -> None:
+        """Note that the pool seems to have these blocks. Those that were not announced are looked up, and announced if
+        the pool has them."""
+        announced, known = self._announced, self.known
+        self._doubtful |= {key: None for key in keys if key not in announced and known.get(key) is not None}
 
-    def _describe(self, offered: OfferedBlock) -> _Block:
-        request, group, number = offered
-        start, end = number * group.block_tokens, (number + 1) * group.block_tokens
-        step, hashes = group.hashes_per_block, request.block_hashes
-        parent = hashes[number * step - 1] if number else None
-        lora, session = request.lora_request, getattr(request, "session_id", None)  # vLLM 0.30 has sessions
-        origin = _Origin(group.index, group.block_tokens, lora and lora.adapter_id, lora and lora.name, session)
-        tokens = list(request.all_token_ids[start:end])
-        return _Block(
-            origin, hashes[(number + 1) * step - 1], parent, tokens, self._vocabulary.extra_keys(request, start, end)
-        )
+    def used(self, tracked: TrackedRequest, start: int, end: int) -> None:
+        """Note that a request loads its blocks of the tokens `start` to `end`."""
+        announced = self._announced
+        places = [place for place in self.known.places(tracked, start, end) if place.key not in announced]
+        if places:
+            self._uses.append(_Use(tracked, places))
 
     def take_events(self) -> list[Any]:
         """vLLM's events for blocks that were stored or removed since the last call, oldest first."""
-        news = self._source.read()
+        source = self._source
+        events = self._follow(source.take_news())
+        self._describe_used()
+        if self._checked is not None and not source.awaits_news:  # it was asked after the news that have come
+            events += self._take_check()
+        if self._checked is None:  # newer news come later
+            source.ask_news()
+            self._ask_check()
+            if self._checked is not None and not source.awaits_news:
+                events += self._take_check()
+        return events
+
+    def _follow(self, news: BlockNews) -> list[Any]:
         if news.gone:
             self._withdraw()
         if news.lost:
             logger.warning("KV events were lost: looking %d announced blocks up again", len(self._announced))
-            self._doubtful = deque(dict.fromkeys([*self._doubtful, *self._announced, *self._planned]))
+            self._doubtful |= dict.fromkeys([*self._announced, *self.known])
         events: list[Any] = []
         for change in news.changes:
-            events += self._announce(change.keys) if change.kind == "stored" else self._remove(change.keys)
+            if change.kind == "stored":
+                events += self._announce(change.keys, dict(change.described))
+            else:
+                events += self._remove(change.keys)
         withdrawn = list(islice(self._withdrawn, _WITHDRAWN_PER_TAKE))  # those that have not come back
         for key in withdrawn:
             del self._withdrawn[key]
-        events += self._removed_events(withdrawn)
-        if self._doubtful or self._checked is not None:
-            events += self._check()
-        return events
+        return events + self._removed_events(withdrawn)
 
     def _withdraw(self) -> None:
         """Withdraw all announced blocks, because all have gone. Some may come back, so they are looked up again.
         O(announced blocks), once per session."""
-        self._doubtful, self._checked = deque(dict.fromkeys([*self._doubtful, *self._announced])), None
+        self._checked = None
+        self._doubtful |= dict.fromkeys(self._announced)
         self._withdrawn |= dict.fromkeys(self._announced)
         self._announced = set()
 
-    def _check(self) -> list[Any]:
-        """Look up some doubtful blocks, and return their events. These tell what is true now, even if later entries of
-        the log tell something else."""
-        if self._checked is None:
+    def _describe_used(self) -> None:
+        """Describe some of the blocks that requests have loaded."""
+        left = _CHECKS_PER_TAKE
+        while self._uses and left > 0:
+            tracked, places, start = self._uses.popleft()
+            end = min(start + left, len(places))
+            left -= end - start
+            if end < len(places):
+                self._uses.appendleft(_Use(tracked, places, end))
+            self.known.describe_places(tracked, places[start:end])
+            self.found([place.key for place in places[start:end]])
+
+    def _ask_check(self) -> None:
+        """Look up some doubtful blocks."""
+        if self._doubtful and self._source.can_look_up:
             keys = list(islice(self._doubtful, _CHECKS_PER_TAKE))
-            asked = self._source.look_up(keys)
-            if asked is None:
-                return []
-            self._checked = keys, asked
-            for _ in keys:
-                self._doubtful.popleft()
+            for key in keys:
+                del self._doubtful[key]
+            self._checked = keys, self._source.look_up(keys)
+
+    def _take_check(self) -> list[Any]:
+        """The events of the doubtful blocks that were looked up. These tell what was true then, even if the entries of
+        the log that are read next tell something else."""
+        assert self._checked is not None
         keys, answer = self._checked
         if not answer.done:
             return []
         self._checked = None
         if answer.error is not None:
-            self._doubtful.extendleft(reversed(keys))
+            self._doubtful |= dict.fromkeys(keys)
             return []
         present = {key for key, is_there in zip(keys, answer.value, strict=True) if is_there}
         gone = [key for key in keys if key not in present]
-        found = [key for key in keys if key in present and key not in self._announced]
-        return [*self._remove(gone), *self._announce(found)]
+        return [*self._remove(gone), *self._announce([key for key in keys if key in present], {})]
 
-    def _announce(self, keys: Sequence[bytes]) -> list[Any]:
-        """One event for each run of consecutive blocks."""
-        runs: list[list[_Block]] = []
-        for key in keys:
-            block = self._planned.pop(key, None)
+    def _announce(self, keys: Sequence[bytes], described: Mapping[int, BlockDescription]) -> list[Any]:
+        """One event for each run of consecutive blocks. `described`: what the source knows of them, by the index of
+        their key."""
+        runs: list[_Run] = []
+        for index, key in enumerate(keys):
+            if key in self._announced:
+                continue
+            if key in self._withdrawn:  # the router has not been told that it had gone
+                del self._withdrawn[key]
+                self._announced.add(key)
+                continue
+            block = described.get(index) or self.known.get(key)
             if block is None:
-                if key in self._announced:
-                    continue
-                block = _Block(_Origin(group_of(key)), self._named.pop(key, _hash(key)), None, [], None)
-            if block.block_hash != _hash(key):
-                self._hashes[key] = block.block_hash
-            last = runs[-1][-1] if runs else None
-            if last is None or (block.parent, block.origin) != (last.block_hash, last.origin):
-                runs.append([])
-            runs[-1].append(block)
-        self._announced.update(keys)
-        if self._withdrawn:
-            for key in keys:
-                self._withdrawn.pop(key, None)
+                continue
+            self._announced.add(key)
+            group, block_hash = group_of(key), block.block_hash or _hash(key)
+            if block.block_hash:
+                self._hashes[key] = block_hash
+            if not runs or not runs[-1].goes_on_with(group, block):
+                runs.append(_Run(group, [], []))
+            runs[-1].blocks.append(block)
+            runs[-1].hashes.append(block_hash)
         return [self._stored_event(run) for run in runs]
 
-    def _stored_event(self, run: list[_Block]) -> Any:
-        first, external = run[0], self._vocabulary.external_hash
-        origin, kind = first.origin, self._kinds[first.origin.group]
+    def _stored_event(self, run: _Run) -> Any:
+        external, kind, first = self._vocabulary.external_hash, self._kinds[run.group], run.blocks[0]
+        tokens = array("I", b"".join([block.tokens for block in run.blocks])).tolist()
         fields = {
-            "block_hashes": [external(block.block_hash) for block in run],
-            "parent_block_hash": None if first.parent is None else external(first.parent),
-            "token_ids": [token for block in run for token in block.token_ids],
-            "block_size": origin.block_tokens,
-            "lora_id": origin.lora_id,
-            "lora_name": origin.lora_name,
+            "block_hashes": [external(block_hash) for block_hash in run.hashes],
+            "parent_block_hash": external(first.parent) if first.parent else None,
+            "token_ids": tokens,
+            "block_size": len(tokens) // len(run.blocks),
+            "lora_id": first.lora_id,
+            "lora_name": first.lora_name,
             "medium": MEDIUM,
             "locality": LOCALITY,
-            "extra_keys": [block.extra_keys for block in run] if first.token_ids else None,
-            "group_idx": origin.group,
+            "extra_keys": [unpacked(block.extra_keys) for block in run.blocks],
+            "group_idx": run.group,
             "kv_cache_spec_kind": kind.name,
             "kv_cache_spec_sliding_window": kind.sliding_window,
-            "session_id": origin.session_id,
+            "session_id": first.session_id,
         }
         return self._stored(fields)
 

@@ -64,8 +64,8 @@ class SchedulerSide:
         self._gpu = GPUBlocks(pool)
         if adapters is not None:
             self._gpu.known_hashes = KnownHashes(self._requests, 2 * len(pool.blocks))
-            if events is not None:
-                self._gpu.known_hashes.note = events.name
+        if events is not None:
+            events.follow_requests(groups, self._requests, 2 * len(pool.blocks))
         self._draft = StepDraft()
         null_block = pool.null_block.block_id
         self.policy = policy
@@ -77,7 +77,7 @@ class SchedulerSide:
         if lazy_blocks is None:
             self._finder = EagerStores(groups, self._gpu, self._stores, self._requests, events, step_blocks)
         else:
-            self._finder = LazyStores(control, self._gpu, self._stores, lazy_blocks, step_blocks)
+            self._finder = LazyStores(control, self._gpu, self._stores, events, lazy_blocks, step_blocks)
         self._states = RecurrentStates(self._gpu, self._stores)
         self._running = RunningRequests(control, groups)
 
@@ -128,6 +128,8 @@ class SchedulerSide:
             first = request.num_computed_tokens
         tracked.computed_from = min(tracked.computed_from, first)
         if load_tokens:
+            if self.events is not None:
+                self.events.used(tracked, tracked.load.start, tracked.load.start + load_tokens)
             self._loads.count_hit(tracked, load_tokens)
             tracked.load.tokens = range(tracked.load.start, tracked.load.start + load_tokens)
             by_layer = tracked.load.choice is not None and tracked.load.choice.by_layer

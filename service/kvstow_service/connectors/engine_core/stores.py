@@ -14,7 +14,7 @@ from kvstow.attach.wire import MOST_STORED
 from kvstow.results import Awaited, Settled, StoreGrant
 from kvstow_service.connectors.engine_core.controlplane import ControlPlane
 from kvstow_service.connectors.engine_core.gpublocks import Backlog, GPUBlocks, Offer
-from kvstow_service.connectors.engine_core.kvevents import EventFeed, Origins
+from kvstow_service.connectors.engine_core.kvevents import EventFeed
 from kvstow_service.connectors.engine_core.kvgroups import KVGroup, KVGroups, in_token_order
 from kvstow_service.connectors.engine_core.stepplan import StepDraft
 from kvstow_service.connectors.engine_core.trackedrequests import TrackedRequest
@@ -46,11 +46,10 @@ class RetryPause:
 
 
 class _AskedStore(NamedTuple):
-    """Store `number`, for which the pool has not found slots yet. `origins`: the source of its KV events."""
+    """Store `number`, for which the pool has not found slots yet."""
 
     number: int
     offer: Offer
-    origins: Origins
     answer: Awaited[StoreGrant]
 
 
@@ -94,7 +93,6 @@ class Stores:
         slots for them. `offer_again` gets the other blocks."""
         if not offer.keys:
             return
-        origins = self._events.take_offered() if self._events is not None else {}
         for first in range(0, len(offer.keys), MOST_STORED):
             end = first + MOST_STORED
             part = Offer(offer.keys[first:end], offer.blocks[first:end])
@@ -102,17 +100,18 @@ class Stores:
             self.newest += 1
             if not answer.done:
                 self._gpu.hold_sources(-self.newest, part.blocks)
-            self._asked.append(_AskedStore(self.newest, part, origins, answer))
+            self._asked.append(_AskedStore(self.newest, part, answer))
         self.take_granted()
 
     def take_granted(self) -> None:
         """Plan the stores for which the pool has found slots since the last call. It answers in order."""
         while self._asked and self._asked[0].answer.done:
-            number, offer, origins, answer = self._asked.popleft()
+            number, offer, answer = self._asked.popleft()
             grant = answer.value
-            if self._events is not None:
-                self._events.granted([offer.keys[index] for index in grant.accepted], origins)
+            described = self._events.granted(offer.keys, grant) if self._events is not None else ()
             if grant.op is not None:
+                if described:
+                    self._control.describe_store(grant.op, described)
                 self._draft.stores.append(grant.op)
                 self._gpu.hold_sources(grant.op.op_id, grant.op.blocks)
                 self._under_way[grant.op.op_id] = number
@@ -249,6 +248,8 @@ class EagerStores:
         caches them. For a group with a window, this method therefore uses the blocks that the request was given.
         """
         self._due.pop(tracked.request.request_id, None)
+        if self._events is not None:
+            self._events.known.follow(tracked)
         for group in self._groups:
             if group.is_full:
                 tracked.tables[group.index] = list(tables[group.index])
@@ -327,6 +328,8 @@ class EagerStores:
         if strides <= 0:
             return 0
         tracked.offered_tokens = end = start + strides * alignment
+        if self._events is not None:
+            self._events.known.follow(tracked, end)
         found = Offer([], [])
         ends: list[int] = []  # of the blocks found, in tokens
         for group in self._groups:
@@ -347,8 +350,6 @@ class EagerStores:
     def _find(self, tracked: TrackedRequest, group: KVGroup, numbers: range, found: Offer, ends: list[int]) -> None:
         keys = tracked.keys(group, numbers.start, numbers.stop)
         blocks = tracked.tables[group.index][numbers.start : numbers.stop]
-        if self._events is not None:
-            self._events.offered(tracked.request, group, numbers.start, keys)
         if not group.is_full:
             pairs = zip(keys, blocks, numbers, strict=True)
             there = [pair for pair in pairs if self._caches(pair[1], pair[0])]
@@ -391,9 +392,15 @@ class LazyStores:
     """
 
     def __init__(
-        self, control: ControlPlane, gpu: GPUBlocks, stores: Stores, ahead_blocks: int, step_blocks: int
+        self,
+        control: ControlPlane,
+        gpu: GPUBlocks,
+        stores: Stores,
+        events: EventFeed | None,
+        ahead_blocks: int,
+        step_blocks: int,
     ) -> None:
-        self._control, self._gpu, self._stores = control, gpu, stores
+        self._control, self._gpu, self._stores, self._events = control, gpu, stores, events
         self._ahead_blocks, self._step_blocks = ahead_blocks, step_blocks
         self._head: Any = None
         self._offered: dict[int, bytes] = {}  # by block: the content that was offered
@@ -422,10 +429,13 @@ class LazyStores:
         return len(offer.keys)
 
     def offer_last(self, tracked: TrackedRequest, tables: Sequence[Sequence[int]], *, again: bool = False) -> None:
-        """Does nothing: the blocks of an ended request join the free queue."""
+        """Only for KV events: the blocks of an ended request join the free queue."""
+        if self._events is not None:
+            self._events.known.keep(tracked)
 
     def preempted(self, tracked: TrackedRequest) -> None:
-        """Does nothing, because these blocks join the free queue, too."""
+        """As in `offer_last`: these blocks join the free queue, too."""
+        self.offer_last(tracked, ())
 
     def _offer_again(self, block_ids: Sequence[int]) -> None:
         for block_id in block_ids:
@@ -461,6 +471,8 @@ class LazyStores:
 
     def _missing(self, found: Offer) -> Offer:
         there = self._control.contains(found.keys) if found.keys else ()
+        if self._events is not None and any(there):
+            self._events.found([key for key, is_there in zip(found.keys, there, strict=True) if is_there])
         kept = [pair for pair, is_there in zip(zip(*found, strict=True), there, strict=True) if not is_there]
         return Offer([key for key, _ in kept], [block for _, block in kept])
 

@@ -116,7 +116,8 @@ class TrackedRequest:
     computed since then, so that its tokens are more than the promise of a load. `looked_up`: the tokens that the first
     admission looked up. `offered_tokens`: the blocks of the tokens before this one were offered to the pool.
     `computed_from`: it has computed no token before this one. `withheld`: whether its blocks belong to weights that
-    were replaced, and must not be offered. `known_hashes`: how many of its hashes `KnownHashes` has.
+    were replaced, and must not be offered. `known_hashes`: how many of its hashes `KnownHashes` has. The blocks of its
+    first `described_tokens` tokens were described to `KnownBlocks`.
 
     `adapter`: its LoRA adapter, which is part of its keys; None if it has none. `hints`: the hints of its client.
     `number`: its number in the pool, from its admission to its end; None if the pool does not know it. `told_tokens`:
@@ -134,6 +135,7 @@ class TrackedRequest:
     admitted_at: int = -1
     has_run: bool = False
     known_hashes: int = 0
+    described_tokens: int = 0
     computed_from: int = sys.maxsize
     number: int | None = None
     told_tokens: int = 0
@@ -206,7 +208,7 @@ class TrackedRequest:
                 last * group.hashes_per_block > len(hashes) or self._make_keys(group, last - 1, last) != known[-1:]
             ):
                 known.clear()
-                self.known_hashes = 0
+                self.known_hashes = self.described_tokens = 0
 
     def give_tables(self, tables: Sequence[Sequence[int]], step: int) -> None:
         """Give the request these GPU blocks, and no others. None of them has been offered yet."""

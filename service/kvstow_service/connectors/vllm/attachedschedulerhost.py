@@ -53,8 +53,6 @@ class AttachedSchedulerHost(SchedulerHost):
         super().__init__(setup)
         self._model = engineidentity.read_model(setup.vllm_config, setup.options.weights_id)
         self._control: AttachedControl | None = None
-        self._blocks: AttachedBlocks | None = None
-        """The source of KV events; None if vLLM publishes none."""
         self._sessions: dict[int, RankSession] = {}
         self._number = 0
         self._looking_until: float | None = None
@@ -83,7 +81,7 @@ class AttachedSchedulerHost(SchedulerHost):
         if self._looking_until is None:  # vLLM's start has ended
             self._looking_until = self._setup.clock() + LOOKING_SECONDS
         self._follow_session()
-        if self._blocks is not None and self._blocks.is_behind:
+        if self.side is not None and self.side.events is not None and self.side.events.is_behind:
             return True
         if self._setup.clock() >= self._looking_until:
             return False
@@ -144,9 +142,7 @@ class AttachedSchedulerHost(SchedulerHost):
             len(hellos),
             "lazy" if options.lazy_offload else "eager",
         )
-        blocks = AttachedBlocks(control, self._has_all_memory, self._setup.clock)
-        events = self._event_feed(blocks)
-        self._blocks = blocks if events is not None else None
+        events = self._event_feed(AttachedBlocks(control, self._has_all_memory, self._setup.clock))
         return self._new_side(control, pool, events)
 
     def _read_figures(self, control: AttachedControl, identity: PoolIdentity) -> dict[str, Any]:

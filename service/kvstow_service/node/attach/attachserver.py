@@ -21,6 +21,7 @@ from kvstow.attach.calls import (
     BeginStore,
     Completions,
     CountLookup,
+    DescribeStore,
     Desired,
     End,
     Lookup,
@@ -103,7 +104,7 @@ _CALLS: Final[dict[int, type[Message]]] = {
     call.KIND: call
     for call in (
         *(Lookup, LookupPrompt, Release, BeginLoad, BeginStore, Completions, Admit, End, CountLookup, Prefill, Reset),
-        *(ReadEvents, Report, RegisteredExtents, ReleasedExtents),
+        *(ReadEvents, DescribeStore, Report, RegisteredExtents, ReleasedExtents),
     )
 }
 
@@ -195,6 +196,8 @@ def _answer_to_engine(
             session.admit(call)
         case End():
             session.end(call)
+        case DescribeStore():
+            session.describe_store(call)
         case CountLookup():
             session.count_lookup(call)
         case Prefill():

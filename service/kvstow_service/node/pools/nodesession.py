@@ -14,6 +14,7 @@ from kvstow.attach.calls import (
     BlockChange,
     Completions,
     CountLookup,
+    DescribeStore,
     End,
     EventPage,
     ExtentSlots,
@@ -35,6 +36,7 @@ from kvstow.attach.wire import Message
 from kvstow.control.attachedsession import AttachedSession
 from kvstow.control.namespaces import joined_runs, runs_without
 from kvstow.control.pooltier import PoolTier, TieredNamespace, TierWait
+from kvstow.descriptions import BlockDescription
 from kvstow.endings import Ending
 from kvstow.errors import AttachRefusedError, LeaseError
 from kvstow.hints import Hints
@@ -153,6 +155,8 @@ _EVENTS_PER_PAGE = 64
 """How many events one page reads at most."""
 _KEYS_PER_PAGE = 2048
 """A page ends with the event that reaches this number of keys. It has at most 3,071 keys, which take 0.1 MB."""
+_DESCRIPTIONS_PER_PAGE = 1 << 20
+"""A page ends with the event whose descriptions reach this number of bytes. Those of one event have 4 MiB at most."""
 HINTS_PER_SECOND = 1000
 """How many requests of a session may bring hints per second, and in one burst. No engine has that many requests."""
 
@@ -415,6 +419,9 @@ class NodeSession(MemoryHolder):
         room, incomplete = self.control.store_room(), self._incomplete()
         return StoreBegun(op_id, accepted, slots, tuple(grant.unplaced), grant.outcomes, room, incomplete)
 
+    def describe_store(self, call: DescribeStore) -> None:
+        self.control.describe_store(call.op_id, call.blocks)
+
     def _incomplete(self) -> tuple[int, ...]:
         """Take the requests that lack blocks, as far as the engine has not been told yet."""
         with self.pool.lock:
@@ -457,16 +464,23 @@ class NodeSession(MemoryHolder):
             self.tier.pool.note_prefill(self.tier.of, news.cost)
 
     def read_events(self, call: ReadEvents) -> EventPage:
-        """Return the next page of events. O(events read), of which the pool's other namespaces may have a part."""
-        log, tag = self.pool.events, self.control.namespace.tag
+        """Return the next page of events, with what is known of the blocks that other sessions have stored. O(events
+        read), of which the pool's other namespaces may have a part."""
+        pool, session_id = self.pool, self.control.session_id
+        log, tag = pool.events, self.control.namespace.tag
         page = log.read(call.after, _EVENTS_PER_PAGE)
         changes: list[BlockChange] = []
-        num_keys, cursor = 0, page.cursor
+        num_keys, num_bytes, cursor = 0, 0, page.cursor
         for event in page.events:
             num_keys += len(event.keys)
             if event.namespace == tag:
-                changes.append(BlockChange(event.kind, list(event.keys)))
-            if num_keys >= _KEYS_PER_PAGE:
+                described: list[tuple[int, BlockDescription]] = []
+                if event.kind == "stored":
+                    with pool.lock:
+                        described = pool.descriptions.find(tag, event.keys, session_id)
+                    num_bytes += sum(description.num_bytes for _, description in described)
+                changes.append(BlockChange(event.kind, list(event.keys), tuple(described)))
+            if num_keys >= _KEYS_PER_PAGE or num_bytes >= _DESCRIPTIONS_PER_PAGE:
                 cursor = event.sequence
                 break
         return EventPage(cursor, tuple(changes), page.lost > 0, cursor < log.last_sequence)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import weakref
+from array import array
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from tests.doubles.rank import make_ranks
@@ -14,12 +16,14 @@ from kvstow.control.engine import OffloadEngine
 from kvstow.keys import make_key
 from kvstow_service.connectors.engine_core import kvevents
 from kvstow_service.connectors.engine_core.kvevents import EmbeddedBlocks, EventFeed, GroupKind, Vocabulary
-from kvstow_service.connectors.engine_core.kvgroups import KVGroup
+from kvstow_service.connectors.engine_core.kvgroups import KVGroup, KVGroups
+from kvstow_service.connectors.engine_core.trackedrequests import TrackedRequest
 
 SLOT = 4096
 HASHES = [bytes([i]) * 32 for i in range(1, 13)]
 FULL = KVGroup(0, 2, 1)
 WINDOW = KVGroup(1, 4, 2, window=8)
+GROUPS = KVGroups((FULL, WINDOW), 4)
 
 
 @dataclass(frozen=True)
@@ -68,20 +72,35 @@ class Request:
 class Host:
     """An engine with one rank, and what a scheduler does with its feed."""
 
-    def __init__(self, stored: type[Stored] = Stored, slots: int = 16, event_buffer: int = 64) -> None:
+    def __init__(
+        self,
+        stored: type[Stored] = Stored,
+        slots: int = 16,
+        event_buffer: int = 64,
+        most: int = 100,
+        extra_keys: Callable[..., Any] = lambda *span: span[1:],
+    ) -> None:
         config = EngineConfig(slot_bytes=SLOT, capacity_slots=slots, event_buffer=event_buffer)
         self.engine = OffloadEngine(config)
         (self.rank,) = make_ranks(self.engine)
-        vocabulary = Vocabulary(stored, Removed, lambda block_hash: block_hash[0], lambda *span: span[1:])
+        vocabulary = Vocabulary(stored, Removed, lambda block_hash: block_hash[0], extra_keys)
         self.feed = EventFeed(EmbeddedBlocks(self.engine), [GroupKind("full"), GroupKind("window", 8)], vocabulary)
+        self.requests: dict[str, TrackedRequest] = {}
+        self.feed.follow_requests(GROUPS, self.requests, most)
+
+    def tracked(self, request: Request) -> TrackedRequest:
+        """The request, which runs from now on."""
+        found = self.requests[str(len(self.requests))] = TrackedRequest(cast(Any, request), 2)
+        return found
 
     def store(self, first: int, end: int, request: Request | None = None, group: KVGroup = FULL) -> None:
+        """Blocks of a request that ends before they are announced."""
         request = request or Request()
+        self.feed.known.follow(TrackedRequest(cast(Any, request), 2))
         step = group.hashes_per_block
         keys = [make_key(group.index, request.block_hashes[(i + 1) * step - 1]) for i in range(first, end)]
-        self.feed.offered(request, group, first, keys)
         grant = self.engine.begin_store(keys, range(len(keys)))
-        self.feed.granted([keys[i] for i in grant.accepted], self.feed.take_offered())
+        self.feed.granted(keys, grant)
         if grant.op:
             self.rank.send(grant.op.op_id, "done")
 
@@ -143,9 +162,9 @@ def test_the_session_is_announced_where_vllm_has_sessions() -> None:
 
 def test_a_block_is_announced_when_its_bytes_are_there(host: Host) -> None:
     keys = [make_key(0, HASHES[0])]
-    host.feed.offered(Request(), FULL, 0, keys)
+    host.feed.known.follow(host.tracked(Request()))
     grant = host.engine.begin_store(keys, [0])
-    host.feed.granted(keys, host.feed.take_offered())
+    host.feed.granted(keys, grant)
     assert grant.op is not None
     assert host.feed.take_events() == []
     host.rank.send(grant.op.op_id, "failed")
@@ -167,17 +186,6 @@ def test_order_is_kept_within_one_take(host: Host) -> None:
     assert [type(event) for event in host.feed.take_events()] == [Stored, Removed, Stored]
 
 
-def test_a_store_without_a_request_is_announced_by_its_hash(host: Host) -> None:
-    keys = [make_key(1, HASHES[0]), make_key(1, HASHES[1])]
-    op = host.engine.begin_store(keys, [0, 1]).op
-    assert op is not None
-    host.feed.granted(keys, host.feed.take_offered())
-    host.rank.send(op.op_id, "done")
-    told = host.feed.take_events()
-    assert [(event.block_hashes, event.token_ids, event.block_size) for event in told] == [([1], [], 0), ([2], [], 0)]
-    assert {(event.group_idx, event.extra_keys, event.parent_block_hash) for event in told} == {(1, None, None)}
-
-
 def lose_events(host: Host) -> None:
     """More batches than the log keeps."""
     for _ in range(4):
@@ -194,10 +202,8 @@ def test_after_lost_events_no_announcement_is_stale() -> None:
     host.store(1, 2)
     told = host.feed.take_events()
     gone = {block for event in told if isinstance(event, Removed) for block in event.block_hashes}
-    there = {block for event in told if isinstance(event, Stored) for block in event.block_hashes}
     assert {1, 3} <= gone
-    assert 2 in there
-    assert 2 not in gone
+    assert 2 not in gone, "it has come back, and a router still has it"
 
 
 def test_a_removal_is_announced_once() -> None:
@@ -251,36 +257,102 @@ def test_announced_blocks_are_checked_slice_by_slice(monkeypatch: pytest.MonkeyP
     assert takes >= 3
 
 
-class Keys(list[int]):
-    """Of a block, and known to be gone or not: a plain list takes no weak reference."""
-
-
-def test_nothing_is_kept_of_announced_blocks() -> None:
-    host = Host()
-    made: list[weakref.ref[Any]] = []
-
-    def extra_keys(request: Request, start: int, end: int) -> Keys:
-        keys = Keys([start, end])
-        made.append(weakref.ref(keys))
-        return keys
-
-    host.feed = EventFeed(
-        EmbeddedBlocks(host.engine), [GroupKind("full")], Vocabulary(Stored, Removed, bytes.hex, extra_keys)
-    )
+def test_a_request_is_not_kept_by_what_is_known_of_its_blocks(host: Host) -> None:
     request = Request()
     host.store(0, 2, request)
     alive = weakref.ref(request)
+    host.requests.clear()
     del request
     assert alive() is None
-    assert len(made) == len([ref for ref in made if ref() is not None]) == 2
+    assert host.feed.take_events()[0].token_ids == [100, 101, 102, 103]
+
+
+def test_known_blocks_are_bounded_and_the_oldest_are_forgotten() -> None:
+    host = Host(most=20)
+    host.store(0, 2)
+    assert len(host.feed.known) == 18
+    for number in range(20):
+        host.store(0, 2, Request([bytes([number, index]) * 16 for index in range(1, 13)]))
+    assert len(host.feed.known) <= 20
+    told = {block for event in host.feed.take_events() if isinstance(event, Stored) for block in event.block_hashes}
+    assert 19 in told
+    assert 1 not in told, "it was forgotten before it was announced"
+
+
+def recover(host: Host, first: int, end: int) -> None:
+    """Have the pool hold blocks that nobody has described."""
+    keys = [make_key(0, HASHES[number]) for number in range(first, end)]
+    op = host.engine.begin_store(keys, range(len(keys))).op
+    assert op is not None
+    host.rank.send(op.op_id, "done")
+
+
+def test_a_block_that_nobody_has_described_is_announced_when_a_request_loads_it(host: Host) -> None:
+    recover(host, 0, 4)
+    assert host.feed.take_events() == []
+    host.feed.used(host.tracked(Request()), 0, 6)
+    (event,) = host.feed.take_events()
+    assert (event.block_hashes, event.token_ids, event.block_size) == ([1, 2, 3], list(range(100, 106)), 2)
+    host.feed.used(host.tracked(Request()), 0, 6)
+    assert host.feed.take_events() == []
+
+
+def test_a_block_that_nobody_has_described_is_announced_when_a_request_would_store_it(host: Host) -> None:
+    recover(host, 1, 3)
+    assert host.feed.take_events() == []
+    host.store(0, 4)
+    told = [(event.block_hashes, event.parent_block_hash, event.token_ids) for event in host.feed.take_events()]
+    assert sorted(told) == [([1], None, [100, 101]), ([2, 3], 1, [102, 103, 104, 105]), ([4], 3, [106, 107])]
+
+
+def test_a_block_that_has_gone_before_its_use_is_told_is_not_announced(host: Host) -> None:
+    recover(host, 0, 2)
     host.feed.take_events()
-    assert [ref for ref in made if ref() is not None] == []
+    host.feed.used(host.tracked(Request()), 0, 4)
+    host.purge()
+    assert host.feed.take_events() == []
 
 
-def test_descriptions_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kvevents, "MAX_PLANNED", 2)
-    host = Host()
+def test_what_a_request_has_loaded_is_described_slice_by_slice(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kvevents, "_CHECKS_PER_TAKE", 2)
+    recover(host, 0, 5)
+    host.feed.take_events()
+    host.feed.used(host.tracked(Request()), 0, 10)
+    assert host.feed.is_behind
+    told = [host.feed.take_events() for _ in range(4)]
+    assert [[event.block_hashes for event in events] for events in told] == [[[1, 2]], [[3, 4]], [[5]], []]
+    assert not host.feed.is_behind
+
+
+def test_a_block_of_a_running_request_is_described_when_its_store_is_granted(host: Host) -> None:
+    """Recurrent states, and blocks that have left a window."""
+    host.tracked(Request())
+    keys = [make_key(0, HASHES[2])]
+    grant = host.engine.begin_store(keys, [0])
+    (described,) = host.feed.granted(keys, grant)
+    assert described is not None
+    assert grant.op is not None
+    host.rank.send(grant.op.op_id, "done")
+    assert [event.token_ids for event in host.feed.take_events()] == [[104, 105]]
+
+
+@pytest.mark.parametrize("extra", ["\ud800", object()], ids=["surrogate", "object"])
+def test_a_block_whose_extra_keys_cannot_be_sent_is_not_announced(extra: Any) -> None:
+    host = Host(extra_keys=lambda request, start, end: (extra,) if start == 2 else None)
     host.store(0, 3)
-    first, rest = host.feed.take_events()
-    assert (first.block_hashes, first.token_ids) == ([1], [])
-    assert (rest.block_hashes, rest.token_ids) == ([2, 3], [102, 103, 104, 105])
+    first, last = host.feed.take_events()
+    assert (first.block_hashes, first.extra_keys, last.block_hashes) == ([1], [None], [3])
+
+
+def test_a_streamed_request_that_goes_on_with_another_prompt_is_described_anew(host: Host) -> None:
+    request = Request()
+    tracked = host.tracked(request)
+    tracked.keys(FULL, 0, 12)
+    host.feed.known.follow(tracked)
+    other = [bytes([number]) * 32 for number in range(101, 113)]
+    request.block_hashes, request.all_token_ids = other, list(range(200, 224))
+    tracked.forget_stale_keys(GROUPS)
+    host.feed.known.follow(tracked)
+    known = host.feed.known.get(make_key(0, other[0]))
+    assert known is not None
+    assert known.tokens == array("I", [200, 201]).tobytes()

@@ -16,7 +16,7 @@ from tests.service.connectors.engine_core.vllmhost import (
 )
 
 from kvstow_service.connectors.engine_core import stores
-from kvstow_service.connectors.engine_core.kvgroups import KVGroup, KVGroups
+from kvstow_service.connectors.engine_core.kvgroups import KVGroups
 
 PROMPT = "abcdefghi"  # 8 tokens can be loaded
 
@@ -257,35 +257,6 @@ def test_a_table_that_was_given_at_admission_is_not_followed_twice() -> None:
     request.num_computed_tokens = 10
     (op,) = host.side.plan_step(Output({"r": 2}, Cached(["r"], [([31],)]))).stores.ops
     assert op.blocks == (30,)
-
-
-class FakeEvents:
-    """Keeps what it is given."""
-
-    def __init__(self) -> None:
-        self.given: list[tuple[str, list[bytes]]] = []
-        self.origins: dict[bytes, Any] = {}
-
-    def offered(self, request: Any, group: KVGroup, first_block: int, keys: Any) -> None:
-        self.given.append((f"{request.request_id} {group.index} {first_block}", list(keys)))
-        self.origins |= dict.fromkeys(keys, request)
-
-    def take_offered(self) -> dict[bytes, Any]:
-        offered, self.origins = self.origins, {}
-        return offered
-
-    def granted(self, keys: Any, origins: Any) -> None:
-        assert set(keys) <= set(origins)
-        self.given.append(("granted", list(keys)))
-
-
-def test_events_get_what_is_offered_and_what_is_being_stored() -> None:
-    events = FakeEvents()
-    host, request, keys = VllmHost(events=events), FakeRequest("r", PROMPT), keys_of(PROMPT)
-    host.store(keys[1])
-    host.run(request)
-    host.finish(request)
-    assert events.given == [("r 0 0", keys), ("granted", [keys[0], *keys[2:]])]
 
 
 def test_a_change_of_weights_waits_for_no_loads() -> None:

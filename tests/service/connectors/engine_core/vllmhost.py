@@ -82,6 +82,10 @@ class FakeRequest:
         return hashes_of(self.tokens)
 
     @property
+    def all_token_ids(self) -> Sequence[int]:
+        return list(map(ord, self.tokens))
+
+    @property
     def block_ids(self) -> tuple[list[int], ...]:
         return tuple([block.block_id for block in table] for table in self.tables)
 

@@ -16,8 +16,11 @@ from kvstow.config import EngineConfig
 from kvstow.control.attachedsession import AttachedSession
 from kvstow.errors import CopyError
 from kvstow.messages import Completion
+from kvstow_service.connectors.engine_core.controlplane import AttachedControl
+from kvstow_service.connectors.engine_core.kvevents import EventFeed
 from kvstow_service.connectors.engine_core.kvgroups import KVGroups
 from kvstow_service.connectors.engine_core.loadpolicy import LoadPath
+from kvstow_service.connectors.engine_core.schedulerside import STEP_BLOCKS
 from kvstow_service.connectors.engine_core.stepplan import PlannedStep
 
 PROMPT = "abcdefghijklm"  # 12 tokens can be loaded, in 6 blocks of 2
@@ -38,23 +41,34 @@ class AttachedVllmHost(VllmHost):
         is_up: bool = True,
         path: LoadPath = "async",
         step_budget: float = 0.01,
+        step_blocks: int = STEP_BLOCKS,
+        service: SlowService | None = None,
+        memory: dict[int, bytes | None] | None = None,
+        make_events: Callable[[AttachedVllmHost, AttachedControl], EventFeed] | None = None,
     ) -> None:
+        """`service`, `memory`: those of a pool that has other engines, too."""
         self.clock = FakeClock()
-        config = EngineConfig(slot_bytes=64, capacity_slots=slots)
-        delay_of = delay if callable(delay) else lambda: delay
-        self.service = SlowService(config, slots, clock=self.clock, delay=delay_of)
-        self.service.is_up = is_up
-        self.memory: dict[int, bytes | None] = {}
+        if service is None:
+            config = EngineConfig(slot_bytes=64, capacity_slots=slots)
+            delay_of = delay if callable(delay) else lambda: delay
+            service = SlowService(config, slots, clock=self.clock, delay=delay_of)
+            service.is_up = is_up
+        self.service = service
+        self.memory: dict[int, bytes | None] = {} if memory is None else memory
         self._joined: tuple[int, AttachedSession] | None = None
         self.ranks_hold = True
         """Whether the rank keeps the holds that it is asked for."""
+        control = self.service.control()
+        self.events = None if make_events is None else make_events(self, control)
         self._make_side(
-            self.service.control(),
+            control,
             groups,
             gpu_blocks,
             path=path,
             step_budget=step_budget,
             lazy_blocks=lazy_blocks,
+            events=self.events,
+            step_blocks=step_blocks,
         )
         link: Any = SimpleNamespace(
             pool=self.service.pool, desired=self._desired, report=self._report, complete=self.control.complete
@@ -107,6 +121,12 @@ class AttachedVllmHost(VllmHost):
         keys = [bytes.fromhex(block.key) for block in blocks]
         assert [self.memory.get(block.slot) for block in blocks] == keys
         return set(keys)
+
+    @property
+    def has_memory(self) -> bool:
+        """Whether the ranks have joined the session that the engine has."""
+        ticket = self.control.ticket
+        return self._joined is not None and ticket is not None and self._joined[0] == ticket.number
 
     @property
     def leases(self) -> int:

@@ -15,6 +15,7 @@ from kvstow.attach.calls import (
     BeginStore,
     Completions,
     CountLookup,
+    DescribeStore,
     End,
     Hold,
     Lookup,
@@ -45,12 +46,20 @@ class SlowService:
     """It takes each message at once, and its answer arrives `delay()` steps later. Its pool outlives its clients."""
 
     def __init__(
-        self, config: EngineConfig, slots: int, *, clock: Callable[[], float], delay: Callable[[], int]
+        self,
+        config: EngineConfig,
+        slots: int,
+        *,
+        clock: Callable[[], float],
+        delay: Callable[[], int],
+        pool: SharedPool | None = None,
     ) -> None:
-        self.pool = SharedPool(config, clock=clock)
-        self.pool.add_extent(slots)
-        self.pool.set_populated(slots)
-        self.facade = PoolFacade(self.pool)
+        """`pool`: the one that it shares with other engines' services, as these are one service."""
+        if pool is None:
+            pool = SharedPool(config, clock=clock)
+            pool.add_extent(slots)
+            pool.set_populated(slots)
+        self.use(pool)
         self.delay = delay
         self.is_up = True
         self.is_silent = False
@@ -61,6 +70,10 @@ class SlowService:
         """Runs of keys that the answers of `answer_held` say the fleet tier has brought."""
         self.session: AttachedSession | None = None
         self.connection: SlowConnection
+
+    def use(self, pool: SharedPool) -> None:
+        """Serve this pool from the next session on."""
+        self.pool, self.facade = pool, PoolFacade(pool)
 
     def control(self) -> AttachedControl:
         """The control plane of an engine of this service."""
@@ -102,7 +115,8 @@ class SlowService:
 
     def let_go(self, session: AttachedSession, rank: int) -> None:
         """Nothing of that session is under way on this rank any more."""
-        self.pool.process_died((session.session_id, rank))
+        if session.pool is self.pool:  # otherwise the service of that session has ended with its pool
+            self.pool.process_died((session.session_id, rank))
 
 
 class SlowConnection:
@@ -166,6 +180,8 @@ class SlowConnection:
                 self._session.control.end_request(message.number, ending, more=message.more, others=message.others)
             case CountLookup():
                 self._session.control.count_lookup(message.queried, message.hits)
+            case DescribeStore():
+                self._session.describe_store(message)
             case Prefill():
                 self._session.control.note_prefill(message.news())
         return True

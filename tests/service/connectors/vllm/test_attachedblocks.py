@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, cast
 
 import pytest
 from tests.doubles.fakes import FakeClock
@@ -13,6 +14,7 @@ from kvstow.attach.calls import EventPage
 from kvstow.attach.connection import Answer
 from kvstow.config import EngineConfig
 from kvstow.control.attachedsession import AttachedSession
+from kvstow.descriptions import BlockDescription
 from kvstow.keys import make_key
 from kvstow.messages import Completion, RankReport
 from kvstow_service.connectors.engine_core import kvevents
@@ -23,10 +25,11 @@ from kvstow_service.connectors.engine_core.kvevents import (
     GroupKind,
     Vocabulary,
 )
-from kvstow_service.connectors.engine_core.kvgroups import KVGroup
+from kvstow_service.connectors.engine_core.kvgroups import KVGroup, KVGroups
+from kvstow_service.connectors.engine_core.trackedrequests import TrackedRequest
 
 SLOTS = 16
-FULL = KVGroup(0, 2, 1)
+GROUPS = KVGroups((KVGroup(0, 2, 1),), 2)
 TOKENS = list(range(100, 180))
 HASHES = [bytes([number]) * 32 for number in range(1, 40)]
 
@@ -35,10 +38,15 @@ def keys_of(*numbers: int) -> list[bytes]:
     return [make_key(0, bytes([number]) * 32) for number in numbers]
 
 
-class FakeRequest(NamedTuple):
-    block_hashes: list[bytes] = HASHES
-    all_token_ids: list[int] = TOKENS
+@dataclass
+class FakeRequest:
+    block_hashes: list[bytes] = field(default_factory=lambda: HASHES)
+    all_token_ids: list[int] = field(default_factory=lambda: TOKENS)
     lora_request: None = None
+
+
+def tracked() -> TrackedRequest:
+    return TrackedRequest(cast(Any, FakeRequest()), 1)
 
 
 class Bench:
@@ -53,6 +61,7 @@ class Bench:
         self.source = AttachedBlocks(self.control, lambda: self.has_memory, self.clock)
         vocabulary = Vocabulary(Stored, Removed, lambda block_hash: block_hash[0], lambda *span: span[1:])
         self.feed = EventFeed(self.source, [GroupKind("full")], vocabulary)
+        self.feed.follow_requests(GROUPS, {}, 100)
         self.told: dict[int, Stored] = {}
         """What a router knows: by block hash."""
         self.step()
@@ -81,7 +90,7 @@ class Bench:
     def settle(self) -> None:
         """Steps without a pause until nothing is to be waited for."""
         for _ in range(20):
-            if not self.source.is_behind:
+            if not self.feed.is_behind:
                 return
             self.step(0.0)
         raise AssertionError("the source stays behind")
@@ -89,14 +98,13 @@ class Bench:
     def store(self, *numbers: int) -> None:
         """Blocks of one request, from its first on."""
         keys = keys_of(*numbers)
-        self.feed.offered(FakeRequest(), FULL, numbers[0] - 1, keys)
-        origins = self.feed.take_offered()
+        self.feed.known.follow(tracked())
         answer = self.control.begin_store(keys, range(len(keys)), request_id="r")
         self.step(0.0)
         assert answer.done
         grant = answer.value
-        self.feed.granted([keys[index] for index in grant.accepted], origins)
         assert grant.op is not None
+        self.control.describe_store(grant.op, self.feed.granted(keys, grant))
         self.control.complete(0, "boot", [Completion(grant.op.op_id, "done")])
         self.step(0.0)
 
@@ -124,11 +132,14 @@ def join(service: SlowService, session: AttachedSession) -> None:
     session.report(report)
 
 
-def store_elsewhere(service: SlowService, session: AttachedSession, *numbers: int) -> None:
+def store_elsewhere(service: SlowService, session: AttachedSession, *numbers: int, described: bool = False) -> None:
     """Another engine of the same namespace stores these blocks."""
     join(service, session)
     op = session.begin_store(keys_of(*numbers), range(len(numbers))).op
     assert op is not None
+    if described:
+        blocks = [(at, BlockDescription(bytes([number, 0, 0, 0] * 2))) for at, number in enumerate(numbers)]
+        session.describe_store(op.op_id, blocks)
     session.complete(0, "boot", [Completion(op.op_id, "done")])
 
 
@@ -140,7 +151,7 @@ def bench() -> Bench:
 def test_an_own_store_is_told_with_its_tokens_before_the_engine_rests(bench: Bench) -> None:
     bench.step()
     bench.store(1, 2, 3)
-    assert bench.source.is_behind
+    assert bench.feed.is_behind
     bench.settle()
     event = bench.told[1]
     assert event.block_hashes == [1, 2, 3]
@@ -182,21 +193,58 @@ def test_without_news_the_service_is_asked_ten_times_a_second(bench: Bench, monk
     assert 9 <= len(asked) <= 11
 
 
-def test_what_other_engines_store_is_told_by_its_hash(bench: Bench) -> None:
+def test_what_other_engines_store_is_told_with_their_tokens(bench: Bench) -> None:
     other = bench.service.pool.attach("other", bench.session.namespace.name)
-    store_elsewhere(bench.service, other, 7)
+    store_elsewhere(bench.service, other, 37, described=True)
     bench.step()
     bench.step()
-    assert (bench.told[7].token_ids, bench.told[7].block_size) == ([], 0)
+    assert (bench.told[37].token_ids, bench.told[37].block_size) == ([37, 37], 2)
+
+
+def test_what_nobody_has_described_is_told_when_a_request_has_loaded_it(bench: Bench) -> None:
+    other = bench.service.pool.attach("other", bench.session.namespace.name)
+    store_elsewhere(bench.service, other, 1, 2)
+    bench.step()
+    bench.settle()
+    assert bench.told == {}
+    bench.feed.used(tracked(), 0, 4)
+    assert bench.feed.is_behind
+    bench.settle()
+    assert [event.token_ids for event in bench.told.values()] == [[100, 101, 102, 103]] * 2
+
+
+def test_a_block_that_was_found_and_removed_before_the_answer_came_does_not_stay(bench: Bench) -> None:
+    """A lookup finds it, then it is removed, then the engine asks for news: both answers come in one step."""
+    other = bench.service.pool.attach("other", bench.session.namespace.name)
+    store_elsewhere(bench.service, other, 1)
+    bench.step()
+    bench.settle()
+    for delays in range(1, 4):
+        bench.service.delay = lambda delays=delays: delays  # type: ignore[misc]
+        bench.feed.used(tracked(), 0, 2)
+        bench.step(0.0)
+        bench.purge(1)
+        for _ in range(8):
+            bench.step()
+        assert bench.told == {}
+        store_elsewhere(bench.service, other, 1)
 
 
 def test_what_was_stored_before_the_engine_came_is_told(bench: Bench) -> None:
     other = bench.service.pool.attach("other", bench.session.namespace.name)
-    store_elsewhere(bench.service, other, 7)
+    store_elsewhere(bench.service, other, 37, described=True)
     bench.service.lose()
     bench.step()
     bench.settle()
-    assert set(bench.told) == {7}
+    assert set(bench.told) == {37}
+
+
+def test_an_engine_is_not_sent_what_it_has_described_itself(bench: Bench) -> None:
+    bench.store(1, 2)
+    page = bench.control.read_events(0)
+    bench.step()
+    (change,) = page.value.changes
+    assert (change.kind, len(change.keys), change.described) == ("stored", 2, ())
 
 
 def test_when_the_service_goes_nothing_stays_announced(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,7 +257,7 @@ def test_when_the_service_goes_nothing_stays_announced(bench: Bench, monkeypatch
     assert len(bench.told) == 1, "slice by slice"
     bench.step()
     assert bench.told == {}
-    assert not bench.source.is_behind
+    assert not bench.feed.is_behind
 
 
 @pytest.mark.parametrize("is_log_kept", [True, False])
@@ -278,9 +326,9 @@ def test_a_service_that_does_not_answer_ends_the_session_and_the_steps(bench: Be
     bench.settle()
     bench.service.is_silent = True
     bench.step()
-    assert bench.source.is_behind
+    assert bench.feed.is_behind
     for _ in range(60):
         bench.service.is_up = False
         bench.step()
-    assert not bench.source.is_behind
+    assert not bench.feed.is_behind
     assert bench.told == {}

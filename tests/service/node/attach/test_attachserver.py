@@ -26,6 +26,7 @@ from kvstow.attach.calls import (
     BeginStore,
     Completions,
     CountLookup,
+    DescribeStore,
     Desired,
     End,
     ExtentGrant,
@@ -48,6 +49,7 @@ from kvstow.attach.channel import Channel
 from kvstow.attach.connection import AttachConnection
 from kvstow.attach.hello import Refused
 from kvstow.attach.wire import MOST_STORED, VERSION, Kind, Message
+from kvstow.descriptions import BlockDescription
 from kvstow.errors import AttachRefusedError, CallFailedError, DisconnectedError
 from kvstow.messages import Completion, RankReport
 from kvstow_service.node.attach import attachserver
@@ -95,7 +97,11 @@ def test_a_scheduler_half_is_welcomed_with_all_that_the_host_says(node: Node) ->
 
 def test_calls_without_an_answer_reach_the_host_in_order(node: Node) -> None:
     scheduler = node.attach()
-    store(scheduler, KEYS)
+    begun = ask(scheduler, BeginStore(KEYS), StoreBegun)
+    block = BlockDescription(b"tell")
+    scheduler.send(DescribeStore(begun.op_id, ((1, block),)))
+    for rank in range(2):
+        scheduler.send(Completions(rank, "boot", (Completion(begun.op_id, "done"),)))
     found = ask(scheduler, Lookup(KEYS), Found)
     scheduler.send(Admit(3, KEYS, (0, 8)))
     scheduler.send(End(3, "abort"))
@@ -105,6 +111,7 @@ def test_calls_without_an_answer_reach_the_host_in_order(node: Node) -> None:
         ask(scheduler, BeginLoad(found.lease_id, 0, 1), LoadBegun)
     assert caught.value.service_code == "lease_invalid"
     assert ask(scheduler, Reset(), ResetDone) == ResetDone("model-99")
+    assert node.events("described") == [("described", begun.op_id, ((1, block),))]
     assert node.events("admitted") == [("admitted", 8, 3)]
     assert node.events("ended") == [("ended", 3, "abort")]
     assert node.host.queried == 8
