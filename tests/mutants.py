@@ -3056,7 +3056,7 @@ MUTANTS = [
     Mutant(
         "descriptions_outlive_their_blocks",
         "engine/kvstow/control/pool.py",
-        "            self.descriptions.drop(namespace.tag, keys)\n",
+        "            self.events.descriptions.drop(namespace.tag, keys)\n",
         "",
         DESCRIPTIONS,
     ),
@@ -3098,8 +3098,8 @@ MUTANTS = [
     Mutant(
         "descriptions_that_cannot_be_sent_are_sent",
         "engine/kvstow/attach/calls.py",
-        "            if block is None or not _can_be_sent(block):\n",
-        "            if block is None:\n",
+        "            if block is None or (size := block.num_bytes) > MOST_DESCRIPTION or not _are_whole(block):\n",
+        "            if block is None or (size := block.num_bytes) < 0:\n",
         "tests/engine/attach/test_messages.py::test_descriptions_are_sent_in_messages_that_fit",
     ),
     Mutant(

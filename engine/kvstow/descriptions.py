@@ -1,4 +1,4 @@
-"""What a block holds, in the words of KV events: its tokens, and what precedes it."""
+"""What a KV event says of a block: its tokens, and which block precedes it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ MOST_BYTES = 16 << 10
 
 
 class BlockDescription(NamedTuple):
-    """What a KV event says of a block, besides its key. It is prompt text, so whoever may not see a block's key must
-    not see this either, and no text that is made of it shows any of it.
+    """What a KV event says of a block, in addition to its key. A description is prompt text, so it is shown to nobody
+    who may not see the block's key, and its `repr` shows none of it.
 
-    `tokens`: their ids, `TOKEN_BYTES` each, in the byte order of this machine. `parent`: the hash of the block before
-    it; empty for the first one of a prompt. `block_hash`: the engine's hash of the block; empty if the block's key
-    contains it. `extra_keys`: what the hash covers besides tokens, packed by the engine; empty if that is nothing.
+    `tokens`: the ids of the tokens, `TOKEN_BYTES` each, in the byte order of this machine. `parent`: the hash of the
+    block before it, which is empty for the first block of a prompt. `block_hash`: the engine's hash of the block, which
+    is empty if the block's key contains it. `extra_keys`: what the hash covers in addition to the tokens, packed by the
+    engine. It is empty if the hash covers nothing else.
     """
 
     tokens: bytes
@@ -31,5 +32,6 @@ class BlockDescription(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        names = len(self.lora_name or "") + len(self.session_id or "")
-        return len(self.tokens) + len(self.parent) + len(self.block_hash) + len(self.extra_keys) + names
+        tokens, parent, block_hash, extra_keys, _, lora_name, session_id = self
+        num_bytes = len(tokens) + len(parent) + len(block_hash) + len(extra_keys)
+        return num_bytes + len(lora_name or "") + len(session_id or "") if lora_name or session_id else num_bytes

@@ -73,6 +73,11 @@ class NodeService:
         with self._client() as client:
             client.delete(f"/v1/sessions/{session}").raise_for_status()
 
+    def bypass_stores(self, *, is_on: bool) -> None:
+        """As an operator does, for all pools."""
+        with self._client() as client:
+            client.put("/v1/bypass", json={"load": False, "store": is_on}).raise_for_status()
+
     def pools(self) -> list[dict[str, Any]]:
         return list(self.get("/v1/pools")["items"])
 

@@ -213,10 +213,10 @@ class DescribeStore(Packed, frozen=True):
         part: list[tuple[int, BlockDescription]] = []
         num_bytes = 0
         for number, block in enumerate(blocks):
-            if block is None or not _can_be_sent(block):
+            if block is None or (size := block.num_bytes) > MOST_DESCRIPTION or not _are_whole(block):
                 continue
             part.append((number, block))
-            num_bytes += block.num_bytes
+            num_bytes += size
             if num_bytes >= _DESCRIPTIONS_BYTES:
                 yield cls(op_id, tuple(part))
                 part, num_bytes = [], 0
@@ -233,15 +233,14 @@ class DescribeStore(Packed, frozen=True):
                 )
 
 
-def _can_be_sent(block: BlockDescription) -> bool:
-    """Say whether a description fits, and has no half a surrogate in its names, which are those of clients."""
-    try:
-        for name in (block.lora_name, block.session_id):
-            if name:
-                name.encode()
-    except UnicodeError:
-        return False
-    return block.num_bytes <= MOST_DESCRIPTION
+def _are_whole(block: BlockDescription) -> bool:
+    """Say whether the names in a description can be sent. They are those of clients, and half a surrogate cannot."""
+    if block.lora_name or block.session_id:
+        try:
+            f"{block.lora_name}{block.session_id}".encode()
+        except UnicodeError:
+            return False
+    return True
 
 
 _MOST_SECONDS = 1e9

@@ -80,7 +80,7 @@ class AttachedSession(Session):
             if max(described, default=0) >= len(slots):
                 raise InvalidRequestError(f"block {max(described)} of a store is described; it has {len(slots)}")
             by_slot = {slots[number]: description for number, description in described.items()}
-            pool.descriptions.describe_store(op_id, self.session_id, by_slot)
+            pool.events.descriptions.describe_store(op_id, self.session_id, by_slot)
 
     # -- processes and end ----------------------------------------------------------------------------------
 

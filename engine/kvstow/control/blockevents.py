@@ -7,13 +7,16 @@ from collections.abc import Callable
 from threading import Lock
 from typing import Literal, NamedTuple
 
+from kvstow.control.descriptions import Descriptions
+
 MAX_EVENT_KEYS = 1024
-"""Keys of one event; a larger batch becomes several events."""
+"""How many keys one event has at most. A larger batch becomes several events."""
 
 
 class BlockEvent(NamedTuple):
-    """Blocks that became visible or were removed. `reason`: why they were removed (empty for stored ones).
-    `namespace`: its number, see `Namespace.tag`. A namespace is empty when its number goes to another one."""
+    """Blocks that became visible or were removed. `reason`: why they were removed; empty if they were stored.
+    `namespace`: the number of their namespace, see `Namespace.tag`. A number is used again only when its namespace is
+    empty."""
 
     sequence: int
     kind: Literal["stored", "removed"]
@@ -47,6 +50,8 @@ class BlockEventLog:
         self._num_keys = 0
         self._sequence = 0
         self._lock = Lock()
+        self.descriptions = Descriptions()
+        """The descriptions that go with the events. Unlike the log itself, they are used with the pool's lock held."""
 
     @property
     def last_sequence(self) -> int:
@@ -54,7 +59,7 @@ class BlockEventLog:
 
     @property
     def num_keys(self) -> int:
-        """Keys in the kept events."""
+        """How many keys the kept events have."""
         return self._num_keys
 
     def append(
@@ -74,8 +79,8 @@ class BlockEventLog:
                 self._forget(2 * num_keys)
 
     def _forget(self, budget: int) -> None:
-        """Drop the oldest excess events, with up to `budget` keys: twice those that were appended, so that the log
-        catches up after a shrink of the pool without one call paying for all of it."""
+        """Drop the oldest excess events, with up to `budget` keys. `append` passes twice the number of keys that it
+        adds, so that the log catches up after a shrink of the pool, and no single call pays for all of it."""
         events, buffer = self._events, self._buffer
         max_keys = max(buffer, 2 * self._num_slots()) if self._num_keys > buffer else buffer
         while budget > 0 and (len(events) > buffer or self._num_keys > max_keys):
@@ -84,8 +89,8 @@ class BlockEventLog:
             budget -= num_keys
 
     def read(self, after: int, limit: int = 1000) -> BlockEventPage:
-        """Events numbered above `after`, oldest first, at most `limit`. Pass the page's `cursor` as the next
-        `after`."""
+        """Return up to `limit` events with numbers above `after`, the oldest first. Pass the page's `cursor` as the
+        next `after`."""
         with self._lock:
             first = self._sequence - len(self._events) + 1
             lost = max(0, first - after - 1)

@@ -315,7 +315,7 @@ class OpsInFlight:
             self.held_slots -= len(entry.held)
         elif entry.stuck:
             self.stuck_tier_slots -= len(op.slots)
-        return self.pool.descriptions.end_store(op.op_id)
+        return self.pool.events.descriptions.end_store(op.op_id)
 
     def _end_store(self, entry: OpenOp, described: StoreDescription) -> None:
         pool, op = self.pool, entry.op

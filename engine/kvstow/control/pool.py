@@ -20,7 +20,7 @@ from typing import Literal, NamedTuple, Protocol
 from kvstow.config import EngineConfig
 from kvstow.control.blockevents import BlockEventLog
 from kvstow.control.chains import NO_LIMIT, Limit, Running, StoreLimit
-from kvstow.control.descriptions import NOT_DESCRIBED, Descriptions, StoreDescription
+from kvstow.control.descriptions import NOT_DESCRIBED, StoreDescription
 from kvstow.control.hazards import Observations, compute
 from kvstow.control.index import Index, Removal
 from kvstow.control.indexjournal import IndexJournal
@@ -205,7 +205,6 @@ class Pool:
         self.counters = Counters()
         self.ages = AgeSampler(self.index.times, self.counters.ages)
         self.events = BlockEventLog(config.event_buffer, lambda: self.capacity)
-        self.descriptions = Descriptions()
         self.target = target
         self.lost = range(0)
         """Slots whose contents some rank has lost and which `remove_lost` has yet to clear. Nothing is accepted while
@@ -309,7 +308,7 @@ class Pool:
         if self.journal is not None and keys:
             self.journal.publish(kept, namespace.tag, keys)
         if described.by_slot:
-            self.descriptions.show(namespace.tag, keys, kept, described)
+            self.events.descriptions.show(namespace.tag, keys, kept, described)
         self.events.append("stored", keys, "", namespace.tag)
         if self.slots.leaving:  # a resize has passed these slots already
             limit = self.slots.limit
@@ -331,7 +330,7 @@ class Pool:
         start = 0
         for namespace, count in removal.counts:
             keys = removal.keys[start : start + count]
-            self.descriptions.drop(namespace.tag, keys)
+            self.events.descriptions.drop(namespace.tag, keys)
             self.events.append("removed", keys, reason, namespace.tag)
             start += count
 

@@ -32,8 +32,8 @@ def begin(client: Client, *keys: bytes) -> int:
 
 
 def found(host: Host, reader: Client, *keys: bytes) -> dict[bytes, BlockDescription]:
-    session = reader.session
-    return {keys[at]: each for at, each in host.pool.descriptions.find(session.namespace.tag, keys, session.session_id)}
+    session, descriptions = reader.session, host.pool.events.descriptions
+    return {keys[at]: each for at, each in descriptions.find(session.namespace.tag, keys, session.session_id)}
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def test_nothing_is_left_of_blocks_that_have_gone(host: Host, how: str) -> None:
     op_id = begin(writer, *KEYS[:3])
     if how in ("purge", "eviction"):
         writer.run()
-    assert len(host.pool.descriptions) == 3
+    assert len(host.pool.events.descriptions) == 3
     match how:
         case "purge" | "purge in flight":
             assert PoolFacade(host.pool).admin.purge(keys=KEYS[:3]).run().finished
@@ -80,7 +80,7 @@ def test_nothing_is_left_of_blocks_that_have_gone(host: Host, how: str) -> None:
             writer.session.lose("a test")
             host.pool.tick()
     assert found(host, reader, *KEYS[:3]) == {}
-    assert len(host.pool.descriptions) == 0
+    assert len(host.pool.events.descriptions) == 0
 
 
 def test_only_an_open_store_of_its_own_is_described_by_a_session(host: Host) -> None:
@@ -95,7 +95,7 @@ def test_only_an_open_store_of_its_own_is_described_by_a_session(host: Host) -> 
     lease = writer.session.acquire(KEYS[:1])
     load = writer.session.begin_load(lease, [7])
     writer.session.describe_store(load.op_id, [(0, description_of(KEYS[0]))])
-    assert len(host.pool.descriptions) == 0
+    assert len(host.pool.events.descriptions) == 0
 
 
 def test_descriptions_in_two_messages_are_all_kept(host: Host) -> None:
@@ -129,7 +129,7 @@ def test_the_journal_has_no_tokens_so_recovered_blocks_are_not_described(journal
     again.add_extent(8)
     again.set_populated(8)
     assert recover(again, journal.recover(), names, []) == 3
-    assert len(again.descriptions) == 0
+    assert len(again.events.descriptions) == 0
 
 
 def test_a_description_shows_no_tokens_in_text() -> None:

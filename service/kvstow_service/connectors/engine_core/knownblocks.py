@@ -1,10 +1,10 @@
-"""What the blocks of this engine's requests hold, for KV events: blocks of running requests, and of those whose blocks
-the GPU may still cache."""
+"""Descriptions of blocks for KV events: the blocks of running requests, and of earlier requests as long as the GPU may
+still cache them."""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -28,7 +28,8 @@ class BlockPlace(NamedTuple):
 
 
 ExtraKeys = Callable[[Any, int, int], Any]
-"""`extra_keys(request, start, end)`: what the hash of a block of vLLM's request covers besides its tokens."""
+"""Returns what the hash of a block of vLLM's request covers in addition to its tokens, given the request and the
+block's first token and end."""
 
 
 class KnownBlocks:
@@ -59,8 +60,8 @@ class KnownBlocks:
         return self._known.get(key)
 
     def renew(self, keys: Iterable[bytes]) -> list[BlockDescription | None]:
-        """The descriptions of blocks that are being stored, which become the latest: they have to be known when the
-        blocks are visible."""
+        """Return the descriptions of blocks that are being stored, and let them count as the newest, because they are
+        needed when the blocks become visible."""
         known = self._known
         found = [known.pop(key, None) for key in keys]
         known.update([(key, each) for key, each in zip(keys, found, strict=True) if each is not None])
@@ -96,14 +97,14 @@ class KnownBlocks:
             for tracked in self._requests.values():
                 self.follow(tracked)
 
-    def places(self, tracked: TrackedRequest, start: int, end: int) -> list[BlockPlace]:
-        """The blocks that a load of the tokens `start` to `end` brings (`KVGroups.places`), as far as they have
-        keys."""
+    def places(self, tracked: TrackedRequest, start: int, end: int, but_for: Set[bytes]) -> list[BlockPlace]:
+        """Return the blocks that a load of the tokens `start` to `end` brings (`KVGroups.places`), as far as they have
+        keys, except for the blocks with the keys `but_for`."""
         found: list[BlockPlace] = []
         for group in self._groups.groups:
             first = max(start // group.block_tokens, group.first_block(end))
             keys = tracked.keys(group, first, -(-end // group.block_tokens))
-            found += [BlockPlace(key, group, number) for number, key in enumerate(keys, first)]
+            found += [BlockPlace(key, group, at) for at, key in enumerate(keys, first) if key not in but_for]
         return found
 
     def describe_places(self, tracked: TrackedRequest, places: Sequence[BlockPlace]) -> None:
@@ -138,15 +139,15 @@ class KnownBlocks:
             block_hash, at = hashes[(number + 1) * step - 1], (number - first) * width
             if key not in self._known:
                 extra = self._packed(request, number * size, (number + 1) * size)
-                own = b"" if key[GROUP_BYTES:] == block_hash else block_hash
                 if extra is not None:
+                    own = b"" if lora is None or key[GROUP_BYTES:] == block_hash else block_hash
                     of_block = tokens[at : at + width]
                     made[key] = BlockDescription(of_block, parent, own, extra, lora_id, lora_name, session_id)
             parent = block_hash
         return made
 
     def _packed(self, request: Any, start: int, end: int) -> bytes | None:
-        """The extra keys of a block; None if they cannot be packed, so that no event can have them."""
+        """Return the extra keys of a block, packed, or None if they cannot be packed. Then no event can have them."""
         extra_keys = self._extra_keys(request, start, end)
         if extra_keys is None:
             return b""
@@ -157,7 +158,7 @@ class KnownBlocks:
 
 
 def unpacked(extra_keys: bytes) -> Any:
-    """The extra keys of a description, as vLLM has them: tuples, or None."""
+    """Return the extra keys of a description as vLLM has them: tuples, or None."""
     return _with_tuples(msgspec.msgpack.decode(extra_keys)) if extra_keys else None
 
 

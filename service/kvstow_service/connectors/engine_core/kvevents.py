@@ -168,12 +168,8 @@ class _Run(NamedTuple):
 
     def goes_on_with(self, group: int, block: BlockDescription) -> bool:
         last = self.blocks[-1]
-        return (group, block.parent, len(block.tokens), *block[4:]) == (
-            self.group,
-            self.hashes[-1],
-            len(last.tokens),
-            *last[4:],
-        )
+        is_next = block.parent == self.hashes[-1] and group == self.group
+        return is_next and len(block.tokens) == len(last.tokens) and block[4:] == last[4:]
 
 
 class _Use(NamedTuple):
@@ -255,9 +251,7 @@ class EventFeed:
 
     def used(self, tracked: TrackedRequest, start: int, end: int) -> None:
         """Note that a request loads its blocks of the tokens `start` to `end`."""
-        announced = self._announced
-        places = [place for place in self.known.places(tracked, start, end) if place.key not in announced]
-        if places:
+        if places := self.known.places(tracked, start, end, self._announced):
             self._uses.append(_Use(tracked, places))
 
     def take_events(self) -> list[Any]:

@@ -477,7 +477,7 @@ class NodeSession(MemoryHolder):
                 described: list[tuple[int, BlockDescription]] = []
                 if event.kind == "stored":
                     with pool.lock:
-                        described = pool.descriptions.find(tag, event.keys, session_id)
+                        described = pool.events.descriptions.find(tag, event.keys, session_id)
                     num_bytes += sum(description.num_bytes for _, description in described)
                 changes.append(BlockChange(event.kind, list(event.keys), tuple(described)))
             if num_keys >= _KEYS_PER_PAGE or num_bytes >= _DESCRIPTIONS_PER_PAGE:
