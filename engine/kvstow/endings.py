@@ -1,8 +1,9 @@
 """The state of the request that used a block last: whether it is running, or how it has ended.
 
-How a request ends tells when its blocks are used next. The pool learns this for each state, so nothing here says which
-ending is good or bad. A client that says when it comes back only chooses among the states. A client that says what is
-not true makes its own state worthless, and gains nothing.
+The way a request ends says something about when its blocks are used next. The pool learns for each state what it says,
+so no ending is good or bad in itself. If a client announces when it comes back, the announcement only chooses one of
+the states. If many announcements are false, the pool learns that blocks in this state do not come back then, so a lie
+gains nothing.
 """
 
 from __future__ import annotations
@@ -12,46 +13,48 @@ from bisect import bisect_right
 from typing import Final, Literal, NamedTuple, get_args
 
 Status = Literal["other", "stop", "length", "abort", "interrupted"]
-"""How a request has ended. `interrupted`: the engine stopped computing it, and the client did not ask for that: it was
-preempted, the engine was reset, or its session has ended. `other` also stands for blocks that were stored without a
-request."""
+"""How a request has ended. `interrupted`: the engine stopped computing the request although its client did not ask for
+that, because the request was preempted, the engine was reset, or its session has ended. `other` also stands for blocks
+that were stored without a request."""
 STATUSES: Final[tuple[Status, ...]] = get_args(Status)
 
 MOST_PAIRS = 8
-"""How many pairs of last tokens have a state each."""
+"""How many pairs of last tokens have a state of their own."""
 _RESUME_TIMES = 39
-"""How many states there are for the time after which a client comes back."""
+"""How many states there are for announced times of return."""
 _FIRST_TIME, _TIME_FACTOR = 0.5, 1.4
-"""The longest time of the first of these states, in seconds, and how many times longer each next one is."""
+"""The longest time that the first of these states stands for, in seconds, and the factor by which the longest time
+grows from each state to the next."""
 _PAIR = struct.Struct("<IQQ")
-"""How often a pair occurred, and its two tokens."""
+"""The form in which a pair outlives the process: how often it has occurred, and its two tokens."""
 PAIRS_BYTES = MOST_PAIRS * _PAIR.size
 """The length of `Endings.dump`, in bytes."""
 
 OTHER = 0
 """The state of the status `other`. Each status has its place in `STATUSES` as its state."""
 PAIRS = range(len(STATUSES), len(STATUSES) + MOST_PAIRS)
-"""The states of requests that stopped with one of the most frequent pairs of last tokens."""
+"""The states of requests that have stopped and whose last two tokens are one of the most frequent pairs."""
 RESUMES = range(PAIRS.stop, PAIRS.stop + _RESUME_TIMES)
-"""The states of requests whose client has said when it comes back, or for how long it wants the blocks kept, by that
-time."""
+"""The states of requests whose client has announced when it comes back, or for how long it wants the blocks kept. Each
+stands for a range of times, see `RESUME_TIMES`."""
 RELEASED = RESUMES.stop
-"""The state of requests whose client has said that no other follows."""
+"""The state of requests whose client has said that no other request will use their blocks."""
 FETCHED = RELEASED + 1
-"""The state of blocks that came from a store below the pool, and that only the request which fetched them has used."""
+"""The state of blocks that came from a store below the pool, until a request other than the one that fetched them uses
+them."""
 RUNNING = FETCHED + 1
-"""The state of requests that run. It has to be the last one."""
+"""The state of running requests. It has to be the last number."""
 NUM_STATES = RUNNING + 1
 
 _BOUNDS = [_FIRST_TIME * _TIME_FACTOR**number for number in range(_RESUME_TIMES - 1)]
 RESUME_TIMES = (_FIRST_TIME / 2, *[bound * _TIME_FACTOR**0.5 for bound in _BOUNDS])
-"""The time that stands for each state of `RESUMES`, in seconds."""
+"""A typical time for each state of `RESUMES`, in seconds: about the middle of its range."""
 
 
 class Ending(NamedTuple):
-    """How a request has ended. `tokens`: its last two output tokens, if it has stopped by itself and they are known.
-    `resume_in`: in how many seconds its client's next request comes, or for how many seconds its client wants the
-    blocks kept; None if unknown. `release`: whether no other request follows."""
+    """How a request has ended. `tokens`: its last two output tokens, or None if it did not stop by itself or they are
+    unknown. `resume_in`: the seconds until the client sends the next request, or for which it wants the blocks kept;
+    None if it has said neither. `release`: whether the client has said that no other request will use the blocks."""
 
     status: Status = "other"
     tokens: tuple[int, int] | None = None
@@ -65,13 +68,19 @@ NO_ENDING = Ending()
 class Endings:
     """Finds the state that follows from an ending. Used under the pool's lock.
 
-    The last two tokens of an output distinguish a tool call from an answer in every family of models. What a pair means
-    is learned: the pairs that occur most often have a state each. Their frequencies are estimated by Space-Saving, and
-    halved now and then.
+    The last two tokens of an output distinguish a tool call from an answer in every family of models. The pool learns
+    what a pair means, so it needs to know no model: each of the pairs that occur most often has a state of its own.
+
+    Only 64 pairs are counted, by the Space-Saving algorithm: a pair that is not counted yet takes the place and the
+    count of the rarest one that has no state. So no frequent pair is missed, and a rare one may seem too frequent. All
+    counts are halved every few thousand requests, so that they follow the traffic. A pair takes over the state of
+    another only if it occurs more than twice as often, because what was learned of that state is then lost.
     """
 
     _MOST_COUNTED = 64
+    """How many pairs are counted."""
     _HALVE_AT = 4096
+    """The counts are halved when their sum reaches about this."""
 
     def __init__(self) -> None:
         self._counts: dict[tuple[int, int], int] = {}
@@ -79,22 +88,24 @@ class Endings:
         self._total = 0
 
     def __len__(self) -> int:
-        """How many pairs are counted."""
+        """Return how many pairs are counted."""
         return len(self._counts)
 
     def dump(self) -> bytes:
-        """Which pair each state of `PAIRS` stands for, and how often it occurred: `PAIRS_BYTES` bytes for `load`."""
+        """Return which pair each state of `PAIRS` stands for, and how often the pair has occurred, as `PAIRS_BYTES`
+        bytes for `load`."""
         found = {state: (self._counts[pair], *pair) for pair, state in self._states.items()}
         return b"".join(_PAIR.pack(*found.get(state, (0, 0, 0))) for state in PAIRS)
 
     def load(self, data: bytes) -> None:
-        """Take up what an earlier life of the pool has learned, before any ending."""
+        """Take up the pairs of an earlier life of the pool; see `dump`. Must be called before `state_of`."""
         for state, (count, *pair) in zip(PAIRS, _PAIR.iter_unpack(data), strict=True):
             if count:
                 self._counts[pair[0], pair[1]], self._states[pair[0], pair[1]] = count, state
 
     def state_of(self, ending: Ending) -> tuple[int, bool]:
-        """The state of an ending, and whether that state has just got another meaning."""
+        """Return the state that follows from an ending, and whether this state has just been given to a pair. What was
+        learned of the state before has to be forgotten then."""
         if ending.release:
             return RELEASED, False
         if ending.resume_in is not None:

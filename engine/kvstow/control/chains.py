@@ -1,15 +1,27 @@
 """The order of eviction: the blocks of a pool in parts of chains, by class and by how long they have waited.
 
-A `ChainPart` is a number of blocks that one request has used last, and that have the same past. A request takes its
-whole chain of blocks into parts of its own when it is admitted, a few at most, and what it finds there is
-mostly a whole part of the request before: so a chain of a thousand blocks costs what a few parts cost.
+A `ChainPart` is a number of blocks that were used last by the same request and have the same past. When a request is
+admitted, it takes all blocks of its chain into a few parts of its own. What it takes is mostly a whole part of the
+request before, which changes hands at once, so an admission costs what a few parts cost and not what a thousand blocks
+cost.
 
-A part is watched from the start of its request, and again from its end. Each watch is in the list of its cell, a class
-and a bin of waiting time (`kvstow.control.hazards`), and moves on to the next bin when it is due. Parts with evictable
-slots are in the lists of their namespace (`Order`), which keep a bit for each list that is not empty, in the order of
-the cells' places: the lowest bit names the list whose oldest part is evicted next, its end first. All other watches
-are in lists of the pool, for learning alone: those of evicted blocks, and those of requests' starts after their end,
-because the hazard of running blocks would be wrong if nobody looked at them after that.
+A `Watch` measures how long a part waits. A part has one from the start of its request, and a second one from its end. A
+cell is a class and a bin of waiting time (`kvstow.control.hazards`). Each watch is in the `WatchList` of its cell, and
+moves to the list of the next bin when it has waited for longer than its own bin says. A list is ordered by the
+beginning of the wait, so only its oldest watch has to be compared with the clock. A queue of lists, ordered by the time
+at which the oldest watch of each is due, says which lists to look at. So the passing of time costs something only for
+the parts that move.
+
+The lists of a namespace (`Order`) have the parts from whose slots blocks may be evicted. The next victim is in the list
+with the lowest place that is not empty. To find it, an order keeps one integer with a bit for each cell, set if the
+cell's list is not empty. The bits are in the order of the cells' places, so the lowest set bit names the list. When the
+places have changed, the integer is computed anew. The oldest part of the list is evicted first, and of that part the
+end of its chain.
+
+All other watches are in lists of the pool, which serve for learning alone. They are the watches of parts without slots,
+whose blocks were mostly evicted, and the watch of each part that does not decide about its eviction, such as the one
+from the start of a request that has ended. Without them, the pool would see only blocks that come back before they are
+evicted, or while their request runs, and the hazards would be wrong.
 """
 
 from __future__ import annotations
@@ -33,25 +45,30 @@ from kvstow.control.slots import RefCounts, SlotKeys, SlotSet, values_at
 from kvstow.endings import FETCHED, OTHER, RUNNING
 
 SAME_USE = 2.0
-"""Seconds. A use that begins so soon after the one before does not count: that alone takes bursts their power."""
+"""A use that begins fewer than this many seconds after the one before does not count as one. Otherwise a client could
+make its blocks look popular with a burst of requests."""
 _LAST_BIN = NUM_BINS - 1
 _MOST_MOVES = 1024
-"""Watches that move on in one call."""
+"""How many watches one call of `pass_time` moves at most, so that it does not hold the lock for long."""
 _MOST_STEPS = 256
-"""Newer watches that one is put before: of a request that began long ago, that may be wrong by a little."""
+"""A watch is put before at most this many newer ones of its list. So the watch of a request that began long ago may
+stand a little too late, but a long list is not searched."""
 _MOST_WAITING = 4096
-"""Evicted keys that wait to be remembered: many at once cost little more than one."""
+"""Once this many evicted keys wait to be remembered, they are put into the table together, because many at once cost
+little more than one."""
 _MOST_EXPECTED = 1 << 18
-"""Absent blocks of running and lately ended requests."""
+"""How many absent blocks of running and lately ended requests are expected at most. Further ones are remembered like
+evicted ones."""
 _EXPECTED_SECONDS = 60.0
-"""After the end of its request, a block that is not stored by then is remembered like an evicted one."""
+"""If a block is not stored within this many seconds of the end of its request, it is remembered like an evicted one."""
 _MOST_KNOWN = 1 << 15
-"""Parts that are known after all of their blocks were evicted."""
+"""How many parts with evicted blocks are known at most."""
 
 
 class Watch:
-    """Blocks of a part wait for their next use, since the time `since`, in the class whose first cell is given. `home`:
-    the list that it is in. `turn`: of several since the same time, the policy `lru` evicts the lowest first."""
+    """Measures how long the blocks of a part wait for their next use, from the time `since` on, in the class whose
+    first cell is `first_cell`. `home`: the list that the watch is in, or None. `turn`: the policy `lru` evicts the part
+    with the lowest turn first if several have waited since the same time."""
 
     __slots__ = ("bin", "first_cell", "home", "next", "part", "prev", "since", "turn")
 
@@ -68,8 +85,9 @@ class Watch:
 
 
 class WatchList:
-    """The watches of one cell, as a ring from the oldest (`next`) to the newest (`prev`). `order`: whose list it is;
-    None for one that is only for learning. `is_queued`: it is among those that become due."""
+    """The watches of one cell, as a ring from the oldest (`next`) to the newest (`prev`). `order`: the order of
+    eviction that the list belongs to, or None if the list serves for learning alone. `is_queued`: whether the list is
+    in the queue of `Chains`, which says when its oldest watch is due."""
 
     __slots__ = ("bin", "cell", "is_queued", "next", "order", "prev")
 
@@ -80,7 +98,7 @@ class WatchList:
         self.prev: Any = self
 
     def __iter__(self) -> Iterator[Watch]:
-        """The oldest first. The list must not change meanwhile."""
+        """Yield the watches, the oldest first. The list must not change meanwhile."""
         watch = self.next
         while watch is not self:
             yield watch
@@ -88,16 +106,23 @@ class WatchList:
 
 
 class ChainPart:
-    """Blocks that one request has used last, and nobody since. `past`: theirs (`kvstow.control.hazards`); 0 if no
-    request has used them yet. `weight`: of one block, in learning. `request`: the running one that has used them;
-    the part is among its `parts`. `fetch`: see `Chains.publish`.
+    """Blocks that were used last by the same request and have the same past.
 
-    Each block is counted once: `resident` ones have a slot; `expected` ones are keys of the part in `Order.expected`,
-    while their request is running or has just ended; `evicted` ones are remembered by the number of the part, roughly.
-    `slots`: of the resident ones, in prefix order, without those that `Chains` has set aside; some may have another
-    owner meanwhile. `absent`: the keys of the expected ones; some may be so no longer. `by_start`: when it is evicted
-    follows from when its request has begun, even after the end. `is_shared`: requests of several engines run with it,
-    so a GPU that has it is not the one that may need it next."""
+    `past`: the past of the blocks (`kvstow.control.hazards`), or 0 if no request has used them yet. `weight`: what one
+    block weighs in learning. `request`: the request that has used the blocks, while it runs. The part is then among its
+    `parts`. `fetch`: whether the blocks were stored (0), or were fetched from a store below the pool (`_UNUSED` or
+    `_USED`); see `Chains.publish`.
+
+    Three numbers count the blocks, each block once. `resident` blocks have a slot. `expected` blocks have none, but may
+    be stored soon because their request runs or has just ended; `Order.expected` has their keys. `evicted` blocks have
+    none either, and are remembered by the number of the part. That number is rough, because `EvictedBlocks` forgets.
+
+    `slots`: the slots of the resident blocks in the order of the chain, except the slots that `Chains` has set aside.
+    It may still have slots that belong to another part by now. `absent`: the keys of the expected blocks. It may still
+    have keys that are no longer expected. `by_start`: whether the start of the request decides when the part is
+    evicted, even after the request has ended, as with the policy `lru`. `is_shared`: whether requests of several
+    engines have used the blocks at the same time. Then another GPU than the one that has the blocks may need them.
+    """
 
     __slots__ = (
         *(
@@ -131,22 +156,25 @@ class ChainPart:
 
     @property
     def left(self) -> int:
-        """How many blocks it has."""
+        """How many blocks the part has, with and without a slot."""
         return self.resident + self.expected + self.evicted
 
     @property
     def home(self) -> Watch:
-        """The watch that says when its blocks are evicted."""
+        """The watch that decides when the blocks of the part are evicted."""
         watch = self.running if self.by_start and self.running is not None else self.ended or self.running
         assert watch is not None
         return watch
 
 
 class Running:
-    """A request between its admission and its end. `engine`: whose GPU has its blocks. `parts`: of its chain, those
-    that no other request has taken since, in the order of the chain, as the keys of a dict. `share`: what it weighs in
-    learning. `is_incomplete`: some of its blocks have no slot, because their slots were lent to others or their store
-    was refused; `on_incomplete` is called when that becomes so, with the lock held."""
+    """A request between its admission and its end.
+
+    `engine`: the engine whose GPU has the blocks. `parts`: the parts of its chain that no other request has taken
+    since, in the order of the chain, as the keys of a dict. `share`: the weight in learning of each group of
+    neighbouring blocks of one class. `is_incomplete`: whether some of its blocks have no slot, because they were
+    evicted or their store was refused. `on_incomplete` is called with the lock held when that becomes true.
+    """
 
     __slots__ = ("engine", "is_incomplete", "on_incomplete", "order", "parts", "share")
 
@@ -156,18 +184,19 @@ class Running:
         self.is_incomplete = False
 
     def lacks_blocks(self) -> None:
-        """Some of its blocks have no slot, and will need one at the end."""
+        """Note that some blocks have no slot, so that they have to be stored when the request ends."""
         if not self.is_incomplete:
             self.is_incomplete = True
             self.on_incomplete()
 
 
 def ignore() -> None:
-    """What is called when a request lacks blocks that has ended."""
+    """Do nothing. This is the `on_incomplete` of a request that has ended."""
 
 
 class FoundKeys(NamedTuple):
-    """Where the keys of a chain are: runs of the slots of the leading ones, and for the others the slot of each."""
+    """Where the keys of a chain are. `runs`: the slots of the leading keys that have one. `rest`: the keys that follow.
+    `slots`: the slot of each of these, or None."""
 
     runs: Sequence[Sequence[int]]
     rest: Sequence[bytes] = ()
@@ -175,7 +204,7 @@ class FoundKeys(NamedTuple):
 
 
 class _Totals:
-    """Of all namespaces of a pool. `expected`: blocks that may be stored soon."""
+    """Counts over all namespaces of a pool. `expected`: blocks without a slot that may be stored soon."""
 
     __slots__ = ("expected",)
 
@@ -184,7 +213,12 @@ class _Totals:
 
 
 class Order:
-    """The evictable parts of one namespace. Made by `Chains`. `is_over`: the namespace was forgotten."""
+    """The evictable parts of one namespace, in lists by cell. `Chains` makes it. `is_over`: whether the namespace was
+    forgotten.
+
+    Bit `rank[cell]` of `_bits` is set if the list of the cell is not empty. The bits are valid while `_version` is that
+    of the places; otherwise `lowest` computes them anew.
+    """
 
     __slots__ = ("_bits", "_hazards", "_version", "expected", "is_over", "lists", "tag", "totals")
 
@@ -192,27 +226,30 @@ class Order:
         self._hazards, self.tag, self.totals = hazards, tag, totals
         self.is_over = False
         self.lists: dict[int, WatchList] = {}
-        """By cell, made on first use."""
+        """The list of each cell, from the first time that it is needed until it is empty."""
         self.expected = ExpectedBlocks[ChainPart]()
-        """The parts of absent blocks of requests that are running or have just ended."""
+        """The part of each block that has no slot but may be stored soon, because its request runs or has just
+        ended."""
         self._bits, self._version = 0, -1
 
     def forget(self) -> None:
-        """The namespace has neither blocks nor sessions any more."""
+        """Note that the namespace is forgotten, because it has neither blocks nor sessions any more."""
         self.totals.expected -= len(self.expected)
         self.expected, self.is_over = ExpectedBlocks[ChainPart](), True
 
     def filled(self, cell: int) -> None:
-        """The list of this cell was empty, and is not."""
+        """Note that the list of this cell has got its first watch."""
         if self._version == self._hazards.version:
             self._bits |= 1 << self._hazards.places.rank[cell]
 
     def emptied(self, cell: int) -> None:
+        """Note that the list of this cell has lost its last watch."""
         if self._version == self._hazards.version:
             self._bits &= ~(1 << self._hazards.places.rank[cell])
 
     def lowest(self) -> WatchList | None:
-        """The list with the lowest place that is not empty. O(lists) after the places have changed, or O(1)."""
+        """Return the list with the lowest place that is not empty, or None. O(1), or O(lists) after the places have
+        changed."""
         hazards = self._hazards
         if self._version != hazards.version:
             rank = hazards.places.rank
@@ -226,19 +263,20 @@ class Order:
         return self.lists[hazards.places.cells[(bits_ & -bits_).bit_length() - 1]] if bits_ else None
 
     def oldest(self) -> WatchList | None:
-        """The list whose oldest part has waited longest. O(lists)."""
+        """Return the list whose oldest part has waited longest, or None. O(lists)."""
         found = [each for each in self.lists.values() if each.next is not each]
         return min(found, key=lambda each: (each.next.since, each.next.turn), default=None)
 
     def by_place(self) -> list[WatchList]:
-        """The lists that are not empty, in the order of eviction."""
+        """Return the lists that are not empty, in the order of eviction."""
         rank = self._hazards.places.rank
         found = [each for each in self.lists.values() if each.next is not each]
         return sorted(found, key=lambda each: rank[each.cell])
 
 
 class Limit(NamedTuple):
-    """What a store may evict: what has a place below `place`, or the same one if `also_equal`; nothing of `part`."""
+    """What a store may evict: blocks with a place below `place`. With `also_equal`, also blocks with the same place,
+    except those of `part`, to which the stored blocks themselves belong."""
 
     place: float = inf
     also_equal: bool = True
@@ -252,7 +290,8 @@ NO_LIMIT = Limit()
 
 
 class StoreLimit(NamedTuple):
-    """What a store of the next `num_keys` keys may evict, and whose blocks they are."""
+    """What the store of the next `num_keys` keys may evict. `running`: the running request that has these blocks, or
+    None."""
 
     num_keys: int
     limit: Limit
@@ -260,36 +299,39 @@ class StoreLimit(NamedTuple):
 
 
 class Chains:
-    """The parts of all namespaces of a pool, and what is remembered of evicted ones. Used under the pool's lock; each
-    call is O(slots or keys given), and moves at most 1,024 parts on."""
+    """The parts of all namespaces of a pool, with what is remembered of their evicted blocks. Used under the pool's
+    lock. Each call is O(slots or keys given). A call that is given the time also moves at most 1,024 watches."""
 
     def __init__(self, hazards: Hazards, held: RefCounts) -> None:
-        """`held`: slots that must not be evicted."""
+        """`held`: the slots that must not be evicted now."""
         self.hazards, self._held = hazards, held
         self.is_lru = False
-        """What was used longest ago is evicted, by the start of its last request, whatever its class."""
+        """Whether the policy is `lru`, which evicts the blocks whose last request began longest ago, whatever their
+        class."""
         self.evicted_blocks = EvictedBlocks()
         self._owner: list[ChainPart | None] = unvisited([])
-        """The part of each slot. A part must not lead back to the pool when its request has ended: see
-        `Requests.end`."""
+        """The part of each slot. The garbage collector does not visit this list, so a part must not lead back to the
+        pool once its request has ended: see `Requests.end`."""
         self._aside = SlotSet()
-        """Held slots that are in no part's `slots`, because something tried to evict them. They return with the end of
-        their last hold."""
+        """Held slots that `evict` has taken out of the `slots` of their part, so that it does not come upon them again.
+        They are put back when nothing holds them any more."""
         self._others: dict[int, WatchList] = {}
-        """The lists for learning alone, by cell."""
+        """The lists of the watches that serve for learning alone, by cell."""
         self._due: list[tuple[float, int, WatchList]] = []
+        """A heap of the lists whose watches will be due, by the time at which the oldest one is. A serial number
+        decides between equal times."""
         self._serial = count(1)
         self._known: dict[int, ChainPart] = {}
-        """Parts with evicted blocks, by number, the first to be evicted first."""
+        """Parts with evicted blocks, by number, in the order in which they lost the first one."""
         self._waiting: dict[int, tuple[list[bytes], array[int]]] = {}
-        """Evicted keys and the numbers of their parts, by tag, that are not in the table yet."""
+        """Evicted keys that are not in the table yet, and the numbers of their parts, by the tag of their namespace."""
         self._num_waiting = 0
         self._totals = _Totals()
         self._just_ended: deque[tuple[float, ChainPart]] = deque()
-        """With absent blocks, which are still expected."""
+        """Parts whose request has ended, and whose absent blocks are still expected, each with the time of that end."""
 
     def grow(self, num_slots: int) -> None:
-        """The pool has the slots below `num_slots`."""
+        """Make room for the slots below `num_slots`."""
         self._owner.extend(repeat(None, max(0, num_slots - len(self._owner))))
         self._aside.grow(num_slots)
 
@@ -306,14 +348,14 @@ class Chains:
         on_incomplete: Callable[[], None] = lambda: None,
         engine: int = 0,
     ) -> Running:
-        """A request is being admitted: its chain is given to `extend`, and then it is admitted. For the others see
-        `Running`."""
+        """Begin to admit a request, and return it. Its chain is then given to `extend`, and `admit` ends the admission.
+        For `share`, `on_incomplete` and `engine`, see `Running`."""
         self.pass_time(now)
         return Running(order, share, on_incomplete, engine)
 
     def extend(self, running: Running, found: FoundKeys, now: float) -> None:
-        """The next blocks of the chain of a request that is being admitted, the root first. They are not evicted before
-        `admit`."""
+        """Let a request use the next blocks of its chain, from the root on. They are not evicted before `admit`, or
+        before `end` if the request was admitted already."""
         pieces: list[_Piece] = []
         for run in found.runs:
             for owner, some in self._owned(run):
@@ -330,11 +372,12 @@ class Chains:
                 self._take(running, piece, now)
 
     def admit(self, running: Running, now: float) -> None:
-        """The whole chain was given to `extend`."""
+        """End the admission of a request whose whole chain was given to `extend`. From now on its blocks may be
+        evicted."""
         parts = [part for part in running.parts if part.left]
         running.parts = dict.fromkeys(parts)
         at = 0
-        while at < len(parts):  # blocks of one class next to each other count as one in learning
+        while at < len(parts):  # neighbouring blocks of one class count as one block in learning
             cell = self.hazards.first_cell(RUNNING, parts[at].past)
             end, total = at, 0
             while end < len(parts) and self.hazards.first_cell(RUNNING, parts[end].past) == cell:
@@ -347,17 +390,17 @@ class Chains:
         for part in reversed(parts):
             assert part.running is not None
             part.running.turn = next(self._serial)
-            if part.is_shared:  # it is not lent as a running one is
+            if part.is_shared:  # another engine may need it before the request ends
                 part.ended = Watch(part, self.hazards.first_cell(OTHER, part.past), now)
                 part.ended.turn = part.running.turn
                 self._link(part.running, None)
             self._link(part.home, part.order if part.slots else None)
 
     def absorb(self, running: Running, blocks: Iterable[tuple[bytes, int | None]]) -> None:
-        """A request is about to end. These are its blocks of all KV groups, in the order of the tokens that they end
-        with: their keys, and the slots of those that are visible; the others are being stored. Those that are in none
-        of its parts, such as those of windows, follow the ones before them from now on: so the end of a prefix is
-        evicted before its beginning, in all groups alike."""
+        """Give a request that is about to end its blocks of all KV groups, in the order of the tokens that they end
+        with. Each block has its key, and its slot or None while it is being stored. Blocks that are in none of the
+        request's parts yet, such as blocks of sliding windows, join the part of the block before them, or of the first
+        block that has one. So the end of a prefix is evicted before its beginning in all groups alike."""
         owner, expected = self._owner, running.order.expected
         by_part: dict[ChainPart, list[int]] = {}
         current: ChainPart | None = None
@@ -382,7 +425,8 @@ class Chains:
             self._settle(part)
 
     def _let_follow(self, part: ChainPart, own: list[int], key: bytes, slot: int | None) -> None:
-        """A block that no running request needs becomes one of the part, whose slots in order are `own`."""
+        """Give the block to the part, unless a running request has it, or it is absent and expected already. `own`: the
+        slots of the part in their new order."""
         if slot is None:
             if part.order.expected.get(key) is None and not part.order.is_over:
                 self._expect(part, (key,))
@@ -396,8 +440,8 @@ class Chains:
             own.append(slot)
 
     def end(self, running: Running, state: int, now: float) -> None:
-        """The request has ended, in this state. What another request has started with since is that one's. Blocks that
-        were given to `extend` since `admit` were used from now on only."""
+        """Note that a request has ended in this state. Blocks that another request has begun to use since stay with
+        that request. Blocks that were given to `extend` after `admit` count as used from now on."""
         self.pass_time(now)
         for part in running.parts:
             if part.running is None and part.left:
@@ -419,7 +463,8 @@ class Chains:
                 self._just_ended.append((now, part))
 
     def _take(self, running: Running, piece: _Piece, now: float) -> None:
-        """Blocks of one part, or of none, become the running request's."""
+        """Give the blocks of the piece to the running request, and note that they have come back. A part that was just
+        fetched keeps its blocks, see `publish`."""
         before = piece.part
         past, is_shared = USED_ONCE, False
         if before is not None:
@@ -442,8 +487,8 @@ class Chains:
             running.parts[part] = None
 
     def _part_of(self, piece: _Piece, order: Order, past: int) -> ChainPart:
-        """Return a part that has the blocks of the piece and no others, and that no request has: the part that had them
-        so far, if it has no others, or a new one."""
+        """Return a part that has the blocks of the piece and no others, and that belongs to no request. It is the part
+        that had these blocks until now if it had no others, or else a new one."""
         before, resident = piece.part, sum(map(len, piece.runs))
         if before is not None and self._is_whole(piece, before, resident):
             self._unwatch(before)
@@ -463,14 +508,14 @@ class Chains:
         return part
 
     def _is_whole(self, piece: _Piece, part: ChainPart, resident: int) -> bool:
-        """Whether the piece, with so many slots, has all blocks of its part. It may have others too, see
-        `_without_gaps`."""
+        """Whether the piece, which has `resident` slots, has all blocks of its part. It may also have blocks that did
+        not belong to the part, see `_without_gaps`."""
         if resident < part.resident or piece.count < part.left:
             return False
         return not part.expected or part.order.expected.find(piece.absent).count(part) == part.expected
 
     def _add_absent_blocks(self, part: ChainPart, keys: Sequence[bytes]) -> None:
-        """These blocks, which have no slot, become the part's."""
+        """Give these blocks, which have no slot, to the part."""
         if not keys:
             return
         if self._totals.expected < _MOST_EXPECTED and not part.order.is_over:
@@ -481,7 +526,7 @@ class Chains:
         self._remember_later(part, keys)
 
     def _own(self, part: ChainPart, run: Sequence[int]) -> None:
-        """The slots of this run belong to the part."""
+        """Give the slots of this run to the part."""
         owner = self._owner
         if isinstance(run, range):
             owner[run.start : run.stop] = [part] * len(run)
@@ -494,15 +539,15 @@ class Chains:
         part.resident += len(run)
 
     def _leave(self, part: ChainPart, resident: int, evicted: int) -> None:
-        """Blocks leave the part, which has others: so many with slots, and so many that may be among the evicted ones.
-        What is remembered of those may be out of date, so there may be more than the part knows of."""
+        """Note that `resident` blocks with a slot have left the part, and `evicted` blocks that may have been among its
+        evicted ones. The table of evicted blocks may be out of date, so `evicted` may exceed what the part counts."""
         part.resident -= resident
         part.evicted = max(0, part.evicted - evicted)
         self._tidy(part)
 
     def _merge(self, part: ChainPart, other: ChainPart) -> None:
-        """The blocks of `other`, which has no watch, follow those of `part`, which has none either. What is remembered
-        of evicted blocks of `other` is lost: there is hardly ever any."""
+        """Append the blocks of `other` to those of `part`. Neither may have a watch. The evicted blocks of `other` are
+        forgotten, but there are hardly ever any."""
         own = [slot for slot in other.slots if self._owner[slot] is other]
         aside = other.resident - len(own)
         for slot in own:
@@ -519,7 +564,7 @@ class Chains:
         self._known.pop(other.number, None)
 
     def _expect(self, part: ChainPart, keys: Sequence[bytes]) -> None:
-        """These blocks of the part are absent, and may be stored soon."""
+        """Note that these blocks belong to the part and have no slot, but may be stored soon."""
         expected = part.order.expected
         before = len(expected)
         expected.put(keys, part)
@@ -532,7 +577,7 @@ class Chains:
             part.absent = [key for key in dict.fromkeys(part.absent) if expected.get(key) is part]
 
     def _take_expected(self, order: Order, keys: Sequence[bytes]) -> list[ChainPart | None]:
-        """The part of each of these keys that is expected, which it is no longer."""
+        """Stop expecting these keys. Returns the part of each, or None."""
         expected = order.expected
         before = len(expected)
         parts = expected.take(keys)
@@ -540,7 +585,7 @@ class Chains:
         return parts
 
     def _owned(self, run: Sequence[int]) -> Iterator[tuple[ChainPart, Sequence[int]]]:
-        """The parts that visible slots belong to, each with its slots."""
+        """Yield the parts that these visible slots belong to, each with its slots. A part may occur more than once."""
         owner = self._owner
         parts: Sequence[ChainPart | None]
         parts = owner[run.start : run.stop] if isinstance(run, range) else values_at(owner, run)
@@ -589,23 +634,25 @@ class Chains:
         return part if part is not None and part.order is order and part.left > part.resident else None
 
     def _observe(self, part: ChainPart, count: int) -> None:
-        """So many of its blocks were used again."""
+        """Note that `count` blocks of the part were used again."""
         for watch in (part.running, part.ended):
             if watch is not None:
                 self.hazards.came_back(watch.first_cell + watch.bin, count * part.weight)
 
     def watches_of(self, running: Running) -> list[Watch]:
-        """Of the blocks of a request that has ended: see `still_watched`."""
+        """Return the watches that the parts of an ended request have from its end on, for `still_watched` and
+        `end_anew`."""
         return [part.ended for part in running.parts if part.ended is not None]
 
     def still_watched(self, watches: Sequence[Watch]) -> list[int]:
-        """The evictable slots of the parts of a request that has ended, without those that another request has used
-        since."""
+        """Return the slots whose blocks no other request has used since the request of these watches has ended, except
+        the slots that are set aside."""
         parts = [watch.part for watch in watches if watch.part.ended is watch]
         return [slot for part in parts for slot in part.slots if self._owner[slot] is part]
 
     def end_anew(self, watches: Sequence[Watch], state: int, now: float) -> None:
-        """The request has ended in another state than was known."""
+        """Let the blocks of an ended request wait in another state from now on, except those that another request has
+        used since."""
         for watch in watches:
             part = watch.part
             if part.ended is watch and watch.home is not None:
@@ -618,9 +665,9 @@ class Chains:
     def publish(
         self, order: Order, keys: Sequence[bytes], slots: Sequence[int], now: float, *, fetched: bool = False
     ) -> None:
-        """The keys in these slots, in ascending order, have become visible. `fetched`: they came from a store below the
-        pool. Such blocks are of a class of their own, which the request that has fetched them does not change: the next
-        one that uses them does."""
+        """Note that the keys in these slots have become visible. The slots are in ascending order. `fetched`: whether
+        the blocks came from a store below the pool. Such blocks stay in a class of their own when the first request
+        uses them, because this is the request that has fetched them. The next one takes them into its own parts."""
         parts: list[ChainPart | None] = [None] * len(keys)
         if order.expected:
             parts = self._take_expected(order, keys)
@@ -639,8 +686,8 @@ class Chains:
                     self._settle(part)
 
     def restore(self, order: Order, slots: Sequence[int], pasts: bytes, now: float) -> None:
-        """The blocks in these slots, in ascending order, are those of an earlier life of the pool. `pasts`: the past of
-        each, as far as it is known."""
+        """Take in blocks that an earlier life of the pool has left in these slots, which are in ascending order.
+        `pasts`: the past of each block, or 0 if it is unknown."""
         at = 0
         while at < len(slots):
             end = at + 1
@@ -650,11 +697,11 @@ class Chains:
             at = end
 
     def pasts_of(self, first_slot: int, end_slot: int) -> bytes:
-        """The past of the block in each of these slots; 0 for those without one."""
+        """Return the past of the block in each of these slots, or 0 if there is no block."""
         return bytes([0 if part is None else part.past for part in self._owner[first_slot:end_slot]])
 
     def _own_new(self, order: Order, slots: Sequence[int], now: float, *, fetched: bool = False, past: int = 0) -> None:
-        """Blocks that no request has used in this life of the pool."""
+        """Make a part of blocks that no request has used in this life of the pool."""
         part = ChainPart(next(self._serial), order, past)
         part.weight = 1.0 / len(slots)
         part.fetch = _UNUSED if fetched else 0
@@ -663,7 +710,7 @@ class Chains:
         self._link(part.ended, order)
 
     def remove(self, slots: Sequence[int]) -> None:
-        """The blocks in these slots were removed, and nothing is remembered of them."""
+        """Note that the blocks in these slots were removed. Nothing is remembered of them."""
         owner = self._owner
         removed = Counter(values_at(owner, slots))
         for slot in slots:
@@ -676,7 +723,7 @@ class Chains:
             self._tidy(part)
 
     def unhold(self, slots: Sequence[int]) -> None:
-        """Nothing holds these slots any more."""
+        """Note that these slots are no longer held, so that blocks in them may be evicted again."""
         if not self._aside:
             return
         back = [slot for slot in slots if slot in self._aside]
@@ -691,7 +738,8 @@ class Chains:
             self._settle(part)
 
     def _tidy(self, part: ChainPart) -> None:
-        """Some slots are not the part's any more: drop them before they are more than half of its list."""
+        """Note that some slots have left the part. They are dropped from its list before they are more than half of
+        it."""
         if not part.resident:
             del part.slots[:]
         elif len(part.slots) > 2 * part.resident + 64:
@@ -700,12 +748,13 @@ class Chains:
         self._settle(part)
 
     def _settle(self, part: ChainPart) -> None:
-        """The part has got or lost slots: put it where it belongs."""
+        """Put the watch of a part that has got or lost slots into the right list. A part with slots is evictable, a
+        part without slots serves for learning alone, and a part without blocks is not watched."""
         if not part.left:
             self._unwatch(part)
             self._known.pop(part.number, None)
             return
-        if part.running is None and part.ended is None:  # it is being admitted
+        if part.running is None and part.ended is None:  # the part is being admitted
             return
         watch = part.home
         order = part.order if part.slots else None
@@ -716,22 +765,25 @@ class Chains:
     # -- eviction -------------------------------------------------------------------------------------------
 
     def next_list(self, order: Order) -> WatchList | None:
-        """The list of the part that is evicted next in this namespace."""
+        """Return the list whose oldest part is evicted next in this namespace, or None."""
         return order.oldest() if self.is_lru else order.lowest()
 
     def rank_of(self, watches: WatchList) -> tuple[float, float]:
-        """Orders the next lists of namespaces: the lowest one is evicted from."""
+        """Return the key for comparing the next lists of several namespaces. Blocks of the lowest one are evicted
+        first."""
         since = watches.next.since
         return (0.0 if self.is_lru else self.hazards.places.place[watches.cell]), since
 
     def place_of(self, part: ChainPart) -> float:
+        """Return the place of the blocks of a part that is watched."""
         watch = part.home
         return self.hazards.places.place[watch.first_cell + watch.bin]
 
     def limits(self, order: Order, keys: Sequence[bytes]) -> list[StoreLimit]:
-        """What a store of these keys, which have no slot, may evict: nothing that has a higher place than they get. A
-        running request's block evicts nothing with the same one either, as that may be needed as much, and a later
-        store may bring it. Blocks that no request has announced evict whatever is next."""
+        """Return what a store of these keys, which have no slot, may evict. No block evicts one with a higher place
+        than it gets itself. A block of a running request evicts no block with the same place either: that block may be
+        needed as soon, and this one can still be stored when its request ends. A block that is not expected may evict
+        any block, because nothing is known of it."""
         if self.is_lru or not order.expected:
             return [StoreLimit(len(keys), NO_LIMIT, None)]
         found: list[StoreLimit] = []
@@ -750,8 +802,8 @@ class Chains:
         return found
 
     def evict(self, order: Order, num_slots: int, limit: Limit = NO_LIMIT) -> list[tuple[ChainPart, list[int]]]:
-        """Take up to so many slots from the parts that go first, each part's end first. The caller removes their keys
-        and gives them to `forget_keys`."""
+        """Take up to `num_slots` slots from the parts that are evicted first, from the end of each part on. Returns the
+        slots by part. The caller removes their keys, and gives the keys to `forget_keys`."""
         found: list[tuple[ChainPart, list[int]]] = []
         place = self.hazards.places.place
         while num_slots > 0:
@@ -792,10 +844,11 @@ class Chains:
         return found
 
     def forget_keys(self, part: ChainPart, keys: Sequence[bytes]) -> None:
-        """These blocks of the part were evicted."""
+        """Note that these blocks of the part were evicted. While their request runs, they are expected again, because
+        they are stored at its end. Otherwise they are remembered, so that their return can be observed."""
         running = part.request
         if running is not None and self._totals.expected < _MOST_EXPECTED and not part.order.is_over:
-            if not self.is_lru:  # in the order of last use, what is evicted is not brought back at the end
+            if not self.is_lru:  # the policy `lru` does not bring evicted blocks back at the end
                 running.lacks_blocks()
             part.evicted -= len(keys)
             self._expect(part, keys)
@@ -803,7 +856,7 @@ class Chains:
         self._remember_later(part, keys)
 
     def remember(self, order: Order, slots: Sequence[int], slot_keys: SlotKeys) -> None:
-        """The blocks in these slots are about to be evicted through `remove`."""
+        """Remember the blocks in these slots, which are about to be evicted through `remove`."""
         for slot in slots:
             part, key = self._owner[slot], slot_keys.key_of[slot]
             if part is not None and key is not None:
@@ -828,20 +881,21 @@ class Chains:
         self._waiting, self._num_waiting = {}, 0
 
     def _forget_part(self, part: ChainPart) -> None:
-        """Nothing is remembered of the evicted blocks of the part."""
+        """Forget the evicted blocks of the part."""
         part.evicted = 0
         self._settle(part)
 
     # -- time -----------------------------------------------------------------------------------------------
 
     def pass_time(self, now: float) -> None:
-        """Move on what has become due, up to a number of watches."""
+        """Move the watches that have waited for longer than their bin says to the next bin, and remember the absent
+        blocks of requests that ended a minute ago. Stops after a number of watches, and continues in the next call."""
         most, due = _MOST_MOVES, self._due
         while due and due[0][0] <= now and most > 0:
             watches = heappop(due)[2]
             watches.is_queued = False
             upper = UPPER[watches.bin]
-            # The sum is the one that the queue is ordered by: `now - upper` may be rounded below a moment that is due.
+            # The queue is ordered by this sum. `now - upper` may be rounded below `since` although the watch is due.
             while (watch := watches.next) is not watches and watch.since + upper <= now and most > 0:
                 most -= 1
                 self._move_on(watch, watches.order, now)
@@ -865,13 +919,14 @@ class Chains:
         self._link(watch, order)
 
     def _expect_no_longer(self, part: ChainPart) -> None:
-        """The request of the part has ended, and what it has not stored by now will not be."""
+        """Remember the absent blocks of a part like evicted ones. Its request has ended, and will not store them any
+        more."""
         if part.request is not None or not part.absent:
             return
         expected = part.order.expected
         keys = [key for key in dict.fromkeys(part.absent) if expected.get(key) is part]
         self._take_expected(part.order, keys)
-        part.absent, part.expected = None, 0  # of a namespace that was forgotten, too
+        part.absent, part.expected = None, 0  # even if the namespace was forgotten, so that `keys` is empty
         part.evicted += len(keys)
         if keys:
             self._remember_later(part, keys)
@@ -881,8 +936,10 @@ class Chains:
     # -- lists ----------------------------------------------------------------------------------------------
 
     def _link(self, watch: Watch, order: Order | None) -> None:
-        """Put the watch into its cell's list, of this order or of the others. It is the newest there, unless its part
-        has just got its first slots, or lost its last ones: then it finds its place among the newest."""
+        """Put the watch into the list of its cell, in this order of eviction, or for learning alone if `order` is None.
+        The watch is usually the newest there. If it changes lists in the middle of a bin, for example because its part
+        has got its first slots or its request has ended, it is put among the newest watches by the time of its
+        `since`."""
         cell = watch.first_cell + watch.bin
         lists = self._others if order is None else order.lists
         watches = lists.get(cell)
@@ -926,7 +983,7 @@ class Chains:
     # -- integrity ------------------------------------------------------------------------------------------
 
     def defects(self, orders: Sequence[Order], visible: set[int], held: set[int]) -> list[str]:
-        """Inconsistencies. O(pool): for integrity checks."""
+        """Return inconsistencies. O(pool): for integrity checks."""
         found: list[str] = []
         owned = {slot for slot, part in enumerate(self._owner) if part is not None}
         if owned != visible:
@@ -944,7 +1001,7 @@ class Chains:
         return found
 
     def _miscounted_parts(self, orders: Sequence[Order]) -> Iterator[str]:
-        """Inconsistencies of what parts know of their own blocks and requests."""
+        """Yield inconsistencies in what parts know of their own blocks and requests."""
         resident = Counter(part for part in self._owner if part is not None)
         if any(part.resident != count for part, count in resident.items()):
             yield "the count of a part's slots is wrong"
@@ -959,12 +1016,12 @@ class Chains:
                 yield "a part does not know its absent blocks"
 
     def parts(self) -> list[ChainPart]:
-        """All parts with slots. O(pool)."""
+        """Return all parts with slots. O(pool)."""
         return list(dict.fromkeys(part for part in self._owner if part is not None))
 
     def slots_of(self, order: Order) -> Iterator[int]:
-        """Its evictable slots in the order of eviction, with those that are set aside or held. It must not change
-        meanwhile."""
+        """Yield the slots of the namespace in the order of eviction, including held ones, but not those that are set
+        aside. The order must not change meanwhile."""
         lists = order.by_place()
         if self.is_lru:
             parts = sorted((watch for each in lists for watch in each), key=lambda watch: (watch.since, watch.turn))
@@ -977,14 +1034,15 @@ class Chains:
 
 
 _UNUSED, _USED = 2, 1
-"""Of `ChainPart.fetch`: no request has used the blocks yet, and the one that has fetched them has. 0: they were
-stored."""
+"""The values of `ChainPart.fetch` for fetched blocks. `_UNUSED`: no request has used them yet. `_USED`: the request
+that has fetched them has used them, and no other."""
 _MOST_MERGED = 1 << 12
-"""Blocks of a part: going through those of one takes half a millisecond."""
+"""Parts are merged only if the result has fewer blocks than this, because some calls go through all blocks of a part
+with the lock held. For this many blocks, that takes half a millisecond."""
 
 
 def _runs_of(parts: Sequence[ChainPart | None]) -> Iterator[tuple[ChainPart | None, int, int]]:
-    """Each part with the positions, from the first to below the last, at which it stands without a gap."""
+    """Yield each run of positions that have the same part: the part, the first position, and the end."""
     start, size = 0, len(parts)
     while start < size:
         part, end = parts[start], start + 1
@@ -997,7 +1055,8 @@ def _runs_of(parts: Sequence[ChainPart | None]) -> Iterator[tuple[ChainPart | No
 
 
 class _Piece:
-    """Blocks of a chain that belong to one part, or to none: `runs` of slots, and keys of absent ones."""
+    """Neighbouring blocks of a chain that belong to the same part, or to none. `count`: how many there are. `runs`: the
+    slots of the blocks that have one. `absent`: the keys of the others."""
 
     __slots__ = ("absent", "count", "part", "runs")
 
@@ -1009,9 +1068,12 @@ class _Piece:
 
 
 def _without_gaps(pieces: list[_Piece]) -> list[_Piece]:
-    """Whatever has used a block has used all blocks before it. So a block that is not known any more was used at least
-    as often as the next one that is, and counts as one of that part: a chain does not fall apart where something was
-    forgotten."""
+    """Return the pieces of a chain after adding each piece without a part to the next piece that has one.
+
+    A request that uses a block uses all blocks before it, too. So a block that is no longer known was used at least as
+    often as the next one that is, and may count as one of the same part. Otherwise a chain would fall into ever more
+    parts where blocks were forgotten.
+    """
     part: ChainPart | None = None
     for piece in reversed(pieces):
         part = piece.part = piece.part or part

@@ -1,15 +1,16 @@
-"""The curve of a pool: what pools of an eighth to 32 times its size would have hit.
+"""The curve of a pool: which part of the blocks pools of an eighth to 32 times its size would have hit.
 
-All sizes use the rates of return that the pool has learned, because those belong to the traffic and not to a size. So
-the place of a block is the same in every size, and so is its order among others; a size only says how many of the first
-ones of that order are evicted. The chains that were used lately are kept once, for all sizes, as runs of neighbouring
-keys, and each run knows how many of its keys every size has. A request takes its chain run by run: a thousand blocks
-cost what a few runs cost. Very large pools are followed by a sample of the keys.
+The nine sizes are simulated together. All of them use the hazards that the pool has learned, because those belong to
+the traffic and not to a size. So a block has the same place in every size, and all sizes evict in the same order: a
+larger size only stops earlier in it. The chains that were used lately are therefore kept once for all sizes, as runs of
+neighbouring keys. Each run has nine numbers, which say how many of its keys each size has. As every size evicts the end
+of a run first, such a number is enough to say which keys these are. A request takes its chain run by run, so it costs
+what a few runs cost and not what a thousand blocks cost. Of very large pools, only a sample of the keys is followed.
 
-The scheduler only queues its requests; they are followed in `Curve.follow`, on the thread that ticks the pool.
+The scheduler only queues its requests. `Curve.follow` follows them, on the thread that ticks the pool.
 
-A size that is not full has evicted nothing, so what it hits may only grow. A window begins when the pool's own size is
-full, or what is hit while the sizes fill would count for them.
+A size that is not full has evicted nothing. What it hits can only grow, so its point of the curve is a lower bound.
+When the pool's own size becomes full, a new window begins, so that what was hit while it filled does not count.
 """
 
 from __future__ import annotations
@@ -37,31 +38,44 @@ TIMES = tuple(2.0**doublings for doublings in range(-3, 6))
 """The sizes of the curve, as multiples of the pool's."""
 _OWN = TIMES.index(1.0)
 _MOST_KEYS, _LEAST_KEYS = 1 << 17, 1 << 13
-"""Keys of the largest size that are followed; fewer where the requests are more than can be followed."""
+"""How many keys of the largest size are followed at most. Whenever there are more requests than can be followed, this
+number is halved, down to `_LEAST_KEYS`."""
 _PIECES = 16
-"""Of a window. It moves piece by piece, and says something when it has half of them."""
+"""How many pieces a window has. It moves by one piece at a time. There is a curve once it has half of its pieces."""
 _WINDOW_POOLS, _WINDOW_REQUESTS = 8, 320
-"""A window has as many blocks as so many full pools, or so many requests if those are more."""
-_SAME_SIZE = 0.1
+"""The requests of a whole window look up at least this many blocks for each slot of the pool, and there are at least
+this many requests."""
+_SIZE_TOLERANCE = 0.1
+"""If the size of the pool changes by more than this fraction, the curve begins anew."""
 _MOST_WAITING = 1 << 20
-"""Keys of requests that are not followed yet: 8 MiB."""
+"""Once this many keys wait to be followed, which take 8 MiB, further requests are dropped and the curve begins anew."""
 _AT_ONCE = 2048
-"""Beginnings and ends of requests that are followed in one call."""
-_WITHOUT_PAUSE = 8
+"""How many beginnings and ends of requests are followed in one call at most."""
+_EVENTS_WITHOUT_PAUSE = 8
+"""After this many beginnings and ends, other threads may run."""
 _HOT_SHARE, _HOT_REQUESTS, _MOST_COUNTED = 0.01, 100, 4096
-_PLACES = tuple(dict.fromkeys(int(1.25**number) for number in range(64)))
+"""A first key of chains is hot if more than this fraction of the requests have it, after at least this many requests.
+When more keys than `_MOST_COUNTED` are counted, all counts are halved."""
+_HOT_POSITIONS = tuple(dict.fromkeys(int(1.25**number) for number in range(64)))
+"""Which keys of a chain are counted, besides the first. Their distances grow, because a chain has too many keys to
+count all of them."""
 _LEAST_ERROR = 0.01
+"""The error of a point of the curve is at least this large, as a fraction of the blocks."""
 _IN_NO_LIST = len(TIMES)
+"""The level of a run of which no size has a key."""
 _HASHES = 1 << 32
+"""How many hashes there are."""
 _LONGEST = 1 << 17
-"""Keys of a chain; further ones are not followed in very large pools."""
+"""Where only a sample of the keys is followed, keys of a chain at this position or later are never followed."""
 
 Floats = npt.NDArray[np.float64]
 
 
 class _Event(NamedTuple):
-    """A request has begun, with `looked_up`, or has ended in this `state`, with more keys of its chain. `counted`: the
-    blocks that the pool's requests have looked up until then, and how many of those hit."""
+    """The beginning or the end of a request. `keys`: the keys of its chain at the beginning, or the keys that have been
+    appended to it at the end. `looked_up`: the positions of the chain that the request has looked up, or None if this
+    is an end. `counted`: how many blocks all requests of the pool had looked up by then, and how many of them hit.
+    `state`: the state in which the request has ended."""
 
     running: Running
     keys: Sequence[bytes]
@@ -73,8 +87,8 @@ class _Event(NamedTuple):
 
 
 class _Request(NamedTuple):
-    """A running request. `length`: of its chain when it began. `runs`: of the chain; those that another request has
-    used since are that one's."""
+    """A running request. `length`: how many keys its chain had when it began. `runs`: the runs of the chain. If another
+    request has used a run since, the run's `request` is that other one."""
 
     tag: int
     length: int
@@ -82,10 +96,13 @@ class _Request(NamedTuple):
 
 
 class _Run:
-    """Keys of a chain that follow each other and were used by the same requests, last by one that began at `started`.
-    `past`: theirs (`kvstow.control.hazards`). `kept`: how many of them each size has, from the first one on. They wait
-    in their class since the time `since`. `level`: the number of the smallest size that has some of them, as long as
-    the run is in a list. `request`: the running one whose chain they are of."""
+    """Neighbouring keys of a chain that were used by the same requests.
+
+    `names`: the keys. `kept`: how many of them each size has, from the first one on. `past`: the past of all of them
+    (`kvstow.control.hazards`). `started`: when the last request that uses them began. `since`: since when they have
+    waited in their class, whose cell is `first_cell + bin`. `level`: the number of the smallest size that has some of
+    them while the run is in a list, or else `_IN_NO_LIST`. `request`: the last request that uses them, while it runs.
+    """
 
     __slots__ = ("bin", "first_cell", "kept", "level", "names", "past", "request", "since", "started", "tag")
 
@@ -101,14 +118,15 @@ class _Run:
 
 
 class _Size:
-    """A pool of `num_slots`, with `room` for the keys that are followed, `used` of it."""
+    """A simulated pool of `num_slots` slots. `room`: how many of the keys that are followed fit into it. `used`: how
+    many it has."""
 
     def __init__(self, num_slots: int, step: int) -> None:
         self.num_slots, self.room, self.used = num_slots, max(1, round(num_slots / step)), 0
 
     @property
     def seen(self) -> int:
-        """Distinct blocks that it has had room for, `num_slots` at most."""
+        """About how many distinct blocks the size has been given so far, at most `num_slots`."""
         return round(self.num_slots * self.used / self.room)
 
     @property
@@ -117,10 +135,13 @@ class _Size:
 
 
 class _Sizes:
-    """Pools of all sizes, which have the same chains. `step`: each key that is followed stands for so many blocks.
+    """Simulated pools of all sizes, over the same runs of keys. Each key that is followed stands for `step` blocks. The
+    order of eviction is that of `Chains`.
 
-    What a size evicts, all smaller ones have evicted before. So a run is in one list only, by the smallest size that
-    has some of it, its class and its time of waiting: see `Chains`, whose order of eviction this is.
+    All sizes evict in the same order, so whatever a size evicts, all smaller sizes have evicted before. Therefore each
+    run needs to be in only one list. The list is that of its level, which is the smallest size that has some of its
+    keys, and of its cell. A size evicts only from the lists of its own level and of the levels below, because it has
+    nothing of the other runs.
     """
 
     def __init__(self, num_slots: Sequence[int], step: int, hazards: Hazards, lock: Lock, *, is_lru: bool) -> None:
@@ -129,19 +150,21 @@ class _Sizes:
         self._hazards, self._lock, self._places = hazards, lock, hazards.places
         self._first_cells: dict[tuple[int, int], int] = {}
         self._runs: OrderedDict[tuple[int, bytes], _Run] = OrderedDict()
-        """By the first key. What was used longest ago comes first, and of a chain its end: so whatever is known, all
-        keys before it are, too."""
+        """All runs by their first key, the one used longest ago first. Of one chain, the last run comes first. When the
+        runs are too many, the first ones are dropped, so whenever a key is known, all keys before it are, too."""
         self._by_bin = [OrderedDict[_Run, None]() for _ in range(NUM_BINS)]
-        """What waits for so long and some size has, the oldest first."""
+        """For each bin, the runs that wait in it and of which some size has keys, the oldest first."""
         self._lists: dict[tuple[int, int], dict[_Run, None]] = {}
-        """By level and cell, each with the oldest first; none is empty."""
+        """The same runs by level and cell, the oldest first. There are no empty lists."""
         self._filled: list[int] = []
-        """For each level a bit for each of its lists, in the order of the places; empty after those have changed."""
+        """For each level, an integer that has a bit set for each of its lists, in the order of the places, as in
+        `Order`. Empty if the places have changed, until the integers are computed anew."""
         self._num_keys, self._most_keys = 0, sum([size.room for size in self.sizes])
         self._running: dict[Running, _Request] = {}
 
     def admit(self, event: _Event, names: Sequence[bytes], asked: range) -> list[int]:
-        """A request begins. Returns how many of the keys that it has looked up each size has, from the first one on."""
+        """Follow the beginning of a request, whose chain has the keys `names`. `asked`: the positions that it has
+        looked up. Returns for each size how many of these it has without a gap, from the first one on."""
         now = event.now
         self._renew()
         self._pass_time(now)
@@ -154,17 +177,18 @@ class _Sizes:
         return hits
 
     def length_of(self, running: Running) -> int | None:
-        """How many keys its chain had when the request began; None if it is not followed."""
+        """Return how many keys the chain of a request had when it began, or None if the request is not followed."""
         request = self._running.get(running)
         return None if request is None else request.length
 
     def end(self, running: Running, more: Sequence[bytes], state: int, now: float) -> None:
+        """Follow the end of a request in this state. `more`: the keys that were appended to its chain."""
         request = self._running.pop(running)
         self._renew()
         self._pass_time(now)
         runs = [run for run in request.runs if run.request is request]
         new = self._use(request, more, now)
-        if self.is_lru:  # the order is that of the starts, and what was evicted meanwhile is not brought back
+        if self.is_lru:  # the start decides when a run is evicted, and evicted keys are not brought back at the end
             self._wait(new, state, now)
         else:
             for run in runs:
@@ -177,8 +201,8 @@ class _Sizes:
     # -- chains ---------------------------------------------------------------------------------------------
 
     def _use(self, request: _Request, names: Sequence[bytes], now: float) -> list[_Run]:
-        """The request has begun to use these keys, the next ones of its chain. Returns their runs, which are in no
-        list."""
+        """Let the request use these keys, which are the next ones of its chain. Returns their runs, which are then in
+        no list."""
         found: list[_Run] = []
         at = 0
         while at < len(names):
@@ -187,7 +211,7 @@ class _Sizes:
                 run = _Run(request.tag, names[at:], [0] * len(self.sizes))
                 self._runs[run.first] = run
                 self._num_keys += len(run.names)
-            elif run.request is request:  # the chain repeats a key, so it is none
+            elif run.request is request:  # the chain repeats a key, so it is not a real chain
                 break
             else:
                 same = _count_same(run.names, names, at)
@@ -205,18 +229,18 @@ class _Sizes:
         return found
 
     def _split(self, run: _Run, length: int) -> _Run:
-        """Returns the first keys of the run as one of its own, which is in no list."""
+        """Split the run after `length` keys. Returns a new run of these keys, which is in no list."""
         head = _Run(run.tag, run.names[:length], [min(kept, length) for kept in run.kept])
         head.past, head.started, head.since, head.request = run.past, run.started, run.since, run.request
         self._runs[head.first] = head
         run.names, run.kept = run.names[length:], [max(0, kept - length) for kept in run.kept]
         self._find_level(run)
-        if self._runs.setdefault(run.first, run) is not run:  # of a client whose chains are none
+        if self._runs.setdefault(run.first, run) is not run:  # the keys of this client form no real chains
             self._drop(run)
         return head
 
     def _merge(self, runs: Sequence[_Run]) -> None:
-        """Make one run of neighbours that have the same past and that every size has without a gap."""
+        """Merge neighbouring runs that have the same past, if no size has a gap between them."""
         last: _Run | None = None
         for run in runs:
             if last is None or last.past != run.past or not _is_joint(last, run):
@@ -228,7 +252,7 @@ class _Sizes:
             last.kept = [one + other for one, other in zip(last.kept, run.kept, strict=True)]
 
     def _drop(self, run: _Run) -> None:
-        """Nothing is known of the run any more."""
+        """Forget the run in all sizes. The caller has removed it from `_runs`."""
         self._unlist(run)
         for size, kept in zip(self.sizes, run.kept, strict=True):
             size.used -= kept
@@ -236,7 +260,7 @@ class _Sizes:
         self._num_keys -= len(run.names)
 
     def defects(self) -> list[str]:
-        """Inconsistencies. O(runs): for integrity checks."""
+        """Return inconsistencies. O(runs): for integrity checks."""
         runs = self._runs.values()
         found = [
             f"the count of keys of size {number} is wrong"
@@ -253,7 +277,8 @@ class _Sizes:
     # -- stores and eviction --------------------------------------------------------------------------------
 
     def _wait(self, runs: Sequence[_Run], state: int, now: float) -> None:
-        """Runs that are in no list wait from now on, in this state, and what a size lacks of them is stored."""
+        """Let these runs, which are in no list, wait from now on in this state, and store the keys that a size
+        lacks."""
         for run in runs:
             run.first_cell = 0 if self.is_lru else self._first_cell(state, run.past)
             run.bin, run.since = 0, now
@@ -266,8 +291,8 @@ class _Sizes:
                 self._put(run)
 
     def _store(self, number: int, runs: Sequence[_Run], *, is_running: bool) -> None:
-        """Of a chain, store what this size lacks. See `Chains.limits` for what may be evicted. What follows a refused
-        block of a running request is refused, too."""
+        """Store the keys of these runs of a chain that size `number` lacks. See `Chains.limits` for what a store may
+        evict. If a key of a running request is refused, all keys after it are refused, too."""
         size, place = self.sizes[number], self._places.place
         for run in runs:
             missing = len(run.names) - run.kept[number]
@@ -285,7 +310,8 @@ class _Sizes:
                 break
 
     def _evict(self, number: int, count: int, limit: float) -> int:
-        """Evict up to so many keys from a size: none with a place above the limit. Returns how many."""
+        """Evict up to `count` keys from size `number`, but none with a place above `limit`. Returns how many were
+        evicted."""
         if not self._filled:
             self._rank_lists()
         filled = 0
@@ -298,7 +324,7 @@ class _Sizes:
             cell = self._places.cells[lowest.bit_length() - 1]
             if self._places.place[cell] > limit:
                 break
-            for level in range(number, -1, -1):  # what smaller sizes have evicted before is the oldest
+            for level in range(number, -1, -1):  # runs of which smaller sizes have nothing are older
                 runs = self._lists.get((level, cell))
                 if runs is not None:
                     freed += self._evict_from(runs, number, count - freed)
@@ -321,6 +347,7 @@ class _Sizes:
     # -- lists ----------------------------------------------------------------------------------------------
 
     def _renew(self) -> None:
+        """Take over the places that the pool has computed since."""
         if self._places is not self._hazards.places:
             self._places, self._filled = self._hazards.places, []
 
@@ -357,7 +384,7 @@ class _Sizes:
                 self._filled[run.level] &= ~(1 << self._places.rank[key[1]])
 
     def _find_level(self, run: _Run) -> None:
-        """Some size has lost its last key of the run, if it had any."""
+        """Put the run into the list of its level. Some size may have lost its last key of the run."""
         level = next((number for number, kept in enumerate(run.kept) if kept), _IN_NO_LIST)
         if level == _IN_NO_LIST:
             self._unlist(run)
@@ -373,8 +400,8 @@ class _Sizes:
             run.level = _IN_NO_LIST
 
     def _pass_time(self, now: float) -> None:
-        """Move on what has waited for longer than its bin says. From the last bin to the first, so that each keeps the
-        oldest first."""
+        """Move the runs that have waited for longer than their bin says. The last bin comes first: the runs that an
+        earlier bin passes on are newer, and are appended, so each bin keeps its oldest run first."""
         if self.is_lru:
             return
         for number in range(NUM_BINS - 2, -1, -1):
@@ -391,8 +418,8 @@ class _Sizes:
 
 
 def _count_same(names: Sequence[bytes], others: Sequence[bytes], start: int) -> int:
-    """How many of the names, the first of which does, are the same as the others from `start` on. As a key stands for
-    all keys before it, a few comparisons are enough."""
+    """Return how many of the names are the same as the others from position `start` on. At least the first is. A key
+    stands for all keys before it, so a binary search is enough."""
     most = min(len(names), len(others) - start)
     if names[most - 1] == others[start + most - 1]:
         return most
@@ -400,7 +427,7 @@ def _count_same(names: Sequence[bytes], others: Sequence[bytes], start: int) -> 
 
 
 def _count_hits(runs: Sequence[_Run], number: int, asked: range) -> int:
-    """How many of the positions `asked` of the chain the size has, from the first one on."""
+    """Return how many of the positions `asked` of a chain size `number` has without a gap, from the first one on."""
     first, at = 0, asked.start
     for run in runs:
         end = first + len(run.names)
@@ -413,16 +440,20 @@ def _count_hits(runs: Sequence[_Run], number: int, asked: range) -> int:
 
 
 def _is_joint(run: _Run, following: _Run) -> bool:
+    """Whether every size that has keys of the following run has all keys of this one."""
     length = len(run.names)
     return all(kept == length or not other for kept, other in zip(run.kept, following.kept, strict=True))
 
 
 class _Sample:
-    """Which keys of chains are followed: one of `step`, a power of two. Each stands for as many blocks.
+    """Chooses the keys of chains that are followed, which are one in `step`, a power of two. Each stands for `step`
+    blocks.
 
-    Far from its beginning, only some positions of a chain are looked at, each in the middle of those that it stands
-    for: to hash all keys would take longer than to follow those of the sample. A key has the same position in every
-    chain that has it.
+    Whether a key is chosen depends on its hash, so that it is chosen in every chain or in none. To hash all keys of a
+    chain would take longer than to follow the chosen ones. So only some positions are looked at, fewer with the
+    distance from the root, each in the middle of the positions that it stands for. In return, a key at such a position
+    is chosen for more of the hashes: if it stands for `step` positions, it is always chosen. This is the same in all
+    chains, because a key has the same position in each.
     """
 
     def __init__(self, step: int) -> None:
@@ -439,11 +470,13 @@ class _Sample:
     def choose(
         self, keys: Sequence[bytes], tag: int, start: int, *, has_begun: bool
     ) -> tuple[Sequence[int], list[float]]:
-        """Which of the keys are followed, and how many blocks each stands for. They come after the first `start` ones
-        of their chain. `has_begun`: they are those of a request that has begun just now.
+        """Return the indices of the keys that are followed, and how many blocks each of them stands for. `start`: the
+        position of the first key in its chain. `has_begun`: whether the keys are the chain of a request that has just
+        begun.
 
-        Of those that many requests begin with, every `step`-th is followed: a sample by hash would have the first block
-        of all these requests, or of none.
+        Of the first keys that many requests have in common, every `step`-th is followed. If they were chosen by their
+        hashes, the first block would be followed for all of these requests or for none of them, and the estimate would
+        be far off.
         """
         first = bisect_left(self._positions, start)
         looked_at = [at - start for at in self._positions[first : bisect_left(self._positions, start + len(keys))]]
@@ -461,18 +494,18 @@ class _Sample:
 
 
 class _HotBeginnings:
-    """Which first keys of chains more than 1 % of the requests have. Bounded."""
+    """Finds the first keys of chains that more than 1 % of the requests have. The number of counted keys is bounded."""
 
     def __init__(self) -> None:
         self._counts: dict[int, int] = {}
         self._total = 0
 
     def length(self, hashes: Sequence[int]) -> int:
-        """How many of the first keys of this request's chain are hot. Whatever has a key has all keys before it, so it
-        is enough to count at some places."""
+        """Count a request, and return how many of the first keys of its chain are hot. A chain that has a key has all
+        keys before it, so it is enough to count the keys at some positions."""
         self._total += 1
         hot = 0
-        for place in (0, *_PLACES):
+        for place in (0, *_HOT_POSITIONS):
             if place >= len(hashes):
                 break
             name = hashes[place]
@@ -487,10 +520,14 @@ class _HotBeginnings:
 
 
 class _Piece:
-    """A piece of a window. `sampled`: the blocks that were looked up, as many as the sample stands for; `squares`: the
-    sum of their squares over the requests. `sums`: for each size how many of them hit, the squares of that, and its
-    products with the first, for the error. `full`: the sizes that were full when it began. `counted`, `ended`: what the
-    pool had counted when it began and ended."""
+    """A piece of a window, and sums over its requests.
+
+    `blocks`: how many blocks the requests have looked up. `sampled`: how many blocks the followed keys among them stand
+    for. `squares`: the sum of the squares of `sampled` of each request. `sums`: three rows with a column for each size:
+    how many of the `sampled` blocks hit, the sum of the squares of this, and the sum of its products with `sampled`.
+    The squares and products serve for estimating the error. `full`: for each size, whether it was full when the piece
+    began. `counted` and `ended`: what the pool had counted when the piece began and when it ended, see `_Event`.
+    """
 
     def __init__(self, sizes: Sequence[_Size], counted: tuple[int, int]) -> None:
         self.requests = self.blocks = 0
@@ -510,13 +547,13 @@ class _Piece:
 
 
 class Curve:
-    """Follows the requests of a pool. `admit` and `end` are called with the pool's lock held, and take a microsecond or
-    two; the others are called without it, `follow` from one thread."""
+    """Follows the requests of a pool and estimates its curve. `admit` and `end` are called with the pool's lock held,
+    and take a microsecond or two. All others are called without it, and `follow` from one thread only."""
 
     def __init__(self, hazards: Hazards, lock: Lock, clock: Callable[[], float], most_keys: int = _MOST_KEYS) -> None:
         self._hazards, self._lock, self._clock = hazards, lock, clock
         self._following = Lock()
-        """Held for one request at a time: so others read what belongs together."""
+        """Held while one request is followed, so that threads which read the curve find sums of whole requests."""
         self._waiting: deque[_Event] = deque()
         self._num_waiting, self._most_keys, self._is_behind = 0, most_keys, False
         self._followed, self._sample = _Sizes((), 1, hazards, lock, is_lru=False), _Sample(1)
@@ -526,7 +563,7 @@ class Curve:
 
     @property
     def step(self) -> int:
-        """One of so many keys is followed."""
+        """One key in this many is followed."""
         return self._sample.step
 
     @property
@@ -538,14 +575,14 @@ class Curve:
     def admit(
         self, running: Running, keys: Sequence[bytes], now: float, looked_up: tuple[int, int] | None, pool: LookupStats
     ) -> None:
-        """A request has begun that uses this chain of keys, and has looked up these positions of it, or all. `pool`:
-        what the pool has counted until now."""
+        """Note that a request has begun that uses this chain of keys. `looked_up`: the begin and end of the positions
+        that it has looked up, or None if it has looked up all. `pool`: what the pool has counted so far."""
         asked = range(*(looked_up or (0, len(keys))))
         counted = pool.query_blocks, pool.hit_blocks
         self._add(_Event(running, tuple(keys), running.order.tag, now, asked, counted))
 
     def end(self, running: Running, more: Sequence[bytes], state: int, now: float) -> None:
-        """The request has ended in this state, with more keys at the end of its chain."""
+        """Note that a request has ended in this state. `more`: the keys that were appended to its chain."""
         self._add(_Event(running, tuple(more), running.order.tag, now, state=state))
 
     def _add(self, event: _Event) -> None:
@@ -558,22 +595,23 @@ class Curve:
     # -- following ------------------------------------------------------------------------------------------
 
     def follow(self, num_slots: int, *, is_lru: bool) -> None:
-        """Follow the requests that have begun or ended lately. The pool has so many slots."""
+        """Follow the requests that have begun or ended lately. The pool has `num_slots` slots and, with `is_lru`, the
+        policy `lru`."""
         with self._lock:
             events = [self._waiting.popleft() for _ in range(min(_AT_ONCE, len(self._waiting)))]
             self._num_waiting -= sum([len(event.keys) + 1 for event in events])
             is_behind, self._is_behind = self._is_behind, False
-        if is_behind:  # some requests are missing: begin anew, with fewer keys
+        if is_behind:  # some requests were dropped, so begin anew with fewer keys
             self._most_keys = max(_LEAST_KEYS, self._most_keys // 2)
-        is_other_size = abs(num_slots - self._num_slots) > _SAME_SIZE * self._num_slots
+        is_other_size = abs(num_slots - self._num_slots) > _SIZE_TOLERANCE * self._num_slots
         if is_behind or is_other_size or is_lru != self._followed.is_lru:
             with self._following:
                 self._begin(num_slots, is_lru=is_lru)
         for number, event in enumerate(events if num_slots else ()):
             with self._following:
                 self._follow(event)
-            if number % _WITHOUT_PAUSE == 0:
-                time.sleep(0)  # lets the scheduler run
+            if number % _EVENTS_WITHOUT_PAUSE == 0:
+                time.sleep(0)  # so that the scheduler may run
 
     def _begin(self, num_slots: int, *, is_lru: bool) -> None:
         sizes = [max(1, round(times * num_slots)) for times in TIMES] if num_slots else []
@@ -600,7 +638,7 @@ class Curve:
                 self._followed.end(event.running, names, event.state, event.now)
             return
         self._move_window()
-        self._counted = event.counted  # with what this request has looked up
+        self._counted = event.counted  # this includes what this request has looked up
         piece = self._piece
         piece.requests += 1
         piece.blocks += len(asked)
@@ -616,7 +654,8 @@ class Curve:
         piece.add(sums[asked.stop] - before, [sums[asked.start + found] - before for found in hits])
 
     def _move_window(self) -> None:
-        """Take the newest requests into the window if there are enough of them."""
+        """Add the newest requests to the window as a piece if there are enough of them. Start a new window when the
+        pool's own size has become full."""
         piece = self._piece
         if self._sizes[_OWN].is_full and not piece.full[_OWN]:
             self._start_window()
@@ -630,12 +669,13 @@ class Curve:
         return self._num_slots * _WINDOW_POOLS
 
     def defects(self) -> list[str]:
-        """Inconsistencies. O(keys): for integrity checks."""
+        """Return inconsistencies. O(keys): for integrity checks."""
         return self._followed.defects()
 
     # -- what follows ---------------------------------------------------------------------------------------
 
     def evidence(self) -> CurveEvidence:
+        """Return what has been observed, and how much of it a curve needs."""
         with self._following:
             return self._evidence()
 
@@ -652,7 +692,7 @@ class Curve:
         return CurveEvidence(seen, needed[0], requests, needed[1], blocks, needed[2], left)
 
     def curve(self) -> SizeCurve | None:
-        """What each size would have hit in the window; None before there is evidence for it."""
+        """Return what each size would have hit in the window, or None while there is not enough evidence."""
         with self._following:
             return self._curve()
 
@@ -661,7 +701,7 @@ class Curve:
         if len(pieces) < _PIECES // 2:
             return None
         sampled, squares = sum([piece.sampled for piece in pieces]), sum([piece.squares for piece in pieces])
-        if not sampled:  # where all keys of a client end with the same byte, none may be chosen
+        if not sampled:  # no key of the sample was looked up
             return None
         hits, squared_hits, mixed = np.sum([piece.sums for piece in pieces], axis=0)
         ratios = hits / sampled
@@ -684,7 +724,8 @@ class Curve:
         return SizeCurve(tuple(points), sum(one.requests for one in pieces), sum(one.blocks for one in pieces))
 
     def _seconds_left(self, row: int, pieces: Sequence[_Piece]) -> float | None:
-        """About how long until a window has passed in which this size was full; None if one has."""
+        """Return about how many seconds pass until this size has been full for a whole window. None if it has been, or
+        if the size has no blocks yet."""
         size, lacking = self._sizes[row], sum(not piece.full[row] for piece in pieces) / _PIECES
         if pieces[0].full[row] or not size.seen:
             return None

@@ -1,4 +1,4 @@
-"""What is remembered of blocks that the pool does not have: the part of a chain that each belongs to."""
+"""A table that remembers to which part of a chain each evicted block belongs, so that its return can be observed."""
 
 from __future__ import annotations
 
@@ -10,21 +10,27 @@ import numpy.typing as npt
 from kvstow.control.keyhashes import Hashes
 
 _PER_SLOT = 4
+"""The least number of words in the table for each slot of the pool."""
 _LEAST = 1 << 18
+"""The least number of words in the table, so that a small pool remembers many blocks for each slot."""
 _TAG = np.uint64(0xFFFFFFFF00000000)
+"""The bits of a word that distinguish the keys which share its place."""
 _NUMBER = np.uint64(0xFFFFFFFF)
+"""The bits of a word that are the number of a part."""
 _SLICE = 1 << 15
-"""Words of a table that are made in one step, which keeps other threads waiting."""
+"""How many words `fit` copies in one step. Other threads wait for the interpreter meanwhile."""
 
 Words = npt.NDArray[np.uint64]
 
 
 class EvictedBlocks:
-    """The number of a part for four to eight blocks a slot, 8 bytes each. Not locked.
+    """Remembers the number of the part of each evicted block, for four to eight blocks a slot, in 8 bytes each. Not
+    locked.
 
-    Each key has one place in the table, by the lower bits of its hash. The next key in that place replaces it. A word
-    is the upper half of the hash, with the part's number in the lower half. So one key in four billion is taken for the
-    one that had its place.
+    The lower bits of a key's hash choose its only place in the table. Another key that is put into the same place
+    replaces it, so the table forgets without being swept. The word in that place has the upper half of the key's hash
+    in its upper half, and the number of the part in its lower half. So one unknown key in four billion is mistaken for
+    the key that has its place.
     """
 
     __slots__ = ("_has_any", "_words")
@@ -34,13 +40,13 @@ class EvictedBlocks:
         self._has_any = False
 
     def __bool__(self) -> bool:
-        """Whether there may be any."""
+        """Whether a block may be remembered."""
         return self._has_any
 
     def fit(self, num_slots: int) -> Iterator[None]:
-        """Have the table for a pool of so many slots, with what is in the present one. O(slots) if its size changes:
-        0.1 ms between two of the yields. Call it without the pool's lock; what is put meanwhile is lost. Not for two
-        threads."""
+        """Resize the table for a pool of `num_slots` slots, and keep what it remembers. O(slots) if the size of the
+        table changes. Each step up to the next yield takes 0.1 ms. Call it without the pool's lock, and from one thread
+        at a time. Blocks that other threads put meanwhile may be forgotten."""
         before, size = self._words, max(_LEAST, 1 << (_PER_SLOT * num_slots - 1).bit_length())
         if size <= len(before) <= 2 * size:
             return
@@ -48,7 +54,8 @@ class EvictedBlocks:
         step = min(_SLICE, size)
         if len(before) < step:
             before = np.resize(before, step)
-        # In a larger table, a word is put into each place that its key may have.
+        # A larger table chooses the place by more bits of the hash, which a word does not have. So each word is put
+        # into every place that its key may have there.
         for start in range(0, max(size, len(before)), step):
             some = before[start % len(before) :][:step]
             place = words[start % size :][:step]
@@ -57,13 +64,13 @@ class EvictedBlocks:
         self._words = words
 
     def put(self, hashes: Hashes, numbers: npt.NDArray[np.uint32]) -> None:
-        """Remember the part of each key. `numbers` are from 1 on."""
-        words = self._words  # once: `fit` may replace it meanwhile
+        """Remember the number of each key's part. The numbers are at least 1, because 0 stands for an unknown key."""
+        words = self._words  # read only once, because `fit` may replace the table meanwhile
         words[hashes & np.uint64(len(words) - 1)] = (hashes & _TAG) | numbers.astype(np.uint64)
         self._has_any = True
 
     def find(self, hashes: Hashes) -> npt.NDArray[np.uint64]:
-        """The number of each key's part; 0 for those that are not known."""
+        """Return the number of each key's part, or 0 if the key is not remembered."""
         words = self._words
         found: Words = words[hashes & np.uint64(len(words) - 1)]
         return np.where((found ^ hashes) & _TAG, np.uint64(0), found & _NUMBER)

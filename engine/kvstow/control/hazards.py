@@ -1,17 +1,21 @@
-"""How soon blocks come back: the hazard of each class of blocks, learned from the pool's traffic, and what it makes a
-block worth.
+"""How soon blocks come back: the hazard of each class of blocks, and the place in the order of eviction that follows
+from it. The pool learns both from its traffic.
 
 The class of a block is its past, and the state of the request that used it last: that request is still running, or it
 has ended in one of a number of ways (`kvstow.endings`). The past is how often the block was used, and how long it had
-waited for the last of these uses. For each class, `Hazards` counts how many blocks have waited so long for their next
-use, and how many of those came back then, in bins of waiting time.
+waited for the last of these uses. Waiting time is divided into bins. For each class and bin, `Hazards` counts the
+blocks that have waited through the bin or came back within it, and the blocks that came back within it. The ratio of
+the second number to the first is the hazard.
 
-The place of a block is its best rate of return over all horizons, the highest ratio of the probability that it comes
-back within a time to the expected wait up to then. That is the index of Gittins, "Bandit Processes and Dynamic
-Allocation Indices", JRSS B 41, 1979, for this hazard. Places are compared, and nothing else: what has the lowest one is
-evicted.
+The place of a block says what its slot earns if the block is kept. Suppose that a block is kept for some time, but is
+evicted at the end of it if it has not come back. This costs the time in the slot, and earns a hit if the block comes
+back. For each length of that time, the rate of return is the probability of the hit divided by the expected wait. The
+place is the highest of these rates, because the pool may choose the length. That is the index of Gittins, "Bandit
+Processes and Dynamic Allocation Indices", JRSS B 41, 1979, for this hazard. The pool compares places and nothing else,
+and evicts the block with the lowest one.
 
-The table belongs to the traffic, not to the size of a pool: `kvstow.control.curve` uses the pool's for all sizes.
+The hazards belong to the traffic, not to the size of a pool: `kvstow.control.curve` uses those of the pool for all
+sizes.
 """
 
 from __future__ import annotations
@@ -30,57 +34,69 @@ Floats = npt.NDArray[np.float64]
 USED_ONCE = 1
 """The past of a block that was used once."""
 MOST_USES = 5
-"""Further uses are not counted."""
+"""A block that was used more often counts as used this often, so that a chain falls into fewer parts."""
 _PAUSES = (8.0, 64.0, 512.0)
-"""The bounds between the four lengths of a pause, in seconds."""
+"""The bounds between the four lengths of a pause that are distinguished, in seconds."""
 _NUM_PAUSES = len(_PAUSES) + 1
 _USES = 8
-"""A past is a byte: how often a block was used, and so many times the length of the pause before the last use."""
+"""A past is one byte: how often the block was used, plus this constant times the number of the length of the pause
+before the last use, from 0 to 3."""
 _LEVEL_OF_USES = (0, 0, 1, 1, 1, 2, 2, 2)
+"""The level of each number of uses: 0 for at most one use, 1 for two to four, 2 for more."""
 _NUM_LEVELS = _LEVEL_OF_USES[-1] + 1
-"""Used once, two to four times, and more often."""
 _NUM_PASTS = 1 + _NUM_PAUSES * (_NUM_LEVELS - 1)
-"""A block that was used once has had no pause."""
+"""How many pasts make classes of their own. The first level has one, because a block that was used once has had no
+pause. The others have one for each length of a pause."""
 NUM_CLASSES = NUM_STATES * _NUM_PASTS
 NUM_BINS = 50
 _FIRST, _FACTOR = 0.5, 1.25
+"""The end of the first bin, in seconds, and the factor by which the end grows from each bin to the next."""
 LOWER = (0.0, *[_FIRST * _FACTOR**number for number in range(NUM_BINS - 1)])
 """The shortest waiting time of each bin, in seconds."""
 UPPER = LOWER[1:]
-"""Of all bins but the last, which has no end."""
+"""The longest waiting time of each bin, in seconds. The last bin has none, because it has no end."""
 _BOUNDS = list(UPPER)
 _PRIOR_WEIGHT = 10.0
-"""Of what is known of all running, or of all ended, blocks, in the hazard of those of one state and level of uses."""
+"""The hazard of all running blocks, or of all ended ones, counts as this many observations in the hazard of the blocks
+of one state and level of uses. `_PRIOR_HAZARD` has the same weight in that hazard of all."""
 _LEVEL_WEIGHT = 30.0
-"""Of that hazard in the one of a class. With it, lengths of pauses that seldom occur cost nothing: on the synthetic
-trace of 3,993 requests, they lost 1.1 points at 16,000 slots without it."""
+"""The hazard of the blocks of one state and level of uses counts as this many observations in the hazard of a class.
+Without it, each length of a pause would be learned on its own, even if it seldom occurs: on the synthetic trace of
+3,993 requests, that cost 1.1 points at 16,000 slots."""
 _PRIOR_HAZARD = 0.02
-"""Of each bin, before anything was learned."""
+"""The hazard of each bin before the pool has learned anything."""
 _HALF_LIFE = 20_000
-"""Requests after which an observation counts half."""
+"""After this many requests, an observation counts half."""
 EVERY = 32
-"""Requests after which the places are computed anew."""
+"""After this many requests, the places are computed anew."""
 _LEAST_SURVIVAL = 1e-6
+"""The probability that a block is still waiting never falls below this. Otherwise the expected wait in the bins that
+follow could be rounded to zero, and a place is divided by it."""
 _MOST_KEPT = 40
-"""Rows that outlive the process, those with the most observations: 400 bytes each."""
+"""How many rows of the table outlive the process. They are the ones with the most observations. Each takes 400
+bytes."""
 _HEAD = b"KVH2" + b"".join(number.to_bytes(2, "little") for number in (NUM_CLASSES, NUM_BINS, RUNNING))
+"""What `Observations.dump` begins with: the version of its form, and the numbers on which the meaning of rows
+depends."""
 _ALL_ROWS_EVERY = 8
-"""So often, the places of classes that were not observed are computed, too, as the common prior changes."""
+"""Once in this many times, the places of all classes are computed, because their common prior has changed. The other
+times, only the places of the classes that were observed since are computed."""
 
 
 def bin_of(seconds: float) -> int:
-    """The bin of a waiting time."""
+    """Return the number of the bin that this waiting time is in."""
     return bisect_right(_BOUNDS, seconds)
 
 
 def used_again(past: int, pause: float) -> int:
-    """The past of a block with this past that is used again after a pause, in seconds. 0: it was never used."""
+    """Return the new past of a block that had this past and is used after a pause of `pause` seconds. If the past was
+    0, the block had never been used, and there is no pause."""
     uses = uses_of(past)
     return min(uses + 1, MOST_USES) + _USES * bisect_right(_PAUSES, pause) if uses else USED_ONCE
 
 
 def uses_of(past: int) -> int:
-    """How often a block with this past was used, up to `MOST_USES`."""
+    """Return how often a block with this past was used. `MOST_USES` stands for that or more."""
     return past % _USES
 
 
@@ -93,9 +109,12 @@ _CLASS_OF_PAST = tuple(_class_of(past) for past in range(256))
 
 
 class Observations(NamedTuple):
-    """Weights by row and bin, of shape [rows, NUM_BINS]: of the blocks that were still waiting when the bin ended, or
-    came back in it, and of those that came back. `classes`: that of each row. `place`: of each cell, as it was.
-    `changed`: the rows whose places are due."""
+    """What was observed in each bin of each row of the table, as arrays of shape [rows, NUM_BINS].
+
+    `exposed`: the weight of the blocks that have waited through the bin or came back in it. `returned`: the weight of
+    the blocks that came back in it. `place`: the places that were computed last. `classes`: the class of each row.
+    `changed`: the rows whose places have to be computed.
+    """
 
     classes: npt.NDArray[np.int64]
     exposed: Floats
@@ -104,7 +123,7 @@ class Observations(NamedTuple):
     changed: npt.NDArray[np.int64]
 
     def dump(self) -> bytes:
-        """What was observed, in a form that `Hazards.load` reads. At most 16 KiB."""
+        """Return what was observed, in a form that `Hazards.load` reads. It has at most 16 KiB."""
         rows = np.sort(np.argsort(self.exposed.sum(axis=1))[-_MOST_KEPT:])
         counts = [one[rows].astype("<f4").tobytes() for one in (self.exposed, self.returned)]
         classes = self.classes[rows].astype("<u2")
@@ -112,9 +131,13 @@ class Observations(NamedTuple):
 
 
 class Places(NamedTuple):
-    """What follows from observations. A cell is one bin of one row; its number is the row's times `NUM_BINS` plus the
-    bin's. `place[cell]`: see the module. `rank[cell]`: the position of the cell among all cells by place, the lowest
-    first. `cells`: all cells in that order. `rows`: `place` by row, for the next time."""
+    """The places that follow from observations.
+
+    A cell is one bin of one row of the table. Its number is the number of the row times `NUM_BINS`, plus the number of
+    the bin. `place[cell]`: the place of the blocks in the cell, see the module. `cells`: all cells in the order of
+    their places, the lowest first. `rank[cell]`: the position of the cell in that order. `rows`: the places as an array
+    of shape [rows, NUM_BINS], which the next computation changes in part.
+    """
 
     place: list[float]
     rank: list[int]
@@ -123,9 +146,10 @@ class Places(NamedTuple):
 
 
 class Hazards:
-    """What was observed, and the places that follow from it. Used under the pool's lock, except `compute`.
+    """Counts how long blocks of each class wait and when they come back, and has the places that follow from that. Used
+    under the pool's lock. `compute`, which takes long, needs no lock.
 
-    A class gets a row of the table when it first occurs.
+    A class gets a row of the table when it first occurs, because most classes never do.
     """
 
     def __init__(self) -> None:
@@ -134,15 +158,15 @@ class Hazards:
         self._first_cell: list[int] = [-1] * NUM_CLASSES
         self._changed: set[int] = set()
         self._since = self._times = 0
-        """Requests since the places were computed, and how often they were."""
+        """How many requests have begun since the places were last due, and how often they were due."""
         self.version = 0
-        """Grows with each new table of places."""
+        """A number that grows whenever `places` is replaced."""
         self.places = Places([], [], [], np.empty((0, NUM_BINS)))
         self.first_cell(OTHER, USED_ONCE)
 
     def first_cell(self, state: int, past: int) -> int:
-        """The cell of the first bin of the class of blocks that have this past, and were used last by a request in this
-        state."""
+        """Return the cell of the first bin of a class: the blocks that have this past, and whose last request is in
+        this state."""
         number = state * _NUM_PASTS + _CLASS_OF_PAST[past]
         cell = self._first_cell[number]
         return cell if cell >= 0 else self._add_row(number)
@@ -161,25 +185,27 @@ class Hazards:
     # -- learning -------------------------------------------------------------------------------------------
 
     def waited(self, first: int, end: int, weight: float) -> None:
-        """Blocks of this weight have waited through the cells from `first` to before `end`, and still do."""
+        """Note that blocks of this weight have waited through the cells from `first` to before `end`, and still
+        wait."""
         exposed = self._exposed
         for cell in range(first, end):
             exposed[cell] += weight
         self._changed.add(first // NUM_BINS)
 
     def came_back(self, cell: int, weight: float) -> None:
-        """Blocks of this weight, which have waited in the cell, were used again."""
+        """Note that blocks of this weight were used again while they waited in the cell."""
         self._exposed[cell] += weight
         self._returned[cell] += weight
         self._changed.add(cell // NUM_BINS)
 
     def observed(self) -> tuple[Floats, Floats]:
-        """A copy of what was observed, by row (`first_cell` // `NUM_BINS`) and bin: see `Observations`."""
+        """Return copies of `exposed` and `returned`, see `Observations`. The row of a class is `first_cell` //
+        `NUM_BINS`."""
         exposed, returned = self._views()
         return exposed.copy(), returned.copy()
 
     def forget(self, state: int) -> None:
-        """What the state means has changed."""
+        """Forget what was observed of this state, because it has another meaning from now on."""
         for number in range(state * _NUM_PASTS, (state + 1) * _NUM_PASTS):
             if (first := self._first_cell[number]) >= 0:
                 for counts in (self._exposed, self._returned):
@@ -189,8 +215,8 @@ class Hazards:
     # -- places ---------------------------------------------------------------------------------------------
 
     def count_request(self) -> Observations | None:
-        """A request has begun. Returns what was observed if the places are due: give it to `compute` without the lock,
-        and the result to `install`."""
+        """Note that a request has begun. Returns None, or what was observed if the places are due. The caller gives it
+        to `compute` without the lock, and the result to `install`."""
         self._since += 1
         if self._since < EVERY:
             return None
@@ -209,7 +235,8 @@ class Hazards:
         return np.frombuffer(self._exposed).reshape(shape), np.frombuffer(self._returned).reshape(shape)
 
     def install(self, places: Places) -> None:
-        """Use these places, unless a class has got its row since they were due."""
+        """Use these places from now on. They are dropped if a class has got its row since they were due, because they
+        have no place for it."""
         if len(places.place) == len(self._exposed):
             self.places = places
             self.version += 1
@@ -218,7 +245,7 @@ class Hazards:
 
     def load(self, data: bytes) -> bool:
         """Take up what an earlier life of the pool has observed; see `Observations.dump`. Returns False, and changes
-        nothing, if the data are damaged, or of other classes."""
+        nothing, if the data are damaged or come from a version with other classes or bins."""
         at = len(_HEAD) + 2
         count = int.from_bytes(data[len(_HEAD) : at], "little")
         if not data.startswith(_HEAD) or len(data) != at + count * (2 + 8 * NUM_BINS):
@@ -242,11 +269,12 @@ class Hazards:
 
 
 _WIDTHS: Floats = np.diff([*LOWER, 3 * LOWER[-1]])
+"""The width of each bin, in seconds. The last one counts as if it ended at three times its beginning."""
 
 
 def _resume_priors() -> Floats:
-    """The hazard that a class of blocks whose return was announced begins with, of shape [announced times, NUM_BINS]:
-    half of them come back around that time."""
+    """Return the hazards with which the states in `RESUMES` begin, as an array of shape [len(RESUMES), NUM_BINS]. The
+    hazard is highest around the time that the client has announced."""
     centres = np.sqrt(np.maximum(LOWER, 0.25) * np.array([*UPPER, 3 * LOWER[-1]]))
     distance = np.log(centres[None] / np.maximum(np.array(RESUME_TIMES), 0.25)[:, None])
     priors: Floats = _PRIOR_HAZARD + 0.3 * np.exp(-0.5 * (distance / 0.5) ** 2)
@@ -257,7 +285,12 @@ _RESUME_PRIORS = _resume_priors()
 
 
 def compute(seen: Observations) -> Places:
-    """The places that follow from what was observed. 0.3 ms for 25 rows, without the lock."""
+    """Return the places that follow from what was observed. Takes 0.3 ms for 25 rows, but needs no lock.
+
+    A class of which little is known has about the hazard of all blocks in the same state and level of uses. If little
+    is known of these either, they have about the hazard of all running blocks, or of all ended ones, and around an
+    announced time a higher one.
+    """
     rows = seen.place.copy()
     states = seen.classes // _NUM_PASTS
     levels = states * _NUM_LEVELS + (seen.classes % _NUM_PASTS + _NUM_PAUSES - 1) // _NUM_PAUSES
@@ -277,7 +310,7 @@ def compute(seen: Observations) -> Places:
         hazard = (seen.returned[due] + _LEVEL_WEIGHT * prior) / (seen.exposed[due] + _LEVEL_WEIGHT)
         rows[due] = _gittins(hazard)
     flat = rows.reshape(-1)
-    # Of equal places, the one that has waited for longer goes first.
+    # Among cells with the same place, blocks that have waited longer are evicted first.
     cells = np.lexsort((-(np.arange(len(flat)) % NUM_BINS), flat))
     rank = np.empty(len(flat), np.int64)
     rank[cells] = np.arange(len(flat))
@@ -285,7 +318,13 @@ def compute(seen: Observations) -> Places:
 
 
 def _gittins(hazard: Floats) -> Floats:
-    """The place in each bin, for hazards by bin, of shape [n, NUM_BINS]."""
+    """Return the place in each bin, for hazards of shape [rows, NUM_BINS].
+
+    `before` is the probability that a block still waits when a bin begins, `back` the probability that it has come back
+    by then, and `wait` how long it has waited by then on average. All three count from the start of the wait. For a
+    block in a later bin, both the hit and the wait would be divided by the probability that it has reached this bin,
+    which cancels out of their ratio. A block that comes back within a bin has waited for half of the bin.
+    """
     survival = np.maximum(np.cumprod(1.0 - hazard, axis=1), _LEAST_SURVIVAL)
     before = np.concatenate((np.ones((len(hazard), 1)), survival[:, :-1]), axis=1)
     start = np.zeros((len(hazard), 1))
