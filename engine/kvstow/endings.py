@@ -40,8 +40,7 @@ stands for a range of times, see `RESUME_TIMES`."""
 RELEASED = RESUMES.stop
 """The state of requests whose client has said that no other request will use their blocks."""
 FETCHED = RELEASED + 1
-"""The state of blocks that came from a store below the pool, until a request other than the one that fetched them uses
-them."""
+"""The state of blocks that a store below the pool has, too, as far as is known."""
 RUNNING = FETCHED + 1
 """The state of running requests. It has to be the last number."""
 NUM_STATES = RUNNING + 1

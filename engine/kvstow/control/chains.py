@@ -30,7 +30,7 @@ from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from heapq import heappop, heappush
-from itertools import count, repeat
+from itertools import chain, count, repeat
 from math import inf
 from typing import Any, NamedTuple
 
@@ -312,6 +312,9 @@ class Chains:
         self._owner: list[ChainPart | None] = unvisited([])
         """The part of each slot. The garbage collector does not visit this list, so a part must not lead back to the
         pool once its request has ended: see `Requests.end`."""
+        self.below = SlotSet()
+        """The slots whose blocks the store below the pool had when it was last known. It may have evicted some since.
+        If leading blocks of a chain are among these slots when their request ends, they get the state `FETCHED`."""
         self._aside = SlotSet()
         """Held slots that `evict` has taken out of the `slots` of their part, so that it does not come upon them again.
         They are put back when nothing holds them any more."""
@@ -334,6 +337,7 @@ class Chains:
         """Make room for the slots below `num_slots`."""
         self._owner.extend(repeat(None, max(0, num_slots - len(self._owner))))
         self._aside.grow(num_slots)
+        self.below.grow(num_slots)
 
     def make_order(self, tag: int) -> Order:
         return Order(self.hazards, tag, self._totals)
@@ -447,6 +451,8 @@ class Chains:
             if part.running is None and part.left:
                 part.weight = running.share / part.left
                 part.running = Watch(part, self.hazards.first_cell(RUNNING, part.past), now)
+        if self.below:
+            running.parts = dict.fromkeys(chain.from_iterable(map(self._split_below, running.parts)))
         for part in reversed(running.parts):
             part.request = None
             if part.running is None:  # all its blocks were removed
@@ -454,13 +460,30 @@ class Chains:
             part.by_start = self.is_lru
             if part.ended is not None:
                 self._unlink(part.ended)
-            part.ended = Watch(part, self.hazards.first_cell(state, part.past), now)
+            part.ended = Watch(part, self.hazards.first_cell(FETCHED if part.fetch else state, part.past), now)
             part.ended.turn = next(self._serial)
             self._unlink(part.running)
             for watch in (part.running, part.ended):
                 self._link(watch, part.order if part.slots and watch is part.home else None)
             if part.absent:
                 self._just_ended.append((now, part))
+
+    def _split_below(self, part: ChainPart) -> Sequence[ChainPart]:
+        """Divide a part whose request ends after the leading blocks that the store below the pool has. They become a
+        part of their own, of the class of what was fetched."""
+        own = [slot for slot in part.slots if self._owner[slot] is part]
+        count = self.below.leading(own)
+        part.fetch = _USED if count and count == len(own) and not part.expected else 0
+        if not count or part.fetch or part.running is None:
+            return (part,)
+        head = ChainPart(next(self._serial), part.order, part.past)
+        head.weight, head.fetch, head.request = part.weight, _USED, part.request
+        head.running = Watch(head, part.running.first_cell, part.running.since)
+        head.running.bin, head.running.turn = part.running.bin, next(self._serial)
+        part.slots = array("I", own[count:])
+        part.resident -= count
+        self._own(head, own[:count])
+        return head, part
 
     def _take(self, running: Running, piece: _Piece, now: float) -> None:
         """Give the blocks of the piece to the running request, and note that they have come back. A part that was just
@@ -668,6 +691,10 @@ class Chains:
         """Note that the keys in these slots have become visible. The slots are in ascending order. `fetched`: whether
         the blocks came from a store below the pool. Such blocks stay in a class of their own when the first request
         uses them, because this is the request that has fetched them. The next one takes them into its own parts."""
+        if fetched:
+            self.below.add(slots)
+        elif self.below:
+            self.below.discard(slots)
         parts: list[ChainPart | None] = [None] * len(keys)
         if order.expected:
             parts = self._take_expected(order, keys)
@@ -1034,8 +1061,8 @@ class Chains:
 
 
 _UNUSED, _USED = 2, 1
-"""The values of `ChainPart.fetch` for fetched blocks. `_UNUSED`: no request has used them yet. `_USED`: the request
-that has fetched them has used them, and no other."""
+"""The values of `ChainPart.fetch` for blocks that the store below the pool has, as far as is known. `_UNUSED`: no
+request has used the blocks since they were fetched. `_USED`: a request has. For all other blocks, the value is 0."""
 _MOST_MERGED = 1 << 12
 """Parts are merged only if the result has fewer blocks than this, because some calls go through all blocks of a part
 with the lock held. For this many blocks, that takes half a millisecond."""

@@ -27,7 +27,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvstow.endings import NUM_STATES, OTHER, RESUME_TIMES, RESUMES, RUNNING
+from kvstow.endings import FETCHED, NUM_STATES, OTHER, RESUME_TIMES, RESUMES, RUNNING
 
 Floats = npt.NDArray[np.float64]
 
@@ -113,7 +113,7 @@ class Observations(NamedTuple):
 
     `exposed`: the weight of the blocks that have waited through the bin or came back in it. `returned`: the weight of
     the blocks that came back in it. `place`: the places that were computed last. `classes`: the class of each row.
-    `changed`: the rows whose places have to be computed.
+    `changed`: the rows whose places have to be computed. `fetch_cost`: see `Hazards`.
     """
 
     classes: npt.NDArray[np.int64]
@@ -121,6 +121,7 @@ class Observations(NamedTuple):
     returned: Floats
     place: Floats
     changed: npt.NDArray[np.int64]
+    fetch_cost: float
 
     def dump(self) -> bytes:
         """Return what was observed, in a form that `Hazards.load` reads. It has at most 16 KiB."""
@@ -159,6 +160,10 @@ class Hazards:
         self._changed: set[int] = set()
         self._since = self._times = 0
         """How many requests have begun since the places were last due, and how often they were due."""
+        self.fetch_cost = 1.0
+        """The cost of reading a block from the store below the pool, as a share of the cost of computing it. A hit in
+        memory saves only this share if the store has the block, too, so the place of such a block is multiplied by
+        it."""
         self.version = 0
         """A number that grows whenever `places` is replaced."""
         self.places = Places([], [], [], np.empty((0, NUM_BINS)))
@@ -179,7 +184,7 @@ class Hazards:
         self._returned += nothing
         rows = np.concatenate((self.places.rows, np.zeros((1, NUM_BINS))))
         changed = np.array([len(self._classes) - 1])
-        self.install(compute(Observations(np.array(self._classes), *self._views(), rows, changed)))
+        self.install(compute(Observations(np.array(self._classes), *self._views(), rows, changed, self.fetch_cost)))
         return cell
 
     # -- learning -------------------------------------------------------------------------------------------
@@ -228,7 +233,8 @@ class Hazards:
         changed = range(len(self._classes)) if self._times % _ALL_ROWS_EVERY == 0 else self._changed
         rows = np.array(sorted(changed), np.int64)
         self._changed = set()
-        return Observations(np.array(self._classes), exposed.copy(), returned.copy(), self.places.rows, rows)
+        classes, places = np.array(self._classes), self.places.rows
+        return Observations(classes, exposed.copy(), returned.copy(), places, rows, self.fetch_cost)
 
     def _views(self) -> tuple[Floats, Floats]:
         shape = len(self._classes), NUM_BINS
@@ -264,7 +270,8 @@ class Hazards:
         for counts, loaded in zip(self._views(), found, strict=True):
             counts[rows] = loaded
         every = np.arange(len(self._classes))
-        self.install(compute(Observations(np.array(self._classes), *self._views(), self.places.rows, every)))
+        classes, places = np.array(self._classes), self.places.rows
+        self.install(compute(Observations(classes, *self._views(), places, every, self.fetch_cost)))
         return True
 
 
@@ -309,7 +316,7 @@ def compute(seen: Observations) -> Places:
         prior = (of_level @ seen.returned + _PRIOR_WEIGHT * prior) / (of_level @ seen.exposed + _PRIOR_WEIGHT)
         hazard = (seen.returned[due] + _LEVEL_WEIGHT * prior) / (seen.exposed[due] + _LEVEL_WEIGHT)
         rows[due] = _gittins(hazard)
-    flat = rows.reshape(-1)
+    flat = np.where((states == FETCHED)[:, None], seen.fetch_cost * rows, rows).reshape(-1)
     # Among cells with the same place, blocks that have waited longer are evicted first.
     cells = np.lexsort((-(np.arange(len(flat)) % NUM_BINS), flat))
     rank = np.empty(len(flat), np.int64)

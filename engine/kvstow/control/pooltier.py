@@ -28,7 +28,7 @@ from kvstow.tier.blockstore import (
     StoredLayout,
     StoredNamespace,
 )
-from kvstow.tier.breakeven import PROBE_BLOCKS, BreakEven
+from kvstow.tier.breakeven import PROBE_BLOCKS, BreakEven, Estimate
 from kvstow.tier.tierstatus import TIER_FAILED, TierCounters, TierStatus
 
 logger = logging.getLogger("kvstow.tier")
@@ -44,6 +44,8 @@ UNKNOWN_SECONDS = 2.0
 LEAST_LEAD_SECONDS = 2.0
 """A prefetch begins this long before the next request of its context is expected, or earlier if reading may need
 it: twice the time that the reads take."""
+_COST_WEIGHT = 0.02
+"""The weight of one decision in the average cost of reading."""
 _MOST_NOTED = 1024
 """How many stores and uses with blocks that wait to be written are remembered."""
 
@@ -298,6 +300,7 @@ class PoolTier:
         if hit.remote:
             count = len(hit.remote)
             estimate = of.even.decide(self.stored_pool.expect(count), count, hit.blocks, hit.behind)
+            self._note_cost(estimate)
             if not estimate.pays:
                 of.counters.declined_requests += not wait.is_over
                 if of.even.wants_probe():
@@ -314,6 +317,16 @@ class PoolTier:
             self._begin_read(of, hit.keys, worth, whole=wait.needs is not None, wait=wait)
         with self._pool.lock:
             return bool(wait.ops)
+
+    def _note_cost(self, estimate: Estimate) -> None:
+        """What the store has is worth less in the pool, the cheaper it is to read."""
+        if estimate.read_seconds is None or not estimate.compute_seconds:
+            return
+        share = estimate.read_seconds / estimate.compute_seconds if estimate.pays else 1.0
+        with self._pool.lock:
+            hazards = self._pool.index.chains.hazards
+            if not self.is_closed and not self.failure:
+                hazards.fetch_cost += _COST_WEIGHT * (share - hazards.fetch_cost)
 
     def _join(self, wait: TierWait, op_id: int) -> None:
         read = self._reads.get(op_id)
@@ -608,6 +621,7 @@ class PoolTier:
             return
         self._num_writing -= len(piece.good) + len(piece.bad)
         of.counters.written_blocks += len(piece.good)
+        self._pool.index.chains.below.add(piece.good)
         of.counters.failed_write_blocks += len(piece.bad)
         if part.has_ended:
             del self._writes[piece.op_id]
@@ -800,6 +814,7 @@ class PoolTier:
         logger.error("the store below pool %s is off: unexpected error", self._pool.name, exc_info=error)
         with self._pool.lock:
             self.failure = TIER_FAILED
+            self._pool.index.chains.hazards.fetch_cost = 1.0
             self._pool.counters.faults.errors["host"] += 1
             self._noted.clear()
             self._prefetching = None
@@ -811,6 +826,7 @@ class PoolTier:
         touches the pool's memory any more and every slot has come back. Idempotent; only the first `then` is called."""
         with self._pool.lock:
             self.is_closed = True
+            self._pool.index.chains.hazards.fetch_cost = 1.0
             self._noted.clear()
             self._prefetching = None
             for session in self._pool.attached():

@@ -191,6 +191,11 @@ class SlotSet:
             self._count -= flags[slot]
             flags[slot] = 0
 
+    def leading(self, slots: Sequence[int]) -> int:
+        """Return how many of the slots are in the set before the first one that is not."""
+        found = bytes(values_at(self._flags, slots)).find(0)
+        return len(slots) if found < 0 else found
+
     def slots(self) -> set[int]:
         """Return the slots in the set. O(pool): for integrity checks."""
         return set(compress(range(len(self._flags)), self._flags))

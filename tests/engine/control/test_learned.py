@@ -392,6 +392,46 @@ def test_what_was_fetched_is_a_class_of_its_own_until_the_next_hit(make_traffic:
     assert sum(seen(traffic, Endings().state_of(Ending("abort"))[0])[1]) == 0
 
 
+def slots_of(traffic: Traffic, keys: Sequence[bytes]) -> list[int]:
+    return [slot for slot in traffic.engine.namespace.keys.slots_of(keys) if slot is not None]
+
+
+def test_what_the_store_below_has_is_of_the_class_of_fetched_blocks(make_traffic: MakeTraffic) -> None:
+    traffic = make_traffic(64)
+    pool, keys = traffic.engine.pool, make_keys(8)
+    traffic.serve(keys)
+    with pool.lock:
+        pool.index.chains.below.add(slots_of(traffic, keys)[:4])
+    for _ in range(2):
+        traffic.clock.advance(10.0)
+        traffic.serve(keys)
+    found = [sum(seen(traffic, state, past_of(10.0))[1]) for state in (FETCHED, OTHER)]
+    assert found == pytest.approx([0.5, 0.5])
+    traffic.engine.check_integrity()
+
+
+def test_a_block_that_was_stored_anew_is_not_in_the_store_below(make_traffic: MakeTraffic) -> None:
+    traffic = make_traffic(4)
+    below, keys = traffic.engine.pool.index.chains.below, make_keys(4)
+    traffic.serve(make_keys(4, "before"))
+    with traffic.engine.pool.lock:
+        below.add(range(4))
+    store_keys(traffic.engine, traffic.ranks, keys)
+    assert slots_of(traffic, keys), "in the place of the others"
+    assert below.leading(slots_of(traffic, keys)) == 0
+
+
+def test_what_is_cheap_to_read_has_a_low_place() -> None:
+    hazards = Hazards()
+    fetched, other = (hazards.first_cell(state, USED_ONCE) for state in (FETCHED, OTHER))
+    hazards.fetch_cost = 0.25
+    due = None
+    while due is None:
+        due = hazards.count_request()
+    hazards.install(compute(due))
+    assert isclose(hazards.places.place[fetched], 0.25 * hazards.places.place[other])
+
+
 def test_a_request_that_ends_for_another_one_changes_nothing(make_traffic: MakeTraffic) -> None:
     """What the next request has started with is running."""
     traffic = make_traffic(64)

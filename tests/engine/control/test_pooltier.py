@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
+from math import isclose
 
 import pytest
 from tests.doubles.memoryblockstore import MemoryBlockStore
@@ -177,6 +178,45 @@ def test_the_request_that_fetched_is_no_use_and_the_next_hit_is(uses: int) -> No
     found = (tiered.engine.session.lookup(KEYS[:4]), tiered.engine.session.lookup(KEYS[10:18]))
     assert found == ((0, 8) if uses == 1 else (4, 4)), "what was used least recently goes, its end first"
     tiered.check()
+
+
+def test_what_was_written_is_known_to_be_in_the_store() -> None:
+    tiered = TieredPool()
+    below = tiered.pool.index.chains.below
+    tiered.store_blocks(KEYS[:4])
+    assert len(below) == 0
+    tiered.run()
+    assert len(below) == 4
+    tiered.check()
+
+
+def test_the_cost_of_reading_is_an_average_of_the_decisions() -> None:
+    tiered = TieredPool()
+    hazards = tiered.pool.index.chains.hazards
+    tiered.put(KEYS[:30])
+    tiered.takes(0.0025)  # of 0.01 s for a block
+    for key in KEYS[:29]:
+        tiered.fetch([key])
+    cheap = 0.25 + 0.75 * 0.98**29
+    assert isclose(hazards.fetch_cost, cheap)
+    tiered.takes(100.0)
+    tiered.look(KEYS[29:30])
+    assert isclose(hazards.fetch_cost, cheap + 0.02 * (1.0 - cheap)), "what is not read costs as much as computing"
+
+
+@pytest.mark.parametrize("has_failed", [False, True])
+def test_nothing_is_cheap_to_read_from_a_store_that_is_not_used(has_failed: bool) -> None:
+    tiered = TieredPool()
+    tiered.put(KEYS[:1])
+    tiered.takes(0.0)
+    tiered.fetch(KEYS[:1])
+    hazards = tiered.pool.index.chains.hazards
+    assert hazards.fetch_cost < 1.0
+    if has_failed:
+        tiered.tier.fail(ValueError("a defect"))
+    else:
+        tiered.tier.close(lambda: None)
+    assert hazards.fetch_cost == 1.0
 
 
 # -- the gate ---------------------------------------------------------------------------------------------------------
