@@ -110,8 +110,8 @@ class ChainPart:
 
     `past`: the past of the blocks (`kvstow.control.hazards`), or 0 if no request has used them yet. `weight`: what one
     block weighs in learning. `request`: the request that has used the blocks, while it runs. The part is then among its
-    `parts`. `fetch`: whether the blocks were stored (0), or were fetched from a store below the pool (`_UNUSED` or
-    `_USED`); see `Chains.publish`.
+    `parts`. `fetch`: `_UNUSED` or `_USED` if a store below the pool has the blocks, too, as far as is known, and 0
+    otherwise.
 
     Three numbers count the blocks, each block once. `resident` blocks have a slot. `expected` blocks have none, but may
     be stored soon because their request runs or has just ended; `Order.expected` has their keys. `evicted` blocks have
