@@ -17,6 +17,7 @@ from tests.seeds import few_and_many
 
 from kvstow.config import EngineConfig
 from kvstow.control.administration import Sweep
+from kvstow.control.descriptions import StoreDescription
 from kvstow.control.engine import OffloadEngine
 from kvstow.control.index import Index
 from kvstow.control.leases import LeaseBook
@@ -367,10 +368,11 @@ def repeated_completions_count(patch: pytest.MonkeyPatch) -> None:
 def op_ids_are_reused(patch: pytest.MonkeyPatch) -> None:
     forget = OpsInFlight._forget
 
-    def number_again(self: OpsInFlight, entry: OpenOp) -> None:
-        forget(self, entry)
+    def number_again(self: OpsInFlight, entry: OpenOp) -> StoreDescription:
+        described = forget(self, entry)
         if not len(self):
             self.pool.last_op_id = 0
+        return described
 
     patch.setattr(OpsInFlight, "_forget", number_again)
 

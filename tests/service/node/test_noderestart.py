@@ -134,6 +134,7 @@ def test_what_was_learned_of_blocks_and_traffic_outlives_the_service(start_node:
     for _ in range(2 * EVERY):
         engine.use(KEYS[:10])
     engine.wait_for(lambda: pool_of(node.tick())["returns"] > EVERY)
+    engine.wait_for(lambda: engine.load(KEYS) == len(KEYS))  # answered after all uses were handled, and recorded
     assert pool_of(node.show())["used"] == 10
     returns = pool_of(node.show())["returns"]
     node.kill()
