@@ -73,7 +73,7 @@ SETUPS = [
     Setup("replayed window, async, lazy", layers="replayed", asynchronous=True, blocks=HYBRID_BLOCKS, lazy=True),
     Setup("attached, sync", attached=True),
     Setup("attached, sync, sessions that end", attached=True, ranks=2, operator_rate=0.04, failure_rate=0.1, seed=2),
-    Setup("attached, async, sessions that end", attached=True, asynchronous=True, ranks=2, operator_rate=0.04, seed=3),
+    Setup("attached, async, sessions that end", attached=True, asynchronous=True, ranks=2, operator_rate=0.06, seed=3),
     Setup("attached, async, lazy, sessions that end", attached=True, asynchronous=True, lazy=True, operator_rate=0.04),
     Setup(
         "attached, hybrid, async, sessions that end",
