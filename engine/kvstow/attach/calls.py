@@ -208,8 +208,8 @@ class DescribeStore(Packed, frozen=True):
 
     @classmethod
     def listed(cls, op_id: int, blocks: Sequence[BlockDescription | None]) -> Iterator[Self]:
-        """Make messages of the descriptions of a store's blocks. Those that are unknown or cannot be sent are left
-        out."""
+        """Make messages that carry the descriptions of a store's blocks. Blocks are left out if they have no
+        description, or one that cannot be sent."""
         part: list[tuple[int, BlockDescription]] = []
         num_bytes = 0
         for number, block in enumerate(blocks):

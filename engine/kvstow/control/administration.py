@@ -516,7 +516,7 @@ class Administrator(BaseSwitches):
 
     def set_context(self, context: bytes, resume_in: float) -> None:
         """Expect the next request of this context in `resume_in` seconds. If there is a store below the pool, it
-        prefetches the context's blocks shortly before that, and not when its client has said. Nothing else changes.
+        prefetches the context's blocks shortly before then, whatever the client has announced. Nothing else changes.
         Raises `NotFoundError` if there is no such context."""
         if not 0 <= resume_in < inf:
             raise InvalidRequestError(f"resume_in is {resume_in}; allowed: 0 or more seconds")

@@ -121,7 +121,7 @@ class ChainPart:
     It may still have slots that belong to another part by now. `absent`: the keys of the expected blocks. It may still
     have keys that are no longer expected. `by_start`: whether the start of the request decides when the part is
     evicted, even after the request has ended, as with the policy `lru`. `is_shared`: whether requests of several
-    engines have used the blocks at the same time. Then another GPU than the one that has the blocks may need them.
+    engines have used the blocks at the same time. Then a GPU that does not have the blocks may need them.
     """
 
     __slots__ = (
@@ -674,8 +674,8 @@ class Chains:
         return [slot for part in parts for slot in part.slots if self._owner[slot] is part]
 
     def end_anew(self, watches: Sequence[Watch], state: int, now: float) -> None:
-        """Let the blocks of an ended request wait in another state from now on, except those that another request has
-        used since."""
+        """Move the blocks of an ended request to another state, in which they wait from now on. Blocks that another
+        request has used since keep theirs."""
         for watch in watches:
             part = watch.part
             if part.ended is watch and watch.home is not None:
@@ -1047,8 +1047,8 @@ class Chains:
         return list(dict.fromkeys(part for part in self._owner if part is not None))
 
     def slots_of(self, order: Order) -> Iterator[int]:
-        """Yield the slots of the namespace in the order of eviction, including held ones, but not those that are set
-        aside. The order must not change meanwhile."""
+        """Yield the slots of the namespace in the order of eviction. Held slots are included, slots that were set aside
+        are not. The order must not change meanwhile."""
         lists = order.by_place()
         if self.is_lru:
             parts = sorted((watch for each in lists for watch in each), key=lambda watch: (watch.since, watch.turn))

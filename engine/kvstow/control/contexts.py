@@ -22,7 +22,7 @@ MOST_KEYS = 1 << 20
 class Context:
     """The blocks that the last request with a name has used. `watches` are the watches of the parts of its chain. While
     a part still has that watch, no other request has used its blocks. `expected` is the time of the next request on the
-    pool's clock. It is infinite if there will be none, and None if neither a client nor an operator has said when."""
+    pool's clock. It is infinite if no request will follow, and None if this is unknown."""
 
     __slots__ = ("chain", "context_id", "ended_at", "expected", "name", "namespace", "requests", "watches")
 

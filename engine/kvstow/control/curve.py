@@ -153,7 +153,7 @@ class _Sizes:
         """All runs by their first key, the one used longest ago first. Of one chain, the last run comes first. When the
         runs are too many, the first ones are dropped, so whenever a key is known, all keys before it are, too."""
         self._by_bin = [OrderedDict[_Run, None]() for _ in range(NUM_BINS)]
-        """For each bin, the runs that wait in it and of which some size has keys, the oldest first."""
+        """For each bin, the runs that wait in it, the oldest first. At least one size has keys of each run."""
         self._lists: dict[tuple[int, int], dict[_Run, None]] = {}
         """The same runs by level and cell, the oldest first. There are no empty lists."""
         self._filled: list[int] = []

@@ -80,7 +80,7 @@ class OpenOp:
 
 @dataclass(slots=True, kw_only=True)
 class OpenTierOp(OpenOp):
-    """A transfer of which some slots have not come back from the store (`left`)."""
+    """A transfer that has not ended. `left`: the slots that the store has not returned yet."""
 
     op: TierOp
     left: dict[int, None]

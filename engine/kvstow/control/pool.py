@@ -297,8 +297,8 @@ class Pool:
         """Make the keys of filled slots visible, and free the slots of keys that were disowned meanwhile. The slots are
         in ascending order. Returns the slots whose keys are visible. `on_stored` is called with the keys. `fetched`:
         whether the blocks came from a store below the pool and not from an engine that has computed them. Such blocks
-        are a class of their own until a request after the one that has fetched them uses them. `described`: the
-        descriptions that the engine has sent of them."""
+        form a class of their own. The request that has fetched them does not change that, but the next one does.
+        `described`: the descriptions that the engine has sent of the blocks."""
         keys, kept = namespace.publish(slots)
         now = self.clock()
         self.index.times.mark_stored(kept, now)

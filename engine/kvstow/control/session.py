@@ -406,7 +406,7 @@ class Session:
 
         `looked_up`: the begin and end of the part of the chain in which the request has looked blocks up; None if it is
         the whole chain. `salt`: the digest of its cache salt (`digest_of_salt`), empty without one. `hints`: what its
-        client has said about the request that follows it. Takes the lock for a slice of the chain at a time.
+        client has announced about the next request. Takes the lock for a slice of the chain at a time.
         """
         step = self.pool.slice_slots
         steps = self.admit_in_steps(keys, step, number=number, looked_up=looked_up, salt=salt, hints=hints)
