@@ -195,7 +195,7 @@ class Cluster:
             assert known.keys() <= there, "nothing is announced that the pool does not have"
             assert self.announced(engine) <= known.keys(), "all that was stored in this life of the pool is announced"
         num_visible = sum(len(one.keys) for one in self.pool.index.namespaces)
-        assert len(self.pool.descriptions) <= num_visible, "what was removed is forgotten"
+        assert len(self.pool.events.descriptions) <= num_visible, "what was removed is forgotten"
 
     def use_all(self) -> None:
         """Requests use all that the pool has, also what it has recovered."""
@@ -274,4 +274,4 @@ def test_without_events_nothing_is_described_sent_or_kept(monkeypatch: pytest.Mo
     host.settle()
     assert host.stored() == set(keys_of(PROMPTS[0]))
     assert (DescribeStore in sent) is is_on
-    assert (len(host.service.pool.descriptions) > 0) is is_on
+    assert (len(host.service.pool.events.descriptions) > 0) is is_on
