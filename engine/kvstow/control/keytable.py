@@ -161,7 +161,7 @@ class SlotTable:
 
     def link(self, hashes: Hashes, slots: Sequence[int]) -> None:
         """Add these slots, which are in no chain and are to hold the keys with these hashes."""
-        rows = np.array(slots, np.intp)
+        rows = np.fromiter(slots, np.intp, len(slots))
         buckets = self._buckets(hashes)
         self._hashes[rows] = hashes
         self._nexts[rows] = self._firsts[buckets]
@@ -175,7 +175,7 @@ class SlotTable:
 
     def unlink(self, slots: Sequence[int]) -> None:
         """Remove these slots from their chains, because they do not hold their keys any more."""
-        rows = np.array(slots, np.intp)
+        rows = np.fromiter(slots, np.intp, len(slots))
         buckets = self._buckets(self._hashes[rows])
         firsts, nexts = self._firsts, self._nexts
         is_first = firsts[buckets] == rows

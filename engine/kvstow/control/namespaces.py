@@ -154,22 +154,26 @@ class KeyMap:
                 return slot
         return None
 
-    def find_all(self, keys: Sequence[bytes]) -> list[int | None]:
-        """Return what `get` returns for each key."""
+    def find_all(self, keys: Sequence[bytes], hashes: Hashes | None = None) -> list[int | None]:
+        """Return what `get` returns for each key. `hashes`: those of the keys, if the caller has them."""
         if len(keys) < _SHORT:
             return [self.get(key) for key in keys]
         numbers: list[int | None] = [None] * len(keys)
         key_of = self._slot_keys.key_of
-        indices, slots = self._table.find(hashes_of(keys, self._mix))
+        indices, slots = self._table.find(self.hashes_of(keys) if hashes is None else hashes)
         for index, slot in zip(indices, slots, strict=True):
             found, key = key_of[slot], keys[index]
             numbers[index] = slot if found == key else ~slot if found is None else self.get(key)
         return numbers
 
-    def link(self, keys: Sequence[bytes], slots: Sequence[int]) -> None:
-        """Note that these slots are to hold the keys, which are neither visible nor being stored."""
+    def hashes_of(self, keys: Sequence[bytes]) -> Hashes:
+        """Return the hashes of keys of this namespace, by which the table knows them."""
+        return hashes_of(keys, self._mix)
+
+    def link(self, hashes: Hashes, slots: Sequence[int]) -> None:
+        """Note that these slots are to hold the keys with these hashes, which are neither visible nor being stored."""
         if slots:
-            self._table.link(hashes_of(keys, self._mix), slots)
+            self._table.link(hashes, slots)
 
     def unlink(self, slots: Sequence[int]) -> None:
         """Note that these slots do not hold their keys any more, or will not hold them."""
@@ -184,7 +188,7 @@ class KeyMap:
     def put(self, keys: Sequence[bytes], slots: Sequence[int]) -> None:
         """Make keys visible that are neither visible nor being stored. Their slots are in ascending order and have no
         keys."""
-        self.link(keys, slots)
+        self.link(self.hashes_of(keys), slots)
         self.show(keys, slots)
 
     def show(self, keys: Sequence[bytes], slots: Sequence[int]) -> None:
@@ -239,6 +243,16 @@ class _Batch(NamedTuple):
     slots: Sequence[int]
 
 
+class Selection(NamedTuple):
+    """The keys of a store, divided into those that need a slot and those that are present. `fresh`: the indices of the
+    keys that need one. `hashes`: the hashes of these keys, with which `PendingStores.start` saves computing them again.
+    `present`: the slots of the keys that are present, as runs."""
+
+    fresh: list[int]
+    hashes: Hashes
+    present: Sequence[Sequence[int]]
+
+
 class PendingStores:
     """Keys being stored, each with its slot. Not locked; each call is O(keys given).
 
@@ -278,11 +292,12 @@ class PendingStores:
         """Return the keys, including disowned ones, of the slots that were given to `start` together."""
         return self._batches[slots[0]].keys
 
-    def start(self, keys: Sequence[bytes], slots: Sequence[int], *, apart: bool = False) -> None:
+    def start(self, keys: Sequence[bytes], slots: Sequence[int], hashes: Hashes, *, apart: bool = False) -> None:
         """Note that a store begins to write these keys, which are neither visible nor being stored, to the slots.
-        `apart`: the slots may end in any order, as if each was given alone."""
+        `hashes`: those of the keys; see `Selection`. `apart`: the slots may end in any order, as if each was given
+        alone."""
         if slots:
-            self._key_map.link(keys, slots)
+            self._key_map.link(hashes, slots)
             if apart:
                 self._batches.update((slot, _Batch((key,), (slot,))) for key, slot in zip(keys, slots, strict=True))
             else:
@@ -380,17 +395,17 @@ class Namespace:
     def is_empty(self) -> bool:
         return not self.keys and not self.pending_stores
 
-    def select(self, keys: Sequence[bytes], outcomes: dict[str, int]) -> tuple[list[int], Sequence[Sequence[int]]]:
-        """Return the indices of the keys that need a slot, and runs of the slots of keys that are present. Counts the
-        keys that need no slot in `outcomes`, by reason."""
+    def select(self, keys: Sequence[bytes], outcomes: dict[str, int]) -> Selection:
+        """Return which of the keys need a slot. Counts the others in `outcomes`, by reason."""
         present = self.keys.leading_runs(keys)
         known, rest = 0, keys  # usually none or all of the keys are present
         if present:
             known = outcomes["skipped_already_cached"] = sum(map(len, present))
             rest = keys[known:]
-        numbers = self.keys.find_all(rest)
+        hashes = self.keys.hashes_of(rest)
+        numbers = self.keys.find_all(rest, hashes)
         if numbers.count(None) == len(rest) and len(set(rest)) == len(rest):
-            return list(range(known, len(keys))), present
+            return Selection(list(range(known, len(keys))), hashes, present)
         fresh: list[int] = []
         scattered: list[int] = []
         taken: set[bytes] = set()
@@ -407,7 +422,7 @@ class Namespace:
                 fresh.append(i)
                 continue
             outcomes[reason] = outcomes.get(reason, 0) + 1
-        return fresh, [*present, scattered]
+        return Selection(fresh, hashes[[i - known for i in fresh]], [*present, scattered])
 
     def publish(self, slots: Sequence[int]) -> tuple[tuple[bytes, ...], Sequence[int]]:
         """Make the keys of filled slots visible. The slots are in ascending order. Returns the keys and their slots,

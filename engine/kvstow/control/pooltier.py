@@ -443,8 +443,9 @@ class PoolTier:
         """Whether the pool has slots to read all of the keys that are neither visible nor being filled, without
         evicting the visible ones."""
         with self._pool.lock:
-            fresh, present = namespace.select(keys, {})
-            return len(fresh) <= self.session.room(kept=len(self._pool.index.evictable(present)))
+            selection = namespace.select(keys, {})
+            kept = len(self._pool.index.evictable(selection.present))
+            return len(selection.fresh) <= self.session.room(kept=kept)
 
     # -- reads ----------------------------------------------------------------------------------------------
 
@@ -473,13 +474,13 @@ class PoolTier:
                 return False
             if pool.journal is not None and not fit(keys):
                 return False
-            fresh, present = namespace.select(keys, {})
+            fresh, hashes, present = namespace.select(keys, {})
             slots = pool.make_room(len(fresh), present, now, session.watermark)
             if (whole and len(slots) < len(fresh)) or not slots:
                 pool.deallocate(slots)
                 return False
             wanted = [keys[index] for index in fresh[: len(slots)]]
-            namespace.pending_stores.start(wanted, slots, apart=True)
+            namespace.pending_stores.start(wanted, slots, hashes[: len(slots)], apart=True)
             if pool.journal is not None:
                 pool.journal.begin(slots, session.session_id)
             op = session.ops.start_tier("read", namespace, slots, now)

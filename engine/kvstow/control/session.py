@@ -349,7 +349,7 @@ class Session:
                 outcomes[_OUTCOME_OF[refusal]] = len(keys)
                 unplaced = range(len(keys))
             else:
-                fresh, present = self.namespace.select(keys, outcomes)
+                fresh, hashes, present = self.namespace.select(keys, outcomes)
                 wanted = keys if len(fresh) == len(keys) else [keys[index] for index in fresh]
                 limits = pool.index.chains.limits(self.namespace.order, wanted)
                 slots, accepted, deferred = pool.make_room_within(limits, present, now, self.watermark)
@@ -363,11 +363,12 @@ class Session:
                 if len(accepted) < len(fresh):
                     fresh = [fresh[index] for index in accepted]
                     wanted = [wanted[index] for index in accepted]
+                    hashes = hashes[list(accepted)]
                 if fresh:
-                    self.namespace.pending_stores.start(wanted, slots)
+                    self.namespace.pending_stores.start(wanted, slots, hashes)
                     if pool.journal is not None:
                         pool.journal.begin(slots, self.session_id)
-                    moved = values_at(blocks, fresh)
+                    moved = tuple(blocks) if len(fresh) == len(blocks) else values_at(blocks, fresh)
                     op = self.ops.start("store", moved, tuple(slots), request_id=request_id, now=now)
             for outcome, count in outcomes.items():
                 pool.counters.stores[outcome] += count

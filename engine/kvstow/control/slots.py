@@ -364,7 +364,7 @@ class SlotTimes:
             moments = array("d", (now,)) * len(slots)
             stored_at[slots[0] : slots[-1] + 1] = used_at[slots[0] : slots[-1] + 1] = moments
         elif len(slots) >= _SHORT:
-            rows = np.array(slots, np.intp)
+            rows = np.fromiter(slots, np.intp, len(slots))
             for times in (stored_at, used_at):
                 np.frombuffer(times)[rows] = now
         else:
