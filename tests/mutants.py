@@ -175,6 +175,13 @@ MUTANTS = [
         "tests/service/node/test_noderestart.py::test_what_was_learned_of_blocks_and_traffic_outlives_the_service",
     ),
     Mutant(
+        "pairs_of_an_earlier_life_do_not_count_towards_halving",
+        "engine/kvstow/endings.py",
+        "                self._total += count\n",
+        "",
+        f"{LEARNED}::test_the_counts_of_pairs_are_halved_as_often_after_a_restart",
+    ),
+    Mutant(
         "what_was_learned_is_not_recorded",
         f"{CONTROL_CODE}/pool.py",
         "                    self.journal.write_learned(self.requests.endings.dump() + observed)\n",

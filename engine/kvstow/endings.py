@@ -101,6 +101,7 @@ class Endings:
         for state, (count, *pair) in zip(PAIRS, _PAIR.iter_unpack(data), strict=True):
             if count:
                 self._counts[pair[0], pair[1]], self._states[pair[0], pair[1]] = count, state
+                self._total += count
 
     def state_of(self, ending: Ending) -> tuple[int, bool]:
         """Return the state that follows from an ending, and whether this state has just been given to a pair. What was

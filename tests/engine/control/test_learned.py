@@ -646,6 +646,17 @@ def test_a_pair_of_tokens_keeps_its_state() -> None:
     assert state not in states
 
 
+def test_the_counts_of_pairs_are_halved_as_often_after_a_restart() -> None:
+    endings, other = Endings(), Endings()
+    for _ in range(3000):
+        endings.state_of(Ending("stop", (1, 2)))
+    other.load(endings.dump())
+    for _ in range(2000):
+        endings.state_of(Ending("stop", (1, 2)))
+        other.state_of(Ending("stop", (1, 2)))
+    assert other.dump() == endings.dump()
+
+
 @pytest.mark.parametrize(
     "change",
     [
