@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -182,9 +183,8 @@ class Hazards:
         nothing = array("d", bytes(8 * NUM_BINS))
         self._exposed += nothing
         self._returned += nothing
-        rows = np.concatenate((self.places.rows, np.zeros((1, NUM_BINS))))
-        changed = np.array([len(self._classes) - 1])
-        self.install(compute(Observations(np.array(self._classes), *self._views(), rows, changed, self.fetch_cost)))
+        self.places = self.places._replace(rows=np.concatenate((self.places.rows, np.zeros((1, NUM_BINS)))))
+        self.install(compute(self._observations([len(self._classes) - 1])))
         return cell
 
     # -- learning -------------------------------------------------------------------------------------------
@@ -231,10 +231,14 @@ class Hazards:
         returned *= decay
         self._since, self._times = 0, self._times + 1
         changed = range(len(self._classes)) if self._times % _ALL_ROWS_EVERY == 0 else self._changed
-        rows = np.array(sorted(changed), np.int64)
+        found = self._observations(changed)
         self._changed = set()
-        classes, places = np.array(self._classes), self.places.rows
-        return Observations(classes, exposed.copy(), returned.copy(), places, rows, self.fetch_cost)
+        return found
+
+    def _observations(self, changed: Iterable[int]) -> Observations:
+        """Return copies of what was observed, from which `compute` makes the places of the `changed` rows anew."""
+        rows = np.array(sorted(changed), np.int64)
+        return Observations(np.array(self._classes), *self.observed(), self.places.rows, rows, self.fetch_cost)
 
     def _views(self) -> tuple[Floats, Floats]:
         shape = len(self._classes), NUM_BINS
@@ -269,9 +273,7 @@ class Hazards:
         rows = np.array(cells, np.int64) // NUM_BINS
         for counts, loaded in zip(self._views(), found, strict=True):
             counts[rows] = loaded
-        every = np.arange(len(self._classes))
-        classes, places = np.array(self._classes), self.places.rows
-        self.install(compute(Observations(classes, *self._views(), places, every, self.fetch_cost)))
+        self.install(compute(self._observations(range(len(self._classes)))))
         return True
 
 
