@@ -6,10 +6,11 @@
 
 Each agent has a conversation that grows turn by turn. Between two turns it pauses for a time with a heavy tail, and
 after its last turn it begins another conversation. There are also prompts that never repeat. The pool has room for half
-of the conversations, and the GPU for an eighth. Modes: "off" is without hints. With "names", hints name only the
-context. With "exact", they also say when the next turn comes, and release the context after the last one. "rough" is
-the same with a log-error of sigma 1. Each mode has its own engine, and the engines take turns. A round has the same
-agents in all modes.
+of the conversations, and the GPU for an eighth. Modes: "off" is without hints, and "lru" too, but with the policy
+`lru`. With "names", hints name only the context. With "exact", they also say when the next turn comes, and release the
+context after the last one. "rough" is the same with a log-error of sigma 1. Each mode has its own engine, and the
+engines take turns. A round has the same agents in all modes, and their answers are compared with those of the first
+mode. The weights tell answers apart: an answer is part of the next prompt, and depends on all of its KV cache.
 
 After a quarter of the time, turns that are not the first of a conversation are counted: the share that had to compute
 more than half of its prefix again, the share of prefix tokens that were found, the time to the first token, and the
@@ -29,8 +30,10 @@ import random
 import statistics
 import tempfile
 import time
+import zlib
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from heapq import heappop, heappush
 from itertools import count
@@ -42,13 +45,13 @@ from vllm import SamplingParams
 
 from bench.report import Table
 from bench.vllm.engines import ATTENTION, Setup, block_tokens, start_llm, wait_until_usable
-from bench.vllm.model import SHAPES, Shape, write_model
+from bench.vllm.model import SHAPES, Shape, fill_weights, write_model
 from bench.vllm.process import run
 from bench.vllm.results import Results, add_engine, make_parser, open_results
 
 _PINNING, _PATIENCE = 90.0, 300.0
 _STEP_SECONDS = 0.02  # the length of a step in virtual time
-MODES = ("off", "names", "exact", "rough")
+MODES = ("lru", "off", "names", "exact", "rough")
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +129,7 @@ class _Agent:
         return self._history
 
     def hints(self, mode: str) -> dict[str, Any] | None:
-        if mode == "off":
+        if mode in ("lru", "off"):
             return None
         if mode == "names":
             return {"context": self.name}
@@ -202,7 +205,8 @@ class Turn(NamedTuple):
 class Found:
     """Figures of the turns that came back. `recomputed` is the share that computed more than half of its prefix.
     `found` is the share of prefix tokens that were not computed. Times are in ms, and `busy` is in seconds. `split`
-    has, by kind, the number of turns and the medians of their parts. `claims` is what the pool reports about hints."""
+    has, by kind, the number of turns and the medians of their parts. `answers` has a checksum of the answer to each
+    prompt of an agent, by the checksum of the prompt."""
 
     mode: str
     seed: int
@@ -214,7 +218,7 @@ class Found:
     busy: float
     asked: int
     one_shots: int
-    claims: Mapping[str, Any] | None
+    answers: Mapping[int, int] = field(repr=False)
 
     @property
     def label(self) -> str:
@@ -226,6 +230,7 @@ class _Asked:
     agent: _Agent | None
     at: float
     known: int
+    prompt: int = 0
     looked_up: float = 0.0
     loaded_at: float = 0.0
     loaded: int = 0
@@ -237,9 +242,10 @@ class _Asked:
 class _Run:
     """One engine in this process, and its requests."""
 
-    def __init__(self, setup: Setup, traffic: Traffic, mode: str, vocabulary: int, *, is_virtual: bool) -> None:
+    def __init__(self, setup: Setup, traffic: Traffic, mode: str, shape: Shape, *, is_virtual: bool) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        started = start_llm(setup)
+        started = start_llm(replace(setup, extra={**setup.extra, "policy": "lru"}) if mode == "lru" else setup)
+        fill_weights(started.model(), shape)
         wait_until_usable(started, setup, _PINNING)
         self._core = started.engine.llm_engine
         self._side = self._core.engine_core.engine_core.scheduler.connector._host.side
@@ -248,12 +254,13 @@ class _Run:
         if is_virtual:
             self._pool_engine.pool.clock = self._side._ended._clock = self.clock
         self._is_virtual = is_virtual
-        self._traffic, self._mode, self._vocabulary = traffic, mode, vocabulary
+        self._traffic, self._mode, self._vocabulary = traffic, mode, shape.vocabulary
         self._names = count()
         self._asked: dict[str, _Asked] = {}
         self._due: list[tuple[float, int, _Agent | None]] = []
         self._order = count()
         self.turns: list[Turn] = []
+        self.answers: dict[int, int] = {}
         self._watch(self._core.engine_core.engine_core.scheduler.connector)
         self.busy = 0.0
         self.one_shots = 0
@@ -276,7 +283,6 @@ class _Run:
                 self._core.step()
             else:
                 clock.wait_until(self._due[0][0] if self._due else now + 1.0)
-        claims = self._pool_engine.claims()
         return Found(
             mode=self._mode,
             seed=traffic.seed,
@@ -288,7 +294,7 @@ class _Run:
             busy=self.busy,
             asked=next(self._names),
             one_shots=self.one_shots,
-            claims=None if claims is None else {name: getattr(claims, name) for name in type(claims).__slots__},
+            answers=self.answers,
         )
 
     def _watch(self, connector: Any) -> None:
@@ -344,7 +350,7 @@ class _Run:
             extra_args=None if hints is None else {"kv_transfer_params": {"kvstow": hints}},
         )
         name = f"agents-{next(self._names)}"
-        self._asked[name] = _Asked(agent, at, 0 if agent is None else agent.known)
+        self._asked[name] = _Asked(agent, at, 0 if agent is None else agent.known, _checksum(prompt))
         self._core.add_request(name, {"prompt_token_ids": prompt}, params)
 
     def _step(self, chance: random.Random, *, counted: bool) -> None:
@@ -369,6 +375,7 @@ class _Run:
         agent = asked.agent
         if agent is None:
             return
+        self.answers[asked.prompt] = _checksum(asked.tokens)
         if counted and asked.known and asked.parts is not None:
             self.turns.append(Turn(asked.known, min(asked.cached, asked.known), asked.loaded, asked.parts))
         self._push(now + agent.answered(asked.tokens), agent)
@@ -376,8 +383,12 @@ class _Run:
             self._push(now + chance.random() * self._traffic.gap, None)
 
 
-def measure(setup: Setup, traffic: Traffic, mode: str, vocabulary: int, is_virtual: bool) -> Found:
-    return _Run(setup, traffic, mode, vocabulary, is_virtual=is_virtual).go()
+def measure(setup: Setup, traffic: Traffic, mode: str, shape: Shape, is_virtual: bool) -> Found:
+    return _Run(setup, traffic, mode, shape, is_virtual=is_virtual).go()
+
+
+def _checksum(tokens: Sequence[int]) -> int:
+    return zlib.crc32(array("i", tokens).tobytes())
 
 
 def _split(turns: Sequence[Turn]) -> tuple[int, list[float]]:
@@ -392,7 +403,7 @@ def _at(figures: Sequence[float], share: float) -> float:
 def table(title: str, found: Sequence[Found]) -> Table:
     head = [
         *("hints", "turns that came back", "recomputed more than half", "prefix tokens found"),
-        *("first token: p50, ms", "p90, ms", "seconds in steps", "blocks used again / never"),
+        *("first token: p50, ms", "p90, ms", "seconds in steps", "answers that differ"),
     ]
     return Table(title, head, [*_rows(found)])
 
@@ -409,8 +420,10 @@ def split_table(found: Sequence[Found]) -> Table:
 
 
 def _rows(found: Sequence[Found]) -> Iterator[list[str]]:
+    first: dict[int, Found] = {}
     for one in found:
-        claims = one.claims
+        others = first.setdefault(one.seed, one).answers
+        same = [answer == others[prompt] for prompt, answer in one.answers.items() if prompt in others]
         yield [
             one.label,
             f"{one.turns:,}",
@@ -419,7 +432,7 @@ def _rows(found: Sequence[Found]) -> Iterator[list[str]]:
             f"{_at(one.ttft, 0.5):.1f}",
             f"{_at(one.ttft, 0.9):.1f}",
             f"{one.busy:.1f}",
-            "-" if claims is None else f"{claims['used_again']:,} / {claims['never_used']:,}",
+            f"{same.count(False):,} of {len(same):,}",
         ]
 
 
@@ -474,7 +487,7 @@ def _measure(options: argparse.Namespace, model: Path, results: Results) -> None
         results.add("traffic", seed=traffic.seed, working_set_tokens=working_set, pool_bytes=setup.pool_bytes)
         for mode in options.modes:
             timeout = _PATIENCE + 2 * traffic.seconds
-            args = (setup, traffic, mode, shape.vocabulary, options.tiny)
+            args = (setup, traffic, mode, shape, options.tiny)
             one = results.attempt("agents", partial(run, timeout, measure, *args))
             if one is not None:
                 found.append(one)

@@ -80,6 +80,12 @@ class Started:
     seconds: float
     port: int | None
 
+    def model(self) -> Any:
+        """Return the model of an engine in this process, which may be filled with weights."""
+        worker = self.engine.llm_engine.engine_core.engine_core.model_executor.driver_worker
+        runner = getattr(worker, "worker", worker).model_runner
+        return runner.get_model() if hasattr(runner, "get_model") else runner.model
+
 
 def rank_pool() -> Any:
     """Return KVStow's pool in the worker of this process."""

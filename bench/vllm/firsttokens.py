@@ -234,10 +234,7 @@ class _Asker:
 def measure(setup: Setup, shape: Shape, work: Work) -> FirstTokens:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     started = start_llm(setup)
-    core = started.engine.llm_engine.engine_core.engine_core
-    worker = core.model_executor.driver_worker
-    runner = getattr(worker, "worker", worker).model_runner
-    fill_weights(runner.get_model() if hasattr(runner, "get_model") else runner.model, shape)
+    fill_weights(started.model(), shape)
     wait_until_usable(started, setup, _PINNING)
     asker, has_hits = _Asker(started, shape.vocabulary), setup.connector != "none"
     longest = next(iter(work.lengths))
