@@ -4,7 +4,8 @@ MIN.
 Requests overlap as in the trace, which `kvstow trace import` makes from sessions of kv-cache-tester. Blocks are those
 of a model with 128 KiB of KV per token (8B parameters, 8 KV heads, BF16). With `names`, each request names its context.
 With `exact`, its end also says when the context comes back, or that it never does. With `rough`, the logarithm of that
-time has a normal error with sigma 1. MIN knows the next use of every block.
+time has a normal error with sigma 1. With `an hour`, each request asks for its blocks to be kept for an hour. MIN knows
+the next use of every block.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from kvstow_service.replay.trace import BLOCK_TOKENS, TraceRequest, read_trace
 TRACE = Path(__file__).with_name("traces") / "agents.jsonl.gz"
 SLOT_BYTES = BLOCK_TOKENS * (128 << 10)
 SLOTS = tuple((size << 30) // SLOT_BYTES for size in (128, 256, 512, 1024))
-CLIENTS = ("lru", "nothing said", "names", "exact", "rough", FORESIGHT)
+CLIENTS = ("lru", "nothing said", "names", "exact", "rough", "an hour", FORESIGHT)
 _HOW_TO_GET_IT = """\
 there is no trace at {path}. To make it:
     git clone https://github.com/callanjfox/kv-cache-tester
@@ -51,6 +52,8 @@ class Client:
     def hints(self, number: int) -> Hints | None:
         """Return the hints of the request with this number."""
         name, gap = self._requests[number].context, self._gaps[number]
+        if self._kind == "an hour":
+            return Hints(keep_for=3600)
         if name is None or self._kind not in ("names", "exact", "rough"):
             return None
         context = context_id(name)
