@@ -249,10 +249,10 @@ class _Run:
         wait_until_usable(started, setup, _PINNING)
         self._core = started.engine.llm_engine
         self._side = self._core.engine_core.engine_core.scheduler.connector._host.side
-        self._pool_engine = self._side.control._engine
         self.clock = _VirtualClock() if is_virtual else _Clock()
         if is_virtual:
-            self._pool_engine.pool.clock = self._side._ended._clock = self.clock
+            pool = self._side.control._engine.pool
+            pool.clock = pool.requests._clock = self.clock
         self._is_virtual = is_virtual
         self._traffic, self._mode, self._vocabulary = traffic, mode, shape.vocabulary
         self._names = count()
