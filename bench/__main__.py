@@ -15,6 +15,7 @@ from bench import (
     compatibility,
     control,
     disk,
+    diskrates,
     holds,
     policy,
     policytraces,
@@ -46,6 +47,7 @@ BENCHMARKS: dict[str, _Run] = {
     "attach": lambda options, say: attach.run(options.repeats, say),
     "tier": lambda options, say: tier.run(options.repeats, say),
     "disk": lambda options, say: disk.run(tuple(disk.CASES), say),
+    "diskrates": lambda options, say: diskrates.run(options.folder, options.repeats + 2, options.seconds, say),
 }
 
 
@@ -91,7 +93,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--gpu-blocks", type=int, help="agents: the pools are behind a GPU that caches so many blocks")
     parser.add_argument("--no-record", action="store_true", help="print the tables, and keep the recorded results")
     parser.add_argument("--admin-slots", type=int, default=1_000_000)
-    parser.add_argument("--seconds", type=float, default=10.0, help="length of each phase of the admin benchmark")
+    parser.add_argument("--seconds", type=float, default=10.0, help="length of each phase: admin, diskrates")
+    parser.add_argument("--folder", type=Path, help="diskrates: on the disk; default: the working directory")
     parser.add_argument("--pools", nargs="+", default=["256MiB", "16GiB"], metavar="SIZE")
     return parser
 
