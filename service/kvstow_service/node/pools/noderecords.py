@@ -109,12 +109,15 @@ class NodeRecords:
             time.sleep(_PAUSE_SECONDS)
 
     def check(self, memory: NodeMemory) -> None:
-        """Replace a keeper that has ended, and notice one that no longer answers, without waiting for it. Call this
-        regularly, because other calls notice such a keeper only when they need it."""
+        """Replace a keeper that has ended or that the next service would not find, and notice one that no longer
+        answers, without waiting for it. Call this regularly, because other calls notice such a keeper only when they
+        need it."""
         if self._roster is not None:
             try:
                 self._ask()
-                return
+                if self._client is not None and self._client.can_be_found():
+                    return
+                self._part(self._dismiss())
             except KeeperError:
                 self._part("it has ended")
         if time.monotonic() < self._retry_at:
@@ -153,6 +156,14 @@ class NodeRecords:
                 self._ask_at = now + _ASK_SECONDS
         elif owed >= _SILENT_SECONDS:
             self._report(f"the keeper (pid {self._client.pid}) does not answer: the memory may not survive the service")
+
+    def _dismiss(self) -> str:
+        """Have a keeper end that the next service would not find, and return why. Raises `KeeperError` if it has ended
+        already."""
+        assert self._client is not None
+        if self.notice is None:  # it answers
+            self._client.leave(gives_back=True)
+        return f"the socket of the last one was removed from {self._folder}, so the next service would not find it"
 
     def join(self, memory: NodeMemory) -> None:
         """Give the keeper all descriptors, in place of those that it holds. Does nothing before its welcome."""

@@ -17,6 +17,7 @@ from kvstow_service.node.survival.keeper import (
     BUSY,
     MAX_HELD,
     MESSAGE_FDS,
+    SOCKET,
     VERSION,
     connect,
     is_readable,
@@ -64,12 +65,20 @@ class KeeperClient:
     def __init__(self, folder: Path) -> None:
         try:
             self._socket = connect(folder, _ANSWER_SECONDS)
+        except FileNotFoundError as error:
+            raise KeeperError(f"none has its socket in {folder}") from error
         except OSError as error:
-            raise KeeperError(f"no keeper answers in {folder}: {error.strerror or error}") from error
+            raise KeeperError(f"none answers in {folder}: {error.strerror or error}") from error
+        self._path = folder / SOCKET
+        self._inode = _inode_of(self._path)
         self.pid: int | None = None
         """The process number of the keeper in the keeper's own pid namespace. Known after the welcome."""
         self._asked_at: float | None = None
         """When `ask` sent its request. None unless an answer to it is outstanding."""
+
+    def can_be_found(self) -> bool:
+        """Whether the next service would find this keeper: its socket is still in the state folder."""
+        return self._inode is not None and _inode_of(self._path) == self._inode
 
     def send_hello(self, life: str) -> None:
         """Greet the keeper. `life` identifies this run of the service."""
@@ -178,3 +187,12 @@ class KeeperClient:
                 raise KeeperError("the keeper's answer cannot be read") from error
             raise
         return answer, received
+
+
+def _inode_of(path: Path) -> tuple[int, int] | None:
+    """Return what identifies the file at this path, or None if there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -160,6 +162,25 @@ def test_a_keeper_that_is_killed_beside_the_service_loses_nothing(start: Start, 
         service.records.check(service.memory)
         assert (service.records.joins, service.records.notice) == (joins, None)
         assert kinds_held(folder) == {"extent": 4, "journal": 1, "worker": 1, "roster": 1}
+    service.close()
+    assert len(start().found.extents) == 4
+
+
+def test_a_keeper_that_the_next_service_would_not_find_is_replaced(
+    start: Start, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Somebody has removed the state folder. The keeper still answers over the connection that it has."""
+    service = start()
+    service.begin()
+    service.fill()
+    pidfd = os.pidfd_open(look(folder).pid)
+    shutil.rmtree(folder)
+    service.records.check(service.memory)
+    assert (service.records.joins, service.records.notice) == (2, None)
+    assert f"the socket of the last one was removed from {folder}" in caplog.text
+    assert kinds_held(folder) == {"extent": 4, "journal": 1, "worker": 1, "roster": 1}
+    assert select.select([pidfd], [], [], 30)[0], "the last one has ended"
+    os.close(pidfd)
     service.close()
     assert len(start().found.extents) == 4
 
@@ -487,8 +508,8 @@ def test_a_service_uses_the_keeper_that_others_start_and_starts_none(
     monkeypatch.setattr(noderecords, "_WAIT_SECONDS", 0.05)
     service = start(None)
     service.begin()
-    assert f"no keeper answers in {folder}" in str(service.records.notice)
-    with pytest.raises(KeeperError, match="no keeper answers"):
+    assert f"none has its socket in {folder}" in str(service.records.notice)
+    with pytest.raises(KeeperError, match="none has its socket in"):
         look(folder)
     for joins in (1, 2):
         keeper = start_elsewhere()
