@@ -424,7 +424,7 @@ class AttachServer:
                 accepted.close()
 
     def _pause(self, error: OSError) -> None:
-        self.tally.refuse("no_descriptors", f"it cannot be accepted: {error.strerror}")
+        self.tally.refuse("no_descriptors", "a client", f"it cannot be accepted: {error.strerror}")
         oldest = self._clients.oldest_stranger()
         if oldest is not None:
             self._drop(oldest, "no_descriptors", "the service has no descriptor left")
@@ -658,7 +658,7 @@ class AttachServer:
         if client.channel.fileno() < 0:
             return
         if reason != "disconnected":
-            self.tally.refuse(reason, sentence)
+            self.tally.refuse(reason, client.described(), sentence)
             refused = Refused(reason, sentence)
             with suppress(KvstowError):
                 client.channel.send(refused.KIND, refused.pack())

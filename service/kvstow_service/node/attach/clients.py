@@ -10,6 +10,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 
 from kvstow.attach.channel import MAX_HELLO_BYTES, Channel, Frame
+from kvstow.attach.peer import credentials_of
 from kvstow.attach.wire import Kind, Message
 from kvstow.owners import most_of
 from kvstow.status import UserLimit
@@ -54,10 +55,11 @@ class AttachTally:
         self._refusals = LimitedLog(logger, clock, burst=_LINES_A_MINUTE)
         self._faults = LimitedLog(logger, clock, burst=_LINES_A_MINUTE)
 
-    def refuse(self, reason: str, sentence: str) -> None:
-        """Count a connection that was refused, or ended because of what its client did, and log the sentence."""
+    def refuse(self, reason: str, who: str, sentence: str) -> None:
+        """Count a connection that was refused, or ended because of what its client did, and log whose it was and
+        why."""
         self.refused[reason] += 1
-        self._refusals.warning("a connection to the attach socket was ended (%s): %s", reason, sentence)
+        self._refusals.warning("the connection of %s to the attach socket was ended (%s): %s", who, reason, sentence)
 
     def fault(self, error: BaseException) -> None:
         self.errors["internal"] += 1
@@ -81,6 +83,13 @@ class ClientConnection:
         self.partial_bytes = 0
         self.interest = 0
         """The epoll events that are watched."""
+
+    def described(self) -> str:
+        """Name the process in a sentence, so that people find it."""
+        if self.member is not None:
+            return f"process {self.member.peer.pid} (session {self.member.session.session_id})"
+        pid, uid, _ = credentials_of(self.socket)
+        return f"process {pid} (uid {uid})"
 
     @property
     def has_detached(self) -> bool:
