@@ -79,7 +79,7 @@ def _serve(settings: Settings, log: QueuedLog) -> int:
         running.callback(node.close)
         log.queue.on_drop = partial(node.count_error, "log_line_dropped")
         _listen_for_changes(sockets, settings.admin_path, admin_group, node)
-        ticker = Ticker(node.tick, renew_tls=None if tls is None else tls.renew)
+        ticker = Ticker(node.tick, renew_tls=None if tls is None else tls.renew, clock=clock)
 
         host = make_api_host(
             node,

@@ -23,11 +23,13 @@ from tests.service.node.keepers import end_keeper, kinds_held
 
 from kvstow.errors import InsufficientMemoryError
 from kvstow.memory.limits import RESERVE_BYTES, HugePageLimits, MemoryLimits
+from kvstow_service.admin.adminhost import Ticker
 from kvstow_service.admin.server import AdminServer
 from kvstow_service.node import nodeprocess
 from kvstow_service.node.node import Node
 from kvstow_service.node.nodeprocess import public_settings, require_memory, run_service
 from kvstow_service.node.settings import Settings
+from kvstow_service.process.runningclock import RunningClock
 
 pytestmark = pytest.mark.usefixtures("process_state")
 
@@ -332,6 +334,21 @@ def test_the_server_answers_while_the_node_starts(
 
     monkeypatch.setattr(Node, "start", start_slowly)
     assert run_and_visit(Settings(**base), visit, eventually) == 0
+
+
+def test_the_ticker_does_not_count_a_pause_of_the_process(
+    base: dict[str, Any], monkeypatch: pytest.MonkeyPatch, eventually: Any
+) -> None:
+    clocks: list[object] = []
+
+    class Noted(Ticker):
+        def __init__(self, tick: Callable[[], object], **given: Any) -> None:
+            clocks.append(given.get("clock"))
+            super().__init__(tick, **given)
+
+    monkeypatch.setattr(nodeprocess, "Ticker", Noted)
+    assert run_and_visit(Settings(**base), lambda client: None, eventually) == 0
+    assert isinstance(clocks[0], RunningClock)
 
 
 def test_what_cannot_start_gives_back_what_it_took(base: dict[str, Any], tmp_path: Path) -> None:
