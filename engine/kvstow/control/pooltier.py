@@ -784,7 +784,7 @@ class PoolTier:
         """Return a status for each namespace that engines use or have used."""
         parts = self._store.parts()
         is_down = all(part.state != "on" for part in parts)
-        reasons = "; ".join(part.reason for part in parts if part.reason) if is_down else ""
+        reasons = "; ".join(dict.fromkeys(part.reason for part in parts if part.reason)) if is_down else ""
         with self._pool.lock:
             return [self._status(of, reasons, is_down=is_down) for of in self._namespaces.values()]
 

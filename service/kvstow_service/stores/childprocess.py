@@ -76,11 +76,14 @@ class IsolatedProcess:
         self._process.wait()
 
     def describe_end(self) -> str:
-        """Return how the process has ended, and its last lines. Call it only after `kill`, or once `has_ended`."""
-        self.join_reader()
+        """Return how the process has ended. Call it only after `kill`, or once `has_ended`."""
         status = self._process.returncode
-        how = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
-        return "; ".join([how, *self._last_lines])
+        return f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+
+    def describe_lines(self) -> str:
+        """Return the last lines that an ended process has written, after a colon, or nothing."""
+        self.join_reader()
+        return f": {'; '.join(self._last_lines)}" if self._last_lines else ""
 
     def join_reader(self) -> None:
         """Wait until all lines of an ended process have been read."""

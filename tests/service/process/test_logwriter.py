@@ -3,6 +3,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -150,3 +151,10 @@ def test_what_is_known_of_messages_is_bounded(monkeypatch: pytest.MonkeyPatch) -
     for number in range(50):
         assert limit.passes(logging.LogRecord("kvstow.x", logging.INFO, "", 0, f"message {number}", (), None))
         assert len(limit._written) <= 10
+
+
+def test_lines_of_all_modules_of_the_service_are_written_by_it() -> None:
+    """Lines of a logger with another name would be written raw, and those below a warning would be lost."""
+    service = Path(logwriter.__file__).parents[1]
+    own = [path for path in service.rglob("*.py") if "connectors" not in path.parts]  # these are in an engine's process
+    assert not [path for path in own if "getLogger(__name__)" in path.read_text()]

@@ -51,7 +51,7 @@ from kvstow_service.stores.disk.diskmessages import (
     WriteUses,
 )
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("kvstow.disk")
 
 READERS: Final = 8
 WRITERS: Final = 4

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple, Protocol
 
 from kvstow.tier.blockstore import Fate, PartCounters, PartState, StorePart
+from kvstow_api.journal import LimitedLog
 from kvstow_service.stores.disk.blockfile import FoundFiles
 from kvstow_service.stores.disk.diskformat import MOST_NAMESPACES, NamespaceEntry, name_digests
 from kvstow_service.stores.disk.diskmessages import (
@@ -33,6 +34,9 @@ from kvstow_service.stores.disk.places import BlockName, DiskPlaces, Place, Plac
 from kvstow_service.stores.disk.writebudget import WriteBudget, WrittenBytes
 
 logger = logging.getLogger("kvstow.disk")
+
+_CORRUPT_LINES = 10
+"""How many lines a minute name corrupt blocks at most. A drive that fails has very many of them."""
 
 STUCK_SECONDS: Final = 30.0
 PROBE_SECONDS: Final = 5.0
@@ -172,6 +176,7 @@ class DiskPath:
         self.budget = None if writes_per_day is None else WriteBudget(writes_per_day, clock())
         self._writes_per_day = writes_per_day
         self.queue = PathQueue()
+        self._corrupt_log = LimitedLog(logger, clock, burst=_CORRUPT_LINES)
         self._namespaces = _Namespaces({})
         self._file_system_bytes = 0
         self._next_number = 1
@@ -328,7 +333,7 @@ class DiskPath:
         if corrupt := by_fate.get("corrupt"):
             places = [self.places.where(job.place) for job in corrupt if job.place is not None]
             where = ", ".join(f"{one.number} of chunk {one.chunk}" for one in places)
-            logger.error("blocks on disk %s are corrupt: places %s", self.name, where)
+            self._corrupt_log.log(logging.ERROR, "blocks on disk %s are corrupt: places %s", self.name, where)
         for fate, ended in by_fate.items():
             self._host.give_back(ended, fate, "" if fate is None else answer.error)
 

@@ -123,7 +123,9 @@ class PathChannel:
                     os.close(fd)
             ours.close()
             self._end(child)
-        return f"its process {child.pid} has ended: {child.describe_end()}" if child.has_ended() else None
+        if not child.has_ended():
+            return None
+        return f"its process {child.pid} has ended ({child.describe_end()}){child.describe_lines()}"
 
     def _end(self, child: IsolatedProcess) -> None:
         if self._closing.is_set():

@@ -32,7 +32,7 @@ _SETTINGS = {
     "GLOG_minloglevel": "2",  # log only errors
 }
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("kvstow.tier")
 
 
 class ChildProcess(IsolatedProcess):
@@ -230,7 +230,7 @@ class ChildChannel:
         """Kill a child and wait for its end, because the slots of its calls are free only then. Returns a text that
         says what has happened."""
         child.kill()
-        problem = f"process {child.pid} {what}: {child.describe_end()}"
+        problem = f"process {child.pid} {what}" + (", and was ended" if timeouts else f" ({child.describe_end()})")
         with self._changed:
             if self._child is child:
                 self._child, self._problem = None, problem
@@ -289,7 +289,7 @@ class ChildChannel:
                 self._changed.wait_for(lambda: self._users == 0)
             child.close()
         if not self._is_closed:
-            _log.warning("Mooncake, %s: %s", self._purpose, self._problem)
+            _log.warning("Mooncake, %s: %s%s", self._purpose, self._problem, child.describe_lines())
 
     def _watch(self, child: ChildProcess) -> None:
         with self._changed:
@@ -309,7 +309,7 @@ class ChildChannel:
             problem = f"process {child.pid} did not connect within {_START_SECONDS:.0f} s"
         except EOFError:
             child.kill()
-            problem = f"process {child.pid} ended before it was connected: {child.describe_end()}"
+            problem = f"process {child.pid} ended before it was connected ({child.describe_end()})"
         except OSError as error:
             problem = str(error)
         if problem is not None:

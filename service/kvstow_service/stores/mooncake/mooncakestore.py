@@ -24,7 +24,7 @@ from kvstow_service.stores.mooncake.objects import (
     check_batch,
 )
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("kvstow.tier")
 
 SCHEME = "mooncake"
 FORM = "mooncake://MASTER:PORT, with ?ha=etcd where HOST:PORT[,HOST:PORT...] are those of etcd"

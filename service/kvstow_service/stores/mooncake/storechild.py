@@ -33,7 +33,7 @@ from kvstow_service.stores.mooncake.objectbuffers import ChildMemory, ObjectBuff
 from kvstow_service.stores.mooncake.objectheader import HEADER_BYTES
 from kvstow_service.stores.mooncake.objects import MAX_BATCH_OBJECTS
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("kvstow.tier")
 
 
 class StoreClient:

@@ -425,3 +425,14 @@ def test_a_corrupt_block_is_counted_and_removed(host: Host) -> None:
     assert host.disk.place_of(digest_of("1")) is None
     host.answer(MarkDirty)
     assert len(host.take(Overwrite)) == 1
+
+
+def test_a_drive_that_fails_does_not_fill_the_log(host: Host, caplog: pytest.LogCaptureFixture) -> None:
+    for number in range(30):
+        host.write([number])
+        host.run()
+        host.read([number])
+        host.disk.done(Done(host.take(MoveBlocks)[0].number, ("corrupt",)))
+        host.run()
+    assert host.disk.part().counters.corrupt_blocks == 30
+    assert sum("are corrupt: places" in message for message in caplog.messages) == 10

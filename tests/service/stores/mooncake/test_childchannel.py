@@ -64,6 +64,9 @@ class FakeChild:
     def describe_end(self) -> str:
         return "signal SIGKILL"
 
+    def describe_lines(self) -> str:
+        return ": I1129 Successfully created client"
+
 
 class Stage:
     """A channel, and the children that it starts. `prepare` sees each one before the channel does."""
@@ -162,6 +165,17 @@ def test_the_other_calls_of_a_process_that_is_killed_end_when_it_is_gone(stage: 
     with pytest.raises(TierUnavailableError, match="ended during a call"):
         other.result(SECONDS)
     assert stage.call().result(SECONDS) == (7,)
+
+
+def test_the_lines_of_the_library_are_in_the_log_and_not_in_the_reason(
+    stage: Stage, eventually: Eventually, caplog: pytest.LogCaptureFixture
+) -> None:
+    stage.prepare = lambda child: setattr(child, "hangs", True)
+    stage.open()
+    with pytest.raises(TierTimeoutError):
+        stage.call("b", timeout=0.05).result(SECONDS)
+    assert stage.channel.health().reason.endswith("did not answer for 0.05 s, and was ended")
+    eventually(lambda: "and was ended: I1129 Successfully created client" in caplog.text)
 
 
 def test_each_process_gets_all_memory_before_any_call(stage: Stage, eventually: Eventually) -> None:
