@@ -341,7 +341,7 @@ def _state_of(pool: Pool, now: float) -> tuple[EngineState, str]:
     if pool.acceptance.closed:
         return "stopped", "the engine was closed"
     if pool.acceptance.drain_mode:
-        return "draining", f"an operator drains the engine (mode {pool.acceptance.drain_mode})"
+        return "draining", f"an operator drains it (mode {pool.acceptance.drain_mode})"
     trouble = _trouble(pool, now)
     if trouble:
         return "degraded", trouble
@@ -370,7 +370,10 @@ def _session_trouble(session: Session, now: float) -> str:
     if session.ops.num_stuck:
         oldest = session.ops.oldest_copy()
         assert oldest is not None
-        return f"{session.ops.num_stuck} transfers are stuck: {session.ops.stuck_reason(oldest, now)}"
+        number, reason = session.ops.num_stuck, session.ops.stuck_reason(oldest, now)
+        if number == 1:
+            return f"a transfer is stuck: {reason}"
+        return f"{number} transfers are stuck, the oldest because {reason}"
     for record in session.ranks.records():
         report = record.report
         if record.reported_at is None:

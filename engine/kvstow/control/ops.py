@@ -431,17 +431,25 @@ class OpsInFlight:
     def stuck_reason(self, entry: OpenOp, now: float) -> str:
         """Return what keeps the op from ending: ranks that work on it, the host, or the store below the pool."""
         if isinstance(entry, OpenTierOp):
-            return f"the store below the pool has not given back {len(entry.left)} slots"
+            count = len(entry.left)
+            return f"the store below the pool has not given back {count} slot{'' if count == 1 else 's'}"
         idle = self.idle_ranks(entry, now)
         busy = sorted(entry.pending.difference(idle))
-        reasons = [f"ranks {busy} have not finished it"] if busy else []
+        reasons = [f"{_named(busy, 'has', 'have')} not finished it"] if busy else []
         if idle:
             missed = self._owner.ranks.uncollected(idle)
             fault = f"not collected {missed} completions" if missed else "not submitted it, or lost its answer"
-            reasons.append(f"the host has {fault}: ranks {idle} have nothing under way")
+            reasons.append(f"the host has {fault}: {_named(idle, 'has', 'have')} nothing under way")
         return "; ".join(reasons)
 
     def is_consistent(self) -> bool:
         """Whether the list of ops that may become stuck has exactly the open ops that are not stuck. For integrity
         checks."""
         return self._moving.keys() == {op_id for op_id, entry in self._open.items() if not entry.stuck}
+
+
+def _named(ranks: Sequence[int], one: str, several: str) -> str:
+    """Return the ranks as the subject of a sentence, with the form of its verb."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]} {one}"
+    return f"ranks {', '.join(map(str, ranks))} {several}"

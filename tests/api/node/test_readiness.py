@@ -62,7 +62,7 @@ async def test_what_one_engine_does_fails_no_probe(client: httpx.AsyncClient, no
     assert "session s2" not in answer.text
     body = await get(client, "/v1/readiness")
     assert body["state"] == "degraded"
-    assert body["reason"].startswith(f"pool {NAMES[0]}: session s1 (fake): 1 transfers are stuck")
+    assert body["reason"].startswith(f"pool {NAMES[0]}: session s1 (fake): a transfer is stuck")
     (first, second) = (await get(client, "/v1/sessions"))["items"]
     assert (first["state"], first["oldest_seconds"], second["state"]) == ("stuck", 1000.0, "attached")
 

@@ -337,7 +337,7 @@ def test_a_stuck_store_is_abandoned_and_its_slots_wait_in_quarantine(make_host: 
     clock.advance(10.5)
     engine.tick()
     (settled,) = engine.take_settled()
-    assert (settled.mark, settled.error) == ("failed", "ranks [1] have not finished it")
+    assert (settled.mark, settled.error) == ("failed", "rank 1 has not finished it")
     stats = engine.stats()
     assert (stats.pool.slots.quarantined, stats.pool.slots.free, stats.transfers.pending.stuck) == (1, 1, 1)
     assert engine.begin_store([B], [1]).outcomes == {"dropped_not_ready": 1}, "a stuck rank stops the traffic"
@@ -364,9 +364,9 @@ def test_ranks_are_not_blamed_for_completions_that_the_host_has_not_collected(
     clock.advance(1.5)
     engine.tick()
     (settled,) = engine.take_settled()
-    host = "the host has not submitted it, or lost its answer: ranks [1] have nothing under way"
-    assert settled.error == f"ranks [0] have not finished it; {host}"
-    assert engine.readiness().reason == f"1 transfers are stuck: ranks [0] have not finished it; {host}"
+    host = "the host has not submitted it, or lost its answer: rank 1 has nothing under way"
+    assert settled.error == f"rank 0 has not finished it; {host}"
+    assert engine.readiness().reason == f"a transfer is stuck: rank 0 has not finished it; {host}"
     assert host in caplog.text
     (view,) = engine.transfers()
     assert (view.pending_ranks, view.idle_ranks) == ((0, 1), (1,))
@@ -407,7 +407,7 @@ def test_an_idle_report_from_before_the_op_or_from_long_ago_clears_no_rank(
     clock.advance(9.5)
     engine.tick()
     (settled,) = engine.take_settled()
-    assert settled.error == "ranks [0] have not finished it"
+    assert settled.error == "rank 0 has not finished it"
 
 
 def test_a_stuck_load_keeps_waiting(make_host: MakeEngine, clock: FakeClock) -> None:

@@ -371,7 +371,7 @@ def test_a_stuck_transfer_stops_its_session_only(host: Host) -> None:
         rank.report()
     readiness = PoolFacade(host.pool).readiness()
     assert readiness.state == "degraded"
-    assert readiness.reason.startswith("session 1 (engine): 1 transfers are stuck: ranks [0] have not finished it")
+    assert readiness.reason.startswith("session 1 (engine): a transfer is stuck: rank 0 has not finished it")
     assert host.counts["quarantined"] == 1
     hung.session.lose("closed")
     assert host.counts["quarantined"] == 1
