@@ -1157,6 +1157,34 @@ MUTANTS = [
         "::test_a_thread_that_goes_on_before_the_one_that_watches_sees_no_jump",
     ),
     Mutant(
+        "a_pause_of_the_service_is_one_of_its_ticker",
+        "service/kvstow_service/node/nodeprocess.py",
+        "tls.renew, clock=clock)",
+        "tls.renew)",
+        "tests/service/node/test_nodeprocess.py::test_the_ticker_does_not_count_a_pause_of_the_process",
+    ),
+    Mutant(
+        "tls_files_that_cannot_be_used_are_only_logged",
+        "service/kvstow_service/admin/tls.py",
+        "= stamps, True",
+        "= stamps, False",
+        "tests/service/admin/test_tls.py::test_unreadable_files_never_block",
+    ),
+    Mutant(
+        "files_of_a_disk_that_are_removed_are_not_missed",
+        "service/kvstow_service/stores/disk/diskchild.py",
+        "if self._file.are_removed():",
+        "if False:",
+        "tests/service/stores/disk/test_diskstore.py::test_files_that_somebody_removes_are_made_anew",
+    ),
+    Mutant(
+        "processes_that_serve_again_are_to_be_ended",
+        "api/kvstow_api/conditions/hosts.py",
+        "set(pids) & set(_pids(session))",
+        "False",
+        "tests/api/test_conditions.py::test_processes_of_a_lost_session_that_serve_again_are_not_to_be_ended",
+    ),
+    Mutant(
         "the_checks_are_those_of_the_first_moment",
         "api/kvstow_api/health.py",
         'Probe("readyz", lambda: [*_condition_checks(host), *process], failures)',
@@ -1166,7 +1194,7 @@ MUTANTS = [
     Mutant(
         "a_refusal_is_a_condition_for_ever",
         "api/kvstow_api/sampler.py",
-        "count - before.get(reason, 0)",
+        "count - before.get(name, 0)",
         "count",
         f"{NODE_API}::test_the_doctor_knows_memory_the_keeper_and_who_was_rejected",
     ),
@@ -2164,6 +2192,13 @@ MUTANTS = [
         "        elif owed >= _SILENT_SECONDS:\n",
         "        elif False:\n",
         f"{SURVIVAL}::test_a_keeper_that_hangs_is_told_and_loses_nothing_once_it_goes_on",
+    ),
+    Mutant(
+        "a_keeper_that_nobody_would_find_is_kept",
+        RECORDS,
+        "self._client.can_be_found():",
+        "True:",
+        f"{SURVIVAL}::test_a_keeper_that_the_next_service_would_not_find_is_replaced",
     ),
     Mutant(
         "an_answer_of_the_keeper_is_taken_for_another",

@@ -357,7 +357,7 @@ def _node_state(directory: Directory, pools: Sequence[tuple[str, Readiness]]) ->
     degraded or stopped pool counts."""
     drain, memory = directory.switches.drain_status, directory.memory()
     if drain.active:
-        return "draining", f"an operator drains the node (mode {drain.mode})"
+        return "draining", f"the node drains (mode {drain.mode})"
     troubles = [f"pool {name}: {it.reason}" for name, it in pools if it.state in ("degraded", "stopped")]
     if memory.failure:
         troubles.insert(0, f"memory: {memory.failure}")

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 
 from kvstow.errors import ConfigError, SettingError
 from kvstow_api.directory import Directory, HostMemory, OrphanedMemory
-from kvstow_api.hostsettings import INFORMATIONAL_CHECKS
+from kvstow_api.hostsettings import INFORMATIONAL_CHECKS, CertificateState
 
 HealthCheck = Callable[[], str | None]
 """Returns a sentence about the problem, or None if there is none. The event loop calls it, so it must not block."""
@@ -31,9 +31,8 @@ class ApiHost:
     If `token_file` is set, requests that change anything need one of its tokens. If `viewer_token_file` is set, reading
     needs one of its tokens or an admin's. `allowed_hosts` are Host names, besides those of loopback, that the server
     accepts over TCP. None accepts any name. With `client_certificates`, the server verifies these, and a valid one
-    counts as an admin's token. `certificate_ends` returns when the server's own certificate expires, in seconds since
-    the epoch. It is None without TLS. `agent_token` lets a rank's agent report and do nothing else. Without it, only an
-    admin may report.
+    counts as an admin's token. `certificate` returns the state of the server's own. It is None without TLS.
+    `agent_token` lets a rank's agent report and do nothing else. Without it, only an admin may report.
 
     `readiness_require` are the checks of `INFORMATIONAL_CHECKS` that fail `/readyz`. `startup_grace` is for how many
     seconds a rank may be silent before its first report. `live_checks` fail `/livez`, so they are only for problems
@@ -54,7 +53,7 @@ class ApiHost:
     viewer_token_file: Path | None = None
     allowed_hosts: tuple[str, ...] | None = None
     client_certificates: bool = False
-    certificate_ends: Callable[[], float] | None = None
+    certificate: Callable[[], CertificateState] | None = None
     agent_token: str | None = field(default=None, repr=False)
     readiness_require: tuple[str, ...] = ()
     startup_grace: float = 10.0

@@ -17,6 +17,15 @@ from kvstow.errors import ConfigError, SettingError
 INFORMATIONAL_CHECKS = ("pool", "pinned")
 """Checks that fail `/readyz` only if the host requires them."""
 
+
+class CertificateState(NamedTuple):
+    """The server's own certificate. `ends` is when it expires, in seconds since the epoch. `is_outdated` says that
+    newer files are there, and cannot be used."""
+
+    ends: float
+    is_outdated: bool = False
+
+
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,253}")
 
 MAX_FILE_BYTES = 1 << 20

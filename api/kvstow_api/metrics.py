@@ -577,7 +577,7 @@ _OF_SERVER = (
     gauge(
         "tls_certificate_expiry_timestamp_seconds",
         "Expiry of the admin server's certificate, if it uses TLS",
-        lambda app: app.host.certificate_ends() if app.host.certificate_ends else None,
+        lambda app: app.host.certificate().ends if app.host.certificate else None,
     ),
 )
 

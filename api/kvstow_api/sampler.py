@@ -82,10 +82,13 @@ logger = logging.getLogger("kvstow.api")
 
 _INTERVAL = 1.0
 _TICKS_PER_POINT = round(CURVE_INTERVAL / _INTERVAL)
-_TICKS_PER_REJECTED = 10
-"""Refusals are sampled at every tenth tick."""
 REJECTED_SECONDS = 600.0
 """How long a refusal of an engine counts as a condition, in seconds."""
+CORRUPT_SECONDS = 86_400.0
+"""How long blocks of a store that were not what was written count as a condition, in seconds. If it lasted, only a
+restart would end it, which may cost the cache."""
+_SAMPLES = 60
+"""How many counts of each period are kept."""
 _STATES: Mapping[SessionState, str] = {
     "attaching": "not all ranks have reported and registered slots",
     "attached": "it loads and stores",
@@ -102,6 +105,22 @@ _OVER: Mapping[EventType, Mapping[str, str | None]] = {
 _Key = tuple[EventType, *tuple[Any, ...]]
 
 
+class _Lately:
+    """What counters have counted within a period. Used on the event loop."""
+
+    def __init__(self, seconds: float) -> None:
+        self._ticks_per_sample = max(1, round(seconds / _INTERVAL / _SAMPLES))
+        self._samples = deque[Mapping[str, int]](maxlen=_SAMPLES)
+
+    def note(self, tick: int, counts: Callable[[], Mapping[str, int]]) -> None:
+        if tick % self._ticks_per_sample == 0:
+            self._samples.append(counts())
+
+    def counted(self, now: Mapping[str, int]) -> Mapping[str, int]:
+        before = self._samples[0] if self._samples else {}
+        return {name: count - before.get(name, 0) for name, count in now.items()}
+
+
 class Sampler:
     """Takes samples, and adds events to the journal. Runs on the event loop. A sample is O(pools + ranks + namespaces
     with a tier)."""
@@ -113,17 +132,22 @@ class Sampler:
         self._noted: dict[_Key, dict[str, Any]] = {}
         """The last event of each thing that has a state."""
         self.rank_counters = RankCounters()
-        self._rejected: deque[Mapping[str, int]] = deque(
-            maxlen=round(REJECTED_SECONDS / _INTERVAL) // _TICKS_PER_REJECTED
-        )
+        self._rejected, self._corrupt = _Lately(REJECTED_SECONDS), _Lately(CORRUPT_SECONDS)
         self._ticks = 0
 
     def of_pool(self, pool: str) -> PoolSamples:
         return self._pools.get(pool) or PoolSamples("")
 
     def rejected_lately(self) -> Mapping[str, int]:
-        now, before = self._directory.rejected, self._rejected[0] if self._rejected else {}
-        return {reason: count - before.get(reason, 0) for reason, count in now.items()}
+        return self._rejected.counted(self._directory.rejected)
+
+    def corrupt_lately(self) -> Mapping[str, int]:
+        """Return how many blocks of each part of the store below the pools were not what was written."""
+        return self._corrupt.counted(self._corrupt_blocks())
+
+    def _corrupt_blocks(self) -> dict[str, int]:
+        tier = self._directory.tier
+        return {} if tier is None else {part.name: part.counters.corrupt_blocks for part in tier.parts()}
 
     def now_of_session(self, session: SessionStatus) -> SessionStatus:
         return session_now(session, self._sessions.get(session.id, ()))
@@ -132,8 +156,9 @@ class Sampler:
         """Take a sample of each pool and each session, and note changes. Every fifth sample, from the first one on, is
         also a point of the curves, which end with their pool."""
         directory = self._directory
-        if directory.is_node and self._ticks % _TICKS_PER_REJECTED == 0:
-            self._rejected.append(dict(directory.rejected))
+        if directory.is_node:
+            self._rejected.note(self._ticks, lambda: dict(directory.rejected))
+            self._corrupt.note(self._ticks, self._corrupt_blocks)
         self._ticks += 1
         pools, sessions = directory.pools(), directory.sessions()
         self.rank_counters.note(pools, sessions)

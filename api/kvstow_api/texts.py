@@ -15,8 +15,8 @@ ABSENT = "-"
 
 def duration(seconds: float | None) -> str:
     """
-    >>> [duration(x) for x in (None, 0.0042, 12.5, 200, 90061)]
-    ['-', '4.2 ms', '12.5 s', '3m 20s', '25h 1m']
+    >>> [duration(x) for x in (None, 0.0042, 12.5, 200, 600, 90061)]
+    ['-', '4.2 ms', '12.5 s', '3m 20s', '10m', '25h 1m']
     """
     if seconds is None:
         return ABSENT
@@ -25,7 +25,8 @@ def duration(seconds: float | None) -> str:
     if seconds < 59.95:
         return f"{seconds:.3g} s"
     minutes, left = divmod(round(seconds), 60)
-    return f"{minutes}m {left}s" if minutes < 60 else f"{minutes // 60}h {minutes % 60}m"
+    whole, rest, units = (minutes, left, "ms") if minutes < 60 else (*divmod(minutes, 60), "hm")
+    return f"{whole}{units[0]}" + (f" {rest}{units[1]}" if rest else "")
 
 
 def rate(per_second: float | None) -> str:

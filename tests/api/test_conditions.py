@@ -24,9 +24,11 @@ from kvstow.status import BypassStatus, DrainStatus, RankStatus, Readiness, Sess
 from kvstow_api.answers import DoctorView, PoolCurveView
 from kvstow_api.conditions import hosts, pools
 from kvstow_api.conditions.evidence import TABLE, Evidence
+from kvstow_api.conditions.hosts import find_lost
 from kvstow_api.conditions.table import failures_of, find_conditions
 from kvstow_api.directory import HostMemory
 from kvstow_api.figures import Sample
+from kvstow_api.hostsettings import CertificateState
 from kvstow_api.hostwatch import Measured, RankClocks
 from kvstow_api.openapi import EXAMPLES
 
@@ -159,6 +161,7 @@ FIRING = [
     ("stores_dropped", "warning", evidence(recent=lately(failed=2))),
     ("certificate", "warning", evidence(certificate_seconds_left=7 * DAY - 1)),
     ("certificate", "error", evidence(certificate_seconds_left=0)),
+    ("certificate", "warning", evidence(certificate_seconds_left=90 * DAY, certificate_is_outdated=True)),
     ("token_files", "warning", evidence(exposed_files={"token_file": "other users may read it (mode 0644)"})),
     ("token_unusable", "error", evidence(unusable_files={"token_file": "cannot be read: No such file or directory"})),
     ("pinning", "error", evidence(replace(RANK, error_reason="cgroup_limit", error="no memory", pinned_bytes=GIB))),
@@ -314,6 +317,19 @@ def test_the_worst_comes_first() -> None:
     assert [one.severity for one in diagnose(given).conditions] == ["error", "warning", "info"]
 
 
+def test_processes_of_a_lost_session_that_serve_again_are_not_to_be_ended() -> None:
+    lost = replace(SESSION, id="s1", state="lost", host="node", processes=1, ranks=(replace(RANK, pid=7),))
+    (one,) = find_lost(evidence(is_node=True, sessions=[lost]))
+    assert one.what.endswith("(its workers were the processes 7 on node)")
+    assert "`ps -o pid,stat,wchan -p 7` on node" in one.fix
+    assert "`kvstow detach s1 --kill`" in one.fix
+    (one,) = find_lost(evidence(is_node=True, sessions=[replace(lost, ranks=())]))
+    assert "`kvstow detach s1 --kill` ends them, unless their engine has attached again" in one.fix
+    again = replace(SESSION, id="s2", ranks=(replace(RANK, pid=7),))
+    (one,) = find_lost(evidence(is_node=True, sessions=[lost, again]))
+    assert one.fix == "nothing: these processes have attached again as session s2, and release it by themselves"
+
+
 def test_clocks_are_compared_when_ranks_send_their_time() -> None:
     clocks = RankClocks(now=lambda: 100.0)
     for rank, sent in ((0, 103.5), (5, 90.0)):
@@ -323,7 +339,10 @@ def test_clocks_are_compared_when_ranks_send_their_time() -> None:
 
 @pytest.mark.anyio
 async def test_the_route_gathers_the_evidence(launch: Any, ranks: Any) -> None:
-    hosts = {"host_memory": lambda: HOST._replace(huge_pages="never"), "certificate_ends": lambda: time.time() + DAY}
+    hosts = {
+        "host_memory": lambda: HOST._replace(huge_pages="never"),
+        "certificate": lambda: CertificateState(time.time() + DAY),
+    }
     client: httpx.AsyncClient = await launch(**hosts)
     await send_report(client, Report(ranks.make_report(0), clock=0.0).pack())
     ranks.engine.admin.set_bypass(load=True, store=False, ttl_seconds=None)
@@ -363,7 +382,9 @@ async def test_a_token_file_that_was_emptied_is_told_while_nobody_comes_with_a_t
     path.write_text("")
     await apps[0].state.kvstow.watch.look()
     found = {one["name"]: one for one in (await client.get("/v1/doctor")).json()["conditions"]}
-    assert found["token_unusable"]["what"] == "token_file cannot be used: must have 1 to 100 lines with one token each"
+    assert found["token_unusable"]["what"] == (
+        "token_file cannot be used: the file must have 1 to 100 lines with one token each"
+    )
     assert str(path) not in str(found), "every reader sees it"
     path.write_text("admin-token")
     await apps[0].state.kvstow.watch.look()

@@ -83,7 +83,7 @@ async def test_draining_and_stopping_fail_readyz_but_not_livez(
     engine.admin.drain("stop_stores", None)
     answer = await client.get("/readyz")
     assert answer.status_code == 503
-    assert "[-]engine failed: an operator drains the engine (mode stop_stores)" in answer.text
+    assert "[-]engine failed: the engine drains (mode stop_stores)" in answer.text
     engine.admin.undrain()
     assert (await client.get("/readyz")).status_code == 200
     engine.close()

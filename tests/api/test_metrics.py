@@ -23,6 +23,7 @@ from kvstow.control.engine import OffloadEngine
 from kvstow.tier.blockstore import PartCounters
 from kvstow.tier.tierstatus import TierCounters
 from kvstow_api.directory import EmbeddedDirectory
+from kvstow_api.hostsettings import CertificateState
 
 pytestmark = pytest.mark.anyio
 
@@ -318,7 +319,7 @@ async def test_all_families_of_a_pool_have_its_name_and_model(launch: Any, engin
 
 async def test_the_expiry_of_the_certificate_is_current(launch: Any) -> None:
     ends = [2e9]
-    client = await launch(certificate_ends=lambda: ends[-1])
+    client = await launch(certificate=lambda: CertificateState(ends[-1]))
     for moment in (2e9, 3e9):
         ends.append(moment)
         assert value(await scrape(client), "kvstow_tls_certificate_expiry_timestamp_seconds") == moment

@@ -67,7 +67,7 @@ def test_a_size_that_was_not_full_for_long_enough_hits_at_least_what_it_hit() ->
     )
     assert words([0.05, 0.1, 0.2, 0.25, 0.256, 0.26, 0.262], 4).startswith(
         "25.0 % of the blocks hit; half of it would lose 5 points; too early to tell what twice the memory would add: "
-        "6,000 of 8,192 distinct blocks were seen that fill it; about 5m 0s more at the pace so far (seen"
+        "6,000 of 8,192 distinct blocks were seen that fill it; about 5m more at the pace so far (seen"
     )
     assert words([0.0] * 7, 5).startswith("no size would help so far: a pool of 2 TiB would hit 0.0 % of the blocks")
 
@@ -78,7 +78,7 @@ def test_nothing_follows_before_the_pool_was_full() -> None:
     found = with_sizes(view(), curve([0.1, 0.25, 0.25, 0.25, 0.25, 0.25, 0.25], 3), evidence, None)
     assert found.advice == (
         "too early to tell: the pool has seen 3,000 of 4,096 distinct blocks that fill it; "
-        "about 20m 0s more at the pace so far"
+        "about 20m more at the pace so far"
     )
     assert (found.next_useful, found.enough, found.end, found.disk_advice) == (None, None, None, None)
     assert too_early(evidence._replace(seen=NOW, seconds_left=None)) == (

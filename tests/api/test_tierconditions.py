@@ -31,6 +31,7 @@ OPEN = TierMeasurements(("8.8.8.8",))
 def tier(
     measured: TierMeasurements = TierMeasurements(),  # noqa: B008 - frozen
     part: StorePart = PART,
+    corrupt: int = 0,
     **changes: Any,
 ) -> Evidence:
     view = TierView(
@@ -39,7 +40,8 @@ def tier(
         items=[POOL, replace(POOL, namespace="a2", **changes)],
         parts=[part],
     )
-    return evidence(tier=view, measured=Measured(HOST, tier=measured), granted_bytes=100 * MIB)
+    measurements = Measured(HOST, tier=measured)
+    return evidence(tier=view, corrupt={part.name: corrupt}, measured=measurements, granted_bytes=100 * MIB)
 
 
 def part(state: PartState = "on", reason: str = "", **counted: int) -> dict[str, Any]:
@@ -56,7 +58,7 @@ FIRING = [
         "waited 51 s for the store, and saved 50 s",
         tier(counters=TierCounters(wait_seconds=51.0, saved_seconds=50.0)),
     ),
-    ("tier_objects", "error", "2 blocks", tier(**part(corrupt_blocks=2))),
+    ("tier_objects", "error", "2 blocks", tier(corrupt=2)),
     ("tier_access", "warning", "8.8.8.8", tier(OPEN)),
     ("tier_memlock", "warning", "RLIMIT_MEMLOCK is 64 MiB", tier(TierMeasurements((), True, 64 * MIB))),
 ]

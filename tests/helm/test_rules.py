@@ -134,7 +134,8 @@ def admin_down() -> Iterator[Case]:
 
 
 def expiring() -> Iterator[Case]:
-    summary = f"The certificate of {WHERE} expires within seven days, or has expired."
+    how = "expires within seven days, has expired, or cannot be renewed with the files that are there"
+    summary = f"The certificate of {WHERE} {how}."
     yield from lasting("KvstowCertificateExpires", "certificate", 15, summary, of_pool=False)
 
 

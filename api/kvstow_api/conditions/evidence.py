@@ -29,13 +29,14 @@ class Evidence(NamedTuple):
     `failures` are the reports of failing checks of the host's process, by the names of the checks. `sessions` are those
     of the host or the pool. `starting` are the ids of new sessions, whose ranks need not have reported yet. For a host,
     `desired` is None, and `kept` and `recent` are empty, because only pools have these samples.
-    `certificate_seconds_left` is None if the server does not use TLS. `exposed_files` describes the access that other
+    `certificate_seconds_left` is None if the server does not use TLS. `certificate_is_outdated` says that it cannot use
+    its newer TLS files. `exposed_files` describes the access that other
     users have to each token file, by the name of its setting, or is None if no token file is set. `unusable_files` says
     why a token file cannot be used now.
 
     If engines attach to the server (`is_node`), `memory`, `namespaces`, `trust_eof` and `user_limits` are those of its
     `Directory`. `rejected` counts the refused connections of the last minutes, by reason. `tier` has no store if none
-    is attached.
+    is attached. `corrupt` counts the blocks of the last day that were not what was written, by part of the store.
 
     `pool` is the name of the pool, and empty for a host. For `granted_bytes` and `due_bytes`, see `HostedPool`.
     `slot_bytes` are those of all ranks together. `curve` tells what other sizes would hit."""
@@ -53,6 +54,7 @@ class Evidence(NamedTuple):
     clock_offsets: Mapping[int, float] = {}
     measured: Measured = Measured()
     certificate_seconds_left: float | None = None
+    certificate_is_outdated: bool = False
     exposed_files: Mapping[str, str] | None = None
     unusable_files: Mapping[str, str] = {}
     is_node: bool = False
@@ -62,6 +64,7 @@ class Evidence(NamedTuple):
     trust_eof: float | None = None
     user_limits: Sequence[UserLimit] = ()
     tier: TierView = NO_TIER
+    corrupt: Mapping[str, int] = {}
     pool: str = ""
     granted_bytes: int = 0
     due_bytes: int = 0

@@ -6,11 +6,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from kvstow.bytesize import format_size
-from kvstow.status import KeeperState, MemoryFailure
+from kvstow.status import KeeperState, MemoryFailure, SessionStatus
 from kvstow.tier.blockstore import StorePart
 from kvstow.tier.tierstatus import TierStatus
+from kvstow_api.conditions.disks import FAULTS_OF_DISKS
 from kvstow_api.conditions.evidence import Evidence, Found, NothingToMeasure, condition, make_condition
-from kvstow_api.conditions.pools import session_name
+from kvstow_api.conditions.pools import NODE_MEMORY_FIX, session_name
 from kvstow_api.directory import NO_POOL
 from kvstow_api.sampler import REJECTED_SECONDS
 from kvstow_api.texts import bypass_words, bypassed, counted, duration, populate_words
@@ -45,14 +46,24 @@ def find_certificate(evidence: Evidence) -> Found:
     if left is None:
         raise NothingToMeasure("the admin server does not use TLS")
     days = left / _DAY_SECONDS
-    if days < CERTIFICATE_DAYS:
+    end = f"expires in {days:.1f} days" if left > 0 else f"expired {-days:.1f} days ago"
+    since = "from then on, " if left > 0 else ""
+    why = since + "clients that verify it cannot connect: Prometheus, operators, ranks on other nodes"
+    if evidence.certificate_is_outdated:
         yield make_condition(
             "warning" if left > 0 else "error",
-            f"the certificate of the admin server expires in {days:.1f} days"
-            if left > 0
-            else f"the certificate of the admin server expired {-days:.1f} days ago",
-            "clients that verify it cannot connect: Prometheus, operators, ranks on other nodes",
-            "renew the files; they are reloaded when they change, and the log (kvstow.tls) says if they are not usable",
+            f"the new TLS files cannot be used, so the admin server keeps its old certificate, which {end}",
+            why,
+            "the log (kvstow.tls) says which file is wrong, and why; usually the key is that of another certificate. "
+            "Mend it without a restart, because no server starts with such files",
+            seconds_left=round(left),
+        )
+    elif days < CERTIFICATE_DAYS:
+        yield make_condition(
+            "warning" if left > 0 else "error",
+            f"the certificate of the admin server {end}",
+            why,
+            "renew the files: the server uses them within a second, and needs no restart",
             seconds_left=round(left),
         )
 
@@ -66,7 +77,7 @@ def find_token_files(evidence: Evidence) -> Found:
             "warning",
             f"{setting}: {exposure}",
             "anyone who can read a token has its rights, and anyone who can write the file can add tokens",
-            "chmod 600 (in Kubernetes: defaultMode 0440 for the volume, with an fsGroup)",
+            "run `chmod 600` on the file (in Kubernetes, set defaultMode 0440 for the volume, with an fsGroup)",
             exposed_files=len(evidence.exposed_files),
         )
 
@@ -78,7 +89,7 @@ def find_unusable_tokens(evidence: Evidence) -> Found:
     for setting, problem in evidence.unusable_files.items():
         yield make_condition(
             "error",
-            f"{setting} cannot be used: {problem}",
+            f"{setting} cannot be used: the file {problem}",
             "no token of it is accepted, so whoever has no other credential is refused",
             "put the tokens back, one a line: the file is read again within ten seconds. The server's Unix socket "
             "needs no token meanwhile",
@@ -93,11 +104,11 @@ def find_drain(evidence: Evidence) -> Found:
     if drain.active:
         yield make_condition(
             "warning",
-            f"an operator drains the {'engine' if not evidence.is_node else 'pool' if evidence.pool else 'node'} "
+            f"the {'engine' if not evidence.is_node else 'pool' if evidence.pool else 'node'} drains "
             f"(mode {drain.mode}): "
             + ("nothing is in flight" if drain.drained else f"{counted(drain.pending_transfers, 'transfer')} left"),
             "the cache accepts nothing new" + ("" if evidence.pool else ", and /readyz fails"),
-            f"`kvstow undrain{evidence.of_pool}` lets it serve again",
+            f"`kvstow undrain{evidence.of_pool}` lets it serve again, unless its process is about to stop",
             pending_transfers=drain.pending_transfers,
         )
 
@@ -140,8 +151,7 @@ _USUAL_SECONDS = 10.0
 
 
 _MEMORY_FIXES: Mapping[MemoryFailure | None, str] = {
-    "refused": "free memory on the machine, or raise the limit that this names: it is tried again every 10 s. A start "
-    "with a smaller --memory is the last resort, because without --state it empties the cache",
+    "refused": NODE_MEMORY_FIX,
     "engine": "`kvstow get sessions -o wide` shows the engines of this pool; it is tried again by itself",
 }
 _DEFECT_FIX = "save the log (kvstow.node), and report it: what is populated goes on serving"
@@ -250,8 +260,9 @@ def find_user_limits(evidence: Evidence) -> Found:
 
 
 _KEEPER_FIXES: Mapping[KeeperState, str] = {
-    "gone": "remove what this names as the cause: the service looks for a keeper every second, and gives it "
-    "everything. Leave the service running until then, because a restart loses the cache",
+    "gone": "with --no-start-keeper, start the keeper's container or unit again (`kvstow keeper --state`); otherwise "
+    "the service starts one by itself, and its log (kvstow.keeper) says what stops it. It looks for a keeper every "
+    "second. Leave the service running until one is there, because a restart loses the cache",
     "silent": "`ps -o stat,wchan -p {pid}` on the machine shows why: T is stopped, and `kill -CONT {pid}` lets it go "
     "on. Leave the service running until then, because a restart loses the cache",
     "connected": "free memory on the machine. Leave the service running: the index is here, and in use",
@@ -306,14 +317,33 @@ def find_lost(evidence: Evidence) -> Found:
             yield make_condition(
                 "warning",
                 f"{session_name(evidence, session)} is lost, and {counted(session.processes, 'worker')} of it may "
-                "still copy",
-                f"{counted(held, 'slot')} stay reserved until these workers have ended",
-                "they usually end within seconds. If they do not, and their engine has not attached again, "
-                f"`kvstow detach {session.id} --kill` ends them",
+                f"still copy{_pids_of(session)}",
+                f"{counted(held, 'slot')} and the memory that they have mapped stay reserved until they have ended",
+                _lost_fix(evidence, session),
                 session,
                 processes=session.processes,
                 held_slots=held,
             )
+
+
+def _pids(session: SessionStatus) -> list[int]:
+    return [rank.pid for rank in session.ranks if rank.pid is not None]
+
+
+def _pids_of(session: SessionStatus) -> str:
+    pids = _pids(session)
+    return f" (its workers were the processes {', '.join(map(str, pids))} on {session.host})" if pids else ""
+
+
+def _lost_fix(evidence: Evidence, lost: SessionStatus) -> str:
+    """Return what to do about a lost session. Its processes may serve: an engine attaches again as a new session."""
+    pids = _pids(lost)
+    for session in evidence.sessions:
+        if session.state != "lost" and set(pids) & set(_pids(session)):
+            return f"nothing: these processes have attached again as session {session.id}, and release it by themselves"
+    look = f"`ps -o pid,stat,wchan -p {','.join(map(str, pids))}` on {lost.host} shows which are left" if pids else ""
+    end = f"`kvstow detach {lost.id} --kill` ends them" + ("" if pids else ", unless their engine has attached again")
+    return f"they usually end within seconds. If they do not, {look}{', and ' if look else ''}{end}"
 
 
 @condition("session_attaching", "node")
@@ -341,9 +371,10 @@ def find_rejected(evidence: Evidence) -> Found:
         reasons = ", ".join(f"{counted(count, 'time')} for the reason {reason}" for reason, count in rejected.items())
         yield make_condition(
             "warning",
-            f"connections of engines were refused or ended within {duration(REJECTED_SECONDS)}: {reasons}",
-            "these engines serve without the cache until they can attach",
-            "the log (kvstow.attach) says who was refused, and why; the runbook of KvstowSessionRejected, what to do",
+            f"connections to the attach socket were refused or ended within {duration(REJECTED_SECONDS)}: {reasons}",
+            "an engine whose connection this was serves without the cache until it can attach",
+            "the log (kvstow.attach) names each process and the reason, and the runbook of KvstowSessionRejected says "
+            "what to do about each reason",
             **{f"rejected_{reason}": count for reason, count in rejected.items()},
         )
 
@@ -398,13 +429,18 @@ def find_failed_parts(evidence: Evidence) -> Found:
 
 @condition("tier_down", "tier", "tier")
 def find_down(evidence: Evidence) -> Found:
+    if evidence.tier.store == "disk" and any(part.state in FAULTS_OF_DISKS for part in evidence.tier.parts):
+        return  # the conditions of the disks say which one, why, and what helps
     for one in evidence.tier.items:
         if one.state == "down":
             yield make_condition(
                 "warning",
                 f"the store {evidence.tier.url} is not used for {_name(one)}: {one.reason}",
                 "requests compute what the store has; nothing else is affected",
-                "check that the store runs and that this node reaches it: `kvstow get tier`; it is tried every 5 s",
+                "check that the store runs and that this node reaches it: `kvstow get tier`; it is tried every 5 s"
+                if evidence.tier.store != "disk"
+                else "nothing, for some seconds: the service starts the process of a disk again; if it lasts, the log "
+                "(kvstow.disk) says why",
                 one,
                 timeouts=sum(part.counters.timeouts for part in evidence.tier.parts),
                 restarts=sum(part.counters.restarts for part in evidence.tier.parts),
@@ -447,10 +483,10 @@ def find_lost_time(evidence: Evidence) -> Found:
 @condition("tier_objects", "tier")
 def find_corrupt_objects(evidence: Evidence) -> Found:
     for part in _clients(evidence):
-        if corrupt := part.counters.corrupt_blocks:
+        if corrupt := evidence.corrupt.get(part.name):
             yield make_condition(
                 "error",
-                f"{counted(corrupt, 'block')} that {part.name} have read were not what was written",
+                f"within a day, {counted(corrupt, 'block')} that {part.name} have read were not what was written",
                 "they were not loaded, and were removed; but the store or the network changes bytes",
                 "check memory, disks and network cards of the store's machines; every block is checked before it is "
                 "used, so nothing has to be emptied",

@@ -10,6 +10,7 @@ from kvstow.messages import SLOW_KERNEL
 from kvstow.stats import EngineStats
 from kvstow.status import RankStatus, SessionStatus
 from kvstow_api.conditions.evidence import Evidence, Found, NothingToMeasure, condition, make_condition
+from kvstow_api.directory import HostMemory
 from kvstow_api.figures import ends_of_now
 from kvstow_api.texts import counted, duration
 
@@ -25,6 +26,12 @@ PIN_FIXES = {
     "driver": "look up the driver's error in the rank's log, then `kvstow pinning retry`; what a broken "
     "driver has lost comes back with the next start of the whole engine",
 }
+
+
+NODE_MEMORY_FIX = (
+    "free memory on the machine, or raise the limit that this names: it is tried again every 10 s. A start with a "
+    "smaller --memory is the last resort, because without --state it empties the cache"
+)
 
 
 @condition("pinning", "pool", "ranks")
@@ -73,13 +80,11 @@ def find_memory_limit(evidence: Evidence) -> Found:
     if needed and needed + host.reserve_bytes > host.headroom_bytes:
         yield make_condition(
             "error",
-            f"{format_size(needed)} are still to be pinned, but {host.limit}",
+            f"{format_size(needed)} are still to be {'populated' if evidence.is_node else 'pinned'}, but {host.limit}",
             "if all ranks are on this host, pinning will stop before the pool has its full size"
             if not evidence.is_node
             else "populating will stop before the node has all of its memory",
-            PIN_FIXES["hugepages"]
-            if host.huge_pages == "reserved"
-            else "raise the memory limit of the container (pool plus overhead), or shrink the pool",
+            _more_memory(evidence, host),
             **numbers,
         )
     elif host.headroom_bytes < host.reserve_bytes:
@@ -87,9 +92,19 @@ def find_memory_limit(evidence: Evidence) -> Found:
             "warning",
             f"{host.limit}, less than the reserve of {format_size(host.reserve_bytes)}",
             "the kernel cannot reclaim pinned memory, so the next allocation may get the process killed",
-            "raise the memory limit of the container, or shrink the pool",
+            _more_memory(evidence, host),
             **numbers,
         )
+
+
+def _more_memory(evidence: Evidence, host: HostMemory) -> str:
+    """Return what helps if the host has too little memory. Nobody can shrink the pools of a node, which share its
+    memory."""
+    if evidence.is_node:
+        return NODE_MEMORY_FIX
+    if host.huge_pages == "reserved":
+        return PIN_FIXES["hugepages"]
+    return "raise the memory limit of the container (pool plus overhead), or shrink the pool"
 
 
 @condition("huge_pages", "host")
@@ -114,7 +129,7 @@ def find_share(evidence: Evidence) -> Found:
     if granted < SHARE_RATIO * due:
         yield make_condition(
             "warning",
-            f"{format_size(granted)} of memory, and it should have {format_size(due)}",
+            f"it has {format_size(granted)} of memory, and should have {format_size(due)}",
             "another pool should give memory back and has not yet: an engine uses it, or does not release it",
             "the conditions memory_wait and memory_kept name the engine that it waits for, if there is one",
             granted_bytes=granted,
@@ -157,7 +172,11 @@ _WITHOUT_HITS = "its engine's requests are served without the cache"
 _DROPS: Mapping[str, tuple[str, str]] = {
     "dropped_cpu_full": ("every slot is in use", ""),
     "dropped_not_ready": ("not every rank can copy", "see `kvstow get ranks`"),
-    "failed": ("copies fail", "the log of the engine says why; look up the error of the first rank that failed"),
+    "failed": (
+        "copies have failed, or their engine has ended",
+        "the log (kvstow.engine) says which: an engine that has ended or was detached needs nothing; if copies fail, "
+        "look up the error of the first rank",
+    ),
 }
 """Why stores were dropped although no operator asked for that, and the remedy, by outcome."""
 _BUSY: Mapping[str, tuple[str, str]] = {

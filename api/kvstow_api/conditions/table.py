@@ -118,7 +118,7 @@ class ConditionLog:
                 self._logs[one.name].log(level, "%s: %s; what helps: %s", one.name, one.what, one.fix)
         for concern, one in before.items():
             if concern not in self._known:
-                self._logs[one.name].log(logging.INFO, "%s: it is over that %s", one.name, one.what)
+                self._logs[one.name].log(logging.INFO, "%s is over, which said: %s", one.name, one.what)
 
 
 class Conditions:
@@ -158,6 +158,7 @@ class Conditions:
         host, directory = self._host, self._host.directory
         sessions, pools = sessions_now(directory, self._sampler), directory.pools()
         failures = ((check.name, check.run()) for check in self._process)
+        certificate = None if host.certificate is None else host.certificate()
         whole = Evidence(
             failures={name: failure for name, failure in failures if failure},
             readiness=host_readiness(directory),
@@ -167,7 +168,8 @@ class Conditions:
             bypass=directory.switches.bypass,
             clock_offsets=self._clocks.offsets(),
             measured=self._watch.measured,
-            certificate_seconds_left=host.certificate_ends() - time.time() if host.certificate_ends else None,
+            certificate_seconds_left=None if certificate is None else certificate.ends - time.time(),
+            certificate_is_outdated=certificate is not None and certificate.is_outdated,
             exposed_files=self._credentials.exposures,
             unusable_files=self._credentials.problems,
             is_node=directory.is_node,
@@ -177,6 +179,7 @@ class Conditions:
             trust_eof=directory.trust_eof,
             user_limits=directory.user_limits(),
             tier=tier_view(directory),
+            corrupt=self._sampler.corrupt_lately(),
             granted_bytes=sum(pool.granted_bytes for pool in pools),
         )
         return whole, [self._of_pool(whole, pool) for pool in pools]

@@ -341,7 +341,7 @@ def _state_of(pool: Pool, now: float) -> tuple[EngineState, str]:
     if pool.acceptance.closed:
         return "stopped", "the engine was closed"
     if pool.acceptance.drain_mode:
-        return "draining", f"an operator drains it (mode {pool.acceptance.drain_mode})"
+        return "draining", f"it drains (mode {pool.acceptance.drain_mode})"
     trouble = _trouble(pool, now)
     if trouble:
         return "degraded", trouble

@@ -165,7 +165,7 @@ def make_api_host(
         viewer_token_file=options.viewer_token_file,
         allowed_hosts=options.allowed_hosts if sockets.host and is_loopback(sockets.host) else None,
         client_certificates=options.has_certificates,
-        certificate_ends=None if tls is None else tls.ends,
+        certificate=None if tls is None else tls.state,
         host_memory=partial(measure_memory, limits_of(settings.get("huge_pages", "advised"))),
         readiness_require=options.readiness_require,
         ready_checks={"ticker": ticker.check, **(startup_checks or {})},

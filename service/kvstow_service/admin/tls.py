@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvstow.errors import ConfigError, SettingError
-from kvstow_api.hostsettings import FileStamp, read_regular_file
+from kvstow_api.hostsettings import CertificateState, FileStamp, read_regular_file
 
 logger = logging.getLogger("kvstow.tls")
 
@@ -116,6 +116,8 @@ class ServerTls:
         self._files = files
         self._stamps = files.stamps()  # before the files are read, so that the next `renew` notices a change meanwhile
         self._content = files.read()
+        self._has_unusable_files = False
+        """Whether the files have changed since, and cannot be used."""
 
     @property
     def context(self) -> ssl.SSLContext:
@@ -128,9 +130,8 @@ class ServerTls:
         """The certificates that the server presents, as PEM."""
         return self._content.certificates
 
-    def ends(self) -> float:
-        """When the server's certificate ends, in seconds since the epoch."""
-        return self._content.ends
+    def state(self) -> CertificateState:
+        return CertificateState(self._content.ends, self._has_unusable_files)
 
     def renew(self) -> None:
         """Read the files if they have changed. If they are unusable, that is logged once, and the old content stays."""
@@ -140,14 +141,13 @@ class ServerTls:
         try:
             content = self._files.read()
         except ConfigError as error:
-            self._stamps = stamps
-            logger.warning(
-                "the new TLS files are not usable; the old ones stay in use until %s: %s", _date(self.ends()), error
-            )
+            self._stamps, self._has_unusable_files = stamps, True
+            ends = _date(self._content.ends)
+            logger.warning("the new TLS files are not usable; the old ones stay in use until %s: %s", ends, error)
             return
         if self._files.stamps() == stamps:  # otherwise the files may have changed while they were read
-            self._stamps, self._content = stamps, content
-            logger.info("loaded new TLS files; the certificate ends %s", _date(self.ends()))
+            self._stamps, self._content, self._has_unusable_files = stamps, content, False
+            logger.info("loaded new TLS files; the certificate ends %s", _date(content.ends))
 
 
 def certificates_in(text: str) -> list[str]:

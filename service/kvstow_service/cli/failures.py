@@ -50,7 +50,7 @@ _CODES = {
 _HINTS = {
     401: "give a valid token, --token-file or KVSTOW_TOKEN_FILE, or use the server's socket: --server unix:/PATH",
     403: "use an admin's token, --token-file or KVSTOW_TOKEN_FILE, or the server's socket: --server unix:/PATH",
-    409: "`kvstow describe server` shows what the server is doing; try again when that has ended",
+    409: "if something is under way, which `kvstow describe server` shows, try again when it has ended",
     412: "the settings changed in the meantime; check them and try again",
 }
 _UNREACHABLE = (

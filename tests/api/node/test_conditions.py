@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -13,8 +14,9 @@ from tests.api.tieredhost import ShownTiers
 from tests.doubles.fakes import FakeClock
 
 from kvstow.status import KeptMemory, MemoryStatus, MemoryWait, UserLimit
+from kvstow.tier.blockstore import PartCounters
 from kvstow_api.directory import OrphanedMemory
-from kvstow_api.sampler import REJECTED_SECONDS
+from kvstow_api.sampler import CORRUPT_SECONDS, REJECTED_SECONDS
 
 pytestmark = pytest.mark.anyio
 
@@ -63,10 +65,10 @@ async def test_the_doctor_names_what_is_wrong(launch: Any, node: FakeNode, clock
     assert "end the" not in found["orphaned_memory"]["fix"], "they may be engines that serve"
     assert "its keys are not reproducible" in found["sharing"]["what"]
     assert "--trust-eof" in found["trust_eof"]["what"]
-    assert found["drain"]["what"].startswith(f"pool {NAMES[1]}: an operator drains the pool (mode all)")
+    assert found["drain"]["what"].startswith(f"pool {NAMES[1]}: the pool drains (mode all)")
     assert (found["drain"]["pool"], found["drain"]["fix"]) == (
         NAMES[1],
-        f"`kvstow undrain --pool {NAMES[1]}` lets it serve again",
+        f"`kvstow undrain --pool {NAMES[1]}` lets it serve again, unless its process is about to stop",
     )
     assert (found["session_stuck"]["session"], found["rank_silent"]["session"]) == ("s1", "s1")
     assert found["trust_eof"]["pool"] is None
@@ -274,6 +276,27 @@ async def test_the_doctor_knows_memory_the_keeper_and_who_was_rejected(launch: A
     assert set(await conditions()) == {"keeper"}
 
 
+async def test_a_disk_that_has_changed_bytes_is_told_for_a_day(launch: Any, node: FakeNode) -> None:
+    """If it were told for ever, only a restart would end the alert, and may cost the cache."""
+    apps: list[Any] = []
+    client = await launch(apps.append, directory=node)
+    tiers = node.tier = ShownTiers(NAMES[0])
+    sampler = apps[0].state.kvstow.sampler
+    sampler.tick()
+
+    async def is_told() -> bool:
+        return "tier_objects" in {one["name"] for one in (await get(client, "/v1/doctor"))["conditions"]}
+
+    assert not await is_told()
+    tiers.part = replace(tiers.part, counters=PartCounters(corrupt_blocks=3))
+    assert await is_told()
+    sampler.tick()
+    assert await is_told()
+    for _ in range(round(CORRUPT_SECONDS)):
+        sampler.tick()
+    assert not await is_told()
+
+
 @pytest.mark.parametrize("state", ["gone", "silent", "connected"])
 async def test_nobody_is_told_to_restart_a_service_whose_memory_would_not_survive(
     client: httpx.AsyncClient, node: FakeNode, state: Any
@@ -304,7 +327,7 @@ async def test_a_switch_of_the_node_is_found_once(client: httpx.AsyncClient, nod
     node.switches.drain("all", None)
     node.switches.set_bypass(load=True, store=False, ttl_seconds=None)
     found = [one["what"] for one in (await get(client, "/v1/doctor"))["conditions"]]
-    assert found == ["an operator drains the node (mode all): nothing is in flight", "loads are bypassed"]
+    assert found == ["the node drains (mode all): nothing is in flight", "loads are bypassed"]
 
 
 async def test_conditions_are_logged_when_they_begin_and_end(
@@ -326,7 +349,7 @@ async def test_conditions_are_logged_when_they_begin_and_end(
     assert f"`kill -CONT {engine.pid}`" in begun.getMessage()
     engine.process = "running"
     conditions.log_changes()
-    assert caplog.records[-1].getMessage().startswith("session_stopped: it is over that the process of session s1 ")
+    assert caplog.records[-1].getMessage().startswith("session_stopped is over, which said: the process of session s1 ")
 
 
 async def test_a_condition_that_comes_and_goes_has_few_lines(

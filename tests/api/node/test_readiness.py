@@ -117,7 +117,7 @@ async def test_a_drain_is_of_the_node_or_of_one_pool(client: httpx.AsyncClient, 
     assert {(await get(client, f"/v1/drain?pool={name}"))["mode"] for name in NAMES} == {"stop_stores"}
     answer = await client.get("/readyz")
     assert answer.status_code == 503
-    assert "an operator drains the node (mode stop_stores)" in answer.text
+    assert "the node drains (mode stop_stores)" in answer.text
     await client.delete("/v1/drain")
     assert not any([(await get(client, f"/v1/drain?pool={name}"))["active"] for name in NAMES])
 

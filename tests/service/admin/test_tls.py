@@ -127,7 +127,10 @@ def test_new_connections_get_a_renewed_certificate(
     assert shown(listeners, successor).is_success
     with pytest.raises(httpx.ConnectError):
         shown(listeners, authority)
-    assert (tls.ends(), tls.certificates) == (later.timestamp(), issued.cert_chain_pems[0].bytes().decode().strip())
+    assert (tls.state().ends, tls.certificates) == (
+        later.timestamp(),
+        issued.cert_chain_pems[0].bytes().decode().strip(),
+    )
     tls.renew()
     assert caplog.messages.count("loaded new TLS files; the certificate ends 2099-01-02 03:04+00:00") == 1
 
@@ -291,5 +294,9 @@ def test_unreadable_files_never_block(
     before = tls.certificates
     tls.renew()
     tls.renew()
-    assert tls.certificates == before
+    assert (tls.certificates, tls.state().is_outdated) == (before, True)
+    path.write_bytes(given[broken].read_bytes())
+    path.replace(replaced)
+    tls.renew()
+    assert not tls.state().is_outdated, "usable files are there again"
     assert ["the new TLS files are not usable" in record.message for record in caplog.records] == [True]

@@ -42,7 +42,7 @@ def test_a_draining_server_is_drained_and_not_ready(run: Any, host: Any) -> None
     assert run(*drained).exit_code == 0
     outcome = run("wait", "--server", host.url, "--timeout=0")
     assert outcome.exit_code == 3
-    assert "engine failed: an operator drains the engine" in outcome.stderr
+    assert "engine failed: the engine drains" in outcome.stderr
 
 
 def test_wait_tolerates_a_server_that_has_not_started(

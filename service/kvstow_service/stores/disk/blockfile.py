@@ -283,6 +283,9 @@ class BlockFile:
             if was_quiet and self._changes == changes and not self.header.is_clean:
                 self._set_clean(True)
 
+    def are_removed(self) -> bool:
+        return self._files.are_removed()
+
     def probe(self) -> None:
         """Write and read a little. Raises `OSError` if the disk does not work."""
         with self._lock:

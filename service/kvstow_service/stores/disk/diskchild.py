@@ -196,6 +196,9 @@ class DiskChild:
                 self._file.write_uses(request.chunk, request.first, request.times)
             case Sync():
                 self._file.sync()
+                if self._file.are_removed():
+                    _log.error("somebody has removed its files: it begins anew with empty ones")
+                    os._exit(1)  # the service starts another process, which creates files
             case ProbeFiles():
                 self._file.probe()
             case _:

@@ -63,6 +63,9 @@ class PathFiles(Protocol):
     def sync(self) -> None:
         """Let everything that was written before this survive a power cut; first the data, then the records."""
 
+    def are_removed(self) -> bool:
+        """Whether somebody has removed a file. The open ones still work, but a later start would not find them."""
+
     def sync_records(self) -> None:
         """Do what `sync` does for the records alone."""
 
@@ -112,6 +115,9 @@ class DiskFiles:
     def sync(self) -> None:
         os.fdatasync(self._data)
         os.fdatasync(self._records)
+
+    def are_removed(self) -> bool:
+        return not (os.fstat(self._records).st_nlink and os.fstat(self._data).st_nlink)
 
     def sync_records(self) -> None:
         os.fdatasync(self._records)

@@ -50,6 +50,9 @@ class FakeFiles:
         self.on_call("sync")
         self._pending = {"data": {}, "records": {}}
 
+    def are_removed(self) -> bool:
+        return False
+
     def sync_records(self) -> None:
         self.on_call("sync_records")
         self._pending["records"] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ import pytest
 from tests.engine.tier.blockstorecontract import SLOT_BYTES, BlockStoreContract, Client, keys_of
 
 from kvstow.tier.blockstore import BlockStore, PurgeWish, StoredExtent, StorePart
+from kvstow_service.stores.disk import diskpath
 from kvstow_service.stores.disk.diskstore import DiskStore
 from kvstow_service.stores.disk.startcheck import CheckedPath
 
@@ -180,6 +182,17 @@ def test_flipped_bits_are_never_read_and_counted(disk_folder: Path) -> None:
         assert all(client.bytes_in(slot)[0] == bytes([slot - 20]) * SLOT_BYTES[0] for slot in good)
         assert part_of(store).counters.corrupt_blocks == 2
         assert client.has(keys_of(range(16))) == [slot not in (1, 7) for slot in range(16)]
+
+
+def test_files_that_somebody_removes_are_made_anew(disk_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The open files would work until the next start, which would find nothing."""
+    monkeypatch.setattr(diskpath, "_SYNC_SECONDS", 0.0)
+    with running(disk_folder) as store:
+        client = filled(store, 16)
+        shutil.rmtree(disk_folder / "kvstow")
+        wait_until(lambda: (disk_folder / "kvstow" / "data").exists(), "there are files again")
+        wait_until(lambda: is_on(store))
+        assert client.has(keys_of(range(16))) == [False] * 16
 
 
 def test_a_truncated_data_file_costs_what_it_held(disk_folder: Path) -> None:
