@@ -70,6 +70,11 @@ class Peer:
         poll.register(self.pidfd, select.POLLIN)
         return bool(poll.poll(0))
 
+    def is_gone(self) -> bool:
+        """Whether the process has ended, also if this peer is closed. A process with its number may be another one, so
+        False may be wrong. True is not."""
+        return self.has_ended() or (self.pid > 0 and not Path(f"/proc/{self.pid}").exists())
+
     def is_same_process(self, other: Peer) -> bool:
         """Whether both are the same process, and it has not ended. False if that cannot be known."""
         if self.pidfd is None or other.pidfd is None or self.has_ended():

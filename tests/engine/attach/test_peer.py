@@ -7,6 +7,7 @@ import os
 import select
 import signal
 import socket
+import subprocess
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -236,3 +237,11 @@ def test_a_service_without_descriptors_says_so(child: Child, monkeypatch: pytest
     with pytest.raises(AttachRefusedError, match="EMFILE: Too many open files") as refused:
         peer_of(child.connected, open_pidfd=full)
     assert refused.value.reason == "no_descriptors"
+
+
+def test_a_process_that_has_ended_is_gone_also_for_a_peer_that_is_closed() -> None:
+    with subprocess.Popen(["true"]) as process:
+        peer = Peer(process.pid, os.getuid(), os.getgid(), None)
+    assert (peer.has_ended(), peer.is_gone()) == (False, True)
+    assert not Peer(os.getpid(), os.getuid(), os.getgid(), None).is_gone()
+    assert not Peer(0, os.getuid(), os.getgid(), None).is_gone(), "nobody sees it"

@@ -644,7 +644,7 @@ class AttachServer:
     def _detach(self, session: NodeSession, kill: bool) -> None:
         if kill:
             for member in session.members:
-                if not member.peer.kill() and not member.peer.has_ended():
+                if not member.peer.kill() and not member.peer.is_gone():
                     logger.warning(
                         "session %s: %s was not killed: the service sees no process of uid %d that it may kill for it",
                         session.session_id,
