@@ -57,6 +57,12 @@ _UNREACHABLE = (
     "check that KVStow's admin server runs there and is not stopped (state T in `ps`), or choose another: --server or "
     "KVSTOW_SERVER"
 )
+_TLS_HINTS = {
+    "CERTIFICATE_VERIFY_FAILED": "give the certificate of the authority that has signed the server's: --ca-file or "
+    "KVSTOW_CA_FILE",
+    "disconnected without sending a response": "if the server uses TLS, its address begins with https://",
+}
+"""What helps against errors of TLS, by words in the error."""
 _LISTED_BY = {
     "block": "blocks",
     "pool": "pools",
@@ -98,7 +104,7 @@ def hint_for(error: KvstowError, command: str = "") -> str | None:
 def _hint_for_problem(error: ApiError, command: str) -> str | None:
     problem = error.problem
     if problem is None:
-        return _UNREACHABLE
+        return next((hint for words, hint in _TLS_HINTS.items() if words in str(error)), _UNREACHABLE)
     if problem.errors:
         unsaid = [one for one in problem.errors if one.allowed not in one.message]
         return "; ".join(f"{one.field}: {one.allowed}" for one in unsaid) or None

@@ -125,6 +125,9 @@ def test_server_and_client_certificates(run: Any, make_host: Any, tmp_path: Path
     stranger = run("undrain", "--server", url, *client)
     assert stranger.exit_code == 1
     assert "CERTIFICATE_VERIFY_FAILED" in stranger.stderr
+    assert "hint: give the certificate of the authority" in stranger.stderr
+    plain = run("doctor", "--server", url.replace("https:", "http:"))
+    assert "hint: if the server uses TLS, its address begins with https://" in plain.stderr
     assert run("undrain", "--server", url, "--ca-file", str(files["ca"])).exit_code == 0, "through the Unix socket"
     assert run("undrain", "--server", url, "--key-file", str(files["key"])).exit_code == 2
     assert run("undrain", "--server", url, "--ca-file", str(files["key"])).exit_code == 2
