@@ -25,6 +25,7 @@ from kvstow_api.answers import DoctorView, PoolCurveView
 from kvstow_api.conditions import hosts, pools
 from kvstow_api.conditions.evidence import TABLE, Evidence
 from kvstow_api.conditions.hosts import find_lost
+from kvstow_api.conditions.pools import find_silent_ranks
 from kvstow_api.conditions.table import failures_of, find_conditions
 from kvstow_api.directory import HostMemory
 from kvstow_api.figures import Sample
@@ -315,6 +316,17 @@ def test_the_worst_comes_first() -> None:
         clock_offsets={0: 9.0},
     )
     assert [one.severity for one in diagnose(given).conditions] == ["error", "warning", "info"]
+
+
+def test_a_silent_rank_in_a_process_that_is_known_to_be_stopped_has_the_command_that_mends_it() -> None:
+    silent = replace(RANK, pid=7, host="node", session=SESSION.id, last_report_age_seconds=9.0)
+    for process, fix in (
+        ("stopped", "`kill -CONT 7` on node"),
+        ("unknown", "look at the process: `ps -o stat,wchan -p 7`"),
+    ):
+        session = replace(SESSION, pid=7, process=process)
+        (one,) = find_silent_ranks(evidence(silent, sessions=[session]))
+        assert one.fix.startswith(fix)
 
 
 def test_processes_of_a_lost_session_that_serve_again_are_not_to_be_ended() -> None:

@@ -224,12 +224,18 @@ def find_silent_ranks(evidence: Evidence) -> Found:
                 "error",
                 f"{evidence.name_of(rank)}{who} {silence}",
                 f"it and its transfers may be stopped or hang; {_WITHOUT_HITS} until it reports again",
-                f"look at the process: `ps -o stat,wchan -p {rank.pid}` on {rank.host} (T is stopped), and its log"
-                if rank.pid is not None
-                else "look for the rank's process, and at its log",
+                _silence_fix(evidence, rank),
                 rank,
                 silent_seconds=rank.last_report_age_seconds or 0.0,
             )
+
+
+def _silence_fix(evidence: Evidence, rank: RankStatus) -> str:
+    if rank.pid is None:
+        return "look for the rank's process, and at its log"
+    if any(one.pid == rank.pid and one.process == "stopped" for one in evidence.sessions if one.id == rank.session):
+        return f"`kill -CONT {rank.pid}` on {rank.host} lets its process go on, which is stopped"
+    return f"look at the process: `ps -o stat,wchan -p {rank.pid}` on {rank.host} (T is stopped), and its log"
 
 
 def _silence(evidence: Evidence, rank: RankStatus) -> str:
