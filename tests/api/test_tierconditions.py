@@ -91,6 +91,15 @@ def test_a_healthy_tier_has_no_conditions(given: Evidence) -> None:
     assert set(told.checked) >= OF_TIER
 
 
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_a_store_that_does_not_answer_is_told_before_an_engine_uses_it(restarts: int) -> None:
+    given = tier(**part("starting", "it cannot connect to its master", restarts=restarts))
+    found = diagnose(given._replace(tier=replace(given.tier, items=[], parts=2 * given.tier.parts))).conditions
+    told = [one.what for one in found if one.name == "tier_down"]
+    sentence = "the store mooncake://m:1 does not answer: it cannot connect to its master"
+    assert told == [sentence] * restarts, "the first attempt is no news"
+
+
 def test_without_a_store_nothing_is_said_of_it() -> None:
     told = diagnose(evidence())
     assert not OF_TIER & {*told.checked, *told.skipped}

@@ -429,22 +429,38 @@ def find_failed_parts(evidence: Evidence) -> Found:
 
 @condition("tier_down", "tier", "tier")
 def find_down(evidence: Evidence) -> Found:
-    if evidence.tier.store == "disk" and any(part.state in FAULTS_OF_DISKS for part in evidence.tier.parts):
+    tier = evidence.tier
+    if tier.store == "disk" and any(part.state in FAULTS_OF_DISKS for part in tier.parts):
         return  # the conditions of the disks say which one, why, and what helps
-    for one in evidence.tier.items:
+    attempts = {
+        "timeouts": sum(part.counters.timeouts for part in tier.parts),
+        "restarts": sum(part.counters.restarts for part in tier.parts),
+    }
+    fix = (
+        "check that the store runs and that this node reaches it: `kvstow get tier`; it is tried every 5 s"
+        if tier.store != "disk"
+        else "nothing, for some seconds: the service starts the process of a disk again; if it lasts, the log "
+        "(kvstow.disk) says why"
+    )
+    for one in tier.items:
         if one.state == "down":
             yield make_condition(
                 "warning",
-                f"the store {evidence.tier.url} is not used for {_name(one)}: {one.reason}",
+                f"the store {tier.url} is not used for {_name(one)}: {one.reason}",
                 "requests compute what the store has; nothing else is affected",
-                "check that the store runs and that this node reaches it: `kvstow get tier`; it is tried every 5 s"
-                if evidence.tier.store != "disk"
-                else "nothing, for some seconds: the service starts the process of a disk again; if it lasts, the log "
-                "(kvstow.disk) says why",
+                fix,
                 one,
-                timeouts=sum(part.counters.timeouts for part in evidence.tier.parts),
-                restarts=sum(part.counters.restarts for part in evidence.tier.parts),
+                **attempts,
             )
+    # Before an engine uses the store, a first attempt that is under way is no news.
+    if not tier.items and tier.parts and all(one.state == "starting" and one.counters.restarts for one in tier.parts):
+        yield make_condition(
+            "warning",
+            f"the store {tier.url} does not answer: {'; '.join(dict.fromkeys(one.reason for one in tier.parts))}",
+            "the first engine will compute what the store has; nothing else is affected",
+            fix,
+            **attempts,
+        )
 
 
 @condition("tier_off", "tier")
