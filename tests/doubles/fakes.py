@@ -7,6 +7,12 @@ from collections.abc import Sequence
 
 from kvstow.devices.base import Device, Fence, Ticket, TicketState
 from kvstow.errors import PinError
+from kvstow.memory.slotpool import SlotPool
+
+
+def rests(pool: SlotPool) -> bool:
+    """Whether the thread that pins this pool has nothing to do now."""
+    return pool._next_step() is None
 
 
 class FakeClock:

@@ -20,6 +20,9 @@ from kvstow.config import PoolConfig
 from kvstow.control.launchorder import LaunchOrder
 from kvstow.dataplane import DataPlane
 from kvstow.devices.jax import ArrayCell, JaxDevice, JaxOptions, ShardedKV
+from kvstow.devices.jax.deviceloads import DeviceLoads
+from kvstow.devices.jax.devicestores import DeviceStores
+from kvstow.devices.jax.hostcopies import RangeCopier
 from kvstow.memory.hostpool import HostPool
 from kvstow.memory.limits import MemoryLimits
 from kvstow.memory.pinning import PopulateOnly
@@ -81,6 +84,29 @@ class JaxRank:
         self.plane.start()
         self.wait_until(lambda: self.pool.pinned_slots == self.num_slots)
 
+    # The parts of the device whose order of work the tests decide, or look at.
+
+    @property
+    def copier(self) -> RangeCopier:
+        return self.device._copier
+
+    @property
+    def loads(self) -> DeviceLoads:
+        return self.device._loads
+
+    @property
+    def kv(self) -> ShardedKV:
+        return self.loads._kv
+
+    @property
+    def stores(self) -> DeviceStores:
+        return self.device._stores
+
+    @property
+    def launched(self) -> Sequence[object]:
+        """The pieces of loads whose programs have been launched, and have not been seen to end."""
+        return self.loads._launched
+
     def overwrite(self, blocks: Sequence[int]) -> None:
         """One step of the model: it replaces the KV cache, and writes random bytes to these blocks."""
         for start in range(0, max(1, len(blocks)), _STEP_BLOCKS):
@@ -125,7 +151,7 @@ class JaxRank:
 
     def has_staged(self, *ops: Op) -> bool:
         """Whether all pieces of these loads are in staging memory."""
-        tickets = [self.device._loads._expected[op.op_id] for op in ops]
+        tickets = [self.loads._expected[op.op_id] for op in ops]
         return all(ticket.num_staged == ticket.num_pieces for ticket in tickets)
 
     def marks(self, op: Op) -> list[str]:

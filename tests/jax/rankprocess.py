@@ -103,7 +103,7 @@ class RankProcess:
         self.launches += 1
 
     def _gate(self) -> None:
-        copier = self.rank.device._copier
+        copier = self.rank.copier
         original = copier.start
 
         def start(ranges: Any) -> CopyJob:

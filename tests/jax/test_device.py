@@ -107,7 +107,7 @@ def test_a_load_writes_after_older_steps_and_before_later_ones(make_rank: MakeRa
         op = rank.load([8, 9], [0, 1])
         rank.overwrite([8, 9])  # an older step: the load is not launched yet
         rank.put([8, 9], before)
-        rank.wait_until(rank.device._loads.news.__len__)
+        rank.wait_until(rank.loads.news.__len__)
         rank.turn()
         rank.overwrite([9])
         rank.done(op)
@@ -155,7 +155,7 @@ def test_a_buffer_is_written_again_only_when_no_program_reads_it(
     rank.done(rank.store(range(24), range(24)))
     rank.overwrite(range(24))
     loads = [rank.load([block], [23 - block]) for block in range(24)]  # more than there are buffers
-    in_buffers = len(rank.device._loads._free[rank.device._loads._buckets[0]])
+    in_buffers = len(rank.loads._free[rank.loads._buckets[0]])
     assert in_buffers < len(loads)
     launched = launches(monkeypatch)
     rank.wait_until(lambda: len(launched) >= in_buffers, rank.turn)
@@ -184,8 +184,8 @@ def test_a_load_is_written_in_place(make_rank: MakeRank) -> None:
 def test_nothing_is_compiled_after_the_registration_and_16_programs_on_a_device_are_enough(make_rank: MakeRank) -> None:
     rank = make_rank(num_blocks=300, layers=[(1, 4)], num_slots=300, piece_bytes=1 << 20)
     assert rank.device._most == 256
-    buckets = 4 if copies_rows(rank.device._loads._kv) else 8
-    for programs in rank.device._stores._programs:
+    buckets = 4 if copies_rows(rank.kv) else 8
+    for programs in rank.stores._programs:
         assert len(programs._gathers) == len(programs._scatters) == buckets
     rank.overwrite([1])
     compiled: list[str] = []
@@ -310,7 +310,7 @@ def test_where_jax_does_not_tell_addresses_the_host_s_thread_asks_for_the_bytes(
 
     monkeypatch.setattr(array_type, "copy_to_host_async", copy)
     rank = make_rank(host_memory="pinned")
-    monkeypatch.setattr(rank.device._stores, "_addressable", False)
+    monkeypatch.setattr(rank.stores, "_addressable", False)
     before = rank.blocks([1, 2])
     rank.done(rank.store([1, 2], [1, 2]))
     rank.done(rank.load([3, 4], [1, 2]))
@@ -360,7 +360,7 @@ class Gate:
     def __init__(self, rank: JaxRank, monkeypatch: pytest.MonkeyPatch) -> None:
         self.has_waited = False
         self._may_copy = threading.Event()
-        copier = rank.device._copier
+        copier = rank.copier
         start = copier.start
 
         def gated(ranges: Any) -> CopyJob:
@@ -424,7 +424,7 @@ def test_a_load_that_fails_here_is_launched_and_writes_nothing(
     rank.done(rank.store(range(8), range(8)))
     launched = launches(monkeypatch)
     with monkeypatch.context() as patch:
-        patch.setattr(rank.device._copier, "start", lambda _: 1 // 0)
+        patch.setattr(rank.copier, "start", lambda _: 1 // 0)
         failed = rank.load(range(8, 16), range(8))
         assert "ZeroDivisionError" in rank.failure(failed)
     assert launched == []
@@ -508,11 +508,11 @@ def test_no_piece_of_a_long_load_is_sent_in_a_larger_buffer(
         jobs.append(HeldJob())
         return jobs[-1]
 
-    monkeypatch.setattr(rank.device._copier, "start", start)
+    monkeypatch.setattr(rank.copier, "start", start)
     load = rank.load(range(16), range(16))
-    filling = rank.device._loads._filling
+    filling = rank.loads._filling
     rank.wait_until(lambda: len(filling) == 4)
-    half = 8 if copies_rows(rank.device._loads._kv) else 4  # where padding takes no time there are fewer buckets
+    half = 8 if copies_rows(rank.kv) else 4  # where padding takes no time there are fewer buckets
     assert [piece.buffers[0].bucket for piece in filling] == [8, half, 2, 2]
     for job in jobs:
         job.ended = True
@@ -684,7 +684,7 @@ def test_a_load_is_done_only_when_its_witness_is_ready(
     rank = make_rank(host_memory=host_memory)
     rank.done(rank.store([1], [1]))
     op = rank.load([3], [1])
-    rank.wait_until(lambda: rank.device._loads._launched, rank.turn)
+    rank.wait_until(lambda: rank.launched, rank.turn)
     other = rank.store([5], [5])
     rank.done(other)  # the copy thread has made turns meanwhile
     assert rank.marks(op) == []
@@ -706,7 +706,7 @@ def test_a_program_that_fails_on_the_device_ends_the_data_plane(
 
 def test_bytes_that_do_not_arrive_fail_their_store(make_rank: MakeRank, monkeypatch: pytest.MonkeyPatch) -> None:
     rank = make_rank()
-    monkeypatch.setattr(rank.device._stores._copier, "start", lambda _: 1 // 0)
+    monkeypatch.setattr(rank.copier, "start", lambda _: 1 // 0)
     assert "ZeroDivisionError" in rank.failure(rank.store([1], [1]))
     assert "ZeroDivisionError" in rank.failure(rank.load([1], [1]))
     monkeypatch.undo()
@@ -739,7 +739,7 @@ def test_an_op_that_fails_has_ended_only_when_no_thread_uses_its_slots(
         jobs.append(HeldJob())
         return jobs[0]
 
-    copier = rank.device._copier
+    copier = rank.copier
     original = copier.start
     monkeypatch.setattr(copier, "start", start)
     op = rank.submit(direction, range(8), range(8))  # two pieces
@@ -800,7 +800,7 @@ def test_what_a_slow_copy_reads_is_not_gathered_into(
         held.append((HeldJob(), ranges))
         return held[-1][0]
 
-    copier = rank.device._copier
+    copier = rank.copier
     original = copier.start
     monkeypatch.setattr(copier, "start", start)
     before = rank.blocks(range(8))
@@ -884,7 +884,7 @@ def test_close_waits_for_programs_that_write_blocks(make_rank: MakeRank, monkeyp
     rank = make_rank()
     rank.done(rank.store([1], [1]))
     op = rank.load([3], [1])
-    rank.wait_until(lambda: rank.device._loads._launched, rank.turn)
+    rank.wait_until(lambda: rank.launched, rank.turn)
     assert rank.plane.close(timeout=0)
     assert ended
     assert rank.marks(op) == ["failed"]

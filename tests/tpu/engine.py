@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 from safetensors.numpy import save_file
+from tests.service.connectors.engine_core.connectorhosts import rank_host_of, scheduler_host_of
 from vllm import LLM, SamplingParams
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
@@ -66,14 +67,14 @@ class Engine:
         self.wait_ready()
 
     @property
-    def scheduler_half(self) -> TPUOffloadConnector:
+    def scheduler_host(self) -> Any:
         connector = self.core.scheduler.connector
         assert isinstance(connector, TPUOffloadConnector)
-        return connector
+        return scheduler_host_of(connector)
 
     @property
     def offload(self) -> OffloadEngine:
-        host: Any = self.scheduler_half._host
+        host = self.scheduler_host
         assert isinstance(host.engine, OffloadEngine)
         return host.engine
 
@@ -101,7 +102,8 @@ class Engine:
         """Of the worker's half."""
         connector = get_kv_transfer_group()
         assert isinstance(connector, TPUOffloadConnector)
-        return connector._rank.side
+        side: WorkerSide = rank_host_of(connector).side
+        return side
 
     def step(self) -> None:
         """A step without requests. vLLM schedules ahead, so `ask` may leave a step launched: the scheduler hears of its

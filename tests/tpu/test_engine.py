@@ -88,7 +88,7 @@ def test_slots_hold_the_bytes_of_the_kv_cache(engine: Engine) -> None:
         engine.settle()
         blocks = engine.core.scheduler.kv_cache_manager.block_pool.blocks
         cached = {block.block_hash: block.block_id for block in blocks}
-        side, plane = engine.scheduler_half._host.side, engine.side.plane
+        side, plane = engine.scheduler_host.side, engine.side.plane
         assert side is not None
         assert isinstance(plane, DataPlane)
         pool: Any = plane.pool

@@ -202,7 +202,7 @@ def fingerprint_of(engine: Engine) -> str | None:
     from kvstow_service.connectors.vllm.engineidentity import pool_identity
 
     host = engine.scheduler_host
-    hellos = [host._hellos[rank] for rank in sorted(host._hellos)]
+    hellos = [hello for _, hello in sorted(host._hellos.items())]
     setup = host._setup
     pool = pool_identity(
         setup.vllm_config, setup.kv_cache_config, setup.groups, hellos, replicated=setup.process.replicated

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import httpx
 import pytest
+from tests.service.connectors.engine_core.connectorhosts import rank_host_of, scheduler_host_of
 from tests.vllm.models import IMAGE_SIZE, VOCABULARY
 
 from kvstow_service.connectors.engine_core import vllmprocess
@@ -130,12 +131,12 @@ class Engine:
     @property
     def scheduler_host(self) -> Any:
         """What the scheduler's half hosts; in this process only."""
-        return self.connector._host
+        return scheduler_host_of(self.connector)
 
     @property
     def rank_host(self) -> Any:
         """What the worker's half hosts; in this process only."""
-        return self.rank_connector._rank
+        return rank_host_of(self.rank_connector)
 
     @property
     def scheduler(self) -> Any:

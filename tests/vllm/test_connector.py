@@ -7,6 +7,12 @@ from typing import Any
 
 import pytest
 from tests.service.connectors.engine_core.blockpool import FakeBlockPool
+from tests.service.connectors.engine_core.connectorhosts import (
+    give_rank_host,
+    give_scheduler_host,
+    rank_host_of,
+    scheduler_host_of,
+)
 from tests.vllm.harness.host import NoThread
 from tests.vllm.harness.setup import Setup, make_geometry, make_vllm_config
 from vllm.config import KVTransferConfig, VllmConfig, set_current_vllm_config
@@ -104,9 +110,9 @@ def test_ranks_of_all_stages_are_known_and_other_metadata_is_ignored(monkeypatch
     made.set_xfer_handshake_metadata_pp_aware({(0, 0): hellos[0], (0, 1): object()})
     assert made.build_connector_meta(None) == KVStowMetadata()
     made.set_xfer_handshake_metadata_pp_aware({(1, 0): hellos[1]})
-    assert made._host.engine.config.rank_slot_bytes == (1024, 2048)
+    assert scheduler_host_of(made).engine.config.rank_slot_bytes == (1024, 2048)
     made.shutdown()
-    assert made._host.engine.readiness().state == "stopped"
+    assert scheduler_host_of(made).engine.readiness().state == "stopped"
 
 
 def test_updates_of_ranks_add_up() -> None:
@@ -122,7 +128,7 @@ def test_hooks_return_what_the_scheduler_side_returns(monkeypatch: pytest.Monkey
     """Stores under way, GPU blocks that are still referenced, and whether a reset is possible now."""
     made = make_scheduler()
     side = SimpleNamespace(has_pending_stores=answer, holds_gpu_blocks=answer, reset=lambda: answer)
-    made._host.side = side
+    scheduler_host_of(made).side = side
     assert made.has_pending_push_work() is answer
     assert made.has_pending_block_frees() is answer
     assert made.reset_cache() is answer
@@ -142,7 +148,7 @@ def test_hooks_return_what_the_scheduler_side_returns(monkeypatch: pytest.Monkey
 def test_a_hit_is_reported_by_where_it_came_from(fetched: int, store: str, sources: dict[CacheHitSource, int]) -> None:
     """From host memory, or from the store below the pool for this request."""
     made = make_scheduler()
-    made._host.side = SimpleNamespace(fetched_tokens=lambda request: fetched, store=store)
+    scheduler_host_of(made).side = SimpleNamespace(fetched_tokens=lambda request: fetched, store=store)
     assert made.get_external_cache_hit_sources(None, 32) == sources
     assert made.get_external_cache_hit_sources(None, 0) == {}
 
@@ -163,8 +169,8 @@ def test_no_error_in_a_steps_output_reaches_vllm(monkeypatch: pytest.MonkeyPatch
         release_gpu_blocks=lambda: None,
         control=SimpleNamespace(fail=failures.append),
     )
-    made._host.side = side
-    monkeypatch.setattr(made._host, "_process_update", methods["update"])
+    scheduler_host_of(made).side = side
+    monkeypatch.setattr(scheduler_host_of(made), "_process_update", methods["update"])
     output = SimpleNamespace(
         kv_connector_worker_meta=KVStowWorkerMetadata({0: [RankUpdate()]}), finished_recving={"request"}
     )
@@ -200,15 +206,16 @@ def test_no_error_in_the_scheduler_reaches_vllm(
         has_pending_stores = property(raise_memory_error)
 
     failures: list[str] = []
-    made._host.side, made._host.stats = Broken(), Broken()
-    made._host.side.events, made._host.side.control = Broken(), SimpleNamespace(fail=failures.append)
+    host = scheduler_host_of(made)
+    host.side, host.stats = Broken(), Broken()
+    host.side.events, host.side.control = Broken(), SimpleNamespace(fail=failures.append)
     assert getattr(made, hook)(*arguments) == answer
     assert len(failures) == 1
 
 
 def test_after_an_error_in_the_plan_of_a_step_its_loads_still_start() -> None:
     made, loads, failures = make_scheduler(), PlannedStep(1, StepPlan(), StepPlan(), (), {}), list[str]()
-    made._host.side = SimpleNamespace(
+    scheduler_host_of(made).side = SimpleNamespace(
         plan_step=raise_memory_error,
         take_planned=lambda: loads,
         release_gpu_blocks=lambda: None,
@@ -248,9 +255,14 @@ def test_a_rank_introduces_itself_with_its_first_update_and_once() -> None:
     setup = Setup("hello")
     worker, hello = make(make_config(setup, lock=False), setup, KVConnectorRole.WORKER), RankHello(0, 100, 5, "a", 1)
     assert worker.build_connector_worker_meta() is None, "its KV cache is not registered"
-    worker._rank.hello = hello
+    rank_host_of(worker).hello = hello
     assert worker.build_connector_worker_meta() == KVStowWorkerMetadata({0: [RankUpdate(hello=hello)]})
     assert worker.build_connector_worker_meta() is None
+
+
+def following(followed: list[KVStowMetadata]) -> SimpleNamespace:
+    """A rank's host that notes what it follows."""
+    return SimpleNamespace(follow=followed.append, side=SimpleNamespace(rank=0, stores_fail_because=None))
 
 
 def test_ranks_get_the_address_for_their_reports_with_each_step() -> None:
@@ -258,13 +270,14 @@ def test_ranks_get_the_address_for_their_reports_with_each_step() -> None:
     config = make_config(setup, lock=False)
     scheduler, worker = (make(config, setup, role) for role in (KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER))
     address, followed = AdminAddress("http://node-0:9595", "token"), list[KVStowMetadata]()
-    scheduler._host = SimpleNamespace(
+    host = SimpleNamespace(
         ask=lambda what, call, otherwise: otherwise,
         address_for_ranks=address,
         expected_weight_changes=dict,
         ticket=None,
     )
-    worker._rank = SimpleNamespace(follow=followed.append, side=SimpleNamespace(rank=0, stores_fail_because=None))
+    give_scheduler_host(scheduler, host)
+    give_rank_host(worker, following(followed))
     for hook in (worker.handle_preemptions, worker.bind_connector_metadata):
         hook(scheduler.build_connector_meta(None))
     assert [metadata.admin for metadata in followed] == [address, address]
@@ -276,12 +289,14 @@ def test_a_step_that_cannot_load_what_it_computes_with_says_so_apart_from_launch
         make_scheduler(),
         make(make_config(setup := Setup("lost"), lock=False), setup, KVConnectorRole.WORKER),
     )
-    made._host.side = SimpleNamespace(plan_step=lambda step: PlannedStep(1, StepPlan(), StepPlan(), (), {}))
+    scheduler_host_of(made).side = SimpleNamespace(
+        plan_step=lambda step: PlannedStep(1, StepPlan(), StepPlan(), (), {})
+    )
     made._num_layered = 1
     metadata = made.build_connector_meta(None)
     assert (metadata.lost, metadata.launches) == ("the plan of the step is incomplete", ())
     followed: list[KVStowMetadata] = []
-    worker._rank = SimpleNamespace(follow=followed.append, side=SimpleNamespace(rank=0, stores_fail_because=None))
+    give_rank_host(worker, following(followed))
     with pytest.raises(CopyError, match="the plan of the step is incomplete"):
         worker.bind_connector_metadata(metadata)
     assert followed == []
@@ -305,11 +320,8 @@ def test_the_ticket_of_a_step_is_that_of_the_session_in_which_its_loads_began() 
         def ticket(self) -> str:
             return tickets[0]
 
-    made._host = Host(
-        ask=lambda what, call, otherwise: plan(None),
-        address_for_ranks=None,
-        expected_weight_changes=dict,
-    )
+    host = Host(ask=lambda what, call, otherwise: plan(None), address_for_ranks=None, expected_weight_changes=dict)
+    give_scheduler_host(made, host)
     assert made.build_connector_meta(None).ticket == "old"
 
 

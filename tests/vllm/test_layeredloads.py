@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.service.connectors.engine_core.connectorhosts import rank_host_of
 from tests.vllm.engines import (
     A_BLOCKS,
     A_HIT,
@@ -159,9 +160,9 @@ def test_of_many_loads_at_once_none_goes_by_layer(engine: Engine, reference: Ref
 
 
 def waits_for_the_layer_before(waits: LayerWaits, name: str) -> None:
-    part = waits.part_of[name]
-    if waits._load is not None and part:
-        waits._load.wait(part - 1)
+    part, load = waits.part_of[name], waits._load
+    if load is not None and part:
+        load.wait(part - 1)
 
 
 def waits_for_nothing(waits: LayerWaits, name: str) -> None:
@@ -188,7 +189,7 @@ def test_a_step_whose_layers_call_no_hooks_waits_before_it(
     """As a CUDA graph that holds the attention."""
 
     def start_load_kv(connector: Any, forward_context: Any, **kwargs: Any) -> None:
-        connector._rank.side.load_layers(hooks_run=not hooks_are_known_to_fail)
+        rank_host_of(connector).side.load_layers(hooks_run=not hooks_are_known_to_fail)
 
     prepare(engine, A)
     monkeypatch.setattr(LayerWaits, "layer", waits_for_nothing)

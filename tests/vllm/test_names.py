@@ -227,7 +227,7 @@ def test_weights_that_change_in_an_engine_reach_no_neighbour(
                 check_answer(engine, answer)
                 frozen.forget_gpu()
                 check_answer(frozen, versions.answers[0], cached=A_HIT)
-            assert engine.scheduler_host._control.state.sharing == "weights_changed"
+            assert engine.scheduler_host.side.control.state.sharing == "weights_changed"
     finally:
         frozen.kill()
     eventually(lambda: not service.sessions(), "the end of both sessions")

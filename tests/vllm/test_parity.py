@@ -8,6 +8,8 @@ from random import Random
 from typing import Any
 
 import pytest
+from tests.service.connectors.engine_core.connectorhosts import scheduler_host_of
+from tests.vllm.harness.core import EngineCore
 from tests.vllm.harness.run import Run
 from tests.vllm.harness.sequence import VOCABULARY
 from tests.vllm.harness.setup import Setup
@@ -44,23 +46,27 @@ class Engine(Run):
 
     def gpu_hit(self, prompt: list[int]) -> int:
         """Tokens that the GPU's cache has of a prompt."""
-        found: int = self._core.scheduler.kv_cache_manager.get_computed_blocks(self._probe(prompt))[1]
+        found: int = self._core.scheduler.kv_cache_manager.get_computed_blocks(self.probe(prompt))[1]
         return found
+
+    @property
+    def core(self) -> EngineCore:
+        return self._core
 
     def host_hit(self, prompt: list[int]) -> int:
         """Tokens that host memory has of a prompt."""
-        side, request = self._core.connector._host.side, self._probe(prompt)
+        side, request = scheduler_host_of(self._core.connector).side, self.probe(prompt)
         found: int = side.find_hit(request, 0)
         side.finish(request, ())
         return found
 
-    def _probe(self, prompt: list[int]) -> Request:
+    def probe(self, prompt: list[int]) -> Request:
         return Request(
             request_id="probe",
             prompt_token_ids=prompt,
             sampling_params=SamplingParams(max_tokens=1),
             pooling_params=None,
-            block_hasher=self._core._hasher,
+            block_hasher=self._core.hasher,
         )
 
 
@@ -69,8 +75,8 @@ def test_transfer_parameters_that_are_no_object_do_not_reach_vllm(params: Any, m
     """vLLM's scheduler calls `get` of what clients pass in `extra_args`, after our hook."""
     engine = Engine(SETUPS[0], monkeypatch)
     try:
-        core = engine._core
-        request = engine._probe(list(range(40)))
+        core = engine.core
+        request = engine.probe(list(range(40)))
         request.kv_transfer_params = params
         core.scheduler.add_request(request)
         assert core.scheduler.requests[request.request_id].kv_transfer_params is None

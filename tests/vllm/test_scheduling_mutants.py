@@ -44,14 +44,14 @@ def stores_do_not_wait_for_the_forward(patch: pytest.MonkeyPatch) -> None:
 
 
 def loads_write_zeros(patch: pytest.MonkeyPatch) -> None:
-    run_second = SimulatedDevice._run_second
+    run_second = SimulatedDevice.run_second
 
     def zero(self: SimulatedDevice, ticket: SimulatedTicket) -> Mark:
         if ticket.direction == "load":
             ticket.staged = [np.zeros_like(pages) for pages in ticket.staged]
         return run_second(self, ticket)
 
-    patch.setattr(SimulatedDevice, "_run_second", zero)
+    patch.setattr(SimulatedDevice, "run_second", zero)
 
 
 def load_blocks_are_rotated(patch: pytest.MonkeyPatch) -> None:

@@ -73,7 +73,7 @@ class Stream(Run):
             prompt_token_ids=part,
             sampling_params=SamplingParams(max_tokens=10, ignore_eos=True),
             pooling_params=None,
-            block_hasher=self._core._hasher,
+            block_hasher=self._core.hasher,
             resumable=resumable,
         )
 

@@ -394,6 +394,11 @@ class CudaRank:
         undo.callback(self.device.close)
         self.pool.start()
 
+    @property
+    def layers(self) -> Any:
+        """What loads by layer, if there are parts."""
+        return self.device._layers
+
     def new_device(self) -> CudaDevice:
         tensors: list[Any] = [FakeTensor(tensor) for tensor in self.tensors]
         options = CudaOptions(**self.options)

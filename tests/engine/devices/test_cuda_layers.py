@@ -36,7 +36,7 @@ def rank(cuda: Any, make_cuda_rank: MakeRank) -> Any:
 def compute(cuda: Any, rank: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The stream that computes."""
     _, stream = cuda.cuStreamCreateWithPriority(0, 0)
-    monkeypatch.setattr(rank.device._layers, "_compute", lambda: stream)
+    monkeypatch.setattr(rank.layers, "_compute", lambda: stream)
     return stream
 
 
@@ -105,7 +105,7 @@ def test_each_of_two_streams_waits_for_a_layer(
     blocks, first, second = [4, 5, 6, 7], dict[int, list[bytes]](), dict[int, list[bytes]]()
     load = rank.device.load_layers(blocks, range(4), None)
     for stream, seen in ((compute, first), (other, second)):
-        monkeypatch.setattr(rank.device._layers, "_compute", lambda stream=stream: stream)
+        monkeypatch.setattr(rank.layers, "_compute", lambda stream=stream: stream)
         monkeypatch.setattr(load, "_compute", lambda stream=stream: stream)
         load.wait(2)
         stream.work.append(("layer", _reader(rank, 2, blocks, seen), []))
@@ -131,7 +131,7 @@ def test_a_load_has_launches_as_the_root_of_its_bytes(
     blocks: int, launches: int, make_cuda_rank: MakeRank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvstow.devices.cuda.layerloader._LAUNCH_BYTES", 4096)
-    loader = make_cuda_rank([4096] * 16, layers=True).device._layers
+    loader = make_cuda_rank([4096] * 16, layers=True).layers
     ends = loader._launch_ends(blocks)
     assert (len(ends), ends[-1]) == (launches, 16)
 
@@ -250,5 +250,5 @@ def test_parts_must_cover_each_byte_once(parts: list[Part]) -> None:
 
 
 def test_without_parts_the_device_has_no_memory_for_loads_by_layer(make_cuda_rank: MakeRank) -> None:
-    assert make_cuda_rank(_PAGES).device._layers is None
-    assert isinstance(make_cuda_rank(_PAGES, layers=True).device._layers, LayerLoader)
+    assert make_cuda_rank(_PAGES).layers is None
+    assert isinstance(make_cuda_rank(_PAGES, layers=True).layers, LayerLoader)

@@ -93,7 +93,7 @@ def test_the_kernel_reads_unless_it_is_slow(
 
 def test_each_layer_waits_for_its_group_and_for_none_behind_it(cuda: Any, slow: Any) -> None:
     _, compute = cuda.cuStreamCreateWithPriority(0, 0)
-    slow.device._layers._compute = lambda: compute
+    slow.layers._compute = lambda: compute
     load = slow.device.load_layers(_BLOCKS, _SLOTS, None)
     assert load.launches == [0, 0, 1, 1, 2, 2, 3, 3]
     load.wait(2)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from tests.doubles.fakes import rests
 
 from kvstow.dataplane import DataPlane
 from kvstow.memory.hostpool import HostPool
@@ -54,7 +55,7 @@ def test_a_shrink_waits_for_the_copy(
 ) -> None:
     plane = start_copy(direction)
     plane.apply(DesiredState("engine", 1, number=1))
-    assert plane.pool._next_step() is None
+    assert rests(plane.pool)
     assert plane.report().pinned_slots == 1, "no other copy begins above it"
     assert _finish(cuda, plane) == "done"
     eventually(lambda: plane.pool.status().chunks_done == 1)

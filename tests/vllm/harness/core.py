@@ -61,7 +61,7 @@ class EngineCore:
             log_stats=False,
         )
         self.connector = self.scheduler.connector
-        self._hasher = get_request_block_hasher(geometry.hash_block, sha256)
+        self.hasher = get_request_block_hasher(geometry.hash_block, sha256)
         self._aggregator = KVOutputAggregator.from_connector(self.connector, setup.ranks)
         self._runner = Runner(self.sequences, self.scheduler.requests, [rank.cache for rank in ranks], report)
         self._setup, self._stream = setup, stream
@@ -85,7 +85,7 @@ class EngineCore:
                 sampling_params=SamplingParams(max_tokens=max_tokens, ignore_eos=True),
                 pooling_params=None,
                 cache_salt=cache_salt or None,
-                block_hasher=self._hasher,
+                block_hasher=self.hasher,
             )
         )
 

@@ -165,7 +165,7 @@ class SimulatedDevice:
         self._random.shuffle(ready)
         moved, self._layered = self._layered, []
         for ticket in ready:
-            mark = self._run_first(ticket) if not ticket.staged else self._run_second(ticket)
+            mark = self.run_first(ticket) if not ticket.staged else self.run_second(ticket)
             if mark is not None:
                 moved.append((ticket.op_id, mark))
         self._tickets = [ticket for ticket in self._tickets if ticket.state not in _FINAL]
@@ -182,7 +182,7 @@ class SimulatedDevice:
             self._changed.notify_all()
         return ticket
 
-    def _run_first(self, ticket: SimulatedTicket) -> Mark | None:
+    def run_first(self, ticket: SimulatedTicket) -> Mark | None:
         kv, host = self._arrays()
         source, indices = (kv, ticket.blocks) if ticket.direction == "store" else (host, ticket.slots)
         with self._pool.hold(max(ticket.slots) + 1):
@@ -192,7 +192,7 @@ class SimulatedDevice:
         ticket.state = TicketState.SOURCE_FREE
         return "source_free"
 
-    def _run_second(self, ticket: SimulatedTicket) -> Mark:
+    def run_second(self, ticket: SimulatedTicket) -> Mark:
         kv, host = self._arrays()
         target, indices = (host, ticket.slots) if ticket.direction == "store" else (kv, ticket.blocks)
         with self._pool.hold(max(ticket.slots) + 1):

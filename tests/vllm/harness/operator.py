@@ -7,6 +7,7 @@ from collections.abc import Callable
 from random import Random
 from typing import Any
 
+from tests.service.connectors.engine_core.connectorhosts import scheduler_host_of
 from tests.vllm.harness.core import EngineCore
 from tests.vllm.harness.host import Host
 from tests.vllm.harness.setup import Setup
@@ -147,7 +148,7 @@ class Operator:
             self._notices_at_admission = True
 
     def _notice(self) -> None:
-        self._core.connector._host.weights_may_change(_CHANGE)
+        scheduler_host_of(self._core.connector).weights_may_change(_CHANGE)
 
     def _notice_elsewhere(self) -> None:
         thread = threading.Thread(target=self._notice)
