@@ -50,7 +50,7 @@ class Bench:
 
         def connected(*arguments: Any, **options: Any) -> AttachedControl:
             self.options = options
-            return self.service.connect(AttachedControl(*arguments, **options))
+            return self.service.connect(lambda: AttachedControl(*arguments, **options))
 
         patch.setattr(attachedschedulerhost, "AttachedControl", connected)
         group, namespace = GroupIdentity("full", 16, 16), NamespaceIdentity("model", "v1", "configured", "probe")
@@ -70,6 +70,10 @@ class Bench:
         )
         self.host.add_rank(RankHello(0, PAGE, 0, "node", 0, regions))
         self.host.bind(FakeBlockPool(8))
+
+    @property
+    def has_all_memory(self) -> bool:
+        return bool(self.host._has_all_memory())
 
     def step(self) -> None:
         assert self.host.side is not None
@@ -140,14 +144,14 @@ def test_memory_of_a_session_before_does_not_count(bench: Bench) -> None:
     """A lookup in the new session finds nothing until its ranks have memory."""
     bench.step()
     bench.join(8)
-    assert bench.host._has_all_memory()
+    assert bench.has_all_memory
     bench.service.lose()
     bench.step()
-    assert not bench.host._has_all_memory()
+    assert not bench.has_all_memory
     bench.join(0, number=2)
-    assert not bench.host._has_all_memory()
+    assert not bench.has_all_memory
     bench.join(8, number=2)
-    assert bench.host._has_all_memory()
+    assert bench.has_all_memory
 
 
 def test_vllms_metrics_say_whether_there_is_host_memory(bench: Bench) -> None:

@@ -81,7 +81,7 @@ class Host:
         self.engine = self.service.facade
 
         def connected(*arguments: Any, **options: Any) -> AttachedControl:
-            return self.service.connect(AttachedControl(*arguments, **options))
+            return self.service.connect(lambda: AttachedControl(*arguments, **options))
 
         def build(host: Any, kv: Any) -> SteppedAttachment:
             num_bytes = setup.slots * kv.layout.slot_bytes

@@ -24,6 +24,7 @@ from tests.service.connectors.engine_core.vllmhost import (
 from kvstow_service.connectors.engine_core import adapters as module
 from kvstow_service.connectors.engine_core import vllmprocess
 from kvstow_service.connectors.engine_core.adapters import READ_SECONDS, Adapter, Adapters, EngineStart
+from kvstow_service.connectors.engine_core.gpublocks import KnownHashes
 from kvstow_service.connectors.engine_core.pathtrail import Trail
 
 PROMPT = "abcdefghijkl"
@@ -152,7 +153,6 @@ def test_an_adapter_that_has_changed_has_no_keys_for_the_engines_life(
     assert "has changed" in before.reason
     write(tmp_path / "a")
     assert not ask(adapters, path).is_named
-    assert [bool(each.reason) for each in adapters._adapters.values()] == [True]
     assert len([record for record in caplog.records if "use no host cache" in record.message]) == 1
 
 
@@ -162,14 +162,6 @@ def test_what_cannot_be_seen_has_no_keys(tmp_path: Path, monkeypatch: pytest.Mon
     for path in (str(tmp_path / "absent"), "org/absent"):
         assert "in no folder" in ask(adapters, path).reason
     assert "in no folder" in ask(adapters, write(tmp_path / "a"), 2, tensorizer_config_dict={"uri": "x"}).reason
-
-
-def test_files_that_are_newer_than_the_engine_have_no_keys(tmp_path: Path) -> None:
-    """A rank may have loaded the adapter when the engine started, and the first request comes after the change."""
-    path = write(tmp_path / "a")
-    written = max(file.stat().st_ctime for file in Path(path).iterdir())
-    assert "since this engine started" in ask(make_adapters(written - 1), path).reason
-    assert ask(make_adapters(written + 1), path).is_named
 
 
 def write_snapshot(cache: Path, commit: str, weights: str = "weights") -> Path:
@@ -310,17 +302,6 @@ def test_adapters_may_be_added_beside_others(tmp_path: Path) -> None:
     adapters = Adapters(SETTINGS, start, clock=FakeClock(), start_thread=lambda target: target())
     assert ask(adapters, path, 1).is_named
     assert "since this engine started" in ask(adapters, new, 2).reason
-
-
-def test_adapters_that_have_one_number_have_no_keys(tmp_path: Path) -> None:
-    """As after `load_inplace` from another path: ranks know an adapter by its number."""
-    adapters, one, other = make_adapters(), write(tmp_path / "a"), write(tmp_path / "b", "other")
-    first = ask(adapters, one, 1)
-    assert first.is_named
-    second = ask(adapters, other, 1)
-    assert (first.is_named, second.is_named) == (False, False)
-    assert "number 1" in first.reason
-    assert ask(adapters, write(tmp_path / "c"), 2).is_named
 
 
 def test_files_that_cannot_be_read_or_are_too_large_have_no_keys(
@@ -487,21 +468,24 @@ def test_blocks_that_are_known_by_their_hash_alone_have_the_same_keys(tmp_path: 
     assert keys_in(host) == {*mixed(ask(adapters, path)), *keys_of("ABCDEFGH")}
 
 
+def known_hashes(host: VllmHost) -> KnownHashes:
+    """The hashes of which the host knows the adapter."""
+    known = host.side._gpu.known_hashes
+    assert known is not None
+    return known
+
+
 def test_a_block_of_an_unknown_hash_is_not_stored(tmp_path: Path) -> None:
     host = VllmHost(adapters=make_adapters(), lazy_blocks=32)
     run(host, request_with(write(tmp_path / "a")))
-    known = host.side._gpu.known_hashes
-    assert known is not None
-    assert known.mix([b"12345678"]) == [None]
+    assert known_hashes(host).mix([b"12345678"]) == [None]
 
 
 def test_the_hashes_that_are_known_are_bounded(tmp_path: Path) -> None:
     host = VllmHost(adapters=make_adapters(), gpu_blocks=17, lazy_blocks=4)
     for number in range(40):
         run(host, FakeRequest(f"r{number}", f"{number:02}cdefghijkl"))
-    known = host.side._gpu.known_hashes
-    assert known is not None
-    assert len(known._adapters) <= 2 * 17
+    assert len(known_hashes(host)._adapters) <= 2 * 17
 
 
 def test_groups_with_a_window_have_the_adapters_keys(tmp_path: Path) -> None:

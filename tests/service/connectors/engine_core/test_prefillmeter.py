@@ -31,13 +31,14 @@ class Meter(LoadPolicy):
         super().__init__("auto", 0.01, 20_000_000, self.clock, least_tokens=100)
         self.number = 0
         self.observed: list[tuple[PromptPart, float]] = []
-        observe = self._steps._fit.observe
+        fit = self._steps._fit
+        observe = fit.observe
 
         def note(part: PromptPart, seconds: float) -> None:
             self.observed.append((part, seconds))
             observe(part, seconds)
 
-        self._steps._fit.observe = note  # type: ignore[method-assign]
+        fit.observe = note  # type: ignore[method-assign]
         if known:
             for _ in range(8):
                 self.run(step({"a": 500}), 500 * PER_TOKEN)

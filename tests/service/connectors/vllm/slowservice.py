@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 from msgspec.structs import replace
 
 from kvstow.attach.calls import (
@@ -29,7 +31,7 @@ from kvstow.attach.calls import (
 )
 from kvstow.attach.channel import Frame
 from kvstow.attach.connection import Answer
-from kvstow.attach.hello import CallError, Welcome
+from kvstow.attach.hello import CallError, Hello, Welcome
 from kvstow.attach.identity import GroupIdentity, NamespaceIdentity, PoolIdentity, RegionIdentity
 from kvstow.attach.wire import Kind, Message
 from kvstow.config import EngineConfig
@@ -83,18 +85,18 @@ class SlowService:
         namespace = NamespaceIdentity("model", "weights", "configured", "probe")
         slot_bytes, clock = config.slot_bytes, self.pool.clock
         return self.connect(
-            AttachedControl(Path("/none"), slot_bytes, clock, engine="engine", pool=identity, namespace=namespace)
+            lambda: AttachedControl(
+                Path("/none"), slot_bytes, clock, engine="engine", pool=identity, namespace=namespace
+            )
         )
 
-    def connect(self, engine: AttachedControl) -> AttachedControl:
-        """Have this engine, which has made no step yet, talk to this service."""
-        self._engine = engine
-        self.connection = SlowConnection(self, engine._begin_session, engine._end_session)
-        engine._connection = self.connection  # type: ignore[assignment]
-        return engine
+    def connect(self, make: Callable[[], AttachedControl]) -> AttachedControl:
+        """Make an engine that talks to this service."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("kvstow.attach.engine.AttachConnection", partial(SlowConnection, self))
+            return make()
 
-    def open_session(self) -> AttachedSession:
-        namespace = self._engine._make_hello().namespace
+    def open_session(self, namespace: NamespaceIdentity | None) -> AttachedSession:
         assert namespace is not None
         self.session = session = self.pool.attach("engine", f"epoch {namespace.epoch}")
         for rank in range(self.pool.config.num_ranks):
@@ -123,9 +125,18 @@ class SlowConnection:
     """An `AttachConnection` to a `SlowService`."""
 
     def __init__(
-        self, service: SlowService, on_attached: Callable[[Welcome], object], on_lost: Callable[[], object]
+        self,
+        service: SlowService,
+        _path: Path,
+        make_hello: Callable[[], Hello],
+        *,
+        on_attached: Callable[[Welcome], object],
+        on_lost: Callable[[], object],
+        **_: object,
     ) -> None:
-        self._service, self._on_attached, self._on_lost = service, on_attached, on_lost
+        self._service, self._make_hello = service, make_hello
+        self._on_attached, self._on_lost = on_attached, on_lost
+        service.connection = self
         self._step = 0
         self._is_over = False
         self._answers: deque[tuple[int, Answer[Any], Frame]] = deque()
@@ -195,6 +206,10 @@ class SlowConnection:
         self._deliver()
         return self.take_pushed()
 
+    def push(self, message: Message) -> None:
+        """The client gets this message of the service with its next step."""
+        self._pushed.append(_frame(message))
+
     def take_pushed(self) -> list[Frame]:
         pushed, self._pushed = self._pushed, []
         return pushed
@@ -250,8 +265,8 @@ class SlowConnection:
 
     def _attach(self) -> None:
         self._session = session = object.__new__(NodeSession)
-        session.control = self._service.open_session()
-        session._send = lambda session, message, rank, fds: self._pushed.append(_frame(message))
+        session.control = self._service.open_session(self._make_hello().namespace)
+        session._send = lambda session, message, rank, fds: self.push(message)
         self.state, self.problem = "attached", None
         session.pool = self._service.pool  # type: ignore[assignment]
         session.pool.grow_above = -1  # all its memory is there

@@ -7,7 +7,6 @@ from tests.service.connectors.engine_core.vllmhost import ONE_GROUP, WITH_WINDOW
 from tests.service.connectors.vllm.attachedvllmhost import PROMPT, AttachedVllmHost, with_prompt
 
 from kvstow.attach.calls import SettledOp, SettledOps
-from kvstow.attach.channel import Frame
 from kvstow.messages import Completion
 from kvstow_service.connectors.engine_core.controlplane import (
     LONGEST_PATIENCE_SECONDS,
@@ -142,9 +141,9 @@ def test_the_times_of_ops_that_have_failed_are_not_kept() -> None:
     host.finish(request)
     plans = [host.step(copy=False) for _ in range(4)]
     (op,) = [op for plan in plans for op in plan.stores.ops]
-    (entry,) = host.control._ops._of_service.values()
-    said = SettledOps((SettledOp(entry.service_id, "store", "failed", "too late"),), room=0)
-    host.service.connection._pushed.append(Frame(said.KIND, 0, said.pack()))
+    (under_way,) = host.service.facade.transfers()
+    said = SettledOps((SettledOp(under_way.op_id, "store", "failed", "too late"),), room=0)
+    host.service.connection.push(said)
     host.step(copy=False)
     (rank,) = host.ranks
     host.control.complete(0, rank.boot_id, [Completion(op.op_id, "done", seconds=0.5)])

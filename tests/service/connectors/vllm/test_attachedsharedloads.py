@@ -49,16 +49,3 @@ def test_the_request_loads_at_once_if_the_session_ends_before_the_other_one_s_lo
     assert set(queue.step(end_loads=False).lost_loads) == {"0"}
     queue.step(end_loads=False)
     assert queue.names(queue.finished) == ["1"]
-
-
-def test_all_load_at_once_when_the_load_has_failed() -> None:
-    host = with_prompt(delay=1, gpu_blocks=99)
-    queue = make_queue(host, 3)
-    while not queue.loading:
-        queue.step(end_loads=False)
-    (first,) = queue.loading
-    queue.step(end_loads=False)
-    queue.end_loads(fail=[first.request_id])
-    queue.waiting.remove(first)
-    queue.step(end_loads=False)
-    assert queue.names(queue.loading) == ["1", "2"]
