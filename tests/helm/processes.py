@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -19,6 +20,16 @@ def environ(**more: str) -> dict[str, str]:
     """Of this process, in which sources are found and no setting of KVStow is."""
     inherited = {key: value for key, value in os.environ.items() if not key.startswith("KVSTOW_")}
     return {**inherited, "PYTHONPATH": os.pathsep.join(sys.path), **more}
+
+
+def validated(manifests: Path, version: str) -> str:
+    """What a Kubernetes of this version would take. Returns what the validator says beside that."""
+    validate = shutil.which("kubernetes-validate", path=str(Path(sys.executable).parent))
+    assert validate, "not installed: make test-deploy does that"
+    command: list[str | Path] = [validate, "--strict", "--kubernetes-version", version, manifests]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stderr
 
 
 @contextmanager

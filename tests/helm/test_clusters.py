@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 from tests.helm.conftest import containers_of
+from tests.helm.processes import validated
 from tests.helm.test_manifests import CHART, KUBERNETES, OPERATOR
 
 pytestmark = pytest.mark.deploy
@@ -40,11 +39,7 @@ def test_kubernetes_would_take_every_object(template: Template, values: Path, tm
     rendered = tmp_path / "rendered.yaml"
     manifests = [one for one in template(values=values) if one["apiVersion"] != OPERATOR]
     rendered.write_text(yaml.safe_dump_all(manifests))
-    validate = shutil.which("kubernetes-validate", path=str(Path(sys.executable).parent))
-    assert validate, "not installed: make test-deploy does that"
-    command: list[str | Path] = [validate, "--strict", "--kubernetes-version", KUBERNETES[-1], rendered]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
+    validated(rendered, KUBERNETES[-1])
 
 
 def test_engines_attach_to_the_service_of_their_node(template: Template) -> None:

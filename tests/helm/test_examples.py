@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
-import subprocess
-import sys
 import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +10,7 @@ from typing import Any
 
 import pytest
 from tests.helm import examples
+from tests.helm.processes import validated
 from tests.helm.test_manifests import KUBERNETES, RESTRICTED
 
 from kvstow_service.stores.mooncake.mooncakestore import MooncakeLocation
@@ -35,12 +33,7 @@ def workloads(file: str) -> list[dict[str, Any]]:
 @each_file
 @pytest.mark.parametrize("version", KUBERNETES)
 def test_kubernetes_would_take_every_object(file: Path, version: str) -> None:
-    validate = shutil.which("kubernetes-validate", path=str(Path(sys.executable).parent))
-    assert validate, "not installed: make test-deploy does that"
-    command: list[str | Path] = [validate, "--strict", "--kubernetes-version", version, file]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert "Couldn't find schema" not in result.stderr
+    assert "Couldn't find schema" not in validated(file, version)
 
 
 @each_store

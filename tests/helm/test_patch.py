@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from tests.helm.conftest import CHART, containers_of, must_run, run
+from tests.helm.conftest import CHART, containers_of, must_run
+from tests.helm.processes import validated
 
 pytestmark = pytest.mark.deploy
 
@@ -72,11 +71,7 @@ def connected(helm: Path, kubectl: Path, tmp_path: Path) -> Connected:
 def test_it_connects_a_pod_and_leaves_the_rest(find: Find, connected: Connected, case: str, tmp_path: Path) -> None:
     deployment = connected(case)
     (tmp_path / "patched.yaml").write_text(yaml.safe_dump(deployment))
-    validate = shutil.which("kubernetes-validate", path=str(Path(sys.executable).parent))
-    assert validate, "not installed: make test-deploy does that"
-    checked = run(validate, "--strict", "--kubernetes-version", "1.33", tmp_path / "patched.yaml")
-    assert checked.returncode == 0, checked.stderr
-
+    validated(tmp_path / "patched.yaml", "1.33")
     pod, containers = deployment["spec"]["template"]["spec"], containers_of(deployment)
     vllm, before = containers["vllm"], DEPLOYMENT["spec"]["template"]["spec"]["containers"][0]  # type: ignore[index]
     assert (vllm["image"], vllm["args"]) == (before["image"], before["args"])
