@@ -23,6 +23,12 @@ __all__ = ["servers_stop_at_once"]
 
 
 @pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture
 def process_state() -> Iterator[None]:
     """Puts back what the service's process owns: signal handlers and the loggers that it configures."""
     handlers = {

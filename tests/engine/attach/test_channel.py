@@ -15,7 +15,7 @@ import pytest
 from tests.descriptors import open_descriptors
 
 from kvstow.attach import channel as channel_module
-from kvstow.attach.channel import MAX_FDS, MAX_PAYLOAD_BYTES, Channel, Frame, encode_header
+from kvstow.attach.channel import HEADER_BYTES, MAX_FDS, MAX_PAYLOAD_BYTES, Channel, Frame, encode_header
 from kvstow.errors import DisconnectedError, ProtocolError
 
 
@@ -240,7 +240,7 @@ def test_channels_of_one_thread_share_a_buffer(sockets: tuple[socket.socket, soc
     there.close()
 
 
-def test_sending_costs_the_same_however_much_waits() -> None:
+def test_sending_costs_the_same_however_much_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     class Counted(deque[Any]):
         looked_at = 0
 
@@ -250,9 +250,9 @@ def test_sending_costs_the_same_however_much_waits() -> None:
                 yield part
 
     ours, theirs = socket.socketpair()
+    monkeypatch.setattr("kvstow.attach.channel.deque", Counted)
     channel = Channel(ours)
-    channel._unsent = Counted()
-    while len(channel._unsent) < 1000:
+    while channel.unsent_bytes < 1000 * (HEADER_BYTES + 1):
         channel.send(5, b"x")
     Counted.looked_at = 0
     channel.send(5, b"x")

@@ -21,9 +21,10 @@ from kvstow.attach.channel import Frame, close_fds
 from kvstow.attach.connection import AttachConnection
 from kvstow.attach.hello import Hello
 from kvstow.attach.identity import GroupIdentity, NamespaceIdentity, PoolIdentity, RegionIdentity
-from kvstow.attach.peer import Peer
+from kvstow.attach.peer import Peer, peer_of
 from kvstow.attach.wire import Kind
 from kvstow_service.node.attach.attachserver import AttachServer, AttachSocket
+from kvstow_service.node.attach.clients import Clients
 from kvstow_service.node.nodehost import NodeHost
 
 POOL = PoolIdentity(
@@ -66,7 +67,7 @@ class AttachFigures(NamedTuple):
 
 
 def figures_of(node: Node) -> AttachFigures:
-    tally, clients = node.server.tally, node.server._clients
+    tally, clients = node.server.tally, node.clients
     return AttachFigures(
         clients=len(clients),
         strangers=len(clients._strangers),
@@ -98,13 +99,13 @@ class FakeProcess:
 
 
 class Node:
-    """An attach server over a fake host. `next_peer` is who connects next."""
+    """An attach server over a fake host. `next_peer` is who connects next, or None if the kernel is asked."""
 
     def __init__(self, path: Path, **options: Any) -> None:
         self.host = FakeHost()
         self.socket = AttachSocket(path)
         self.path = path
-        self.next_peer: Callable[[], Peer] = lambda: Peer(0, 1000, 1000, os.pidfd_open(os.getpid()))
+        self.next_peer: Callable[[], Peer] | None = lambda: Peer(0, 1000, 1000, os.pidfd_open(os.getpid()))
         self.failures: list[str] = []
         options = {"find_peer": self._find_peer, "on_failure": self.failures.append} | options
         self.server = AttachServer(cast(NodeHost, self.host), self.socket.listener, **options)
@@ -112,7 +113,11 @@ class Node:
         self.processes: list[FakeProcess] = []
 
     def _find_peer(self, connected: socket.socket, *, needs_pidfd: bool) -> Peer:
-        return self.next_peer()
+        return peer_of(connected, needs_pidfd=needs_pidfd) if self.next_peer is None else self.next_peer()
+
+    @property
+    def clients(self) -> Clients:
+        return self.server._clients
 
     def process(self, pid: int = 0, uid: int = 1000) -> FakeProcess:
         """The process that connects next."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tests.doubles.fakes import FakeClock
@@ -14,7 +13,7 @@ from tests.service.node.conftest import DEADLINE_SECONDS, NAMESPACE, POOL, MakeN
 from kvstow.attach.calls import Hold, SettledOps
 from kvstow.attach.connection import Answer, AttachConnection
 from kvstow.attach.engine import PROBE_BLOCKS, PROBE_SECONDS, AttachedEngine, Hits
-from kvstow.attach.hello import Hello, number_of
+from kvstow.attach.hello import number_of
 from kvstow.errors import AttachRefusedError, NotFoundError
 from kvstow.messages import Completion, Op
 from kvstow.prefill import PrefillCost, PrefillNews
@@ -266,26 +265,6 @@ def test_ops_of_a_lost_session_end_locally_and_their_late_completions_are_not_sa
     assert figures_of(node).frames["completions"] == before
     engine.finish(again)
     assert engine.found(KEYS[:3]).runs == ((0, 1), (2, 1))
-
-
-def test_after_a_reset_no_session_comes_back_to_the_old_namespace(
-    engine: Engine, node: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    digests, open_session = [NAMESPACE.digest], node.host.open_session
-
-    def note_namespace(session_id: str, hello: Hello, *others: Any) -> Any:
-        assert hello.namespace is not None
-        digests.append(hello.namespace.digest)
-        return open_session(session_id, hello, *others)
-
-    monkeypatch.setattr(node.host, "open_session", note_namespace)
-    for _ in range(2):
-        answer = engine.reset()
-        assert engine.wait(answer, seconds=DEADLINE_SECONDS)
-        assert answer.value == "model-99"
-        lose(engine, node)
-        engine.until_attached()
-    assert len(set(digests)) == 3
 
 
 def test_a_full_service_is_asked_again_now_and_then(make_node: MakeNode) -> None:

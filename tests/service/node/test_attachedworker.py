@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -12,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.doubles.fakes import FakeClock, FakeDevice, FakeRegistrar, FakeTicket
+from tests.doubles.fakes import FakeDevice, FakeRegistrar, FakeTicket, rests
 from tests.service.node.conftest import DEADLINE_SECONDS, NAMESPACE, POOL, MakeNode, Node, figures_of, wait_until
 from tests.service.node.fakehost import FakeSession
 
@@ -29,6 +30,7 @@ from kvstow.attach.calls import (
 from kvstow.attach.channel import close_fds
 from kvstow.attach.engine import AttachedEngine
 from kvstow.attach.hello import NO_HOLD, GateHold, RankSession, SessionTicket, unique_id
+from kvstow.attach.opgate import OpGate
 from kvstow.attach.peer import Peer
 from kvstow.attach.worker import LONGEST_GRACE_SECONDS, AttachedWorker
 from kvstow.dataplane import DataPlane
@@ -118,14 +120,22 @@ class FakeLayers:
 class Rank:
     """A rank with a device whose copies end when the test says so."""
 
-    def __init__(self, path: Path, rank: int = 0, *, replicated: bool = False) -> None:
+    def __init__(self, path: Path, rank: int = 0, **options: Any) -> None:
         self.registrar = FakeRegistrar()
         self.pool = MappedPool(SLOT, self.registrar, pace=partial(FixedPace, 512 << 10, 0.0))
         self.device, self.layers = FakeDevice(), FakeLayers()
         self.plane = DataPlane(rank, self.pool, self.device, layers=self.layers)
-        self.worker = AttachedWorker(path, self.plane, self.pool, engine="test", replicated=replicated)
+        self.worker = AttachedWorker(path, self.plane, self.pool, engine="test", **options)
         self.worker.start()
         self.said: list[Completion] = []
+
+    @property
+    def gate(self) -> OpGate:
+        return self.worker._gate
+
+    def is_shut(self) -> bool:
+        """Whether the worker lets no op through."""
+        return not self.gate._number
 
     def submit(self, op_id: int, slot: int = 0, direction: Direction = "load") -> int:
         self.worker.submit(StepPlan((Op(op_id, direction, (1,), (slot,)),)))
@@ -140,12 +150,6 @@ class Rank:
         self.said += self.worker.take_completions()
         found = [done for done in self.said if done.op_id == op_id]
         return None if not found else f"{found[-1].mark} {found[-1].error or ''}".strip()
-
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
 
 
 @pytest.fixture
@@ -174,7 +178,11 @@ def engine(node: Node, service: Service, stack: ExitStack) -> AttachedEngine:
 @pytest.fixture
 def rank(node: Node, engine: AttachedEngine, service: Service, stack: ExitStack) -> Rank:
     """It has registered both extents."""
-    made = Rank(node.path)
+    return join(node, engine, service, stack)
+
+
+def join(node: Node, engine: AttachedEngine, service: Service, stack: ExitStack, **options: Any) -> Rank:
+    made = Rank(node.path, **options)
     stack.callback(made.worker.close)
     made.worker.join(engine.ticket)
     wait_until(lambda: service.registered() == {1: EXTENT_SLOTS, 2: EXTENT_SLOTS})
@@ -213,7 +221,7 @@ def test_it_registers_no_further_than_the_service_has_populated(
     service.host.on_join = lambda link, rank: link.push(GrantedExtents(SLOT, (grant,), True), rank=rank, fds=[big])
     made.worker.join(engine.ticket)
     wait_until(lambda: service.registered() == {1: EXTENT_SLOTS})
-    wait_until(lambda: made.pool._next_step() is None)
+    wait_until(lambda: rests(made.pool))
     assert (made.registrar.locked_bytes, os.fstat(big).st_blocks * 512) == (2 * MIB, 2 * MIB)
 
 
@@ -229,7 +237,7 @@ def test_it_lets_go_of_a_revoked_extent_after_its_copies_and_after_it_has_said_s
     late = rank.submit(unique_id(engine.ticket.number, 6), EXTENT_SLOTS + 3)
     wait_until(lambda: rank.ended(late))
     assert str(rank.ended(late)).startswith("failed CopyError")
-    wait_until(lambda: rank.pool._next_step() is None)
+    wait_until(lambda: rests(rank.pool))
     assert "released" not in service.words
     assert rank.registrar.locked_bytes > 2 * MIB
     ticket.finish()
@@ -249,7 +257,7 @@ def test_an_extent_that_is_revoked_under_a_load_by_layer_stays_until_the_load_ha
     service.words.clear()
     service.revoke(2)
     wait_until(lambda: service.registered()[2] == 0)
-    wait_until(lambda: rank.pool._next_step() is None)
+    wait_until(lambda: rests(rank.pool))
     assert "released" not in service.words
     assert rank.registrar.locked_bytes > 2 * MIB
     rank.layers.ticket.finish()
@@ -262,8 +270,10 @@ def test_an_extent_that_is_revoked_under_a_load_by_layer_stays_until_the_load_ha
 def test_what_is_revoked_while_the_service_closes_is_let_go_of_although_sending_fails_first(
     rank: Rank, service: Service, node: Node, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
+    reports = rank.worker._joined.reports
+    assert reports is not None
     connection, sent, waits, has_closed = rank.worker._connection, list[bool](), threading.Event(), threading.Event()
-    late = connection if when == "poll" else rank.worker._joined.reports
+    late = connection if when == "poll" else reports
     go_on = getattr(late, when)
 
     def send_first() -> Any:
@@ -300,7 +310,7 @@ def test_a_worker_joins_the_next_session_when_its_copies_have_ended_and_says_tha
     before_the_ticket = rank.submit(unique_id(first.number, 6), slot=EXTENT_SLOTS)
     last = rank.device.ticket(before_the_ticket)
     rank.worker.join(new)
-    wait_until(lambda: not rank.worker._gate._number)
+    wait_until(rank.is_shut)
     late = rank.submit(unique_id(first.number, 7))
     assert rank.ended(late) == "failed the session of this op has ended"
     ticket.finish()
@@ -345,27 +355,6 @@ def test_memory_of_an_earlier_session_goes_although_what_was_granted_cannot_be_u
     rank.worker.join(next_session(engine, node))
     wait_until(lambda: rank.registrar.locked_bytes == 0)
     wait_until(lambda: "no address space" in str(rank.worker.problem))
-
-
-def test_memory_that_the_next_service_does_not_grant_again_goes_first(
-    node: Node, engine: AttachedEngine, rank: Rank, service: Service, stack: ExitStack
-) -> None:
-    most = list[int]()
-    register = rank.registrar.register
-
-    def registered(address: int, num_bytes: int) -> None:
-        register(address, num_bytes)
-        most.append(rank.registrar.locked_bytes)
-
-    rank.registrar.register = registered  # type: ignore[method-assign]
-    fresh = create_memfd(EXTENT_NAME, 2 * MIB)
-    stack.callback(os.close, fresh)
-    os.posix_fallocate(fresh, 0, 2 * MIB)
-    service.fds = [fresh]
-    service.host.registered.clear()
-    rank.worker.join(next_session(engine, node))
-    wait_until(lambda: service.registered() == {1: EXTENT_SLOTS})
-    assert max(most) == 2 * MIB
 
 
 def test_only_the_newest_ticket_counts(engine: AttachedEngine, rank: Rank, node: Node) -> None:
@@ -423,7 +412,7 @@ def test_a_worker_says_by_itself_that_its_copies_have_ended_when_its_engine_take
 ) -> None:
     load = rank.submit(unique_id(1, 1))
     asked, said = list[bool](), list[str]()
-    is_quiet, say = rank.worker._gate.is_quiet, rank.worker._report_settled
+    is_quiet, say = rank.gate.is_quiet, rank.worker._report_settled
 
     def note_question() -> bool:
         asked.append(is_quiet())
@@ -433,7 +422,7 @@ def test_a_worker_says_by_itself_that_its_copies_have_ended_when_its_engine_take
         said.append("said")
         say()
 
-    monkeypatch.setattr(rank.worker._gate, "is_quiet", note_question)
+    monkeypatch.setattr(rank.gate, "is_quiet", note_question)
     monkeypatch.setattr(rank.worker, "_report_settled", note_word)
     engine.close()
     wait_until(lambda: len(asked) > 1 or said)
@@ -457,7 +446,7 @@ def test_what_a_step_computes_with_is_let_through_until_the_host_rests(
     assert rank.worker.session == RankSession(hold=7)
     assert rank.load_by_layer(unique_id(1, 1)) is not None
     rank.worker.keep_open(NO_HOLD)
-    wait_until(lambda: not rank.worker._gate._number)
+    wait_until(rank.is_shut)
     assert not node.events("over"), "the copy is under way"
     rank.layers.ticket.finish()
     wait_until(lambda: node.events("over"))
@@ -515,30 +504,30 @@ def test_what_a_service_revokes_at_its_end_is_released_by_an_idle_rank_at_once(r
     assert rank.worker.is_attached
 
 
+@pytest.fixture
+def hastily(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstow.attach.worker.LONGEST_GRACE_SECONDS", 0.01)
+
+
 def test_a_host_that_never_rests_is_waited_for_so_long_and_no_longer(
-    engine: AttachedEngine, rank: Rank, node: Node, monkeypatch: pytest.MonkeyPatch
+    hastily: None, engine: AttachedEngine, rank: Rank, node: Node
 ) -> None:
     rank.worker.keep_open(GateHold(1, 7))
-    monkeypatch.setattr(rank.worker, "_longest_grace", 0.01)
     engine.close()
     wait_until(lambda: node.events("over"))
     assert rank.worker.session == RankSession()
 
 
 def test_a_host_that_can_take_nothing_back_is_waited_for_however_long_it_takes(
-    engine: AttachedEngine, rank: Rank, node: Node, monkeypatch: pytest.MonkeyPatch
+    engine: AttachedEngine, service: Service, node: Node, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    worker = AttachedWorker(node.path, rank.plane, rank.pool, engine="test", may_refuse=False)
-    monkeypatch.setattr(rank.worker, "_longest_grace", worker._longest_grace)
-    worker._wake.close()
-    clock = FakeClock(1e6)
+    passed = [0.0]
+    rank = join(node, engine, service, stack, may_refuse=False, clock=lambda: time.monotonic() + passed[0])
     turns = turns_of(rank, monkeypatch)
     rank.worker.keep_open(GateHold(1, 7))
     engine.close()
     wait_until(lambda: turns)
-    ended = rank.worker._joined.end_time
-    assert ended is not None
-    monkeypatch.setattr(rank.worker, "_clock", lambda: ended + clock())
+    passed[0] = 1e6
     del turns[:]
     rank.worker._wake.set()
     wait_until(lambda: turns)

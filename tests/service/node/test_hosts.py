@@ -235,12 +235,6 @@ class Nodes:
         return self.node
 
 
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
-
-
 @pytest.fixture(params=["embedded", "attached"])
 def host(request: pytest.FixtureRequest, tmp_path: Path, stack: ExitStack) -> Host:
     made: Host

@@ -11,18 +11,15 @@ from tests.service.node.conftest import MakeBench
 from tests.service.node.hostbench import EXTENT, ONE_RANK, ONE_RANK_OTHER, ROW_SLOTS, Engine, HostBench, grown
 from tests.service.node.rawengine import HELLO, key_of
 
-from kvstow.attach.calls import Completions, ExtentSlots, Found, Hold, Lookup
+from kvstow.attach.calls import ExtentSlots, Found, Hold, Lookup
 from kvstow.attach.hello import TRANSIENT_REFUSALS, Hello
 from kvstow.control.namespaces import KeyMap
-from kvstow.errors import AttachRefusedError, ConflictError, InvalidRequestError, LeaseError, NotFoundError, PinError
-from kvstow.memory.extents import Extent
-from kvstow.messages import Completion
+from kvstow.errors import AttachRefusedError, ConflictError, InvalidRequestError, LeaseError, NotFoundError
 from kvstow.results import NO_LEASE
 from kvstow_service.node import nodehost
 from kvstow_service.node.nodehost import NodeHost
 from kvstow_service.node.pools import nodesession
 from kvstow_service.node.pools.nodepool import PoolSettings
-from kvstow_service.node.pools.nodesession import result_of
 
 
 def test_a_worker_whose_descriptors_cannot_be_sent_gets_them_later(bench: HostBench) -> None:
@@ -174,7 +171,7 @@ def test_the_namespace_that_was_left_first_makes_room_for_another(
 
 def test_a_session_keeps_no_identities_of_its_own(bench: HostBench) -> None:
     one, other = bench.attach(), bench.attach()
-    found = [bench.host._sessions[engine.session_id].hello for engine in (one, other)]
+    found = [engine.session.hello for engine in (one, other)]
     assert [hello.pool for hello in found] == [None, None]
     assert found[0].namespace is found[1].namespace
     assert found[0].namespace == HELLO.namespace
@@ -209,12 +206,6 @@ def test_many_slots_are_freed_by_the_thread_of_the_memory(
     assert shared.facade.stats().pool.slots.leased == 0
 
 
-def test_an_operator_does_not_resize_a_pool(bench: HostBench) -> None:
-    engine = bench.start()
-    with pytest.raises(ConflictError, match="--memory"):
-        engine.pool.facade.admin.resize(1)
-
-
 def test_ops_and_leases_of_others_are_refused(bench: HostBench) -> None:
     mine, theirs = bench.start(), bench.start()
     theirs.store(1)
@@ -229,15 +220,6 @@ def test_ops_and_leases_of_others_are_refused(bench: HostBench) -> None:
     assert theirs.begin_load(lease.lease_id).slots
     theirs.complete(op.op_id)
     assert theirs.has(2) == 1
-
-
-def test_words_of_a_former_boot_are_ignored(bench: HostBench) -> None:
-    engine = bench.start()
-    op = engine.begin_store(1)
-    for rank in (0, 1):
-        older = Completions(rank, "older", (Completion(op.op_id, "done"),))
-        result_of(engine.session.complete_in_steps(older))
-    assert engine.has(1) == 0
 
 
 def test_a_rank_that_boots_again_fails_the_ops_of_its_session_alone(bench: HostBench) -> None:
@@ -380,25 +362,6 @@ def test_a_pool_without_sessions_and_memory_is_forgotten(make_bench: MakeBench) 
     attached.over()
     bench.run()
     assert bench.host.pools() == [new.pool]
-
-
-def test_memory_that_the_machine_refuses_is_shown_and_tried_again(
-    make_bench: MakeBench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: object) -> Extent:
-        raise PinError("out_of_memory", "no memory")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Extent, "create", refuse)
-        bench = make_bench()
-        engine = bench.attach()
-        engine.join()
-        bench.run()
-        assert engine.grants == {}
-        assert bench.memory.memory.error is not None
-    bench.memory.do(bench.memory.memory.retry)
-    bench.run()
-    assert len(engine.grants[0]) == 1
 
 
 def test_drain_of_the_node_holds_in_pools_to_come(bench: HostBench) -> None:

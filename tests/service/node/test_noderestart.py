@@ -113,20 +113,6 @@ def num_blocks(shown: dict[str, Any]) -> int:
     return sum(pool["blocks"] for pool in shown["pools"].values())
 
 
-def test_every_block_is_found_again_and_has_its_bytes(start_node: StartNode, attach: Attach) -> None:
-    node = start_node()
-    engine = attach()
-    engine.store_until_found(KEYS)
-    node.kill()
-    again = start_node()
-    assert pool_of(again.first)["blocks"] == len(KEYS)
-    assert again.first["allocated"] == 8 * EXTENT_BYTES, "there is never a second pool"
-    assert (again.first["problems"], again.first["faults"]) == ([], 0)
-    engine = attach(engine.welcome.token)
-    engine.wait_for(lambda: engine.load(KEYS) == len(KEYS))
-    assert not pool_of(again.show())["is_waiting"]
-
-
 def test_what_was_learned_of_blocks_and_traffic_outlives_the_service(start_node: StartNode, attach: Attach) -> None:
     node = start_node()
     engine = attach()
@@ -242,16 +228,6 @@ def test_killed_again_and_again(start_node: StartNode, attach: Attach, eventuall
         node.kill()
 
 
-def test_sigterm_gives_everything_back(start_node: StartNode, attach: Attach, state: Path) -> None:
-    node = start_node()
-    attach().store_until_found(KEYS)
-    assert look(state).labels
-    assert node.stop() == 0
-    with pytest.raises(KeeperError):
-        look(state)
-    assert start_node().first["pools"] == {}
-
-
 def test_sigterm_with_keep_on_stop_keeps_everything(start_node: StartNode, attach: Attach, state: Path) -> None:
     node = start_node(8, "keep")
     engine = attach()
@@ -264,26 +240,6 @@ def test_sigterm_with_keep_on_stop_keeps_everything(start_node: StartNode, attac
     assert again.stop() == 0
     with pytest.raises(KeeperError):
         look(state)
-
-
-@pytest.mark.parametrize("has_recovered", [False, True])
-def test_the_keeper_is_killed_beside_a_service(
-    start_node: StartNode, attach: Attach, state: Path, eventually: Any, has_recovered: bool
-) -> None:
-    node = start_node()
-    engine = attach()
-    engine.store_until_found(KEYS)
-    if has_recovered:
-        node.kill()
-        node = start_node()
-        engine = attach(engine.welcome.token)
-    os.kill(look(state).pid, 9)
-
-    eventually(lambda: kinds_held(state)["worker"], "another keeper")
-    node.kill()
-    start_node()
-    engine = attach(engine.welcome.token)
-    engine.wait_for(lambda: engine.load(KEYS) == len(KEYS))
 
 
 def test_a_service_that_is_killed_while_an_engine_attaches_starts_again(
@@ -304,32 +260,6 @@ def test_a_service_that_is_killed_while_an_engine_attaches_starts_again(
     attach(engine.welcome.token).store_until_found(KEYS)
     eventually(lambda: "lost" not in [kind for kind, _ in again.show()["sessions"].values()])
     engine.close()
-
-
-def test_a_keeper_that_stalls_while_memory_changes_hands_gives_nothing_back(
-    start_node: StartNode,
-    engine_process: Callable[[int], subprocess.Popen[str]],
-    attach: Attach,
-    socket: Path,
-    state: Path,
-    eventually: Any,
-) -> None:
-    node = start_node(4)
-    engine_process(len(KEYS)).kill()
-    eventually(lambda: not node.show()["sessions"])
-    keeper = look(state).pid
-    os.kill(keeper, signal.SIGSTOP)
-    other = RawEngine(socket, replace(rawengine.HELLO, pool=replace(rawengine.POOL, kv_cache_dtype="fp8")))
-    other.store_until_found(KEYS)
-    other.close()  # otherwise the next service waits for what it maps
-    node.kill()
-    os.kill(keeper, signal.SIGCONT)
-    again = start_node(4)
-    assert again.first["pools"] == {}
-    engine = attach()
-    engine.load(KEYS)  # each byte is compared
-    engine.store_until_found(KEYS[:20])
-    engine.wait_for(lambda: engine.load(KEYS[:20]) == 20)
 
 
 def test_an_engine_with_the_longest_name_costs_no_keeper(start_node: StartNode, socket: Path, state: Path) -> None:

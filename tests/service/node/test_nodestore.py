@@ -27,6 +27,7 @@ from kvstow_service.node.node import Node
 from kvstow_service.node.pools.nodesession import SessionTier
 from kvstow_service.node.settings import Settings
 from kvstow_service.node.tier.nodestore import NodeStore
+from kvstow_service.node.tier.tiermemory import TierMemory
 
 MIB = 1 << 20
 EXTENT = 2 * MIB
@@ -93,6 +94,17 @@ def store_of(node: Node) -> MemoryBlockStore:
     store = node_store(node)._store
     assert isinstance(store, MemoryBlockStore)
     return store
+
+
+def pool_of(node: Node) -> TierMemory:
+    """What the store has of the only pool."""
+    (found,) = node_store(node)._pools.values()
+    return found
+
+
+def names_are_free(node: Node) -> bool:
+    """Whether engines may attach to pools with the names of those that were deleted."""
+    return not node.host._closing
 
 
 def tier_of(node: Node) -> SessionTier:
@@ -288,7 +300,7 @@ def test_the_node_s_own_session_counts_as_no_engine(
         lambda: node.memory_thread.figures.spare_bytes == node.memory_thread.budget.total_bytes, "the pool's memory"
     )
     assert node.memory_thread.faults == 0
-    eventually(lambda: not node.host._closing, "the pool's name")
+    eventually(lambda: names_are_free(node), "the pool's name")
 
 
 def test_a_pool_that_an_operator_deletes_leaves_no_block_in_the_store(
@@ -302,7 +314,7 @@ def test_a_pool_that_an_operator_deletes_leaves_no_block_in_the_store(
     eventually(lambda: not node.host.sessions(), "the end of the session")
     node.host.delete_pool(only_pool(node).name)
     assert not store_of(node).blocks
-    eventually(lambda: not node.host._closing, "the pool's name")
+    eventually(lambda: names_are_free(node), "the pool's name")
 
 
 def test_the_answer_to_a_deletion_waits_for_the_store(
@@ -489,7 +501,7 @@ def is_known_to_map(make_node: MakeNode, engines: Engines) -> bool:
     engine = engines(node, ONE_RANK)
     engine.store_until_found(keys_of(0, ROW_SLOTS + 1))
     engine.wait_for(lambda: len(store_of(node).pools[0]._maps) == 2)
-    (memory,) = node_store(node)._pools.values()
+    memory = pool_of(node)
     budget = node.memory_thread.memory.budget
     last = budget.pool(memory.pool.name).rows[1].extents[0]
     store_of(node).held = {"remove"}
@@ -545,7 +557,7 @@ def test_a_defect_at_the_end_of_a_pool_keeps_nobody_waiting(
     engine = engines(node, ONE_RANK)
     engine.store_until_found(keys_of(0, 4))
     pool = only_pool(node)
-    (memory,) = node_store(node)._pools.values()
+    memory = pool_of(node)
     owner: Any = memory.tier.session if broken == "lose" else pool
     done = getattr(owner, broken)
 

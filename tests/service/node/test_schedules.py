@@ -406,7 +406,8 @@ def a_row_is_revoked_before_its_blocks_are_gone(patch: pytest.MonkeyPatch) -> No
 
 
 def _give_back_at_once(memory: PoolMemory, active: int) -> bool:
-    for number in sorted(memory._held, reverse=True)[: len(memory._held) - active]:
+    held = sorted(memory._held, reverse=True)
+    for number in held[: len(held) - active]:
         memory._drop_claim(number)
     return False
 

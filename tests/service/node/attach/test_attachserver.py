@@ -45,10 +45,10 @@ from kvstow.attach.calls import (
     SettledOps,
     StoreBegun,
 )
-from kvstow.attach.channel import Channel
+from kvstow.attach.channel import MAX_UNSENT_BYTES, Channel
 from kvstow.attach.connection import AttachConnection
 from kvstow.attach.hello import Refused
-from kvstow.attach.wire import MOST_STORED, VERSION, Kind, Message
+from kvstow.attach.wire import MOST_STORED, Kind, Message
 from kvstow.descriptions import BlockDescription
 from kvstow.errors import AttachRefusedError, CallFailedError, DisconnectedError
 from kvstow.messages import Completion, RankReport
@@ -181,15 +181,6 @@ def test_messages_are_pushed_from_any_thread_in_order(node: Node) -> None:
 # -- who may attach ----------------------------------------------------------------------------------------------
 
 
-def test_an_engine_of_another_version_is_refused_with_both_numbers(node: Node) -> None:
-    connection = node.connection(replace(HELLO, version=VERSION + 6))
-    assert refusal_by(node, connection).startswith(
-        f"version: the service has version {VERSION} of the attach protocol, the engine version {VERSION + 6}: "
-    )
-    assert figures_of(node).refused == {"version": 1}
-    assert node.host.events == []
-
-
 def test_the_host_may_refuse(node: Node) -> None:
     node.host.refusal = AttachRefusedError("draining", "the service is stopping")
     assert refusal_by(node, node.connection(HELLO)) == "draining: the service is stopping"
@@ -269,7 +260,7 @@ def test_an_error_in_the_end_of_a_session_does_not_touch_the_others(
 def test_the_end_of_the_thread_is_seen(make_node: MakeNode, monkeypatch: pytest.MonkeyPatch) -> None:
     node = make_node()
     scheduler = node.attach()
-    monkeypatch.setattr(node.server._life, "expire", lambda: 1 / 0)
+    monkeypatch.setattr(node.host, "expire", lambda: 1 / 0)
     wait_until(lambda: node.failures, lambda: scheduler.poll(0.001) or scheduler.send(CountLookup(1, 1)))
     assert (
         node.failures
@@ -319,14 +310,15 @@ def test_a_client_that_does_not_read_is_not_read_from_and_hurts_nobody(node: Nod
     for number in range(1, 80):
         slow.send(Kind.LOOKUP, payload, number)
 
+    most = attachserver._PAUSED_ABOVE_BYTES
+
     def paused() -> bool:
-        most = attachserver._PAUSED_ABOVE_BYTES
-        return any(client.channel.unsent_bytes > most for client in node.server._clients)
+        return any(client.channel.unsent_bytes > most for client in node.clients)
 
     wait_until(paused, slow.flush)
     assert ask(other, Reset(), ResetDone) == ResetDone("model-99")
-    (client,) = [client for client in node.server._clients if client.channel.unsent_bytes]
-    assert client.channel.unsent_bytes < 2 * attachserver._PAUSED_ABOVE_BYTES
+    (client,) = [client for client in node.clients if client.channel.unsent_bytes]
+    assert client.channel.unsent_bytes < 2 * most
     answered: list[int] = []
 
     def read() -> None:
@@ -341,15 +333,11 @@ def test_a_client_that_does_not_read_is_not_read_from_and_hurts_nobody(node: Nod
     node.wait_for_event("lost")
 
 
-def test_a_client_that_lets_pushes_pile_up_is_dropped(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstow.attach.channel.MAX_UNSENT_BYTES", 1 << 20)
+def test_a_client_that_lets_pushes_pile_up_is_dropped(node: Node) -> None:
     slow, other = raw_session(node), node.attach()
     session_id = str(node.events("opened")[0][1])
     link: FakeSession = node.host.sessions[session_id]
-    for client in node.server._clients:
-        client.channel._max_unsent = 1 << 20
-    node.host.slot_of = {}
-    for _ in range(4000):
+    for _ in range(2 * MAX_UNSENT_BYTES // 4000):
         link.push(ResetDone("x" * 4000))
     node.wait_for_event("lost")
     assert figures_of(node).refused == {"slow_reader": 1}

@@ -16,7 +16,7 @@ from tests.service.node.fakehost import FakeSession
 
 from kvstow.attach.calls import Detach, ExtentGrant, GrantedExtents, Lookup, ReleasedExtents
 from kvstow.attach.connection import AttachConnection
-from kvstow.attach.peer import Peer, peer_of
+from kvstow.attach.peer import Peer
 from kvstow.errors import AttachRefusedError
 from kvstow_service.node.attach import attachserver
 from kvstow_service.node.attach.sessionlife import SessionLife
@@ -174,7 +174,7 @@ def test_a_detach_is_heard_from_a_client_that_left_answers_unread(node: Node, en
     scheduler = engine[0]
 
     def unsent() -> bool:
-        return any(client.channel.unsent_bytes for client in node.server._clients)
+        return any(client.channel.unsent_bytes for client in node.clients)
 
     wait_until(unsent, lambda: scheduler.call(Lookup([b"k"])))
     with node.standing_still():
@@ -187,13 +187,11 @@ def test_a_detach_is_heard_from_a_client_that_left_answers_unread(node: Node, en
 
 def test_a_lost_session_is_not_believed_any_more(node: Node, engine: Engine) -> None:
     scheduler, workers, _ = engine
-    channel = scheduler._channel
-    assert channel is not None
     assert scheduler.welcome is not None
     with node.standing_still():
         workers[0].close()
-        for request in range(1, 200):
-            channel.send(Lookup.KIND, Lookup([b"k"]).pack(), request)
+        for _ in range(200):
+            scheduler.call(Lookup([b"k"]))
     node.wait_for_event("lost")
     late = node.connection(replace(WORKER, token=scheduler.welcome.token, rank=0))
     wait_until(lambda: late.refusal, lambda: late.poll(0.01))
@@ -266,7 +264,7 @@ def test_an_operator_detaches_a_session_and_frees_nothing(node: Node, engine: En
 def test_too_many_processes_of_lost_sessions_keep_new_ones_of_their_user_out(make_node: MakeNode) -> None:
     node = make_node(limit=4)
     give_memory(node)
-    node.server._clients.limit = 16
+    node.clients.limit = 16
     scheduler, _, _ = attach_engine(node)
     scheduler.close()
     node.wait_for_event("lost")
@@ -364,7 +362,7 @@ def test_a_real_process_that_is_killed_is_waited_for(make_node: MakeNode, way: s
     give_memory(node)
     node.process(uid=os.getuid())
     scheduler = node.attach()
-    node.server._find_peer = peer_of
+    node.next_peer = None
     assert scheduler.welcome is not None
     worker = subprocess.Popen(
         [sys.executable, "-c", CLIENT, str(node.path), scheduler.welcome.token, "0", way],

@@ -131,7 +131,7 @@ def test_the_second_lookup_of_a_hit_does_not_wait(successor: Engine) -> None:
 
 def test_a_session_that_has_ended_answers_nothing(successor: Engine, bench: HostBench) -> None:
     _, later = ask(successor)
-    session = list(bench.host._sessions.values())[-1]
+    session = successor.session
     successor.lose()
     session.registered(0, [])
     bench.clock.advance(MOST_SECONDS)

@@ -25,18 +25,6 @@ def last_number(engine: Engine) -> int:
     return int.from_bytes(key, "big")
 
 
-def test_memory_of_a_pool_without_sessions_goes_to_a_new_one(make_bench: MakeBench) -> None:
-    bench = make_bench(extents=4)
-    old = grown(bench)
-    old.end()
-    bench.run()
-    new = bench.start(ONE_RANK_OTHER)
-    assert len(new.pool.extents) == 1
-    assert old.pool.extents == (ROW_SLOTS,) * 3, "the last row went"
-    again = bench.start(ONE_RANK)
-    assert again.has(*range(4 * ROW_SLOTS)) == 3 * ROW_SLOTS
-
-
 def test_a_pool_is_not_without_sessions_while_an_engine_starts(make_bench: MakeBench) -> None:
     bench = make_bench(extents=6)
     first, second = grown(bench, rows=2), grown(bench, ONE_RANK_OTHER, rows=2)
@@ -47,27 +35,6 @@ def test_a_pool_is_not_without_sessions_while_an_engine_starts(make_bench: MakeB
     third = replace(POOL, slot_bytes=(SLOT_BYTES,), tensor_parallel=1, kv_cache_dtype="int8")
     bench.start(replace(HELLO, pool=third))
     assert [len(pool.extents) for pool in (first.pool, second.pool)] == [3, 2], "although it ended before the other"
-
-
-def test_an_extent_changes_hands_only_after_every_worker_has_let_go(make_bench: MakeBench) -> None:
-    bench = make_bench(extents=4)
-    first = grown(bench)
-    second = bench.start(ONE_RANK)
-    bench.run()
-    assert len(second.grants[0]) == 4
-    mapped = {grant.number: extent for extent, grant in second.grants[0].items()}
-    first.end()
-    second.lose()
-    new = bench.attach(ONE_RANK_OTHER)
-    new.join()
-    bench.run()
-    assert bench.memory.figures.recalled_bytes > 0
-    assert new.grants == {}
-    assert bench.budget.mappers(mapped[3]) == [second.client(0)]
-    second.let_go()
-    second.over()
-    bench.run()
-    assert list(new.grants[0]) == [mapped[3]]
 
 
 def test_a_live_engine_gives_up_its_last_row_once_nothing_of_it_is_used(make_bench: MakeBench) -> None:
@@ -276,29 +243,3 @@ def test_of_the_processes_that_have_detached_only_so_many_of_a_user_are_watched(
     assert len(os.listdir("/proc/self/fd")) - before == 4
     assert len(bench.budget.clients()) == 5, "the others are believed"
     stays.end()
-
-
-def test_memory_of_another_user_is_made_anew_once_that_has_let_go(make_bench: MakeBench) -> None:
-    bench = make_bench(extents=4)
-    first = grown(bench)
-    second = bench.attach(ONE_RANK_OTHER, uid=2000)
-    second.join()
-    bench.run()
-    first.release_revoked()
-    bench.run()
-    assert len(second.grants[0]) == 1
-    assert not second.grants[0].keys() & set(range(1, 5))
-    assert bench.memory.figures.kept == ()
-
-
-def test_a_session_is_not_asked_for_memory_that_its_pool_still_uses(make_bench: MakeBench) -> None:
-    bench = make_bench(extents=4)
-    old = grown(bench)
-    lease = old.find(last_number(old), hold=Hold.PRESENT)
-    bench.attach(ONE_RANK_OTHER).join()
-    bench.run()
-    assert [wait.session for wait, _ in bench.memory.figures.waits] == [old.session_id], "it holds the lease"
-    assert not old.revoked
-    old.session.release_leases([lease.lease_id])
-    bench.run()
-    assert [wait.session for wait, _ in bench.memory.figures.waits] == [old.session_id]

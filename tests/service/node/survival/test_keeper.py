@@ -198,21 +198,6 @@ def test_everything_is_replaced_at_once(client: KeeperClient) -> None:
     assert len(descriptors()) == before - 1
 
 
-def test_a_service_that_comes_again_has_everything_back(running: Running, folder: Path) -> None:
-    first = connect(folder)
-    put(first, "extent-1", b"one")
-    first.leave()
-    second = connect(folder, "second")
-    assert contents(second) == {"extent-1": b"one"}
-    second.close()
-
-
-def test_a_second_service_is_refused_while_the_first_is_connected(client: KeeperClient, folder: Path) -> None:
-    with pytest.raises(KeeperBusyError, match="still there"):
-        connect(folder, "second")
-    assert contents(client) == {}
-
-
 def test_a_service_is_refused_while_the_process_before_it_lives(running: Running, folder: Path) -> None:
     connect(folder).close()  # without a word, as if killed; but this process lives
     with pytest.raises(KeeperBusyError, match="still there"):
@@ -376,16 +361,6 @@ def test_an_answer_that_cannot_be_read_leaves_no_descriptor_open(folder: Path, m
             client.take_welcome()
         assert len(os.listdir("/proc/self/fd")) == before
         client.close()
-
-
-def test_a_keeper_that_is_gone_is_an_error(running: Running, folder: Path) -> None:
-    client = connect(folder)
-    running.close()
-    with pytest.raises(KeeperError, match="gone"):
-        listing_of(client)
-    client.close()
-    with pytest.raises(KeeperError, match="none answers in"):
-        connect(folder)
 
 
 def exchange(folder: Path, *messages: bytes, fds: tuple[int, ...] = ()) -> bytes:

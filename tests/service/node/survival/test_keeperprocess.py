@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 from tests.service.node.keepers import listing_of, look
-from tests.service.node.survival.test_keeper import connect
+from tests.service.node.survival.test_keeper import connect, contents
 
-from kvstow.errors import KeeperBusyError, KeeperError
+from kvstow.errors import KeeperError
 from kvstow_service.node.survival.keeper import ALREADY_RUNNING, LOCK, SOCKET, main, require_state_folder
 from kvstow_service.node.survival.keeperclient import KeeperClient, start_keeper
 
@@ -86,15 +86,6 @@ def start(folder: Path) -> KeeperClient:
     return connect(folder, str(os.urandom(4)))
 
 
-def first_bytes(client: KeeperClient) -> dict[str, bytes]:
-    taken = client.take_all()
-    try:
-        return {label: os.pread(fd, 100, 0) for label, fd in taken.items()}
-    finally:
-        for fd in taken.values():
-            os.close(fd)
-
-
 @pytest.mark.parametrize("send", [os.kill, os.killpg])
 def test_memory_outlives_a_service_that_is_killed_also_with_its_process_group(
     folder: Path, child_environ: dict[str, str], send: Callable[[int, int], None]
@@ -104,30 +95,10 @@ def test_memory_outlives_a_service_that_is_killed_also_with_its_process_group(
     service.kill(send)
     client = start(folder)
     assert listing_of(client).pid == keeper, "it is the same one"
-    assert first_bytes(client) == {"extent-1": b"kv of the first service"}
+    assert contents(client) == {"extent-1": b"kv of the first service"}
     client.leave(gives_back=True)
     assert wait_for_end(keeper)
     assert not (folder / SOCKET).exists()
-
-
-def test_a_service_that_hangs_keeps_the_next_one_out_until_it_is_dead(
-    folder: Path, child_environ: dict[str, str]
-) -> None:
-    service = Service(folder, child_environ, 600)
-    service.process.send_signal(signal.SIGSTOP)
-    with pytest.raises(KeeperBusyError, match="still there"):
-        start(folder)
-    service.kill()
-    start(folder).close()
-
-
-def test_it_ends_by_itself_when_no_service_comes_back(folder: Path, child_environ: dict[str, str]) -> None:
-    service = Service(folder, child_environ, 1.5)
-    keeper = look(folder).pid
-    service.kill()
-    assert wait_for_end(keeper)
-    with pytest.raises(KeeperError, match="none has its socket in"):
-        KeeperClient(folder)
 
 
 def test_there_is_never_a_second_one(folder: Path, child_environ: dict[str, str]) -> None:
@@ -144,23 +115,6 @@ def test_services_that_start_at_once_have_one_keeper(folder: Path, child_environ
     command = [sys.executable, "-m", "kvstow_service.node.survival.keeper", str(folder), "600", "--daemon"]
     started = [subprocess.Popen(command, env=child_environ, stderr=subprocess.DEVNULL) for _ in range(6)]
     assert sorted(process.wait(30) for process in started) == [0, *[ALREADY_RUNNING] * 5]
-
-
-def test_a_keeper_that_was_killed_is_replaced_and_gets_everything_again(folder: Path) -> None:
-    client = start(folder)
-    pid = listing_of(client).pid
-    os.kill(pid, signal.SIGKILL)
-    assert wait_for_end(pid)
-    with pytest.raises(KeeperError, match="gone"):
-        listing_of(client)
-    client.close()
-    again = start(folder)
-    fd = os.memfd_create("kvstow-extent")
-    again.put({"extent-1": fd})
-    os.close(fd)
-    assert listing_of(again).pid != pid
-    assert first_bytes(again) == {"extent-1": b""}
-    again.close()
 
 
 def test_it_is_small_and_needs_no_large_module(folder: Path) -> None:

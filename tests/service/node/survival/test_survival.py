@@ -30,6 +30,7 @@ from kvstow_service.node.nodehost import POOLS_OF_USER
 from kvstow_service.node.pools import noderecords
 from kvstow_service.node.pools.nodepool import NodePool, PoolSettings
 from kvstow_service.node.pools.noderecords import NodeRecords
+from kvstow_service.node.survival.keeperclient import KeeperClient
 from kvstow_service.node.survival.roster import Roster, Survivors, WorkerRecord, read_survivors
 
 pytestmark = pytest.mark.process
@@ -54,6 +55,13 @@ class Service:
         self.memory = NodeMemory(MemoryBudget(4 * EXTENT, EXTENT), Populator(MemoryLimits()))
         self.pool = NodePool("a", POOL, "m", PoolSettings())
         self.found = self.take()
+
+    @property
+    def client(self) -> KeeperClient:
+        """The connection to its keeper."""
+        client = self.records._client
+        assert client is not None
+        return client
 
     def take(self) -> Survivors:
         return read_survivors(self.records.open(), HUGE_PAGES)
@@ -248,7 +256,7 @@ def test_what_a_keeper_has_is_void_once_the_service_has_parted_from_it(
         service = start()
         service.begin()
         go_on = stopped()
-        impatient(service.records._client)
+        impatient(service.client)
         service.fill()
         assert "does not answer" in str(service.records.notice)
         go_on()
@@ -259,9 +267,8 @@ def test_what_a_keeper_has_is_void_once_the_service_has_parted_from_it(
     assert len(after.found.given_up) == 4
 
 
-def impatient(client: Any) -> Any:
+def impatient(client: KeeperClient) -> None:
     client._socket.settimeout(0.01)
-    return client._socket
 
 
 def test_a_service_comes_back_to_a_keeper_that_has_stalled(
@@ -270,7 +277,7 @@ def test_a_service_comes_back_to_a_keeper_that_has_stalled(
     service = start()
     service.begin()
     go_on = stopped()
-    impatient(service.records._client)
+    impatient(service.client)
     service.fill()
     for _ in range(3):
         service.records.check(service.memory)  # does not wait
@@ -314,10 +321,15 @@ def test_a_keeper_that_hangs_is_told_and_loses_nothing_once_it_goes_on(
 def test_a_request_after_a_question_gets_its_own_answer(start: Start, folder: Path) -> None:
     service = start()
     service.begin()
-    client = service.records._client
-    assert client is not None
+    client = service.client
     client.ask()
     assert listing_of(client).labels == look(folder).labels != frozenset()
+
+
+def wait_briefly(patch: pytest.MonkeyPatch, least: float = 1.0) -> None:
+    """A start waits for 0.05 s, but at least for `least` seconds for the answer to a hello."""
+    patch.setattr(noderecords, "_WAIT_SECONDS", 0.05)
+    patch.setattr(noderecords, "_LEAST_SECONDS", least)
 
 
 def test_a_service_starts_cold_beside_a_keeper_that_does_not_answer_and_joins_it_later(
@@ -328,8 +340,7 @@ def test_a_service_starts_cold_beside_a_keeper_that_does_not_answer_and_joins_it
     first.fill()
     first.close()
     go_on = stopped()
-    monkeypatch.setattr(noderecords, "_WAIT_SECONDS", 0.05)
-    monkeypatch.setattr(noderecords, "_LEAST_SECONDS", 0.05)
+    wait_briefly(monkeypatch, least=0.05)
     second = start()
     assert is_cold(second.found)
     second.begin()
@@ -365,8 +376,7 @@ def test_a_service_waits_for_the_process_before_it_and_then_says_so(
     first = start()
     first.begin()
     first.fill()
-    monkeypatch.setattr(noderecords, "_WAIT_SECONDS", 0.05)
-    monkeypatch.setattr(noderecords, "_LEAST_SECONDS", 60.0)
+    wait_briefly(monkeypatch, least=60.0)
     with pytest.raises(KeeperBusyError, match="the process of the service before is still there"):
         NodeRecords(folder, 600.0, EXTENT).open()
     first.close()
@@ -375,13 +385,10 @@ def test_a_service_waits_for_the_process_before_it_and_then_says_so(
 
 def named(service: Service) -> set[str]:
     """The extents that the roster names."""
-    assert service.records._roster is not None
-    fd = os.dup(service.records._roster.fd)
-    try:
-        content = Roster.read(fd)
-        os.pwrite(fd, b"\1", 0)  # it is no start that reads it
-    finally:
-        os.close(fd)
+    roster = service.records._roster
+    assert roster is not None
+    content = Roster.read(roster.fd)
+    os.pwrite(roster.fd, b"\1", 0)  # it is no start that reads it
     return {f"extent-{number}" for number, *_ in content["extents"]}
 
 
@@ -390,8 +397,7 @@ def test_the_roster_never_names_what_the_keeper_lacks(start: Start, monkeypatch:
     service = start()
     service.begin()
     seen: list[tuple[str, set[str]]] = []
-    client = service.records._client
-    assert client is not None
+    client = service.client
     put, drop = client.put, client.drop
 
     def note_put(fds: dict[str, int], **options: bool) -> None:
@@ -426,13 +432,12 @@ def test_the_roster_never_names_what_the_keeper_lacks(start: Start, monkeypatch:
     ],
 )
 def test_whatever_the_keeper_lacks_costs_that_and_what_depends_on_it(
-    start: Start, lost: str, num_extents: int, num_pools: int, num_given_up: int
+    start: Start, folder: Path, lost: str, num_extents: int, num_pools: int, num_given_up: int
 ) -> None:
     first = start()
     first.begin()
     first.fill()
-    assert first.records._client is not None
-    first.records._client.drop([label for label in (*first.records._held, "roster") if label.startswith(lost)])
+    first.client.drop([label for label in look(folder).labels if label.startswith(lost)])
     first.close()
     found = start().found
     assert (len(found.extents), len(found.pools), len(found.given_up)) == (num_extents, num_pools, num_given_up)
@@ -505,7 +510,7 @@ def test_a_service_uses_the_keeper_that_others_start_and_starts_none(
     eventually: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(noderecords, "_WAIT_SECONDS", 0.05)
+    wait_briefly(monkeypatch)
     service = start(None)
     service.begin()
     assert f"none has its socket in {folder}" in str(service.records.notice)

@@ -81,6 +81,11 @@ class Stage:
         self.channel = ChildChannel("test", self._start, lambda: Connect("", "", "", "", 1))
         return self.channel
 
+    @property
+    def users(self) -> int:
+        """How many calls are under way."""
+        return self.channel._users
+
     def call(self, lane: str = "a", *, timeout: float = SECONDS) -> Future[tuple[int, ...]]:
         return self._threads.submit(self.channel.call, lane, Exists(()), timeout)
 
@@ -159,7 +164,7 @@ def test_the_other_calls_of_a_process_that_is_killed_end_when_it_is_gone(stage: 
     stage.prepare = lambda child: setattr(child, "hangs", not stage.children)
     stage.open()
     other = stage.call("a")
-    eventually(lambda: stage.channel._users == 1)
+    eventually(lambda: stage.users == 1)
     with pytest.raises(TierTimeoutError):
         stage.call("b", timeout=0.05).result(SECONDS)
     with pytest.raises(TierUnavailableError, match="ended during a call"):
@@ -254,7 +259,7 @@ def test_closing_ends_calls(stage: Stage, eventually: Eventually) -> None:
     stage.prepare = lambda child: setattr(child, "hangs", True)
     channel = stage.open()
     call = stage.call()
-    eventually(lambda: channel._users == 1)
+    eventually(lambda: stage.users == 1)
     channel.close()
     with pytest.raises(TierUnavailableError):
         call.result(SECONDS)

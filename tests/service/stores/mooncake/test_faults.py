@@ -99,6 +99,11 @@ def pid_of(client: MooncakeTransfers | MooncakeLookups) -> int:
     return pid
 
 
+def is_called(node: Node) -> bool:
+    """Whether a transfer is under way."""
+    return node.transfers._users == 1
+
+
 def is_there(pid: int) -> bool:
     """Whether a process runs, or has ended without having been waited for."""
     return Path(f"/proc/{pid}").exists()
@@ -176,7 +181,7 @@ def test_a_process_of_ours_that_is_killed_during_a_get_is_replaced(
 
     thread = Thread(target=get)
     thread.start()
-    eventually(lambda: node.transfers._users == 1, "the call")
+    eventually(lambda: is_called(node), "the call")
     os.kill(transfers, signal.SIGKILL)
     thread.join(TIMEOUT)
     assert outcome == [(TierUnavailableError, False)]
@@ -377,7 +382,7 @@ def test_closing_ends_a_call_that_hangs(cluster: Cluster, node: Node, eventually
 
     thread = Thread(target=get)
     thread.start()
-    eventually(lambda: node.transfers._users == 1, "the call")
+    eventually(lambda: is_called(node), "the call")
     node.transfers.close()
     thread.join(TIMEOUT)
     assert len(errors) == 1
