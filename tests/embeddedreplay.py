@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
-from kvstow.config import EngineConfig, PoolConfig
+from kvstow.config import PoolConfig
 from kvstow.control.engine import OffloadEngine
 from kvstow.dataplane import DataPlane
 from kvstow.devices.cpu import CpuDevice
-from kvstow.errors import LeaseError, PinError
+from kvstow.errors import LeaseError
 from kvstow.keys import BlockKey
 from kvstow.memory.hostpool import HostPool
 from kvstow.memory.pinning import MlockRegistrar
@@ -24,7 +24,6 @@ from kvstow_service.replay.offload import AttachedOffload
 from kvstow_service.replay.remoteranks import RemoteRanks
 from kvstow_service.replay.trace import ReplayOptions, TraceRequest, ending_of_trace, even_shape
 
-_POLL = 0.01
 _MOMENT = 0.001
 """How long a replay waits for one rank before it looks at the next."""
 
@@ -181,26 +180,3 @@ class ReplaySession:
         offload = EmbeddedOffload(self.engine, self.workers)
         ranks = LocalRanks(self.workers, [rank.kv for rank in self.ranks])
         return replay_driver(offload, ranks, requests, options, kv_blocks=kv_blocks)
-
-
-@contextmanager
-def local_session(config: EngineConfig, kv_blocks: int) -> Iterator[ReplaySession]:
-    """Yield a session once every slot is usable, so that figures can be repeated. Raises `PinError` and the errors of
-    `build_ranks`."""
-    pool = PoolConfig(slot_bytes=config.slot_bytes, pool_bytes=config.slot_bytes * config.capacity_slots)
-    with ExitStack() as stack:
-        engine = OffloadEngine(config)
-        stack.callback(engine.close)
-        session = ReplaySession(engine, build_ranks(config.num_ranks, pool, kv_blocks))
-        for worker in session.workers:
-            stack.callback(worker.close)
-        for worker in session.workers:
-            worker.start()
-        while engine.readiness().usable_slots < config.capacity_slots:
-            for worker in session.workers:
-                report = worker.report()
-                if report.error is not None:
-                    raise PinError(report.error_reason or "driver", f"rank {report.rank}: {report.error}")
-                worker.apply(engine.report(report))
-            time.sleep(_POLL)
-        yield session

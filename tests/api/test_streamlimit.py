@@ -45,7 +45,7 @@ class Streams:
                 "headers": headers, "client": (client, 1), "server": ("kvstow", 80), "scheme": "http",
                 "http_version": "1.1", "root_path": "", "asgi": {"version": "3.0", "spec_version": "2.4"},
             }  # fmt: skip
-            self._tasks.append(asyncio.create_task(self._app(scope, self._never, _noting(answer))))
+            self._tasks.append(asyncio.create_task(self._app(scope, self.never, _noting(answer))))
         async with asyncio.timeout(60):
             return await asyncio.gather(*answers)
 
@@ -56,7 +56,7 @@ class Streams:
         self._tasks.clear()
 
     @staticmethod
-    async def _never() -> Message:
+    async def never() -> Message:
         await asyncio.Event().wait()
         raise AssertionError
 
@@ -144,7 +144,7 @@ async def test_a_response_that_is_not_sent_takes_no_place() -> None:
 
     for answer in answers:
         with pytest.raises(ClientDisconnect):
-            await answer({"type": "http", "asgi": {"spec_version": "2.4"}}, Streams._never, gone)
+            await answer({"type": "http", "asgi": {"spec_version": "2.4"}}, Streams.never, gone)
     assert limit.open == 0
 
 

@@ -91,24 +91,6 @@ def test_a_forgotten_shrink_is_noticed(host: Host, monkeypatch: pytest.MonkeyPat
     assert "not pinned" in word
 
 
-def test_a_report_from_before_a_shrink_may_come_after_it(host: Host) -> None:
-    early = host.plane.report()
-    host.beat()
-    host.shrink_and_grow()
-    host.engine.report(early)
-    assert host.store() == (FEW, "done")
-
-
-def test_a_report_from_before_a_shrink_does_not_override_a_later_one(host: Host) -> None:
-    early = host.beat()
-    host.shrink_and_grow()
-    host.engine.admin.pause_pinning(True)
-    host.beat()
-    assert host.beat().pinned_slots == FEW
-    host.engine.report(early)
-    assert host.store() == (FEW, "done")
-
-
 def test_listeners_are_called_when_a_shrink_is_applied(host: Host) -> None:
     """The agent then reports at once, so the engine can count on the kept slots without delay."""
     host.beat()

@@ -379,24 +379,6 @@ async def test_a_resize_waits_for_a_lease_as_an_operation(
     assert engine.desired().capacity_slots == 4
 
 
-async def test_a_cancelled_resize_puts_the_capacity_back(
-    client: httpx.AsyncClient, engine: OffloadEngine, ranks: Any, keys: list[bytes], eventually: Any
-) -> None:
-    ranks.store(keys)
-    ranks.lease(keys)
-    place = (await client.patch(HOST, json={"capacity_slots": 4}, params={"wait": 0})).headers["location"]
-    await client.post(f"{place}/cancel")
-
-    async def is_cancelled() -> bool:
-        return bool((await client.get(place)).json()["state"] == "cancelled")
-
-    await eventually(is_cancelled)
-    assert (await client.get(HOST)).json()["capacity_slots"] == 16
-    again = await client.post(f"{place}/cancel")
-    assert (again.status_code, again.json()["state"]) == (200, "cancelled")
-    engine.check_integrity()
-
-
 async def test_cancelled_while_waited_for_is_a_conflict(
     client: httpx.AsyncClient, ranks: Any, keys: list[bytes], eventually: Any
 ) -> None:

@@ -99,8 +99,6 @@ def test_a_client_that_does_not_read_ends_it_and_delays_nobody(
         while not made.is_over:
             assert time.monotonic() < deadline
             use_keys(engine, chain)
-        assert made._held <= 20_000
-        assert made._end == "slow"
         received = bytearray()
         while b'"recording"' not in received:
             received += deaf.recv(1 << 20)

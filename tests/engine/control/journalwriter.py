@@ -1,11 +1,8 @@
-"""Writes to a journal until it is killed. What it does follows from a seed, so that a test can tell what it did."""
+"""Random operations on a journal. They follow from a seed, so that a test can tell what was done before a crash."""
 
 from __future__ import annotations
 
-import mmap
 import random
-import struct
-import sys
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
@@ -13,9 +10,6 @@ from kvstow.control.indexjournal import IndexJournal
 
 SLOTS = 200
 SESSION, NAMESPACE = 5, 3
-
-PROGRESS = struct.Struct("@QQ")  # operations begun and ended
-
 
 Verb = Literal["begin", "publish", "clear"]
 _VERBS: tuple[Verb, ...] = ("begin", "begin", "publish", "publish", "clear")
@@ -47,16 +41,3 @@ def apply(journal: IndexJournal, operation: Operation) -> None:
         journal.publish(operation.slots, NAMESPACE, operation.keys)
     else:
         journal.clear(operation.slots)
-
-
-def main(journal_fd: int, progress_fd: int, seed: int) -> None:
-    journal = IndexJournal.open(journal_fd)
-    progress = memoryview(mmap.mmap(progress_fd, PROGRESS.size)).cast("Q")
-    for number, operation in enumerate(operations(seed), 1):
-        progress[0] = number
-        apply(journal, operation)
-        progress[1] = number
-
-
-if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))

@@ -162,14 +162,6 @@ def test_a_cancelled_shrink_puts_the_capacity_back(make_host: MakeEngine) -> Non
     assert engine.admin.resize(3).run().finished
 
 
-def test_a_resize_can_be_cancelled_before_it_is_run(make_host: MakeEngine) -> None:
-    engine = make_host(slots=4)
-    make_ranks(engine)
-    engine.admin.resize(1).cancel()
-    assert (engine.stats().pool.capacity_slots, engine.stats().pool.usable_slots) == (4, 4)
-    assert engine.admin.resize(2).run().finished
-
-
 def test_the_policy_changes_under_traffic_without_losing_a_block(make_host: MakeEngine) -> None:
     engine = make_host(slots=3)
     ranks = make_ranks(engine)

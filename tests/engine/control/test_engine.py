@@ -52,14 +52,6 @@ def test_a_lease_of_a_miss_is_empty_and_holds_nothing(make_host: MakeEngine) -> 
     assert engine.stats().pool.leases == 0
 
 
-def test_a_prefix_outlives_its_continuation(make_host: MakeEngine) -> None:
-    engine = make_host(slots=3)
-    ranks = make_ranks(engine)
-    store_keys(engine, ranks, [A, B, C])
-    store_keys(engine, ranks, [D])
-    assert engine.contains([A, B, C, D]) == [True, True, False, True]
-
-
 def test_a_slot_is_leased_until_its_last_lease_ends(make_host: MakeEngine) -> None:
     engine = make_host(slots=1)
     ranks = make_ranks(engine)
@@ -277,15 +269,6 @@ def test_there_is_room_for_free_and_evictable_blocks_and_none_while_stores_are_r
     assert [*engine.begin_store([D, E], [1, 2]).unplaced] == [0, 1]
 
 
-def test_a_store_is_refused_as_not_ready_while_no_slot_is_pinned(make_host: MakeEngine) -> None:
-    engine = make_host(slots=3)
-    rank = FakeRank(engine)
-    rank.report()
-    assert engine.begin_store([A], [0]).outcomes == {"dropped_not_ready": 1}
-    rank.pin(1)
-    assert engine.begin_store([A], [0]).accepted == (0,)
-
-
 def test_an_abandoned_store_is_not_awaited(make_host: MakeEngine, clock: FakeClock) -> None:
     engine = make_host(slots=2, transfer_timeout=10.0)
     (rank,) = make_ranks(engine)
@@ -310,19 +293,6 @@ def test_a_failed_host_gets_no_more_hits_or_stores(make_host: MakeEngine) -> Non
     readiness = engine.readiness()
     assert (readiness.state, readiness.reason) == ("degraded", "the host has failed: the first")
     assert engine.stats().faults.errors["host"] == 2
-
-
-def test_op_ids_are_never_reused(make_host: MakeEngine) -> None:
-    engine = make_host()
-    (rank,) = make_ranks(engine)
-    seen = set()
-    for n in range(20):
-        op = engine.begin_store([bytes([n])], [n]).op
-        assert op is not None
-        assert op.op_id not in seen
-        seen.add(op.op_id)
-        rank.submit(op)
-        rank.run(op.op_id, fail=n % 2 == 0)
 
 
 def test_a_stuck_store_is_abandoned_and_its_slots_wait_in_quarantine(make_host: MakeEngine, clock: FakeClock) -> None:

@@ -2,12 +2,8 @@ from __future__ import annotations
 
 import os
 import random
-import signal
 import struct
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +12,7 @@ import pytest
 from numpy.typing import NDArray
 from tests.descriptors import open_descriptors
 from tests.engine.control import journalwriter
-from tests.engine.control.journalwriter import NAMESPACE, PROGRESS, SESSION, SLOTS, Operation, operations
+from tests.engine.control.journalwriter import NAMESPACE, SESSION, SLOTS, Operation, operations
 
 from kvstow.control.indexjournal import LEARNED_BYTES, IndexJournal, RecoveredIndex
 from kvstow.errors import ForeignMemoryError, IntegrityError, InvalidRequestError, JournalError, PinError
@@ -268,32 +264,6 @@ def test_a_changed_byte_makes_a_record_empty(journal: IndexJournal) -> None:
         (value,) = os.pread(journal.fd, 1, at)
         os.pwrite(journal.fd, bytes([value ^ 1]), at)
     assert recover(journal).blocks == {}
-
-
-@pytest.mark.parametrize("round_number", range(6))
-def test_a_killed_writer_leaves_old_empty_or_new(round_number: int, journal: IndexJournal) -> None:
-    progress = os.memfd_create("progress")
-    os.ftruncate(progress, PROGRESS.size)
-    command = [sys.executable, journalwriter.__file__, *map(str, (journal.fd, progress, round_number))]
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    writer = subprocess.Popen(command, pass_fds=[journal.fd, progress], env=environ)
-    try:
-        target = random.Random(round_number).randrange(1, 3000)
-        while PROGRESS.unpack(os.pread(progress, PROGRESS.size, 0))[1] < target:
-            assert writer.poll() is None
-    finally:
-        writer.send_signal(signal.SIGKILL)
-        writer.wait()
-    begun, ended = PROGRESS.unpack(os.pread(progress, PROGRESS.size, 0))
-    os.close(progress)
-    assert begun - ended in (0, 1)
-    before: dict[int, State] = {}
-    done = operations(round_number)
-    for operation in islice(done, ended):
-        before = advance(before, operation)
-    after = advance(before, next(done)) if begun > ended else before
-    assert illegal(recover(journal), before, after) == []
-    assert len(states(recover(journal))) > 0
 
 
 def test_the_content_says_what_the_records_mean(journal: IndexJournal) -> None:

@@ -28,15 +28,6 @@ def end(host: Host, client: Client) -> None:
     host.kill(client)
 
 
-def test_a_namespace_does_not_see_the_keys_of_another(host: Host) -> None:
-    first, second = host.attach(namespace="a"), host.attach(namespace="b")
-    first.store([A, B])
-    assert second.session.lookup([A, B]) == 0
-    second.store([A])
-    assert (first.session.lookup([A, B]), second.session.lookup([A, B])) == (2, 1)
-    assert host.counts["cached"] == 3
-
-
 def test_a_run_of_slots_ends_where_another_namespace_begins() -> None:
     host = Host(slots=40)
     first, second = host.attach(namespace="a"), host.attach(namespace="b")
@@ -45,15 +36,6 @@ def test_a_run_of_slots_ends_where_another_namespace_begins() -> None:
     second.store(KEYS[12:])
     assert second.session.acquire(KEYS).num_keys == 9
     assert second.session.find_runs(KEYS) == [(0, 9), (12, 4)]
-
-
-def test_the_same_key_may_be_stored_in_two_namespaces_at_once(host: Host) -> None:
-    first, second = host.attach(namespace="a"), host.attach(namespace="b")
-    assert first.begin_store([A]) is not None
-    assert second.begin_store([A]) is not None
-    first.run()
-    second.run()
-    assert host.counts["cached"] == 2
 
 
 def test_namespaces_without_sessions_are_evicted_first_the_oldest_before_others(host: Host) -> None:

@@ -127,19 +127,6 @@ def test_a_store_that_a_restarted_rank_had_finished_fails(make_engine: MakeEngin
     engine.check_integrity()
 
 
-def test_a_lease_breaks_when_a_rank_loses_its_memory(make_engine: MakeEngine) -> None:
-    engine = make_engine()
-    (rank,) = make_ranks(engine)
-    store_keys(engine, [rank], [A])
-    lease = engine.acquire([A])
-    rank.restart(pinned=4)
-    with pytest.raises(LeaseError, match="a rank has lost its memory"):
-        engine.begin_load(lease, [7])
-    engine.release_lease(lease)
-    assert engine.stats().pool.slots.free == 4
-    engine.check_integrity()
-
-
 def test_a_late_report_of_a_former_boot_is_ignored(make_engine: MakeEngine) -> None:
     engine = make_engine()
     (rank,) = make_ranks(engine)

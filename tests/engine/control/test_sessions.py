@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 
 import pytest
-from tests.doubles.rank import FakeRank, write_blocks
+from tests.doubles.rank import FakeRank
 from tests.engine.control.sharedhost import Host
 
 from kvstow.control import session
@@ -24,11 +24,6 @@ def host() -> Host:
     return Host()
 
 
-def test_a_session_finds_what_another_has_stored(host: Host) -> None:
-    host.attach().store([A, B])
-    assert host.attach().load([A, B, C]) == [A, B]
-
-
 def test_blocks_survive_every_session(host: Host) -> None:
     first = host.attach()
     first.store([A, B])
@@ -39,37 +34,8 @@ def test_blocks_survive_every_session(host: Host) -> None:
     assert host.attach().load([A, B]) == [A, B]
 
 
-def test_a_session_gets_the_results_of_its_own_ops_only(host: Host) -> None:
-    first, second = host.attach(), host.attach()
-    ops = [first.begin_store([A]), second.begin_store([B])]
-    first.run()
-    second.run()
-    settled = [client.session.take_settled() for client in (first, second)]
-    assert [[one.op_id for one in results] for results in settled] == [[op.op_id] for op in ops if op is not None]
-
-
-def test_ops_of_other_sessions_are_foreign(host: Host) -> None:
-    first, second = host.attach(), host.attach()
-    op = first.begin_store([A])
-    assert op is not None
-    second.ranks[0].send(op.op_id, "done")
-    assert host.counts["filling"] == 1
-    assert PoolFacade(host.pool).stats().faults.stale_completions == 1
-
-
 def test_the_collector_visits_no_slots_of_a_large_lease() -> None:
     assert not gc.is_tracked(LeaseBook().grant(tuple(range(1000, 1256))).slots)
-
-
-def test_leases_of_other_sessions_are_foreign(host: Host) -> None:
-    first, second = host.attach(), host.attach()
-    first.store([A])
-    lease = first.session.acquire([A])
-    second.session.acquire([A])
-    with pytest.raises(LeaseError):
-        second.session.begin_load(lease, [0])
-    second.session.release_lease(lease)
-    assert PoolFacade(host.pool).stats().pool.leases == 2
 
 
 def test_a_lease_is_found_by_its_id_in_its_own_session(host: Host) -> None:
@@ -136,22 +102,6 @@ def test_a_key_of_a_lost_session_can_be_stored_by_another_one_at_once(host: Host
     first.run()  # it writes its own slot, and what it says is ignored
     assert second.load([A]) == [A]
     assert host.counts["quarantined"] == 1
-
-
-def test_half_written_slots_are_kept_until_every_process_is_dead() -> None:
-    host = Host(ranks=2)
-    client = host.attach()
-    client.begin_store([A, B])
-    client.session.lose("closed")
-    assert host.counts == {"free": 6, "filling": 0, "cached": 0, "leased": 0, "quarantined": 2}
-    host.pool.process_died(client.processes[0])
-    host.clock.advance(1e9)
-    host.pool.tick()
-    assert host.counts["quarantined"] == 2
-    assert client.session.status().state == "lost"
-    host.pool.process_died(client.processes[1])
-    assert host.counts["free"] == 8
-    assert host.pool.sessions == []
 
 
 def test_leased_and_loading_slots_are_kept_until_every_process_is_dead(host: Host) -> None:
@@ -249,17 +199,6 @@ def test_a_session_sees_and_gets_only_slots_that_all_its_ranks_have_registered()
     assert late.session.lookup([A, B, C, D, E]) == 5
 
 
-def test_a_session_evicts_only_what_is_in_its_slots(host: Host) -> None:
-    keys = [A, B, C, D, E, b"F", b"G", b"H"]
-    for key in reversed(keys):  # the coldest blocks are in the lowest slots
-        host.attach().store([key])
-    late = host.attach(registered=2)
-    op = late.begin_store([b"x", b"y", b"z"])
-    assert op is not None
-    assert sorted(op.slots) == [0, 1]
-    assert host.counts["cached"] == 6
-
-
 def test_a_session_without_registered_slots_is_attaching(host: Host) -> None:
     session = host.pool.attach("engine")
     rank = FakeRank(session, 0, host.memory[0])
@@ -270,18 +209,6 @@ def test_a_session_without_registered_slots_is_attaching(host: Host) -> None:
     rank.pin(1)
     assert session.status().state == "attached"
     assert session.begin_store([A], [0]).op is not None
-
-
-def test_memory_that_is_populated_later_is_shown_only_once_it_is_registered(host: Host) -> None:
-    client = host.attach()
-    client.store([A])
-    host.pool.add_extent(8)
-    host.pool.set_populated(16)
-    other = host.attach()
-    other.store([bytes([100 + n]) for n in range(12)])
-    assert client.session.lookup([bytes([100 + n]) for n in range(12)]) == 7
-    client.ranks[0].pin(16)
-    assert client.session.lookup([bytes([100 + n]) for n in range(12)]) == 12
 
 
 def test_leases_may_hold_more_than_half_of_the_pool_until_a_store_needs_their_slots(host: Host) -> None:
@@ -380,30 +307,6 @@ def test_a_stuck_transfer_stops_its_session_only(host: Host) -> None:
     assert PoolFacade(host.pool).readiness().state == "ready"
 
 
-def test_an_extent_is_released_when_every_rank_has_unmapped_it_or_is_dead(host: Host) -> None:
-    host.pool.add_extent(4)
-    host.pool.set_populated(12)
-    client, lost = host.attach(), host.attach()
-    client.store([bytes([n]) for n in range(10)])
-    lease = client.session.acquire([bytes([9])])
-    sweep = host.pool.drop_extents().run()
-    assert sweep.waiting
-    client.session.release_lease(lease)
-    lost.session.lose("closed")
-    sweep.run()
-    assert host.pool.extents == (8,)
-    assert host.counts == {"free": 0, "filling": 0, "cached": 8, "leased": 0, "quarantined": 0}
-    assert not host.pool.is_released
-    with pytest.raises(ConflictError, match="some engines still use memory"):
-        host.pool.add_extent(4)
-    client.ranks[0].report()
-    client.ranks[0].report()
-    assert not host.pool.is_released
-    host.kill(lost)
-    assert host.pool.is_released
-    host.pool.add_extent(4)
-
-
 def test_only_extents_that_there_are_can_be_dropped(host: Host) -> None:
     for count in (0, 2):
         with pytest.raises(InvalidRequestError, match=f"count is {count}; allowed: 1 to 1"):
@@ -416,19 +319,6 @@ def test_a_pool_is_resized_by_whole_extents(host: Host) -> None:
         host.pool.admin.resize(10)
     host.pool.admin.resize(8).run()
     assert host.pool.extents == (8,)
-
-
-def test_replicated_blocks_are_stored_by_one_rank_and_loaded_by_all() -> None:
-    host = Host(ranks=2, replicated=True)
-    client = host.attach()
-    write_blocks(client.ranks, [0], [A])
-    op = client.session.begin_store([A], [0]).op
-    assert op is not None
-    client.ranks[0].submit(op)
-    client.run()
-    assert [settled.mark for settled in client.session.take_settled()] == ["done"]
-    client.load([A])
-    assert [rank.blocks[500] for rank in client.ranks] == [A, A]
 
 
 def test_readiness_of_a_pool_without_sessions(host: Host) -> None:

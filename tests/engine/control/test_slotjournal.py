@@ -184,7 +184,7 @@ class RestartedEngines(JournaledEngines):
         self.pool = SharedPool(before.config, clock=self.clock, slice_slots=2, journal=self.journal)
         for num_slots in before.extents:
             self.pool.add_extent(num_slots)
-        self.pool.set_populated(before._populated)
+        self.pool.set_populated(before.populated_slots)
         lived_on = [engine for engine in (*self.engines, *self.ended) if engine.alive]
         assert self.journal.recover() == found
         self.journal.watch = self.check_bytes

@@ -406,24 +406,6 @@ def test_closing_frees_everything_that_the_device_held(cuda: Any, make_cuda_rank
     assert cuda.live == {}
 
 
-@pytest.mark.parametrize(
-    "call", ["cuModuleLoadData", "cuMemAlloc", "cuStreamCreateWithPriority", "cuEventCreate", "cuMemcpyHtoD"]
-)
-@pytest.mark.parametrize("number", [0, 2])
-def test_a_device_that_cannot_be_created_leaves_nothing_behind(
-    call: str, number: int, cuda: Any, make_cuda_rank: MakeRank
-) -> None:
-    rank = make_cuda_rank()
-    rank.device.close()
-    before = dict(cuda.live)
-    if cuda.calls[call] <= number:
-        number = 0
-    cuda.failures[call] = (cuda.calls[call] + number, 2)
-    with pytest.raises(DriverError, match=call):
-        rank.new_device()
-    assert cuda.live == before
-
-
 def test_copies_of_two_chunks_are_never_merged(cuda: Any, make_cuda_rank: MakeRank) -> None:
     """The driver refuses a copy that spans two registrations. Chunks have 16 KiB here."""
     rank = make_cuda_rank([4096], slots=8)

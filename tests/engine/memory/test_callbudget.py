@@ -15,7 +15,7 @@ class Host:
 
     def __init__(self, seconds: float, waits: float, noise: float = 0.0) -> None:
         self.budget = CallBudget()
-        self._seconds, self._waits, self._noise = seconds, waits, noise
+        self._seconds, self.waits, self._noise = seconds, waits, noise
         self._chance = random.Random(7)
         self.seconds = 0.0
 
@@ -28,7 +28,7 @@ class Host:
             made.append(allowed)
             if allowed:
                 self.budget.spend(took, call)
-            longer = max(0.0, took - self._waits) if allowed else 0.0
+            longer = max(0.0, took - self.waits) if allowed else 0.0
             seconds = self._seconds + longer + self._chance.uniform(0, self._noise)
             self.seconds += seconds
             self.budget.end_step(seconds, call)
@@ -79,7 +79,7 @@ def test_a_host_that_waits_for_its_device_gives_as_much_as_it_does_not_notice(no
 def test_the_share_falls_again_when_the_host_has_no_more_time_to_wait() -> None:
     host = Host(0.005, waits=0.003)
     host.run(1000)
-    host._waits = 0.0
+    host.waits = 0.0
     host.run(2000)
     began, made = host.seconds, host.run(2000)
     assert sum(made) * CALL == pytest.approx(0.045 * (host.seconds - began), rel=0.1)

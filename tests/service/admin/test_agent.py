@@ -236,6 +236,11 @@ def test_a_report_waits_until_the_one_before_is_answered(
     assert [report.pinned_slots for report in engine.reports[:2]] == [0, 3]
 
 
+def wake(agent: Any) -> None:
+    """The clock is a fake, so that the agent does not hear of the time that passes."""
+    agent._wake.set()
+
+
 def test_an_engine_that_does_not_answer_is_a_failure_and_the_link_is_new(
     engine: FakeEngine, start: Any, eventually: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -244,12 +249,12 @@ def test_an_engine_that_does_not_answer_is_a_failure_and_the_link_is_new(
     eventually(lambda: engine.reports)
     first = engine.channel
     clock.advance(5.0)
-    agent._wake.set()
+    wake(agent)
     eventually(lambda: agent.failed == 1, "a failure")
     assert "rank 1: its report has failed, and is sent again: the engine has not answered within 5 s" in caplog.text
     engine.desired = Desired(WANTED)
     clock.advance(LONG)
-    agent._wake.set()
+    wake(agent)
     eventually(lambda: agent.sent == 1, "a report on another connection")
     assert engine.channel is not first
 

@@ -204,6 +204,9 @@ class Held:
 
         monkeypatch.setattr(RequestQueue, "wait", hold)
 
+    def hold(self) -> None:
+        self._released.clear()
+
     def release(self) -> None:
         self._released.set()
 
@@ -219,7 +222,7 @@ def test_probes_and_authenticated_requests_overtake_unauthenticated_ones(
     with httpx.Client(base_url=served.listeners.url, timeout=_SOCKET_SECONDS) as known, served.connect() as stranger:
         held.release()
         assert known.get("/login").text == "welcome"
-        held._released.clear()
+        held.hold()
         stranger.sendall(_GET)
         eventually(lambda: held.waiting == 2)
         assert served.get("/livez").status_code == 200

@@ -13,8 +13,6 @@ from tests.embeddedreplay import LocalRank, build_ranks
 
 from kvstow.config import EngineConfig, PoolConfig
 from kvstow.control.engine import OffloadEngine
-from kvstow.devices.cpu import CpuDevice
-from kvstow.messages import Op, StepPlan
 from kvstow_api.app import create_app
 from kvstow_api.directory import EmbeddedDirectory
 from kvstow_api.host import ApiHost
@@ -90,20 +88,3 @@ def test_ranks_pin_report_and_follow_a_resize(
         eventually(lambda wanted=capacity: [r.worker.pool.pinned_slots for r in ranks] == [wanted] * RANKS)
     eventually(lambda: client.get("/readyz").status_code == 200, "readiness")
     engine.check_integrity()
-
-
-def test_a_copy_thread_that_dies_turns_readiness_red_with_the_reason(
-    client: httpx.Client, ranks: list[LocalRank], eventually: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def die(*args: Any) -> None:
-        raise SystemExit("the device is gone")
-
-    eventually(lambda: client.get("/readyz").status_code == 200, "readiness")
-    eventually(lambda: ranks[1].worker.pool.pinned_slots, "a slot to store into")
-    monkeypatch.setattr(CpuDevice, "launch_store", die)
-    ranks[1].worker.submit(StepPlan((Op(1, "store", (0,), (0,)),)))
-    eventually(lambda: client.get("/readyz").status_code == 503, "a red readiness")
-    text = client.get("/readyz?verbose").text
-    assert "rank 1 is failed" in text
-    assert "the device is gone" in text
-    assert client.get("/livez").status_code == 200

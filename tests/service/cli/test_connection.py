@@ -105,8 +105,9 @@ def test_the_users_that_listen_on_a_port_are_found(address: str) -> None:
         pytest.skip("needs IPv6")
     with socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET) as listener:
         port = listener.getsockname()[1]
-        assert localserver._listeners(port) == {os.geteuid()}
-    assert localserver._listeners(port) == set()
+        listeners = localserver._listeners
+        assert listeners(port) == {os.geteuid()}
+    assert listeners(port) == set()
 
 
 def test_server_and_client_certificates(run: Any, make_host: Any, tmp_path: Path) -> None:

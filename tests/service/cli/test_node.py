@@ -234,18 +234,6 @@ def test_the_size_is_the_servers_to_set(ask: OneOf, node: FakeNode) -> None:
     assert f"the host sets the size of pool {NAMES[0]}: change --memory of the service" in outcome.stderr
 
 
-def test_top_shows_the_node_and_one_pool(ask: OneOf, node: FakeNode) -> None:
-    node.memory_status = MemoryStatus(4 << 20, 1 << 20)
-    for name in NAMES:
-        node.attach(name)
-    whole = ask("top").stdout
-    assert all(name in whole for name in NAMES)
-    assert "s3" in whole
-    assert "1 MiB of 4 MiB populated" in whole
-    assert "hit ratio" not in whole
-    assert "hit ratio" in ask("top", "--pool", NAMES[1]).stdout
-
-
 def test_waiting_for_pinned_is_waiting_for_the_nodes_memory(ask: OneOf, node: FakeNode) -> None:
     node.memory_status = MemoryStatus(4 << 20, 1 << 20)
     outcome = ask("wait", "--for", "pinned", "--timeout", "0")

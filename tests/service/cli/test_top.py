@@ -142,23 +142,3 @@ def test_everything_fits_on_a_small_screen(make_host: Any, height: int, is_airy:
     assert len(text.splitlines()) <= height
     assert ("\n\nmemory" in text) == is_airy
     assert "evictions" in text
-
-
-def test_of_many_ranks_those_that_matter_are_shown(make_host: Any) -> None:
-    from rich.console import Console
-
-    from kvstow_api.client import Client
-    from kvstow_service.cli.board import board
-
-    host = make_host(num_ranks=12)
-    host.ranks[7].pin(3)
-    with Client(host.url) as client:
-        shown = ask(client)
-    console = Console(width=120, record=True)
-    console.print(board(shown, None, width=120, height=18, server=host.url))
-    text = console.export_text()
-    assert "rank 7" in text
-    assert "12 KiB of 64 KiB" in text
-    assert "and 9 more ranks" in text
-    assert "not pinned 13" in text
-    assert "·" * 9 + " " * 41 in text  # 3 of 16 slots are there, in a bar of 50

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import json
 import subprocess
@@ -62,13 +61,6 @@ def test_an_unwritable_file_is_exit_code_2(tmp_path: Path) -> None:
     outcome = invoke("--output", str(tmp_path / "none" / "trace.jsonl"))
     assert outcome.exit_code == 2
     assert "a writable file, or - (No such file or directory)" in outcome.stderr
-
-
-def test_an_output_whose_name_ends_with_gz_is_compressed(tmp_path: Path) -> None:
-    path = tmp_path / "trace.jsonl.gz"
-    assert invoke("--requests", "9", "--output", str(path)).exit_code == 0
-    assert gzip.decompress(path.read_bytes()).count(b"\n") == 9
-    assert read_trace(str(path)) == generate_trace(TraceShape(), limit=9)
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is full")

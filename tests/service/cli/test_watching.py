@@ -116,12 +116,6 @@ def test_doctor_reports_a_server_that_is_not_ready(run: Any, host: Any) -> None:
     assert "error  rank 1 is failed" in outcome.stdout
 
 
-def test_doctor_works_against_a_real_server(run: Any, host: Any) -> None:
-    outcome = run("doctor", "--server", host.url, "-o", "json")
-    view = json.loads(outcome.stdout)
-    assert outcome.exit_code == (0 if view["healthy"] else 1)
-
-
 def test_a_sparkline_has_gaps_and_a_fixed_width() -> None:
     assert sparkline([0.0, 0.5, None, 1.0], 10, 1.0) == "▁▅ █"
     assert sparkline([0.0, 1.0, 1.0], 2, 1.0) == "██"

@@ -14,11 +14,6 @@ from kvstow_service.replay.trace import MOST_BLOCKS, Runs, TraceRequest, events,
 GOOD = '{"timestamp": 27, "input_length": 700, "output_length": 5, "hash_ids": [4, 9]}'
 
 
-def test_requests_come_back_as_they_were_written() -> None:
-    request = TraceRequest(27, 700, 5, (4, 9))
-    assert list(parse_trace([request.to_line().encode()], "t")) == [request]
-
-
 def test_empty_lines_are_skipped(tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     trace.write_text(f"\n{GOOD}\n\n{GOOD}\n")
