@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from itertools import repeat
+from typing import Any, NamedTuple, Self
 
 TOKEN_BYTES = 4
 MOST_BYTES = 16 << 10
@@ -35,3 +37,43 @@ class BlockDescription(NamedTuple):
         tokens, parent, block_hash, extra_keys, _, lora_name, session_id = self
         num_bytes = len(tokens) + len(parent) + len(block_hash) + len(extra_keys)
         return num_bytes + len(lora_name or "") + len(session_id or "") if lora_name or session_id else num_bytes
+
+
+_DEFAULTS = BlockDescription(b"")
+
+
+class DescribedBlocks(NamedTuple):
+    """Descriptions of several blocks, field by field. A thousand blocks are packed, checked and measured so in a
+    fraction of the time that they take one by one.
+
+    Each column has one field of all blocks, in the order of the blocks. It is empty if all of them have the default.
+    """
+
+    tokens: tuple[bytes, ...]
+    parents: tuple[bytes, ...] = ()
+    block_hashes: tuple[bytes, ...] = ()
+    extra_keys: tuple[bytes, ...] = ()
+    lora_ids: tuple[int | None, ...] = ()
+    lora_names: tuple[str | None, ...] = ()
+    session_ids: tuple[str | None, ...] = ()
+
+    def __repr__(self) -> str:
+        return f"DescribedBlocks({len(self.tokens)} blocks)"
+
+    @classmethod
+    def of(cls, blocks: Sequence[BlockDescription]) -> Self:
+        """O(blocks), of which there is at least one."""
+        columns = zip(zip(*blocks, strict=True), _DEFAULTS, strict=True)
+        return cls(*[() if column.count(default) == len(blocks) else column for column, default in columns])
+
+    def columns(self) -> list[Iterable[Any]]:
+        """The columns in the order of the fields of a `BlockDescription`. Those that are empty repeat their default
+        without end."""
+        return [column or repeat(default) for column, default in zip(self, _DEFAULTS, strict=True)]
+
+    def sizes(self) -> list[int]:
+        """The bytes of each description. Raises `UnicodeError` for a name with half a surrogate. O(blocks)."""
+        tokens, parents, block_hashes, extra_keys, _, lora_names, session_ids = self
+        texts: list[Sequence[bytes]] = [tokens, parents, block_hashes, extra_keys]
+        texts += [[(name or "").encode() for name in column] for column in (lora_names, session_ids)]
+        return list(map(sum, zip(*[map(len, column) for column in texts if column], strict=True)))

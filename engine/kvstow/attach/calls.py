@@ -43,7 +43,7 @@ from kvstow.attach.wire import (
     decoded,
 )
 from kvstow.descriptions import MOST_BYTES as MOST_DESCRIPTION
-from kvstow.descriptions import TOKEN_BYTES, BlockDescription
+from kvstow.descriptions import TOKEN_BYTES, BlockDescription, DescribedBlocks
 from kvstow.endings import Status
 from kvstow.errors import ProtocolError
 from kvstow.hints import CONTEXT_BYTES, LONGEST_PAUSE, MOST_NAME_CHARS, Hints
@@ -192,55 +192,84 @@ class StoreBegun(Packed, frozen=True):
             raise ValueError(f"{len(self.accepted)} blocks and {len(self.slots)} slots")
 
 
-DescribedBlocks = Annotated[tuple[tuple[U32, BlockDescription], ...], Meta(max_length=MOST_STORED)]
+_DescribedBytes = Annotated[tuple[bytes, ...], Meta(max_length=MOST_STORED)]
+_DescribedNames = Annotated[tuple[str | None, ...], Meta(max_length=MOST_STORED)]
 _DESCRIPTIONS_BYTES = 512 << 10
-"""A message with descriptions ends with the block that reaches this number of bytes."""
+"""The limit for the descriptions in one message, in bytes."""
 
 
 class DescribeStore(Packed, frozen=True):
-    """Say what blocks of a store hold, for engines that publish KV events. Each block comes with its number in the
-    store. The engine sends it before the completions of the store. No answer."""
+    """Say what blocks of a store hold, for engines that publish KV events: each block by its number in the store, and
+    then as in `DescribedBlocks`. The engine sends it before the completions of the store. No answer."""
 
     KIND: ClassVar = Kind.DESCRIBE_STORE
     MOST_BYTES: ClassVar = 1 << 20
     op_id: U64
-    blocks: DescribedBlocks
+    numbers: Annotated[tuple[U32, ...], Meta(max_length=MOST_STORED)]
+    tokens: _DescribedBytes
+    parents: _DescribedBytes = ()
+    block_hashes: _DescribedBytes = ()
+    extra_keys: _DescribedBytes = ()
+    lora_ids: Annotated[tuple[int | None, ...], Meta(max_length=MOST_STORED)] = ()
+    lora_names: _DescribedNames = ()
+    session_ids: _DescribedNames = ()
+
+    def __repr__(self) -> str:
+        return f"DescribeStore({self.op_id}, {len(self.numbers)} blocks)"
 
     @classmethod
     def listed(cls, op_id: int, blocks: Sequence[BlockDescription | None]) -> Iterator[Self]:
         """Make messages that carry the descriptions of a store's blocks. Blocks are left out if they have no
         description, or one that cannot be sent."""
-        part: list[tuple[int, BlockDescription]] = []
-        num_bytes = 0
-        for number, block in enumerate(blocks):
-            if block is None or (size := block.num_bytes) > MOST_DESCRIPTION or not _are_whole(block):
-                continue
-            part.append((number, block))
-            num_bytes += size
-            if num_bytes >= _DESCRIPTIONS_BYTES:
-                yield cls(op_id, tuple(part))
-                part, num_bytes = [], 0
-        if part:
-            yield cls(op_id, tuple(part))
+        numbers = [number for number, block in enumerate(blocks) if block is not None]
+        return cls._in_parts(op_id, numbers, [block for block in blocks if block is not None])
+
+    @classmethod
+    def _in_parts(cls, op_id: int, numbers: Sequence[int], blocks: Sequence[BlockDescription]) -> Iterator[Self]:
+        if not blocks:
+            return
+        columns, middle = DescribedBlocks.of(blocks), len(blocks) // 2
+        if _fits(columns):
+            yield cls(op_id, tuple(numbers), *columns)
+        elif middle:
+            yield from cls._in_parts(op_id, numbers[:middle], blocks[:middle])
+            yield from cls._in_parts(op_id, numbers[middle:], blocks[middle:])
+
+    @property
+    def blocks(self) -> DescribedBlocks:
+        """The descriptions without the numbers."""
+        return DescribedBlocks(
+            self.tokens,
+            self.parents,
+            self.block_hashes,
+            self.extra_keys,
+            self.lora_ids,
+            self.lora_names,
+            self.session_ids,
+        )
 
     def check(self) -> None:
-        # `BlockDescription` is a type of the control plane, which does without msgspec. So its limits are checked here.
-        for _, block in self.blocks:
-            if (num_bytes := block.num_bytes) > MOST_DESCRIPTION or not block.tokens or len(block.tokens) % TOKEN_BYTES:
-                raise ValueError(
-                    f"a description has {num_bytes} bytes, {len(block.tokens)} of them for tokens; allowed: "
-                    f"{MOST_DESCRIPTION}, with {TOKEN_BYTES} for each of 1 or more tokens"
-                )
+        blocks = self.blocks
+        count = len(self.tokens)
+        if len(self.numbers) != count or any(len(column) not in (0, count) for column in blocks):
+            raise ValueError(f"{len(self.numbers)} blocks, of which {count} have tokens, are described")
+        # The control plane, which uses descriptions, does without msgspec. So their limits are checked here.
+        most, lengths = max(blocks.sizes(), default=0), set(map(len, self.tokens))
+        if most > MOST_DESCRIPTION or any(not length or length % TOKEN_BYTES for length in lengths):
+            raise ValueError(
+                f"a description has up to {most} bytes, {min(lengths)} or more of them for tokens; allowed: "
+                f"{MOST_DESCRIPTION}, with {TOKEN_BYTES} for each of 1 or more tokens"
+            )
 
 
-def _are_whole(block: BlockDescription) -> bool:
-    """Say whether the names in a description can be sent. They are those of clients, and half a surrogate cannot."""
-    if block.lora_name or block.session_id:
-        try:
-            f"{block.lora_name}{block.session_id}".encode()
-        except UnicodeError:
-            return False
-    return True
+def _fits(blocks: DescribedBlocks) -> bool:
+    """Say whether one message can carry these descriptions. Their names are those of clients, and half a surrogate
+    cannot be sent."""
+    try:
+        sizes = blocks.sizes()
+    except UnicodeError:
+        return False
+    return max(sizes) <= MOST_DESCRIPTION and sum(sizes) <= _DESCRIPTIONS_BYTES
 
 
 _MOST_SECONDS = 1e9

@@ -4,7 +4,7 @@ the pool stays, and the host has a session of its own."""
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from itertools import islice
 from logging import INFO
 from typing import Literal
@@ -14,7 +14,7 @@ from kvstow.control.namespaces import Namespace
 from kvstow.control.ops import OP_SLOTS
 from kvstow.control.pool import Pool
 from kvstow.control.session import Session
-from kvstow.descriptions import BlockDescription
+from kvstow.descriptions import DescribedBlocks
 from kvstow.errors import ConflictError, InvalidRequestError
 from kvstow.messages import RankReport
 from kvstow.status import SessionState, SessionStatus
@@ -66,9 +66,9 @@ class AttachedSession(Session):
                 found = map(self.leases.get, lease_ids[start : start + pool.slice_slots])
                 pool.debts.owe([lease.slots for lease in found if lease is not None and self.leases.end(lease)])
 
-    def describe_store(self, op_id: int, blocks: Iterable[tuple[int, BlockDescription]]) -> None:
-        """Say what the blocks of a store of this session hold, each with its number in the store. Readers of the pool's
-        events learn it when the blocks are visible. Without an effect for a store that has ended. Raises
+    def describe_store(self, op_id: int, numbers: Sequence[int], blocks: DescribedBlocks) -> None:
+        """Say what blocks of a store of this session hold: the blocks with these numbers in the store. Readers of the
+        pool's events learn it when the blocks are visible. Without an effect for a store that has ended. Raises
         `InvalidRequestError` for a block that the store does not have."""
         pool = self.pool
         with pool.lock:
@@ -76,11 +76,10 @@ class AttachedSession(Session):
             if entry is None or entry.op.direction != "store" or entry.abandoned:
                 return
             slots = entry.op.slots
-            described = dict(blocks)
-            if max(described, default=0) >= len(slots):
-                raise InvalidRequestError(f"block {max(described)} of a store is described; it has {len(slots)}")
-            by_slot = {slots[number]: description for number, description in described.items()}
-            pool.events.descriptions.describe_store(op_id, self.session_id, by_slot)
+            if (last := max(numbers, default=0)) >= len(slots):
+                raise InvalidRequestError(f"block {last} of a store is described; it has {len(slots)}")
+            described = [slots[number] for number in numbers]
+            pool.events.descriptions.describe_store(op_id, self.session_id, described, blocks)
 
     # -- processes and end ----------------------------------------------------------------------------------
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from itertools import islice
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice, repeat
+from typing import Any
 
-from kvstow.descriptions import BlockDescription
+from kvstow.descriptions import BlockDescription, DescribedBlocks
 
 MOST_BYTES = 32 << 20
 """The limit for the memory of a pool's descriptions, which is that of 65,000 blocks of 16 tokens. Engines read events
@@ -15,16 +15,12 @@ _OVERHEAD = 400
 """How many bytes of memory a description takes in addition to its texts. 370 were measured."""
 
 
-class StoreDescription(NamedTuple):
-    """The descriptions that the session `session_id` has sent of the blocks of a store, by slot, and the memory that
-    they take."""
-
-    session_id: int
-    by_slot: Mapping[int, BlockDescription]
-    num_bytes: int
-
-
-NOT_DESCRIBED = StoreDescription(0, {}, 0)
+_Described = tuple[Any, ...]
+"""The session that has described a block, the memory that the description takes, and its fields. `zip` makes those of a
+whole store at once."""
+StoreDescription = Mapping[int, _Described]
+"""The descriptions of a store's blocks, by slot."""
+NOT_DESCRIBED: StoreDescription = {}
 
 
 class Descriptions:
@@ -37,58 +33,62 @@ class Descriptions:
     def __init__(self) -> None:
         self._stores: dict[int, StoreDescription] = {}
         """The descriptions of stores under way by the number of the op, the oldest first."""
-        self._blocks: dict[tuple[int, bytes], tuple[int, BlockDescription]] = {}
-        """The session that has described each visible block, and the description, by the tag of the namespace and the
-        key. The oldest one comes first."""
+        self._blocks: dict[int, dict[bytes, _Described]] = {}
+        """The descriptions of visible blocks by the tag of the namespace and by the key, the oldest of each namespace
+        first. A namespace without descriptions is not here."""
         self._num_bytes = 0
 
     def __len__(self) -> int:
         """Return how many blocks have a description, including the blocks of stores under way."""
-        return len(self._blocks) + sum(len(each.by_slot) for each in self._stores.values())
+        return sum(map(len, self._blocks.values())) + sum(map(len, self._stores.values()))
 
-    def describe_store(self, op_id: int, session_id: int, by_slot: Mapping[int, BlockDescription]) -> None:
-        """Note descriptions of blocks that a store is writing. A later call for the same store adds to them."""
-        by_slot = {**self.end_store(op_id).by_slot, **by_slot}
-        described = StoreDescription(session_id, by_slot, sum(map(_size, by_slot.values())))
+    def describe_store(self, op_id: int, session_id: int, slots: Sequence[int], blocks: DescribedBlocks) -> None:
+        """Note what the blocks that a store of this session is writing to these slots hold. A later call for the same
+        store adds to it."""
+        sizes = [_OVERHEAD + size for size in blocks.sizes()]
+        described = dict(zip(slots, zip(repeat(session_id), sizes, *blocks.columns()), strict=True))
+        if known := self.end_store(op_id):
+            described = {**known, **described}
         self._stores[op_id] = described
-        self._num_bytes += described.num_bytes
+        self._num_bytes += _sum_of(described.values())
         self._forget_oldest()
 
     def end_store(self, op_id: int) -> StoreDescription:
         """Forget the descriptions of a store that has ended, and return them."""
         described = self._stores.pop(op_id, NOT_DESCRIBED)
-        self._num_bytes -= described.num_bytes
+        self._num_bytes -= _sum_of(described.values())
         return described
 
     def show(self, tag: int, keys: Sequence[bytes], slots: Sequence[int], described: StoreDescription) -> None:
         """Note that blocks of this namespace have become visible in these slots, and keep their descriptions."""
-        for key, slot in zip(keys, slots, strict=True):
-            if (description := described.by_slot.get(slot)) is not None:
-                self._blocks[tag, key] = described.session_id, description
-                self._num_bytes += _size(description)
+        found = {key: block for key, slot in zip(keys, slots, strict=True) if (block := described.get(slot))}
+        if found:
+            self._blocks.setdefault(tag, {}).update(found)
+            self._num_bytes += _sum_of(found.values())
 
-    def drop(self, tag: int, keys: Sequence[bytes]) -> None:
+    def drop(self, tag: int, keys: Iterable[bytes]) -> None:
         """Forget the descriptions of blocks that are no longer visible."""
-        for key in keys if self._blocks else ():
-            if (known := self._blocks.pop((tag, key), None)) is not None:
-                self._num_bytes -= _size(known[1])
+        blocks = self._blocks.get(tag)
+        if blocks is not None:
+            self._num_bytes -= _sum_of(filter(None, map(blocks.pop, keys, repeat(None))))
+            if not blocks:
+                del self._blocks[tag]
 
     def find(self, tag: int, keys: Sequence[bytes], reader: int) -> list[tuple[int, BlockDescription]]:
         """Return the descriptions that sessions other than the `reader` have sent of these blocks, each with the index
         of its key. The reader still has its own."""
-        found: list[tuple[int, BlockDescription]] = []
-        for index, key in enumerate(keys if self._blocks else ()):
-            if (known := self._blocks.get((tag, key))) is not None and known[0] != reader:
-                found.append((index, known[1]))
-        return found
+        found = enumerate(map(self._blocks.get(tag, {}).get, keys))
+        return [(index, BlockDescription(*block[2:])) for index, block in found if block and block[0] != reader]
 
     def _forget_oldest(self) -> None:
+        """Forget descriptions until the rest is within the limit: those of visible blocks first, and of these the
+        oldest of the namespace that has most. O(namespaces) for 256 descriptions."""
         while self._num_bytes > MOST_BYTES and self._blocks:
-            for place in list(islice(self._blocks, 256)):
-                self._num_bytes -= _size(self._blocks.pop(place)[1])
+            tag = max(self._blocks, key=lambda tag: len(self._blocks[tag]))
+            self.drop(tag, list(islice(self._blocks[tag], 256)))
         while self._num_bytes > MOST_BYTES:
             self.end_store(next(iter(self._stores)))
 
 
-def _size(description: BlockDescription) -> int:
-    return _OVERHEAD + description.num_bytes
+def _sum_of(described: Iterable[_Described]) -> int:
+    return sum([block[1] for block in described])

@@ -307,7 +307,7 @@ class Pool:
             self.deallocate(sorted(set(slots).difference(kept)))
         if self.journal is not None and keys:
             self.journal.publish(kept, namespace.tag, keys)
-        if described.by_slot:
+        if described:
             self.events.descriptions.show(namespace.tag, keys, kept, described)
         self.events.append("stored", keys, "", namespace.tag)
         if self.slots.leaving:  # a resize has passed these slots already

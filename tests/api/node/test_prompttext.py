@@ -11,7 +11,7 @@ from tests.api.fakenode import RANKS, FakeNode
 from tests.api.node.conftest import KEYS, NAMES
 from tests.api.test_events import Reader
 
-from kvstow.descriptions import BlockDescription
+from kvstow.descriptions import BlockDescription, DescribedBlocks
 from kvstow.messages import Completion
 from kvstow_api.journal import Journal
 from kvstow_api.streams import EventStreams
@@ -31,7 +31,7 @@ def described(node: FakeNode) -> FakeNode:
     )
     for key in KEYS[:2]:
         op = engine.begin_store([key])
-        engine.control.describe_store(op.op_id, [(0, block)])
+        engine.control.describe_store(op.op_id, [0], DescribedBlocks.of([block]))
         if key == KEYS[0]:
             for rank in range(RANKS):
                 engine.control.complete(rank, f"{engine.session_id}-{rank}", [Completion(op.op_id, "done")])

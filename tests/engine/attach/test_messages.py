@@ -46,7 +46,7 @@ from kvstow.attach.wire import (
     Packed,
     refusal_of,
 )
-from kvstow.descriptions import BlockDescription
+from kvstow.descriptions import BlockDescription, DescribedBlocks
 from kvstow.errors import AttachRefusedError, ProtocolError
 from kvstow.hints import LONGEST_PAUSE, MOST_NAME_CHARS, Hints
 from kvstow.messages import Completion, DesiredState, RankReport
@@ -93,7 +93,8 @@ MESSAGES: list[Any] = [
     calls.BeginLoad(9, 2, 3, "r", "layer_budget"),
     calls.LoadBegun(2**40, (5, 4, 3)),
     calls.BeginStore([b"12", b"\0\0"], "r"),
-    calls.DescribeStore(7, ((0, DESCRIPTION), (255, DESCRIPTION._replace(parent=b"", lora_id=None, lora_name=None)))),
+    calls.DescribeStore(7, (0, 255), *DescribedBlocks.of([DESCRIPTION, BlockDescription(b"tell" * 4)])),
+    calls.DescribeStore(7, (3,), (b"tell",)),
     StoreBegun(7, (0, 2), (11, 12), (3,), {"skipped_already_cached": 1}, 99),
     StoreBegun(0, (), ()),
     Completions(1, "boot", (Completion(7, "done", None, 4096, 0.25, 0.5), Completion(8, "failed", "no device"))),
@@ -471,8 +472,8 @@ def test_descriptions_are_sent_in_messages_that_fit() -> None:
     half_a_surrogate, too_long = block._replace(session_id="\ud800"), BlockDescription(bytes(17_000))
     blocks = [block, None, half_a_surrogate, too_long, *[block] * 252]
     sent = list(calls.DescribeStore.listed(7, blocks))
-    assert [number for message in sent for number, _ in message.blocks] == [0, *range(4, 256)]
-    assert len(sent) == 8
+    assert [number for message in sent for number in message.numbers] == [0, *range(4, 256)]
+    assert len(sent) < 20
     assert all(len(message.pack()) < calls.DescribeStore.MOST_BYTES for message in sent)
     assert [calls.DescribeStore.unpack(message.pack()) for message in sent] == sent
     assert list(calls.DescribeStore.listed(7, [None])) == []
@@ -480,9 +481,32 @@ def test_descriptions_are_sent_in_messages_that_fit() -> None:
 
 @pytest.mark.parametrize(
     ("tokens", "words"),
-    [(b"tell" * 4097, "a description has 16388 bytes"), (b"", "0 of them for tokens"), (b"tellm", "5 of them")],
+    [(b"tell" * 4097, "up to 16388 bytes"), (b"", "0 or more of them for tokens"), (b"tellm", "5 or more of them")],
 )
 def test_a_bad_description_is_refused_without_a_word_of_it(tokens: bytes, words: str) -> None:
     with pytest.raises(ProtocolError, match=words) as caught:
-        calls.DescribeStore.unpack(calls.DescribeStore(7, ((0, BlockDescription(tokens)),)).pack())
+        calls.DescribeStore.unpack(calls.DescribeStore(7, (0,), (tokens,)).pack())
     assert "tell" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        calls.DescribeStore(7, (0, 1), (b"tell",)),
+        calls.DescribeStore(7, (0,), (b"tell",), (b"parent",) * 2),
+        calls.DescribeStore(7, (0, 1), (b"tell",) * 2, session_ids=("trip",)),
+    ],
+)
+def test_columns_of_other_lengths_are_refused(message: calls.DescribeStore) -> None:
+    with pytest.raises(ProtocolError, match=r"[12] blocks, of which [12] have tokens"):
+        calls.DescribeStore.unpack(message.pack())
+
+
+def test_columns_are_made_of_descriptions_and_back() -> None:
+    blocks = [DESCRIPTION, BlockDescription(b"tell"), BlockDescription(b"more", session_id="trip")]
+    columns = DescribedBlocks.of(blocks)
+    assert [BlockDescription(*fields) for fields in zip(*columns.columns(), strict=False)] == blocks
+    assert repr(columns) == "DescribedBlocks(3 blocks)", "no tokens"
+    assert repr(calls.DescribeStore(7, (0, 1, 2), *columns)) == "DescribeStore(7, 3 blocks)"
+    assert columns.sizes() == [87, 4, 8]
+    assert DescribedBlocks.of(blocks[1:2]) == ((b"tell",), (), (), (), (), (), ())

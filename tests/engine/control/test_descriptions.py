@@ -13,7 +13,7 @@ from kvstow.control.descriptions import Descriptions
 from kvstow.control.engine import PoolFacade
 from kvstow.control.indexjournal import IndexJournal
 from kvstow.control.sharedpool import SharedPool, recover
-from kvstow.descriptions import BlockDescription
+from kvstow.descriptions import BlockDescription, DescribedBlocks
 from kvstow.errors import InvalidRequestError
 
 KEYS = [bytes([number]) * 34 for number in range(1, 30)]
@@ -24,10 +24,14 @@ def description_of(key: bytes) -> BlockDescription:
     return BlockDescription(SECRET + key[:4])
 
 
+def described(*keys: bytes) -> DescribedBlocks:
+    return DescribedBlocks.of([description_of(key) for key in keys])
+
+
 def begin(client: Client, *keys: bytes) -> int:
     op = client.begin_store(keys)
     assert op is not None
-    client.session.describe_store(op.op_id, [(at, description_of(key)) for at, key in enumerate(keys)])
+    client.session.describe_store(op.op_id, range(len(keys)), described(*keys))
     return op.op_id
 
 
@@ -87,14 +91,14 @@ def test_only_an_open_store_of_its_own_is_described_by_a_session(host: Host) -> 
     writer, other = host.attach(), host.attach()
     op = writer.begin_store(KEYS[:2])
     assert op is not None
-    other.session.describe_store(op.op_id, [(0, description_of(KEYS[0]))])
+    other.session.describe_store(op.op_id, [0], described(KEYS[0]))
     with pytest.raises(InvalidRequestError, match="block 2 of a store is described; it has 2"):
-        writer.session.describe_store(op.op_id, [(2, description_of(KEYS[2]))])
+        writer.session.describe_store(op.op_id, [2], described(KEYS[2]))
     writer.run()
-    writer.session.describe_store(op.op_id, [(0, description_of(KEYS[0]))])
+    writer.session.describe_store(op.op_id, [0], described(KEYS[0]))
     lease = writer.session.acquire(KEYS[:1])
     load = writer.session.begin_load(lease, [7])
-    writer.session.describe_store(load.op_id, [(0, description_of(KEYS[0]))])
+    writer.session.describe_store(load.op_id, [0], described(KEYS[0]))
     assert len(host.pool.events.descriptions) == 0
 
 
@@ -103,7 +107,7 @@ def test_descriptions_in_two_messages_are_all_kept(host: Host) -> None:
     op = writer.begin_store(KEYS[:2])
     assert op is not None
     for at in range(2):
-        writer.session.describe_store(op.op_id, [(at, description_of(KEYS[at]))])
+        writer.session.describe_store(op.op_id, [at], described(KEYS[at]))
     writer.run()
     assert found(host, reader, *KEYS[:2]).keys() == set(KEYS[:2])
 
@@ -145,7 +149,7 @@ def test_descriptions_are_bounded_and_the_newest_stay(monkeypatch: pytest.Monkey
     before, _ = tracemalloc.get_traced_memory()
     for start in range(0, len(keys), 100):
         slots = range(start, start + 100)
-        table.describe_store(start, 1, {slot: BlockDescription(bytes(64), bytes(32)) for slot in slots})
+        table.describe_store(start, 1, slots, DescribedBlocks.of([BlockDescription(bytes(64), bytes(32))] * 100))
         table.show(1, keys[start : start + 100], slots, table.end_store(start))
     after, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
@@ -159,7 +163,7 @@ def test_stores_that_never_end_are_bounded_as_well(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(descriptions, "MOST_BYTES", 100_000)
     table = Descriptions()
     for op_id in range(1, 300):
-        table.describe_store(op_id, 1, {0: BlockDescription(bytes(4000))})
+        table.describe_store(op_id, 1, [0], DescribedBlocks((bytes(4000),)))
     assert len(table) < 30
-    assert table.end_store(1).by_slot == {}
-    assert len(table.end_store(299).by_slot) == 1
+    assert table.end_store(1) == {}
+    assert len(table.end_store(299)) == 1

@@ -172,7 +172,7 @@ class FakeSession:
         self.host.queried += call.queried
 
     def describe_store(self, call: DescribeStore) -> None:
-        self.host.events.append(("described", call.op_id, call.blocks))
+        self.host.events.append(("described", call.op_id, call.numbers, call.blocks))
 
     def note_prefill(self, call: Prefill) -> None:
         self.host.events.append(("prefill", call.news()))

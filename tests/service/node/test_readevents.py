@@ -11,7 +11,7 @@ from tests.service.node.hostbench import ROW_SLOTS, Engine, HostBench
 from tests.service.node.rawengine import HELLO, NAMESPACE, key_of
 
 from kvstow.attach.calls import BlockChange, DescribeStore
-from kvstow.descriptions import BlockDescription
+from kvstow.descriptions import BlockDescription, DescribedBlocks
 from kvstow_service.node.pools import nodesession
 from kvstow_service.node.pools.nodepool import PoolSettings
 
@@ -19,7 +19,7 @@ OTHER = replace(HELLO, namespace=replace(NAMESPACE, weights_id="others"))
 
 
 def describe(engine: Engine, op_id: int, *blocks: BlockDescription) -> None:
-    engine.session.describe_store(DescribeStore(op_id, tuple(enumerate(blocks))))
+    engine.session.describe_store(DescribeStore(op_id, tuple(range(len(blocks))), *DescribedBlocks.of(blocks)))
 
 
 def change(kind: Literal["stored", "removed"], *numbers: int) -> BlockChange:

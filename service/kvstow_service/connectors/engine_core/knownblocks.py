@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from itertools import islice
+from itertools import islice, repeat
 from typing import Any, NamedTuple
 
 import msgspec
@@ -58,6 +58,9 @@ class KnownBlocks:
 
     def get(self, key: bytes) -> BlockDescription | None:
         return self._known.get(key)
+
+    def get_all(self, keys: Iterable[bytes]) -> list[BlockDescription | None]:
+        return [*map(self._known.get, keys)]
 
     def renew(self, keys: Iterable[bytes]) -> list[BlockDescription | None]:
         """Return the descriptions of blocks that are being stored, and let them count as the newest, because they are
@@ -117,34 +120,36 @@ class KnownBlocks:
         """Describe the group's blocks from number `first` on, as far as they are not known, and make all of them the
         latest."""
         known = self._known
-        unknown = self._make(tracked, group, first, keys) if any(key not in known for key in keys) else {}
-        for key in keys:
-            if (description := known.pop(key, None) or unknown.get(key)) is not None:
-                known[key] = description
+        found = [known.pop(key, None) for key in keys]
+        if None in found:
+            made = self._make(tracked, group, first, keys)
+            found = [old or new for old, new in zip(found, made, strict=True)] if any(found) else made
+        known.update([(key, each) for key, each in zip(keys, found, strict=True) if each is not None])
         if len(known) > self._most:
             for key in list(islice(known, len(known) - self._most + self._most // _FORGOTTEN_SHARE)):
                 del known[key]
 
     def _make(
         self, tracked: TrackedRequest, group: KVGroup, first: int, keys: Sequence[bytes]
-    ) -> dict[bytes, BlockDescription]:
+    ) -> list[BlockDescription | None]:
+        """Describe the group's blocks from number `first` on: with None for a block that cannot be described."""
         request: Any = tracked.request
         size, step, hashes = group.block_tokens, group.hashes_per_block, request.block_hashes
+        starts = range(first * size, (first + len(keys)) * size, size)
+        tokens = array("I", request.all_token_ids[starts.start : starts.stop]).tobytes()
+        width = TOKEN_BYTES * size
+        of_blocks = [tokens[at : at + width] for at in range(0, width * len(keys), width)]
+        ends = hashes[(first + 1) * step - 1 : (first + len(keys)) * step : step]
+        parents = [hashes[first * step - 1] if first else b"", *ends[:-1]]
         lora, session_id = request.lora_request, getattr(request, "session_id", None)  # vLLM 0.30 has sessions
-        lora_id, lora_name = (None, None) if lora is None else (lora.adapter_id, lora.name)
-        tokens = array("I", request.all_token_ids[first * size : (first + len(keys)) * size]).tobytes()
-        parent, width = hashes[first * step - 1] if first else b"", TOKEN_BYTES * size
-        made: dict[bytes, BlockDescription] = {}
-        for number, key in enumerate(keys, first):
-            block_hash, at = hashes[(number + 1) * step - 1], (number - first) * width
-            if key not in self._known:
-                extra = self._packed(request, number * size, (number + 1) * size)
-                if extra is not None:
-                    own = b"" if lora is None or key[GROUP_BYTES:] == block_hash else block_hash
-                    of_block = tokens[at : at + width]
-                    made[key] = BlockDescription(of_block, parent, own, extra, lora_id, lora_name, session_id)
-            parent = block_hash
-        return made
+        lora_id, lora_name, own = None, None, [b""] * len(keys)
+        if lora is not None:
+            lora_id, lora_name = lora.adapter_id, lora.name
+            own = [b"" if key[GROUP_BYTES:] == end else end for key, end in zip(keys, ends, strict=True)]
+        extra = [self._packed(request, start, start + size) for start in starts]
+        shared = map(repeat, (lora_id, lora_name, session_id))
+        made = map(BlockDescription, of_blocks, parents, own, extra, *shared)
+        return list(made) if None not in extra else [None if block.extra_keys is None else block for block in made]
 
     def _packed(self, request: Any, start: int, end: int) -> bytes | None:
         """Return the extra keys of a block, packed, or None if they cannot be packed. Then no event can have them."""

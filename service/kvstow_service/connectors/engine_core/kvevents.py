@@ -12,6 +12,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby, islice
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvstow.attach.calls import BlockChange, EventPage
@@ -136,6 +137,8 @@ class AttachedBlocks:
 BlockSource = EmbeddedBlocks | AttachedBlocks
 
 MEDIUM, LOCALITY = "CPU", "LOCAL"
+_GROUP = itemgetter(slice(GROUP_BYTES))
+"""Returns the beginning of a key that names its group."""
 _CHECKS_PER_TAKE = 256
 """How many blocks are looked up per step, which takes 0.8 ms, and as many are described of those that were loaded."""
 _WITHDRAWN_PER_TAKE = 1024
@@ -160,16 +163,11 @@ class GroupKind(NamedTuple):
 
 
 class _Run(NamedTuple):
-    """Consecutive blocks of one group, and their hashes in vLLM."""
+    """Consecutive blocks of one group, and their hashes in vLLM. Their keys begin with `group`."""
 
-    group: int
+    group: bytes
     blocks: list[BlockDescription]
     hashes: list[bytes]
-
-    def goes_on_with(self, group: int, block: BlockDescription) -> bool:
-        last = self.blocks[-1]
-        is_next = block.parent == self.hashes[-1] and group == self.group
-        return is_next and len(block.tokens) == len(last.tokens) and block[4:] == last[4:]
 
 
 class _Use(NamedTuple):
@@ -331,29 +329,39 @@ class EventFeed:
     def _announce(self, keys: Sequence[bytes], described: Mapping[int, BlockDescription]) -> list[Any]:
         """One event for each run of consecutive blocks. `described`: what the source knows of them, by the index of
         their key."""
-        runs: list[_Run] = []
-        for index, key in enumerate(keys):
-            if key in self._announced:
-                continue
-            if key in self._withdrawn:  # the router has not been told that it had gone
+        announced = self._announced
+        if self._withdrawn:  # the router has not been told that these had gone
+            back = [key for key in keys if key in self._withdrawn]
+            announced.update(back)
+            for key in back:
                 del self._withdrawn[key]
-                self._announced.add(key)
+        blocks = self.known.get_all(keys)
+        for index, sent in described.items():
+            blocks[index] = sent
+        runs: list[_Run] = []
+        group = last_hash = b""
+        last: BlockDescription | None = None
+        for key, block in zip(keys, blocks, strict=True):
+            if block is None or key in announced:
                 continue
-            block = described.get(index) or self.known.get(key)
-            if block is None:
-                continue
-            self._announced.add(key)
-            group, block_hash = group_of(key), block.block_hash or _hash(key)
-            if block.block_hash:
+            announced.add(key)
+            block_hash = block.block_hash
+            if block_hash:
                 self._hashes[key] = block_hash
-            if not runs or not runs[-1].goes_on_with(group, block):
+            else:
+                block_hash = key[GROUP_BYTES:]
+            is_next = block.parent == last_hash and key[:GROUP_BYTES] == group
+            if last is None or not is_next or len(block.tokens) != len(last.tokens) or block[4:] != last[4:]:
+                group = key[:GROUP_BYTES]
                 runs.append(_Run(group, [], []))
             runs[-1].blocks.append(block)
             runs[-1].hashes.append(block_hash)
+            last, last_hash = block, block_hash
         return [self._stored_event(run) for run in runs]
 
     def _stored_event(self, run: _Run) -> Any:
-        external, kind, first = self._vocabulary.external_hash, self._kinds[run.group], run.blocks[0]
+        group, external, first = group_of(run.group), self._vocabulary.external_hash, run.blocks[0]
+        kind = self._kinds[group]
         tokens = array("I", b"".join([block.tokens for block in run.blocks])).tolist()
         fields = {
             "block_hashes": [external(block_hash) for block_hash in run.hashes],
@@ -364,8 +372,8 @@ class EventFeed:
             "lora_name": first.lora_name,
             "medium": MEDIUM,
             "locality": LOCALITY,
-            "extra_keys": [unpacked(block.extra_keys) for block in run.blocks],
-            "group_idx": run.group,
+            "extra_keys": [unpacked(extra) if (extra := block.extra_keys) else None for block in run.blocks],
+            "group_idx": group,
             "kv_cache_spec_kind": kind.name,
             "kv_cache_spec_sliding_window": kind.sliding_window,
             "session_id": first.session_id,
@@ -379,24 +387,18 @@ class EventFeed:
 
     def _removed_events(self, keys: Sequence[bytes]) -> list[Any]:
         """One event for each run of blocks of one group."""
-        external, shared = self._vocabulary.external_hash, {"medium": MEDIUM, "locality": LOCALITY}
-
-        def block_hash(key: bytes) -> Any:
-            return external(self._hashes.pop(key, _hash(key)))
-
-        return [
-            self._removed({"block_hashes": [block_hash(key) for key in run], "group_idx": group, **shared})
-            for group, run in groupby(keys, group_of)
-        ]
+        external, hashes = self._vocabulary.external_hash, self._hashes
+        events: list[Any] = []
+        for group, run in groupby(keys, _GROUP):
+            removed = [external(hashes.pop(key, key[GROUP_BYTES:])) for key in run]
+            fields = {"block_hashes": removed, "group_idx": group_of(group), "medium": MEDIUM, "locality": LOCALITY}
+            events.append(self._removed(fields))
+        return events
 
 
 def _known_fields(event: Callable[..., Any]) -> Callable[[Mapping[str, Any]], Any]:
     known = set(inspect.signature(event).parameters)
     return lambda fields: event(**{name: value for name, value in fields.items() if name in known})
-
-
-def _hash(key: bytes) -> bytes:
-    return key[GROUP_BYTES:]
 
 
 def _kinds(specs: Sequence[Any]) -> list[GroupKind]:

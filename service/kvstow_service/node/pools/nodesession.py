@@ -420,7 +420,7 @@ class NodeSession(MemoryHolder):
         return StoreBegun(op_id, accepted, slots, tuple(grant.unplaced), grant.outcomes, room, incomplete)
 
     def describe_store(self, call: DescribeStore) -> None:
-        self.control.describe_store(call.op_id, call.blocks)
+        self.control.describe_store(call.op_id, call.numbers, call.blocks)
 
     def _incomplete(self) -> tuple[int, ...]:
         """Take the requests that lack blocks, as far as the engine has not been told yet."""

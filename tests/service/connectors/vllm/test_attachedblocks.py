@@ -14,7 +14,7 @@ from kvstow.attach.calls import EventPage
 from kvstow.attach.connection import Answer
 from kvstow.config import EngineConfig
 from kvstow.control.attachedsession import AttachedSession
-from kvstow.descriptions import BlockDescription
+from kvstow.descriptions import DescribedBlocks
 from kvstow.keys import make_key
 from kvstow.messages import Completion, RankReport
 from kvstow_service.connectors.engine_core import kvevents
@@ -138,8 +138,8 @@ def store_elsewhere(service: SlowService, session: AttachedSession, *numbers: in
     op = session.begin_store(keys_of(*numbers), range(len(numbers))).op
     assert op is not None
     if described:
-        blocks = [(at, BlockDescription(bytes([number, 0, 0, 0] * 2))) for at, number in enumerate(numbers)]
-        session.describe_store(op.op_id, blocks)
+        tokens = [bytes([number, 0, 0, 0] * 2) for number in numbers]
+        session.describe_store(op.op_id, range(len(numbers)), DescribedBlocks(tuple(tokens)))
     session.complete(0, "boot", [Completion(op.op_id, "done")])
 
 

@@ -33,7 +33,6 @@ from kvstow.attach.channel import HEADER_BYTES, MAX_HELLO_BYTES, Channel, Frame,
 from kvstow.attach.connection import AttachConnection
 from kvstow.attach.hello import Hello, Refused
 from kvstow.attach.wire import Kind, Message
-from kvstow.descriptions import BlockDescription
 from kvstow.errors import DisconnectedError
 from kvstow.messages import Completion
 from kvstow_service.node.attach import clients
@@ -178,7 +177,7 @@ def test_valid_frames_that_were_changed_a_little(node: Node, honest: Honest) -> 
     frames = [
         (Kind.LOOKUP, Lookup(KEYS).pack()),
         (Kind.BEGIN_STORE, BeginStore(KEYS, "r").pack()),
-        (Kind.DESCRIBE_STORE, DescribeStore(1, ((0, BlockDescription(b"tell")),)).pack()),
+        (Kind.DESCRIBE_STORE, DescribeStore(1, (0,), (b"tell",)).pack()),
         (Kind.BEGIN_LOAD, BeginLoad(1, 0, 1, "r").pack()),
         (Kind.COMPLETIONS, Completions(0, "boot", (Completion(1, "done"),)).pack()),
         (Kind.RELEASE, Release((1, 2)).pack()),

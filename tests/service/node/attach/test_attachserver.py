@@ -49,7 +49,7 @@ from kvstow.attach.channel import MAX_UNSENT_BYTES, Channel
 from kvstow.attach.connection import AttachConnection
 from kvstow.attach.hello import Refused
 from kvstow.attach.wire import MOST_STORED, Kind, Message
-from kvstow.descriptions import BlockDescription
+from kvstow.descriptions import DescribedBlocks
 from kvstow.errors import AttachRefusedError, CallFailedError, DisconnectedError
 from kvstow.messages import Completion, RankReport
 from kvstow_service.node.attach import attachserver
@@ -98,8 +98,8 @@ def test_a_scheduler_half_is_welcomed_with_all_that_the_host_says(node: Node) ->
 def test_calls_without_an_answer_reach_the_host_in_order(node: Node) -> None:
     scheduler = node.attach()
     begun = ask(scheduler, BeginStore(KEYS), StoreBegun)
-    block = BlockDescription(b"tell")
-    scheduler.send(DescribeStore(begun.op_id, ((1, block),)))
+    block = DescribedBlocks((b"tell",))
+    scheduler.send(DescribeStore(begun.op_id, (1,), *block))
     for rank in range(2):
         scheduler.send(Completions(rank, "boot", (Completion(begun.op_id, "done"),)))
     found = ask(scheduler, Lookup(KEYS), Found)
@@ -111,7 +111,7 @@ def test_calls_without_an_answer_reach_the_host_in_order(node: Node) -> None:
         ask(scheduler, BeginLoad(found.lease_id, 0, 1), LoadBegun)
     assert caught.value.service_code == "lease_invalid"
     assert ask(scheduler, Reset(), ResetDone) == ResetDone("model-99")
-    assert node.events("described") == [("described", begun.op_id, ((1, block),))]
+    assert node.events("described") == [("described", begun.op_id, (1,), block)]
     assert node.events("admitted") == [("admitted", 8, 3)]
     assert node.events("ended") == [("ended", 3, "abort")]
     assert node.host.queried == 8
