@@ -1,19 +1,20 @@
 """A fleet of coding agents against `vllm serve`: what they gain with KVStow, and with other connectors.
 
-    python3 -m bench.vllm agentx [--trace FILE] [--shape 8b] [--concurrency 6 12 24] [--scale 4] [--gpu-blocks 12500]
+    python3 -m bench.vllm agentx [--trace FILE] [--shape 8b] [--concurrency 32] [--scale 4] [--gpu-blocks 12500]
         [--connectors none kvstow simple offloading] [--pool 80] [--warm 8] [--seconds 20] [--within 560]
         [--resume DIR] [--out DIR]
     python3 -m bench.vllm agentx --table DIR
 
 The agents are contexts of a trace that `kvstow trace import` has made. Prompts, answers and pauses are divided by
 `--scale`, so that minutes are enough, and the GPU's cache is made smaller. Each of so many agents sends the requests of
-a context one after the other, over HTTP with streaming, pauses between them as in the trace, and then takes another
-context. It begins the first one in the middle. No hints are given. After `--warm` seconds, the requests that end within
-`--seconds` are counted.
+a context one after the other, over HTTP with streaming, each after the pause that precedes it in the trace, and then
+takes another context. It begins the first one in the middle. No hints are given. After `--warm` seconds, the requests
+that end within `--seconds` are counted.
 
 A row is a connector and a number of agents. A server serves all numbers in turn, each with other tokens, so that
-nothing is found of the one before. Rows in `agentx*.jsonl` of `--resume` are not measured again, and no server starts
-that would not end `--within` so many seconds.
+nothing is found of the one before. All four connectors with one number of agents fit into ten minutes. No row begins
+that would not end `--within` so many seconds, judged by the slowest one before it. What is left is measured by the same
+command with `--resume`: it does not measure the rows in the `agentx*.jsonl` of that folder again.
 
 "GPU seconds saved, as measured" compares the requests with those of the rows without a connector. The time to compute a
 prompt's tokens that were not found is read off a curve, which each server measures first with single prompts of several
@@ -34,7 +35,7 @@ import sys
 import tempfile
 import time
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
@@ -222,6 +223,22 @@ async def _measure_curve(server: Server, lengths: Sequence[int], vocabulary: int
     return curve
 
 
+def turns_of(number: int, agents: int, contexts: Sequence[list[Turn]]) -> Iterator[tuple[int, Turn]]:
+    """The turns of agent `number` of so many, without an end. Each comes with the number of times that the agents have
+    been through all contexts, because a context that is repeated has other tokens. The agent begins its first context
+    in the middle, at once."""
+    skipped = random.Random(f"agent {number}").random()
+    first = contexts[number % len(contexts)]
+    begun = int(skipped * (len(first) - 1))
+    yield number // len(contexts), first[begun]._replace(pause=0.0)
+    for turn in first[begun + 1 :]:
+        yield number // len(contexts), turn
+    for at in count(number + agents, agents):
+        lap, place = divmod(at, len(contexts))
+        for turn in contexts[place]:
+            yield lap, turn
+
+
 async def _run_agents(
     server: Server, fleet: Fleet, agents: int, warm: float, seconds: float, pool_port: int | None
 ) -> tuple[list[Answer], float | None, list[str]]:
@@ -232,18 +249,13 @@ async def _run_agents(
     contexts = random.Random("order").sample(fleet.contexts, len(fleet.contexts))
 
     async def agent(number: int) -> None:
-        skipped = random.Random(f"agent {number}").random()
-        for at in count(number, agents):
-            lap, place = divmod(at, len(contexts))
-            turns = contexts[place]
-            for turn in turns[int(skipped * (len(turns) - 1)) :]:
-                try:
-                    answers.append(await server.ask(fleet.prompt(f"{salt} {lap}", turn), turn.answer))
-                except (httpx.HTTPError, MeasurementError) as error:
-                    errors.append(f"{type(error).__name__}: {error}")
-                    return
-                await asyncio.sleep(turn.pause)
-            skipped = 0.0
+        for lap, turn in turns_of(number, agents, contexts):
+            await asyncio.sleep(turn.pause)
+            try:
+                answers.append(await server.ask(fleet.prompt(f"{salt} {lap}", turn), turn.answer))
+            except (httpx.HTTPError, MeasurementError) as error:
+                errors.append(f"{type(error).__name__}: {error}")
+                return
 
     async def saved_meanwhile() -> float | None:
         if pool_port is None:
@@ -358,9 +370,30 @@ def _line(row: Mapping[str, Any], plain: Mapping[str, Any] | None) -> list[str]:
     ]
 
 
+class Lease:
+    """The time in which rows are measured."""
+
+    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._ends = clock() + seconds
+        self._began = clock()
+        self._longest: dict[bool, float] = {}
+        """How long the slowest row has taken, with and without the start of its server."""
+
+    def begin(self, *, starts: bool) -> bool:
+        """Begin a row, with or without the start of a server. Returns False if it would not end in time, as far as the
+        rows before it tell."""
+        self._began = self._clock()
+        return self._began + self._longest.get(starts, 0.0) <= self._ends
+
+    def end(self, *, starts: bool) -> None:
+        self._longest[starts] = max(self._longest.get(starts, 0.0), self._clock() - self._began)
+
+
 def _measure(
-    setup: Setup, fleet: Fleet, options: argparse.Namespace, agents: Sequence[int], log: Path
+    setup: Setup, fleet: Fleet, options: argparse.Namespace, agents: Sequence[int], log: Path, lease: Lease
 ) -> Iterator[Served]:
+    """Serve as many of these numbers of agents as the lease has time for. It has begun with the first one."""
     with _serving(setup, log) as (port, pool_port, start):
 
         async def all_of(number: int, curve: list[tuple[int, float]]) -> Served:
@@ -389,7 +422,10 @@ def _measure(
 
         curve: list[tuple[int, float]] = []
         for number in agents:
+            if curve and not lease.begin(starts=False):
+                return
             served = asyncio.run(all_of(number, curve))
+            lease.end(starts=not curve)
             curve = served.curve
             _tokens_of.cache_clear()
             yield served
@@ -403,7 +439,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
     before = read_rows("agentx", options.resume)
     known = {(row["connector"], row["agents"]) for row in before}
-    results, began, longest = open_results("agentx", options), time.monotonic(), 0.0
+    results, lease = open_results("agentx", options), Lease(options.within)
     shape = shape_of(options)
     most = 2048 if options.tiny else options.longest
     fleet = make_fleet(read_trace(str(options.trace)), options.scale, most, shape.vocabulary)
@@ -415,17 +451,16 @@ def main(argv: Sequence[str]) -> int:
         for connector in options.connectors:
             name = name_of(connector)
             agents = [number for number in options.concurrency if (name, number) not in known]
-            if not agents or time.monotonic() - began + longest > options.within:
-                results.add("left", connector=name, agents=agents)
-                continue
-            at = time.monotonic()
             try:
-                setup = replace(plain, connector=connector, node=nodes.of(connector))
-                for served in _measure(setup, fleet, options, agents, folder / "log"):
-                    results.add("agentx", connector=name, **asdict(served))
+                if agents and lease.begin(starts=True):
+                    setup = replace(plain, connector=connector, node=nodes.of(connector))
+                    for served in _measure(setup, fleet, options, tuple(agents), folder / "log", lease):
+                        results.add("agentx", connector=name, **asdict(served))
+                        agents.remove(served.agents)
             except (MeasurementError, TimeoutError, OSError) as error:
                 results.add("failed", connector=name, error=str(error)[-2500:])
-            longest = max(longest, time.monotonic() - at)
+            if agents:
+                results.add("left", connector=name, agents=agents)
     for table in tables([*before, *rows_of("agentx", results.path)]):
         results.show(table)
     return 0
@@ -434,7 +469,7 @@ def main(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = make_parser("agentx", __doc__, shape=True)
     parser.add_argument("--trace", type=Path, default=TRACE, help="default: the trace of `bench agents`")
-    parser.add_argument("--concurrency", type=int, nargs="+", default=[6, 12, 24], metavar="AGENTS")
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[32], metavar="AGENTS")
     parser.add_argument("--scale", type=int, default=4, help="divides tokens and pauses; default: %(default)s")
     parser.add_argument("--longest", type=int, default=60_000, help="tokens of a prompt; default: %(default)s")
     parser.add_argument("--gpu-blocks", type=int, default=12_500, help="the GPU's cache; default: %(default)s")
