@@ -53,10 +53,10 @@ PUBLISH_VENV := .venv-publish
 PLAIN := -n 2 --dist loadfile -m "not gpu and not vllm and not jax and not tpu and not deploy and not image and not browser and not tier"
 
 .DEFAULT_GOAL := help
-.PHONY: help venv venv-vllm demo test cover soak test-vllm cover-vllm test-jax test-tpu test-tier test-deploy test-image chromium test-browser pictures docs release locks new-vllm test-newest hooks lint fmt bench clean
+.PHONY: help venv venv-vllm demo test cover soak test-vllm test-vllm-older cover-vllm test-jax test-tpu test-tier test-deploy test-image chromium test-browser pictures docs release locks new-vllm test-newest hooks lint fmt bench clean
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 # Stamp files: a second run installs nothing, and a change of the lock installs again.
 $(VENV)/.python:
@@ -157,6 +157,11 @@ soak: $(VENV)/.dev $(VLLM_VENV)-$(VLLM_NEWEST)/.vllm $(JAX_VENV)/.test ## Run th
 
 test-vllm: $(VLLM_ALL) ## Run the tests of the connector in a real vLLM, on the CPU
 	$(VLLM_PYTEST) $(RESULTS) -m "vllm and not tier" -n 2 --dist loadfile --no-loadscope-reorder tests/vllm
+
+# An environment without a result of its own says nothing on the page: an engine of each version is asked for each feature.
+test-vllm-older: $(VLLM_ALL) ## Run the tests of the features in docs/compatibility.md with older versions of vLLM, too
+	$(foreach environment,$(VLLM_VENV) $(VLLM_OTHERS:%=$(VLLM_VENV)-%),HF_HUB_OFFLINE=1 $(environment)/bin/python -m pytest -W default \
+		-p tests.results --results build/results/$@$(environment).json -m "vllm and not tier" -n 2 --dist loadfile --features tests/vllm &&) true
 
 cover-vllm: $(VLLM_ALL) ## Run the tests of `make test-vllm` once more and report what they reach of the connector
 	$(VLLM_PYTEST) -m "vllm and not tier" -n 2 --dist loadfile --no-loadscope-reorder tests/vllm \

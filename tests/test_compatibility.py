@@ -78,10 +78,31 @@ def test_a_run_replaces_what_was_known_of_its_tests(run: Path) -> None:
 def test_a_cell_says_when_it_ran_and_what_fails(run: Path) -> None:
     record: dict[Environment, dict[str, Outcome]] = {}
     add(record, run)
-    text = page(record)
-    assert "| latent attention (MLA), two ranks |  | run 2030-12-31, 1 test |" in text
-    assert "| images |  | **fails**: test_images.py::test_b |" in text
-    assert "| LoRA adapters |  | not run yet |" in text
+    older = {
+        "test_latentattention.py::test_a": Outcome("passed", "2030-12-30"),
+        "test_contract.py::test_the_installed_vllm_fits": Outcome("passed", "2030-12-29"),
+    }
+    record[Environment("0.32.0", "3.12")] = older
+    _, _, attached = page(record).partition("attached to a node service")
+    assert "|  | 0.33.0 | 0.32.0 | 0.31.0 | 0.30.0 |" in attached
+    unknown = "not read yet | not read yet"
+    assert (
+        f"| latent attention (MLA), two ranks | run 2030-12-31, 1 test | run 2030-12-30, 1 test | {unknown} |"
+        in attached
+    )
+    assert f"| images | **fails**: test_images.py::test_b | read 2030-12-29 | {unknown} |" in attached
+    assert f"| LoRA adapters | not run yet | read 2030-12-29 | {unknown} |" in attached
+    fails = "**fails**: test_versions.py::test_e[0.30.0]"
+    assert f"| full attention, eager | {fails} | read 2030-12-29 | run 2030-12-31, 1 test | {fails} |" in attached
+    assert "Python 3.13, which KVStow allows" in page(record)
+
+
+def test_a_failure_with_one_python_is_not_hidden_by_another() -> None:
+    record = {
+        Environment("0.33.0", python): {"test_images.py::test_b": Outcome(result, "2030-12-31")}
+        for python, result in (("3.11", "passed"), ("3.12", "failed"), ("3.13", "passed"))
+    }
+    assert "| images | **fails**: test_images.py::test_b |" in page(record)
 
 
 def test_results_of_pytest_are_kept(tmp_path: Path) -> None:

@@ -8,8 +8,22 @@ import pytest
 from tests.vllm.engines import Reference
 from tests.vllm.models import write_model
 
-# Where there is no vLLM, nothing here can even be imported.
-collect_ignore_glob = [] if find_spec("vllm") else ["*.py", "*/*.py"]
+NEWEST_ONLY = [
+    *("test_attachidentity.py", "test_connector.py", "test_parity.py", "test_scheduling*.py", "test_sharing.py"),
+    "test_streamedinput.py",
+]
+"""Files that drive the scheduler of the newest vLLM, without a model (`harness`)."""
+
+
+def _ignored() -> list[str]:
+    """What cannot even be imported."""
+    vllm = find_spec("vllm")
+    if vllm is None or vllm.origin is None:
+        return ["*.py", "*/*.py"]
+    return [] if (Path(vllm.origin).parent / "v1/core/kv_cache_planning.py").is_file() else NEWEST_ONLY
+
+
+collect_ignore_glob = _ignored()
 
 
 SLOWEST = (
@@ -25,8 +39,17 @@ SLOWEST = (
 )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--features", action="store_true", help="run only what docs/compatibility.md has a row for")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The slowest files come first, so that of several processes none ends long after the others."""
+    if config.getoption("--features", default=False):
+        from bench.compatibility import VERSIONS, is_of_feature
+
+        names = {item.nodeid.removeprefix("tests/vllm/"): item for item in items}
+        items[:] = [item for name, item in names.items() if is_of_feature(name) and not name.startswith(VERSIONS)]
     ranks = {name: rank for rank, name in enumerate(SLOWEST)}
     items.sort(key=lambda item: ranks.get(item.path.stem, len(ranks)))
 
