@@ -36,12 +36,13 @@ USED_ONCE = 1
 """The past of a block that was used once."""
 MOST_USES = 5
 """A block that was used more often counts as used this often, so that a chain falls into fewer parts."""
-_PAUSES = (8.0, 64.0, 512.0)
-"""The bounds between the four lengths of a pause that are distinguished, in seconds."""
+_PAUSES = tuple(2.0**power for power in range(1, 10))
+"""The bounds between the ten lengths of a pause that are distinguished, in seconds. With three bounds, 0.2 to 0.7
+points less of the agents' trace hit at 1,000 and 2,000 slots. With twenty, no more hit."""
 _NUM_PAUSES = len(_PAUSES) + 1
 _USES = 8
 """A past is one byte: how often the block was used, plus this constant times the number of the length of the pause
-before the last use, from 0 to 3."""
+before the last use, from 0 to 9."""
 _LEVEL_OF_USES = (0, 0, 1, 1, 1, 2, 2, 2)
 """The level of each number of uses: 0 for at most one use, 1 for two to four, 2 for more."""
 _NUM_LEVELS = _LEVEL_OF_USES[-1] + 1
@@ -60,10 +61,11 @@ _BOUNDS = list(UPPER)
 _PRIOR_WEIGHT = 10.0
 """The hazard of all running blocks, or of all ended ones, counts as this many observations in the hazard of the blocks
 of one state and level of uses. `_PRIOR_HAZARD` has the same weight in that hazard of all."""
-_LEVEL_WEIGHT = 30.0
+_LEVEL_WEIGHT = 300.0
 """The hazard of the blocks of one state and level of uses counts as this many observations in the hazard of a class.
 Without it, each length of a pause would be learned on its own, even if it seldom occurs: on the synthetic trace of
-3,993 requests, that cost 1.1 points at 16,000 slots."""
+3,993 requests, that cost 1.1 points at 16,000 slots. With 30 instead of 300, 0.2 to 0.5 points less of that trace hit,
+and 0.25 points less of the agents' trace at 2,000 slots."""
 _PRIOR_HAZARD = 0.02
 """The hazard of each bin before the pool has learned anything."""
 _HALF_LIFE = 20_000
@@ -294,7 +296,7 @@ _RESUME_PRIORS = _resume_priors()
 
 
 def compute(seen: Observations) -> Places:
-    """Return the places that follow from what was observed. Takes 0.3 ms for 25 rows, but needs no lock.
+    """Return the places that follow from what was observed. Takes about 11 us for each changed row, but needs no lock.
 
     A class of which little is known has about the hazard of all blocks in the same state and level of uses. If little
     is known of these either, they have about the hazard of all running blocks, or of all ended ones, and around an
