@@ -243,7 +243,7 @@ class _Batch(NamedTuple):
     slots: Sequence[int]
 
 
-class Selection(NamedTuple):
+class KeySelection(NamedTuple):
     """The keys of a store, divided into those that need a slot and those that are present. `fresh`: the indices of the
     keys that need one. `hashes`: the hashes of these keys, with which `PendingStores.start` saves computing them again.
     `present`: the slots of the keys that are present, as runs."""
@@ -294,7 +294,7 @@ class PendingStores:
 
     def start(self, keys: Sequence[bytes], slots: Sequence[int], hashes: Hashes, *, apart: bool = False) -> None:
         """Note that a store begins to write these keys, which are neither visible nor being stored, to the slots.
-        `hashes`: those of the keys; see `Selection`. `apart`: the slots may end in any order, as if each was given
+        `hashes`: those of the keys; see `KeySelection`. `apart`: the slots may end in any order, as if each was given
         alone."""
         if slots:
             self._key_map.link(hashes, slots)
@@ -395,7 +395,7 @@ class Namespace:
     def is_empty(self) -> bool:
         return not self.keys and not self.pending_stores
 
-    def select(self, keys: Sequence[bytes], outcomes: dict[str, int]) -> Selection:
+    def select(self, keys: Sequence[bytes], outcomes: dict[str, int]) -> KeySelection:
         """Return which of the keys need a slot. Counts the others in `outcomes`, by reason."""
         present = self.keys.leading_runs(keys)
         known, rest = 0, keys  # usually none or all of the keys are present
@@ -405,7 +405,7 @@ class Namespace:
         hashes = self.keys.hashes_of(rest)
         numbers = self.keys.find_all(rest, hashes)
         if numbers.count(None) == len(rest) and len(set(rest)) == len(rest):
-            return Selection(list(range(known, len(keys))), hashes, present)
+            return KeySelection(list(range(known, len(keys))), hashes, present)
         fresh: list[int] = []
         scattered: list[int] = []
         taken: set[bytes] = set()
@@ -422,7 +422,7 @@ class Namespace:
                 fresh.append(i)
                 continue
             outcomes[reason] = outcomes.get(reason, 0) + 1
-        return Selection(fresh, hashes[[i - known for i in fresh]], [*present, scattered])
+        return KeySelection(fresh, hashes[[i - known for i in fresh]], [*present, scattered])
 
     def publish(self, slots: Sequence[int]) -> tuple[tuple[bytes, ...], Sequence[int]]:
         """Make the keys of filled slots visible. The slots are in ascending order. Returns the keys and their slots,

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from pathlib import Path
@@ -111,8 +111,9 @@ class FakeEngine:
         if self._listener.fileno() >= 0:
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
-        if self.channel is not None and self.channel.fileno() >= 0:
-            self.channel._socket.shutdown(socket.SHUT_RDWR)
+        if self.channel is not None:
+            with suppress(OSError):  # the thread may have closed it, because the other end has
+                self.channel._socket.shutdown(socket.SHUT_RDWR)
         self._thread.join(60)
 
 

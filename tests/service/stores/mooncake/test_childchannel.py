@@ -175,12 +175,21 @@ def test_the_other_calls_of_a_process_that_is_killed_end_when_it_is_gone(stage: 
 def test_the_lines_of_the_library_are_in_the_log_and_not_in_the_reason(
     stage: Stage, eventually: Eventually, caplog: pytest.LogCaptureFixture
 ) -> None:
-    stage.prepare = lambda child: setattr(child, "hangs", True)
+    may_start = threading.Event()
+
+    def hang(child: FakeChild) -> None:
+        child.hangs = True
+        if stage.children:  # the next process, which would take the reason away
+            assert may_start.wait(SECONDS)
+
+    stage.prepare = hang
     stage.open()
     with pytest.raises(TierTimeoutError):
         stage.call("b", timeout=0.05).result(SECONDS)
-    assert stage.channel.health().reason.endswith("did not answer for 0.05 s, and was ended")
+    reason = stage.channel.health().reason
     eventually(lambda: "and was ended: I1129 Successfully created client" in caplog.text)
+    may_start.set()
+    assert reason.endswith("did not answer for 0.05 s, and was ended")
 
 
 def test_each_process_gets_all_memory_before_any_call(stage: Stage, eventually: Eventually) -> None:
