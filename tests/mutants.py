@@ -131,6 +131,13 @@ MUTANTS = [
         f"{LEARNED}::test_a_request_with_unknown_blocks_leaves_others_what_it_does_not_use",
     ),
     Mutant(
+        "a_slot_that_comes_back_to_its_part_counts_twice",
+        f"{CONTROL_CODE}/chains.py",
+        "return list(dict.fromkeys([slot for slot in part.slots if owner[slot] is part]))",
+        "return [slot for slot in part.slots if owner[slot] is part]",
+        f"{LEARNED}::test_a_slot_that_comes_back_to_its_part_is_counted_once",
+    ),
+    Mutant(
         "what_another_engine_has_found_is_lent",
         f"{CONTROL_CODE}/chains.py",
         "            if part.is_shared:",

@@ -118,7 +118,8 @@ class ChainPart:
     none either, and are remembered by the number of the part. That number is rough, because `EvictedBlocks` forgets.
 
     `slots`: the slots of the resident blocks in the order of the chain, except the slots that `Chains` has set aside.
-    It may still have slots that belong to another part by now. `absent`: the keys of the expected blocks. It may still
+    It may still have slots that belong to another part by now, and have a slot twice that has come back; see
+    `Chains._own_slots`. `absent`: the keys of the expected blocks. It may still
     have keys that are no longer expected. `by_start`: whether the start of the request decides when the part is
     evicted, even after the request has ended, as with the policy `lru`. `is_shared`: whether requests of several
     engines have used the blocks at the same time. Then a GPU that does not have the blocks may need them.
@@ -471,7 +472,7 @@ class Chains:
     def _split_below(self, part: ChainPart) -> Sequence[ChainPart]:
         """Divide a part whose request ends after the leading blocks that the store below the pool has. They become a
         part of their own, of the class of what was fetched."""
-        own = [slot for slot in part.slots if self._owner[slot] is part]
+        own = self._own_slots(part)
         count = self.below.leading(own)
         part.fetch = _USED if count and count == len(own) and not part.expected else 0
         if not count or part.fetch or part.running is None:
@@ -561,6 +562,12 @@ class Chains:
         part.slots.extend(run)
         part.resident += len(run)
 
+    def _own_slots(self, part: ChainPart) -> list[int]:
+        """Return the slots of the part that are not set aside, each once. O(slots). If a slot has left the part and has
+        come back, `ChainPart.slots` may have it twice."""
+        owner = self._owner
+        return list(dict.fromkeys([slot for slot in part.slots if owner[slot] is part]))
+
     def _leave(self, part: ChainPart, resident: int, evicted: int) -> None:
         """Note that `resident` blocks with a slot have left the part, and `evicted` blocks that may have been among its
         evicted ones. The table of evicted blocks may be out of date, so `evicted` may exceed what the part counts."""
@@ -571,7 +578,7 @@ class Chains:
     def _merge(self, part: ChainPart, other: ChainPart) -> None:
         """Append the blocks of `other` to those of `part`. Neither may have a watch. The evicted blocks of `other` are
         forgotten, but there are hardly ever any."""
-        own = [slot for slot in other.slots if self._owner[slot] is other]
+        own = self._own_slots(other)
         aside = other.resident - len(own)
         for slot in own:
             self._owner[slot] = part
@@ -671,7 +678,7 @@ class Chains:
         """Return the slots whose blocks no other request has used since the request of these watches has ended, except
         the slots that are set aside."""
         parts = [watch.part for watch in watches if watch.part.ended is watch]
-        return [slot for part in parts for slot in part.slots if self._owner[slot] is part]
+        return [slot for part in parts for slot in self._own_slots(part)]
 
     def end_anew(self, watches: Sequence[Watch], state: int, now: float) -> None:
         """Move the blocks of an ended request to another state, in which they wait from now on. Blocks that another
@@ -770,8 +777,7 @@ class Chains:
         if not part.resident:
             del part.slots[:]
         elif len(part.slots) > 2 * part.resident + 64:
-            owner = self._owner
-            part.slots = array("I", [slot for slot in part.slots if owner[slot] is part and slot not in self._aside])
+            part.slots = array("I", [slot for slot in self._own_slots(part) if slot not in self._aside])
         self._settle(part)
 
     def _settle(self, part: ChainPart) -> None:
@@ -1055,9 +1061,7 @@ class Chains:
         else:
             parts = [watch for each in lists for watch in each]
         for watch in parts:
-            for slot in reversed(watch.part.slots):
-                if self._owner[slot] is watch.part:
-                    yield slot
+            yield from reversed(self._own_slots(watch.part))
 
 
 _UNUSED, _USED = 2, 1

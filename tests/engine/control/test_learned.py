@@ -14,7 +14,7 @@ from tests.doubles.rank import FakeRank, make_ranks, store_keys, use_keys
 from tests.engine.control.sharedhost import Host
 
 from kvstow.config import EngineConfig
-from kvstow.control.chains import WatchList
+from kvstow.control.chains import Chains, FoundKeys, WatchList
 from kvstow.control.engine import OffloadEngine
 from kvstow.control.hazards import (
     LOWER,
@@ -28,6 +28,7 @@ from kvstow.control.hazards import (
     used_again,
     uses_of,
 )
+from kvstow.control.slots import RefCounts
 from kvstow.endings import (
     FETCHED,
     NO_ENDING,
@@ -675,6 +676,31 @@ def test_damaged_hazards_are_dropped(change: Callable[[bytes], bytes]) -> None:
     observe(hazards, OTHER, 60.0, 50, returns=True)
     assert not other.load(change(dump(hazards)))
     assert dump(other) == dump(Hazards())
+
+
+# -- parts -------------------------------------------------------------------------------------------------------
+
+
+def test_a_slot_that_comes_back_to_its_part_is_counted_once() -> None:
+    chains = Chains(Hazards(), RefCounts())
+    chains.grow(12)
+    order, keys = chains.make_order(0), make_keys(10)
+    first = chains.begin(order, 0.0)
+    chains.extend(first, FoundKeys([], keys, [None] * 10), 0.0)
+    chains.admit(first, 0.0)
+    chains.publish(order, keys, range(10), 0.0)
+    chains.end(first, OTHER, 1.0)
+    chains.remove(range(5))
+    second = chains.begin(order, 5.0)
+    chains.extend(second, FoundKeys([], keys, [None] * 5 + [*range(5, 10)]), 5.0)
+    chains.admit(second, 5.0)
+    chains.publish(order, keys[:3], range(3), 5.0)
+    chains.publish(order, keys[3:5], [10, 11], 5.0)
+    chains.below.add(range(10))  # so the blocks in the slots 10 and 11 become a part of their own
+    chains.end(second, OTHER, 6.0)
+    visible = {*range(3), *range(5, 12)}
+    assert chains.defects([order], visible, set()) == []
+    assert sorted(chains.slots_of(order)) == sorted(visible)
 
 
 # -- ends --------------------------------------------------------------------------------------------------------
