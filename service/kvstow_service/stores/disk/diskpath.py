@@ -174,7 +174,6 @@ class DiskPath:
         self.counts = PartCounters()
         self.written = WrittenBytes(clock())
         self.budget = None if writes_per_day is None else WriteBudget(writes_per_day, clock())
-        self._writes_per_day = writes_per_day
         self.queue = PathQueue()
         self._corrupt_log = LimitedLog(logger, clock, burst=_CORRUPT_LINES)
         self._namespaces = _Namespaces({})
@@ -673,7 +672,7 @@ class DiskPath:
             read_bytes_per_second=lanes["read"].rate.per_second,
             write_bytes_per_second=lanes["write"].rate.per_second,
             written_bytes_today=self.written.today(now),
-            write_budget_bytes=self._writes_per_day,
+            write_budget_bytes=None if self.budget is None else self.budget.bytes_per_day,
             drive_writes_per_day=(per_day or 0.0) / self._file_system_bytes if has_wear else None,
             stuck_slots=sum(len(done.jobs) for done in overdue),
         )

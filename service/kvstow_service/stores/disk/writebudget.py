@@ -22,6 +22,7 @@ class WriteBudget:
     """
 
     def __init__(self, bytes_per_day: int, now: float) -> None:
+        self.bytes_per_day = bytes_per_day
         self._rate = bytes_per_day / DAY_SECONDS
         self._size = self._rate * _BUCKET_SECONDS
         self._level: dict[str, float] = {}
