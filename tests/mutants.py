@@ -189,6 +189,14 @@ MUTANTS = [
         f"{LEARNED}::test_the_counts_of_pairs_are_halved_as_often_after_a_restart",
     ),
     Mutant(
+        "a_transfer_within_a_step_is_told_with_the_next_request",
+        "service/kvstow_service/connectors/engine_core/metricsexport.py",
+        "(self._was_busy or not _SIZES.isdisjoint(self._observed))",
+        "self._was_busy",
+        "tests/vllm/test_metricsexport.py"
+        "::test_counters_are_read_ten_times_a_second_and_when_the_last_transfer_has_ended",
+    ),
+    Mutant(
         "what_was_learned_is_not_recorded",
         f"{CONTROL_CODE}/pool.py",
         "                    self.journal.write_learned(self.requests.endings.dump() + observed)\n",

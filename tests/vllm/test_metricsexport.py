@@ -64,9 +64,12 @@ class Host:
         self._blocks = 0
 
     def store(self, count: int, seconds: float = 0.5) -> None:
-        op = self.begin_store(count)
-        self.engine.complete(0, self.rank.boot_id, [Completion(op.op_id, "done", None, count * SLOT, seconds)])
-        self.feed.observe("store_size", count * SLOT)
+        self.end(self.begin_store(count), seconds)
+
+    def end(self, op: Op, seconds: float = 0.5) -> None:
+        num_bytes = len(op.slots) * SLOT
+        self.engine.complete(0, self.rank.boot_id, [Completion(op.op_id, "done", None, num_bytes, seconds)])
+        self.feed.observe("store_size", num_bytes)
 
     def begin_store(self, count: int) -> Op:
         keys = list(chain_keys([self._blocks.to_bytes(4)] * count))
@@ -95,15 +98,17 @@ def test_stats_are_sent_once(host: Host) -> None:
 
 def test_counters_are_read_ten_times_a_second_and_when_the_last_transfer_has_ended(host: Host) -> None:
     assert host.take() is not None
-    host.store(1)
     take: Any = host.feed.take_stats
+    first, second = host.begin_store(1), host.begin_store(1)
+    host.end(first)
     assert take() is None, "it is too early"
     host.clock.advance(0.1)
     assert take().data["store_bytes"] == 2 * SLOT
-    op = host.begin_store(1)
-    assert take() is None
-    host.engine.complete(0, host.rank.boot_id, [Completion(op.op_id, "done", None, SLOT, 0.5)])
+    host.end(second)
     assert take().data["store_bytes"] == 2 * SLOT, "vLLM may make no more steps"
+    assert take() is None
+    host.store(1)
+    assert take().data["store_bytes"] == 2 * SLOT, "it has begun and ended since the last call"
     assert take() is None
 
 

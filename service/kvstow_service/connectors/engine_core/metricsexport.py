@@ -14,6 +14,7 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
+from kvstow.stats import DIRECTIONS
 from kvstow_service.connectors.engine_core.offloadmetrics import FAMILY, PREFIX, changes_between, merge
 
 logger = logging.getLogger("kvstow.vllm")
@@ -48,11 +49,16 @@ class KVStowStats(KVConnectorStats):
         return not self.data
 
 
+_SIZES = frozenset(f"{direction}_size" for direction in DIRECTIONS)
+"""The histograms that are observed when a transfer ends."""
+
+
 class StatsFeed:
     """Turns counters into the changes that vLLM asks for, which it does twice a step. Used by the scheduler's thread.
 
     Reading the counters takes 22 us, so they are read ten times a second. They are also read when the last transfer has
-    ended, because vLLM may make no further step after that.
+    ended, because vLLM may make no further step after that. A transfer that begins and ends between two calls is known
+    by its size, which is observed at its end.
     """
 
     def __init__(
@@ -75,7 +81,8 @@ class StatsFeed:
         """The changes since the last reading, or since the engine's start. None if there are none, or if the next
         reading is not due yet."""
         now, is_busy = self._clock(), self._is_busy()
-        has_ended, self._was_busy = self._was_busy and not is_busy, is_busy
+        has_ended = not is_busy and (self._was_busy or not _SIZES.isdisjoint(self._observed))
+        self._was_busy = is_busy
         if now < self._due and not has_ended:
             return None
         self._due = now + _PERIOD
