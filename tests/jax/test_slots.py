@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,7 +12,7 @@ from tests.jax.rank import JaxRank
 
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
-from kvstow.control.namespaces import Namespace
+from kvstow.control.namespaces import KeySelection, Namespace
 from kvstow.control.ops import OpsInFlight
 from kvstow.devices.jax.devicestores import GatheredPiece
 from kvstow.messages import Completion, StepPlan
@@ -98,7 +98,10 @@ def test_a_slot_is_not_rewritten_while_its_last_save_is_queued(make_rank: Callab
 
 
 def duplicates_allocated_twice(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Namespace, "select", lambda namespace, keys, outcomes: (list(range(len(keys))), []))
+    def select_all(namespace: Namespace, keys: Sequence[bytes], outcomes: dict[str, int]) -> KeySelection:
+        return KeySelection(list(range(len(keys))), namespace.keys.hashes_of(keys), [])
+
+    patch.setattr(Namespace, "select", select_all)
 
 
 def saves_end_when_their_blocks_are_read(patch: pytest.MonkeyPatch) -> None:
