@@ -25,8 +25,10 @@ def duration(seconds: float | None) -> str:
     if seconds < 59.95:
         return f"{seconds:.3g} s"
     minutes, left = divmod(round(seconds), 60)
-    whole, rest, units = (minutes, left, "ms") if minutes < 60 else (*divmod(minutes, 60), "hm")
-    return f"{whole}{units[0]}" + (f" {rest}{units[1]}" if rest else "")
+    if minutes < 60:
+        return f"{minutes}m {left}s" if left else f"{minutes}m"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h {minutes}m" if minutes else f"{hours}h"
 
 
 def rate(per_second: float | None) -> str:

@@ -21,7 +21,8 @@
     if (seconds < 0.9995) return `${digits(seconds * 1000, 3)} ms`;
     if (seconds < 59.95) return `${digits(seconds, 3)} s`;
     const minutes = Math.floor(Math.round(seconds) / 60), left = Math.round(seconds) % 60;
-    return minutes < 60 ? `${minutes}m ${left}s` : `${Math.floor(minutes / 60)}h ${minutes % 60}m`;
+    if (minutes < 60) return left ? `${minutes}m ${left}s` : `${minutes}m`;
+    return minutes % 60 ? `${Math.floor(minutes / 60)}h ${minutes % 60}m` : `${Math.floor(minutes / 60)}h`;
   };
   const age = (seconds) => {
     const minutes = Math.floor(seconds / 60);
