@@ -371,6 +371,8 @@ def test_a_repeated_key_counts_once(make_traffic: MakeTraffic) -> None:
     traffic = make_traffic(8)
     keys = make_keys(3)
     store_keys(traffic.engine, traffic.ranks, keys)
+    use_keys(traffic.engine, [keys[0], keys[0]])
+    traffic.engine.check_integrity()
     use_keys(traffic.engine, [keys[0], keys[0], keys[2], keys[0]])
     use_keys(traffic.engine, [*make_keys(2, "new"), *make_keys(2, "new")])
     traffic.engine.check_integrity()
