@@ -201,7 +201,7 @@ def page(record: dict[Environment, dict[str, Outcome]]) -> str:
         _INTRODUCTION.rstrip(),
         "## Versions",
         _grid(("vLLM", "Python", "engines on a CPU", "what KVStow relies on", "on a GPU"), _versions(record)),
-        f"{_pythons(record)}",
+        _pythons(record),
         "## Features, embedded, on a CPU",
         _grid(("", *versions), _features(record, "embedded")),
         "## Features, attached to a node service, on a CPU",

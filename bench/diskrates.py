@@ -185,7 +185,7 @@ def run(folder: Path | None, rounds: int, seconds: float, say: Callable[[str], N
             for writes, bar in ((False, _ALONE), (True, _BESIDE)):
                 pairs = []
                 for number in range(rounds):
-                    if number % 2:  # a disk may be faster for whoever is first, because it allows bursts
+                    if number % 2:  # some disks allow a short burst, which favours the first reader
                         ours, theirs = rates.measure(seconds, writes=writes), _fio(data, seconds, writes=writes)
                     else:
                         theirs, ours = _fio(data, seconds, writes=writes), rates.measure(seconds, writes=writes)

@@ -67,8 +67,8 @@ class DescribedBlocks(NamedTuple):
         return cls(*[() if column.count(default) == len(blocks) else column for column, default in columns])
 
     def columns(self) -> list[Iterable[Any]]:
-        """The columns in the order of the fields of a `BlockDescription`. Those that are empty repeat their default
-        without end."""
+        """Return the columns in the order of the fields of a `BlockDescription`. An empty column becomes an endless
+        iterator over the field's default."""
         return [column or repeat(default) for column, default in zip(self, _DEFAULTS, strict=True)]
 
     def sizes(self) -> list[int]:

@@ -11,8 +11,6 @@ from kvstow_api.texts import counted
 
 _MOST_DRIVE_WRITES = 1.0
 """Data centre drives are rated for this many writes of their whole capacity per day, over five years."""
-
-
 FAULTS_OF_DISKS = ("failed", "in use", "stuck")
 """The states of a disk for which this module has conditions."""
 

@@ -30,9 +30,8 @@ class Evidence(NamedTuple):
     of the host or the pool. `starting` are the ids of new sessions, whose ranks need not have reported yet. For a host,
     `desired` is None, and `kept` and `recent` are empty, because only pools have these samples.
     `certificate_seconds_left` is None if the server does not use TLS. `certificate_is_outdated` says that it cannot use
-    its newer TLS files. `exposed_files` describes the access that other
-    users have to each token file, by the name of its setting, or is None if no token file is set. `unusable_files` says
-    why a token file cannot be used now.
+    its newer TLS files. `exposed_files` describes the access that other users have to each token file, by the name of
+    its setting, or is None if no token file is set. `unusable_files` says why a token file cannot be used now.
 
     If engines attach to the server (`is_node`), `memory`, `namespaces`, `trust_eof` and `user_limits` are those of its
     `Directory`. `rejected` counts the refused connections of the last minutes, by reason. `tier` has no store if none

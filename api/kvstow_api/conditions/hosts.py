@@ -55,7 +55,7 @@ def find_certificate(evidence: Evidence) -> Found:
             f"the new TLS files cannot be used, so the admin server keeps its old certificate, which {end}",
             why,
             "the log (kvstow.tls) says which file is wrong, and why; usually the key is that of another certificate. "
-            "Mend it without a restart, because no server starts with such files",
+            "Correct the files while the server runs, because it would not start with them",
             seconds_left=round(left),
         )
     elif days < CERTIFICATE_DAYS:

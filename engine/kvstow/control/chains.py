@@ -118,11 +118,11 @@ class ChainPart:
     none either, and are remembered by the number of the part. That number is rough, because `EvictedBlocks` forgets.
 
     `slots`: the slots of the resident blocks in the order of the chain, except the slots that `Chains` has set aside.
-    It may still have slots that belong to another part by now, and have a slot twice that has come back; see
-    `Chains._own_slots`. `absent`: the keys of the expected blocks. It may still
-    have keys that are no longer expected. `by_start`: whether the start of the request decides when the part is
-    evicted, even after the request has ended, as with the policy `lru`. `is_shared`: whether requests of several
-    engines have used the blocks at the same time. Then a GPU that does not have the blocks may need them.
+    It may still have slots that belong to another part by now, and may list a slot twice if it has left the part and
+    come back; see `Chains._own_slots`. `absent`: the keys of the expected blocks. It may still have keys that are no
+    longer expected. `by_start`: whether the start of the request decides when the part is evicted, even after the
+    request has ended, as with the policy `lru`. `is_shared`: whether requests of several engines have used the blocks
+    at the same time. Then a GPU that does not have the blocks may need them.
     """
 
     __slots__ = (
@@ -425,7 +425,7 @@ class Chains:
                 self._let_follow(current, by_part[current], key, slot)
         for part, own in by_part.items():
             listed = set(own)
-            rest = [slot for slot in part.slots if slot not in listed and owner[slot] is part]
+            rest = [slot for slot in self._own_slots(part) if slot not in listed]
             part.slots = array("I", [*rest, *[slot for slot in own if slot not in self._aside]])
             self._settle(part)
 

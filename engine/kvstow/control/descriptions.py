@@ -81,8 +81,8 @@ class Descriptions:
         return [(index, BlockDescription(*block[2:])) for index, block in found if block and block[0] != reader]
 
     def _forget_oldest(self) -> None:
-        """Forget descriptions until the rest is within the limit: those of visible blocks first, and of these the
-        oldest of the namespace that has most. O(namespaces) for 256 descriptions."""
+        """Forget descriptions until the rest is within the limit. Visible blocks go first, always the oldest of the
+        namespace with the most descriptions. Each 256 of them cost O(namespaces)."""
         while self._num_bytes > MOST_BYTES and self._blocks:
             tag = max(self._blocks, key=lambda tag: len(self._blocks[tag]))
             self.drop(tag, list(islice(self._blocks[tag], 256)))

@@ -244,9 +244,9 @@ class _Batch(NamedTuple):
 
 
 class KeySelection(NamedTuple):
-    """The keys of a store, divided into those that need a slot and those that are present. `fresh`: the indices of the
-    keys that need one. `hashes`: the hashes of these keys, with which `PendingStores.start` saves computing them again.
-    `present`: the slots of the keys that are present, as runs."""
+    """Which keys of a store need a slot, and which are already present. `fresh`: the indices of the keys that need a
+    slot. `hashes`: the hashes of these keys, so that `PendingStores.start` need not compute them again. `present`: the
+    slots of the keys that are present, as runs."""
 
     fresh: list[int]
     hashes: Hashes

@@ -103,7 +103,7 @@ def pool_of(node: Node) -> TierMemory:
 
 
 def names_are_free(node: Node) -> bool:
-    """Whether engines may attach to pools with the names of those that were deleted."""
+    """Return whether an engine may attach to a new pool that has the name of a deleted one."""
     return not node.host._closing
 
 

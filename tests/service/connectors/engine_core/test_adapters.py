@@ -469,7 +469,7 @@ def test_blocks_that_are_known_by_their_hash_alone_have_the_same_keys(tmp_path: 
 
 
 def known_hashes(host: VllmHost) -> KnownHashes:
-    """The hashes of which the host knows the adapter."""
+    """Return the table in which the host notes the adapter of each hash."""
     known = host.side._gpu.known_hashes
     assert known is not None
     return known
