@@ -351,6 +351,13 @@ MUTANTS = [
         f"{POOL_TIER_TESTS}::test_what_was_written_is_known_to_be_in_the_store",
     ),
     Mutant(
+        "blocks_that_do_not_come_cost_nothing",
+        POOL_TIER,
+        "read.of.even.note_read(len(piece.good), len(piece.bad))",
+        "read.of.even.note_read(len(piece.good), 0)",
+        f"{POOL_TIER_TESTS}::test_a_store_that_brings_nothing_back_is_asked_for_no_more_than_probes",
+    ),
+    Mutant(
         "what_does_not_pay_is_cheap_to_read",
         POOL_TIER,
         " if estimate.pays else 1.0\n",

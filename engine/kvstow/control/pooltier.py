@@ -520,6 +520,8 @@ class PoolTier:
             counters.read_blocks += len(piece.good)
             counters.failed_read_blocks += len(piece.bad)
             counters.saved_seconds += read.worth * len(piece.good)
+            if piece.fate != "cancelled":
+                read.of.even.note_read(len(piece.good), len(piece.bad))
             now = self._pool.clock()
             for wait in read.waits:
                 self._lease(wait, list(part.visible), now)

@@ -15,6 +15,8 @@ one before."""
 PROBE_BLOCKS = 16
 GATE = 0.8
 """Reads begin when they are expected to take less than this share of the time to compute."""
+_RECENT_BLOCKS = 64
+"""About how many of the last blocks that were read say how many of the next ones will come."""
 
 
 class Estimate(NamedTuple):
@@ -30,8 +32,9 @@ class BreakEven:
     """Knows what prompts cost the engines of a namespace, and decides whether reads pay. Not locked.
 
     The store says how long a read would take, with everything that is queued before it. So a store that is fast enough
-    for some requests is used for as many as it can serve, and the others compute. While no read pays, nothing measures
-    the store, so a few blocks are read now and then, for which no request waits.
+    for some requests is used for as many as it can serve, and the others compute. A store that loses blocks saves only
+    the share that comes. While no read pays, nothing measures the store, so a few blocks are read now and then, for
+    which no request waits.
     """
 
     def __init__(self, block_tokens: int | None, clock: Callable[[], float]) -> None:
@@ -41,6 +44,8 @@ class BreakEven:
         self.prefill: PrefillCost | None = None
         """The cost of computing prompts. None until an engine has reported it, and until then every read pays."""
         self.last: Estimate | None = None
+        self._arriving = 1.0
+        """Which share of the blocks that were read lately has come, and was intact."""
         self._probe_at = -inf
         self._probe_pause = FIRST_PROBE_SECONDS
 
@@ -67,19 +72,27 @@ class BreakEven:
         elif seconds is None:
             estimate = Estimate(None, compute, False, "the store has not been measured yet")
         else:
-            pays = seconds < GATE * compute
+            pays = seconds < GATE * compute * self._arriving
             queued = f", {expected.queued_seconds:.3f} s of it in the queue" if expected.queued_seconds else ""
+            lost = "" if self._arriving > 0.99 else f", but only {self._arriving:.0%} of the blocks read lately came"
             estimate = Estimate(
                 seconds,
                 compute,
                 pays,
-                f"{read} blocks take {seconds:.3f} s to read{queued}, and {compute:.3f} s to compute: "
+                f"{read} blocks take {seconds:.3f} s to read{queued}, and {compute:.3f} s to compute{lost}: "
                 f"reading them {'pays' if pays else 'does not pay'}",
             )
         if estimate.pays:
             self._probe_pause = FIRST_PROBE_SECONDS
         self.last = estimate
         return estimate
+
+    def note_read(self, come: int, lost: int) -> None:
+        """Note that of the blocks that were read, `come` have come and `lost` have not. A store that loses what it
+        should have costs the time of its reads and saves nothing."""
+        if come + lost:
+            keep = (1 - 1 / _RECENT_BLOCKS) ** (come + lost)
+            self._arriving = keep * self._arriving + (1 - keep) * come / (come + lost)
 
     def wants_probe(self) -> bool:
         """Whether to measure the store now, by a read of `PROBE_BLOCKS` for which no request waits. Call this when a

@@ -88,6 +88,18 @@ def test_a_block_that_does_not_arrive_is_a_miss_and_costs_no_slot(fate: Fate) ->
     assert tiered.counts["filling"] == 0
 
 
+def test_a_store_that_brings_nothing_back_is_asked_for_no_more_than_probes() -> None:
+    tiered = TieredPool()
+    tiered.store.fate = lambda name: "corrupt"
+    tiered.takes(0.05)  # computing takes 0.1
+    declined = []
+    for _ in range(8):
+        tiered.put(KEYS[:10])
+        assert tiered.fetch(KEYS[:10]) == 0
+        declined.append(tiered.of.counters.declined_requests)
+    assert declined == [0, 0, 0, 1, 2, 3, 4, 5]
+
+
 def test_no_key_is_visible_before_its_bytes_have_arrived() -> None:
     tiered = TieredPool()
     tiered.put(KEYS[:8])

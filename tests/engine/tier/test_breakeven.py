@@ -5,7 +5,7 @@ from tests.doubles.fakes import FakeClock
 
 from kvstow.prefill import PrefillCost
 from kvstow.tier.blockstore import Expectation
-from kvstow.tier.breakeven import FIRST_PROBE_SECONDS, PROBE_SECONDS, BreakEven
+from kvstow.tier.breakeven import FIRST_PROBE_SECONDS, PROBE_BLOCKS, PROBE_SECONDS, BreakEven
 
 TOKENS = 10
 
@@ -52,6 +52,17 @@ def test_the_decision_compares_times_and_counts_what_is_queued(even: BreakEven) 
     assert not estimate.pays
     assert "0.160 s of it in the queue" in estimate.reason
     assert even.decide(takes(0.41), 2, 6).pays, "a few missing blocks make the others useful"
+
+
+def test_a_store_that_loses_what_is_read_does_not_pay_until_probes_bring_blocks_again(even: BreakEven) -> None:
+    assert even.decide(takes(0.1), 5, 5).pays
+    even.note_read(0, 200)
+    estimate = even.decide(takes(0.1), 5, 5)
+    assert not estimate.pays
+    assert "only 4% of the blocks read lately came" in estimate.reason
+    for _ in range(2):
+        even.note_read(PROBE_BLOCKS, 0)
+    assert even.decide(takes(0.1), 5, 5).pays
 
 
 def test_tokens_behind_others_cost_more_to_compute(clock: FakeClock) -> None:
