@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvstow.status import CurveEvidence, CurvePoint, SizeCurve
@@ -136,6 +136,7 @@ ratios = st.lists(st.floats(0, 1), min_size=7, max_size=7)
 
 
 @given(ratios, st.integers(4, 10))
+@example([0.1, 0.2, 0.3, 0.4, 0.41, 0.42, 0.5], 7)
 def test_nothing_is_recommended_for_less_than_the_gain_or_for_more_than_the_loss(
     given_ratios: list[float], known: int
 ) -> None:

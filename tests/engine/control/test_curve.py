@@ -113,7 +113,7 @@ def test_a_sample_of_the_keys_predicts_the_hits(seed: int) -> None:
 
 def test_the_present_size_has_the_figure_of_the_pool_itself() -> None:
     requests = traffic(300, 20)
-    pool = timed_pool(64, most_keys=1024)
+    pool = timed_pool(64, most_keys=400)
     hits = serve(pool, requests)
     curve = curve_of(pool)
     lookups = pool.engine.stats().lookups

@@ -221,7 +221,8 @@ class LoadPolicy:
         return True
 
     def step_ended(self, number: int) -> None:
-        self._waited += self._steps.ended(number, self._look())
+        now = self._look()
+        self._waited += self._steps.ended(number, now)
 
     def finished(self, request_id: str) -> None:
         self._running.discard(request_id)
