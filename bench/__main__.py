@@ -15,6 +15,7 @@ from bench import (
     compatibility,
     control,
     disk,
+    diskfaults,
     diskrates,
     holds,
     policy,
@@ -47,8 +48,11 @@ BENCHMARKS: dict[str, _Run] = {
     "attach": lambda options, say: attach.run(options.repeats, say),
     "tier": lambda options, say: tier.run(options.repeats, say),
     "disk": lambda options, say: disk.run(tuple(disk.CASES), say),
+    "diskfaults": lambda options, say: diskfaults.run(options.repeats, options.seconds, say),
     "diskrates": lambda options, say: diskrates.run(options.folder, options.repeats + 2, options.seconds, say),
 }
+_NAMED_ONLY = {"diskfaults", "diskrates"}
+"""They run only if they are named: the first needs root, and the second fio and 20 GiB on a disk."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -59,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.benchmarks == ["compatibility"]:
         compatibility.main()
         return 0
-    names = options.benchmarks or BENCHMARKS
+    names = options.benchmarks or BENCHMARKS.keys() - _NAMED_ONLY
     if {"control", "trace"} & set(names) and not control.vllm_is_there():
         _say("no .venv-vllm: `make venv-vllm` makes it; KVStow is measured alone")
     for name in (name for name in BENCHMARKS if name in names):
@@ -80,7 +84,8 @@ def _parser() -> argparse.ArgumentParser:
         "benchmarks",
         nargs="*",
         choices=[*BENCHMARKS, "page", "compatibility", []],
-        help="default: all; page: make README.md anew; compatibility: make docs/compatibility.md of build/results",
+        help=f"default: all but {' and '.join(sorted(_NAMED_ONLY))}; page: make README.md anew; "
+        "compatibility: make docs/compatibility.md of build/results",
     )
     parser.add_argument("--repeats", type=int, default=3, help="processes for each figure")
     parser.add_argument("--sizes", type=int, nargs="+", default=control.SIZES, metavar="SLOTS")
@@ -93,7 +98,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--gpu-blocks", type=int, help="agents: the pools are behind a GPU that caches so many blocks")
     parser.add_argument("--no-record", action="store_true", help="print the tables, and keep the recorded results")
     parser.add_argument("--admin-slots", type=int, default=1_000_000)
-    parser.add_argument("--seconds", type=float, default=10.0, help="length of each phase: admin, diskrates")
+    parser.add_argument(
+        "--seconds", type=float, default=10.0, help="length of each phase: admin, diskfaults, diskrates"
+    )
     parser.add_argument("--folder", type=Path, help="diskrates: on the disk; default: the working directory")
     parser.add_argument("--pools", nargs="+", default=["256MiB", "16GiB"], metavar="SIZE")
     return parser

@@ -23,24 +23,26 @@ SECTIONS = {
         *("vllm-verify", "vllm-throughput", "vllm-decode", "vllm-start", "vllm-worth"),
     ),
     "Moving bytes on a GPU": ("gpu-rates", "gpu-submit", "gpu-token", "gpu-layers", "gpu-pinning", "gpu-attach"),
-    "Control plane": ("control", "holds", "trace", "policy", "curve", "retention", "agents", "vllm-agents", "steps"),
-    "Node service and admin server": ("attach", "admin", "startup", "populate"),
-    "Stores below the pools": ("tier", "disk"),
-    "JAX": ("jax-gpu", "jax-cpu", "jax-order"),
+    "Control plane": ("control", "holds", "policy", "curve", "retention", "agents", "vllm-agents", "steps"),
+    "Node service and admin server": ("attach", "admin", "startup"),
+    "Stores below the pools": ("tier", "disk", "diskrates", "diskfaults"),
+    "JAX": ("jax-gpu", "jax-cpu"),
 }
+FILES_ONLY = ("jax-order", "populate", "trace")
+"""Results that the page does not show."""
 _VERDICT = re.compile(r"\b(met|missed)\b")
 _INTRODUCTION = """\
 # Benchmarks
 
 This page shows the newest figures. `python -m bench page` makes it of the files in [results](results), which have \
-all rows; older ones are in git. `make bench` runs what needs no GPU (12 minutes on two cores) and writes the files; \
-`.venv/bin/python -m bench control` runs one benchmark, `--help` lists the options. Programs for GPUs run from a bare \
-checkout: `python3 -m bench.gpu`, `python3 -m bench.vllm`, `python3 -m bench.jax`; what they print is put into the \
-files by hand.
+all rows; older ones are in git. It leaves jax-order, populate and trace to the files. `make bench` runs what needs no \
+GPU (12 minutes on two cores) and writes the files; `.venv/bin/python -m bench control` runs one benchmark, `--help` \
+lists the options. Programs for GPUs run from a bare checkout: `python3 -m bench.gpu`, `python3 -m bench.vllm`, \
+`python3 -m bench.jax`; what they print is put into the files by hand.
 
 The bars are the project's own targets. A figure that misses its bar says so, and its file in [results](results) says \
-why. These are not tests: figures depend on the machine and its other work, so compare only within a table. Comparing \
-with vLLM's BlockPool needs `make venv-vllm` once.
+why. Figures depend on the machine and its load, so compare only within a table. Comparing with vLLM's BlockPool needs \
+`make venv-vllm` once.
 """
 
 
