@@ -38,7 +38,6 @@ import numpy as np
 
 from kvstow.collector import unvisited
 from kvstow.control.evictedblocks import EvictedBlocks
-from kvstow.control.expectedblocks import ExpectedBlocks
 from kvstow.control.hazards import NUM_BINS, UPPER, USED_ONCE, Hazards, bin_of, used_again
 from kvstow.control.keyhashes import hash_keys
 from kvstow.control.slots import RefCounts, SlotKeys, SlotSet, values_at
@@ -61,6 +60,9 @@ _MOST_EXPECTED = 1 << 18
 evicted ones."""
 _EXPECTED_SECONDS = 60.0
 """If a block is not stored within this many seconds of the end of its request, it is remembered like an evicted one."""
+_SHARDS = 64
+"""How many dicts the expected blocks are spread over, so that none is large enough to keep other threads waiting when
+it grows."""
 _MOST_KNOWN = 1 << 15
 """How many parts with evicted blocks are known at most."""
 
@@ -204,6 +206,57 @@ class FoundKeys(NamedTuple):
     slots: Sequence[int | None] = ()
 
 
+class ExpectedBlocks:
+    """The part of each block that has no slot but may be stored soon, because its request runs or has just ended."""
+
+    __slots__ = ("_count", "_shards")
+
+    def __init__(self) -> None:
+        self._shards: list[dict[bytes, ChainPart]] = [{} for _ in range(_SHARDS)]
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def get(self, key: bytes) -> ChainPart | None:
+        return self._shards[hash(key) % _SHARDS].get(key)
+
+    def find(self, keys: Iterable[bytes]) -> list[ChainPart | None]:
+        shards = self._shards
+        return [shards[hash(key) % _SHARDS].get(key) for key in keys]
+
+    def take(self, keys: Iterable[bytes]) -> list[ChainPart | None]:
+        """Return the part of each key, or None, and forget these keys."""
+        shards = self._shards
+        found = [shards[hash(key) % _SHARDS].pop(key, None) for key in keys]
+        missing = found.count(None)
+        self._count -= len(found) - missing
+        if found and not missing and found.count(found[0]) == len(found):  # nearly always
+            found[0].expected -= len(found)  # type: ignore[union-attr]
+        else:
+            for part in found:
+                if part is not None:
+                    part.expected -= 1
+        return found
+
+    def put(self, keys: Sequence[bytes], part: ChainPart) -> None:
+        """Let these keys belong to this part from now on."""
+        shards = self._shards
+        for key in keys:
+            shard = shards[hash(key) % _SHARDS]
+            before = shard.get(key)
+            if before is None:
+                self._count += 1
+            else:
+                before.expected -= 1
+            shard[key] = part
+            part.expected += 1
+
+    def parts(self) -> Iterator[ChainPart]:
+        """Yield the part of each key. O(keys): for integrity checks."""
+        return chain.from_iterable(shard.values() for shard in self._shards)
+
+
 class _Totals:
     """Counts over all namespaces of a pool. `expected`: blocks without a slot that may be stored soon."""
 
@@ -228,15 +281,13 @@ class Order:
         self.is_over = False
         self.lists: dict[int, WatchList] = {}
         """The list of each cell, from the first time that it is needed until it is empty."""
-        self.expected = ExpectedBlocks[ChainPart]()
-        """The part of each block that has no slot but may be stored soon, because its request runs or has just
-        ended."""
+        self.expected = ExpectedBlocks()
         self._bits, self._version = 0, -1
 
     def forget(self) -> None:
         """Note that the namespace is forgotten, because it has neither blocks nor sessions any more."""
         self.totals.expected -= len(self.expected)
-        self.expected, self.is_over = ExpectedBlocks[ChainPart](), True
+        self.expected, self.is_over = ExpectedBlocks(), True
 
     def filled(self, cell: int) -> None:
         """Note that the list of this cell has got its first watch."""
@@ -1038,7 +1089,7 @@ class Chains:
         resident = Counter(part for part in self._owner if part is not None)
         if any(part.resident != count for part, count in resident.items()):
             yield "the count of a part's slots is wrong"
-        expected = Counter(part for order in orders for part in order.expected.owners())
+        expected = Counter(part for order in orders for part in order.expected.parts())
         parts = dict.fromkeys([*resident, *expected])
         if any(part.expected != expected[part] or part.evicted < 0 for part in parts):
             yield "the count of a part's absent blocks is wrong"
