@@ -13,7 +13,6 @@ import httpx
 import msgspec
 import pytest
 from tests.api.conftest import send_report
-from tests.doubles.fakes import FakeClock
 
 from kvstow.attach.calls import Report
 from kvstow.config import EngineConfig
@@ -358,25 +357,6 @@ async def test_the_route_gathers_the_evidence(launch: Any, ranks: Any) -> None:
     body = (await client.get("/v1/doctor")).json()
     assert {one["name"] for one in body["conditions"]} == {"certificate", "huge_pages", "clocks", "bypass"}
     assert set(body["skipped"]) == {"links", "slow_kernel", "thrashing", "token_files", "token_unusable", "pool_size"}
-
-
-@pytest.mark.anyio
-async def test_a_stuck_transfer_is_found(
-    client: httpx.AsyncClient, ranks: Any, keys: list[bytes], clock: FakeClock
-) -> None:
-    ranks.begin_store(keys[:2])
-    clock.advance(60.0)
-    ranks.engine.tick()
-    body = (await client.get("/v1/doctor")).json()
-    assert not body["healthy"]
-    assert "session_stuck" in {one["name"] for one in body["conditions"]}
-
-
-@pytest.mark.anyio
-async def test_a_host_without_measurements_is_examined(client: httpx.AsyncClient, ranks: Any) -> None:
-    body = (await client.get("/v1/doctor")).json()
-    assert body["healthy"]
-    assert "memory_limit" in body["skipped"]
 
 
 @pytest.mark.anyio

@@ -185,26 +185,6 @@ async def test_a_bad_choice_is_refused(client: httpx.AsyncClient, query: str) ->
     assert (await client.get(f"/v1/events?{query}")).status_code == 422
 
 
-def test_the_watch_notes_each_change_once(engine: OffloadEngine, ranks: Any, journal: Journal) -> None:
-    sampler = Sampler(EmbeddedDirectory(engine, 16), journal)
-    for _ in range(2):
-        sampler.tick()
-    engine.admin.drain("all", None)
-    engine.report(ranks.make_report(1, state="degraded", error="no more memory"))
-    for _ in range(2):
-        sampler.tick()
-    told = [(entry.type, entry.data["state"]) for entry in journal.after(0)[0]]
-    assert told == [
-        ("state", "ready"),
-        ("session", "attached"),
-        ("rank", "ready"),
-        ("rank", "ready"),
-        ("state", "draining"),
-        ("rank", "degraded"),
-    ]
-    assert journal.after(0)[0][-1].data["error"] == "no more memory"
-
-
 def test_the_watch_notes_what_the_tier_does(tiered_host: TieredHost, journal: Journal) -> None:
     sampler = Sampler(tiered_host.directory(16), journal)
     number = tiered_host.begin()

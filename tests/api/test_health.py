@@ -135,15 +135,6 @@ async def test_a_stuck_transfer_fails_readyz(
     assert (await client.get("/readyz")).status_code == 200
 
 
-async def test_an_engine_degraded_for_another_reason_fails_the_engine_check(
-    client: httpx.AsyncClient, engine: OffloadEngine, ranks: Any
-) -> None:
-    engine.pool.acceptance.integrity_error = "a slot is in two states"
-    answer = await client.get("/readyz/engine")
-    assert answer.status_code == 503
-    assert "a slot is in two states" in answer.text
-
-
 async def test_excluded_checks_do_not_count(client: httpx.AsyncClient, engine: OffloadEngine, ranks: Any) -> None:
     engine.admin.drain("all", None)
     answer = await client.get("/readyz?verbose&exclude=engine, loop")

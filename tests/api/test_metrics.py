@@ -135,13 +135,12 @@ async def test_only_routes_that_were_requested_have_series(client: httpx.AsyncCl
 
 async def test_unknown_values_have_no_series(launch: Any, ranks: Any) -> None:
     engine = OffloadEngine(EngineConfig(slot_bytes=64, capacity_slots=4))
-    families = await scrape(await launch(directory=EmbeddedDirectory(engine, 4)))
+    client = await launch(directory=EmbeddedDirectory(engine, 4))
+    families = await scrape(client)
     for name in ("query_tokens", "hit_tokens", "miss_tokens", "pin_rate_bytes_per_second"):
         assert families[f"kvstow_{name}"].samples == [], name
-    pool = (await (await launch(directory=EmbeddedDirectory(engine, 4))).get("/v1/pools/host")).json()
-    assert pool["block_tokens"] is None
-    rank = (await (await launch(directory=EmbeddedDirectory(engine, 4))).get("/v1/ranks/0")).json()
-    assert rank["pin_rate_bytes_per_second"] is None
+    assert (await client.get("/v1/pools/host")).json()["block_tokens"] is None
+    assert (await client.get("/v1/ranks/0")).json()["pin_rate_bytes_per_second"] is None
     ranks.report(pin_rate_bytes_per_second=5.0)
     families = await scrape(await launch())
     assert value(families, "kvstow_pin_rate_bytes_per_second", rank="0", pool="host") == 5.0
@@ -191,17 +190,22 @@ async def test_values_are_those_of_the_engine(
     ranks.begin_store(keys[3:5])
     lease = ranks.lease(keys[:1])
     engine.begin_load(engine.acquire([*keys[:2], b"absent"]), [7, 8])
+    engine.acquire([b"absent"])
+    engine.admin.evict(slots=1).run()
     families = await scrape(client)
-    for state, count in {"free": 11, "filling": 2, "cached": 1, "leased": 2, "quarantined": 0}.items():
+    for state, count in {"free": 12, "filling": 2, "cached": 0, "leased": 2, "quarantined": 0}.items():
         assert value(families, "kvstow_pool_blocks", pool="host", state=state) == count
     assert value(families, "kvstow_transfers_total", direction="store", result="ok") == 1
     assert value(families, "kvstow_transfer_bytes_total", direction="store") == 3 * 4096
     assert value(families, "kvstow_transfers_inflight", direction="store") == 1
     assert value(families, "kvstow_transfer_inflight_bytes", direction="load") == 2 * 4096
-    assert value(families, "kvstow_lookups_total", result="partial") == 1
-    assert value(families, "kvstow_query_tokens_total") == 3 * 16
+    for result, count in {"full": 0, "partial": 1, "miss": 1}.items():
+        assert value(families, "kvstow_lookups_total", result=result) == count
+    assert value(families, "kvstow_lookup_duration_seconds_count") == 2
+    assert value(families, "kvstow_evicted_blocks_total", pool="host", reason="operator") == 1
+    assert value(families, "kvstow_query_tokens_total") == 4 * 16
     assert value(families, "kvstow_hit_tokens_total", source="host") == 2 * 16
-    assert value(families, "kvstow_miss_tokens_total", reason="absent") == 16
+    assert value(families, "kvstow_miss_tokens_total", reason="absent") == 2 * 16
     assert value(families, "kvstow_store_blocks_total", outcome="stored") == 3
     assert value(families, "kvstow_leases") == 1
     assert value(families, "kvstow_ready") == 1

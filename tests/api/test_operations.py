@@ -5,7 +5,9 @@ import logging
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 from tests.api.conftest import Eventually
@@ -265,14 +267,12 @@ async def test_a_sweep_whose_thread_cannot_start_is_cancelled(
 async def test_a_sweep_whose_operation_fails_is_cancelled(
     operations: Operations, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    update = Operation._update
-
-    def fail(self: Operation, **changes: object) -> None:
+    def fail(view: OperationView, **changes: Any) -> OperationView:
         if what in changes:
             raise MemoryError
-        update(self, **changes)
+        return replace(view, **changes)
 
-    monkeypatch.setattr(Operation, "_update", fail)
+    monkeypatch.setattr("kvstow_api.operations.replace", fail)
     sweep = FakeSweep(3)
     assert (await ended(run(operations, sweep))).state == "failed"
     assert sweep.cancelled

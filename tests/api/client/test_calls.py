@@ -34,7 +34,6 @@ from kvstow_api.answers import (
     TransfersView,
 )
 from kvstow_api.client import ApiError, Client, ProbeResult, Route, routes
-from kvstow_api.client import client as client_module
 from kvstow_api.routes import clienttable
 
 KEY = "000000000000"
@@ -133,8 +132,17 @@ def test_the_table_of_routes_is_that_of_the_application() -> None:
     assert clienttable.PATH.read_text() == clienttable.table(), "python -m kvstow_api.routes.clienttable"
 
 
-def test_a_name_in_a_path_is_escaped() -> None:
-    assert client_module._filled("/v1/pools/{pool}", {"pool": "a/../b?c"}) == ("/v1/pools/a%2F..%2Fb%3Fc", {})
+def test_a_name_in_a_path_is_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bytes] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append(request.url.raw_path)
+        return httpx.Response(404)
+
+    monkeypatch.setattr(httpx, "HTTPTransport", lambda **given: httpx.MockTransport(answer))
+    with Client("http://127.0.0.1:8000") as client, pytest.raises(ApiError):
+        client.call(routes.get_pool, pool="a/../b?c")
+    assert asked == [b"/v1/pools/a%2F..%2Fb%3Fc"]
 
 
 def test_an_operation_is_followed_to_its_end(kvstow: Client, ranks: Any, keys: list[bytes]) -> None:

@@ -106,20 +106,6 @@ async def test_an_engine_whose_process_is_stopped_is_told_while_it_has_nothing_t
     assert "does not see the processes" in doctor["skipped"]["session_stopped"]
 
 
-async def test_engines_that_are_stuck_or_lost_name_their_pool_in_the_metrics(
-    client: httpx.AsyncClient, node: FakeNode, clock: FakeClock
-) -> None:
-    node.attach(NAMES[0]).begin_store(KEYS)
-    clock.advance(1000.0)
-    node.shared[NAMES[0]].tick()
-    lost = node.attach(NAMES[1])
-    lost.begin_store(KEYS)
-    lost.control.lose("it is gone")
-    text = (await client.get("/metrics")).text
-    for name, pool in (("session_stuck", NAMES[0]), ("session_lost", NAMES[1])):
-        assert f'kvstow_condition{{condition="{name}",model="{MODEL}",pool="{pool}"' in text
-
-
 async def test_the_check_of_the_tier_is_there_although_the_tier_comes_after_the_server(
     client: httpx.AsyncClient, node: FakeNode
 ) -> None:
@@ -192,15 +178,6 @@ async def test_a_user_that_holds_as_much_as_one_may_is_named_with_the_sessions(
     assert one["fix"] == "ask this user to end engines on the node: `ps -u 1001` shows the processes", "this one serves"
     assert one["evidence"] == {"held": 64, "most": 64}
     assert (other["session"], other["what"]) == (None, "engines of uid 1002 hold 8 connections, and may hold 8")
-
-
-async def test_a_pool_of_a_node_grows_with_its_memory(client: httpx.AsyncClient, node: FakeNode) -> None:
-    node.memory_status = MemoryStatus(4, 2)
-    engine = node.attach(NAMES[0])
-    engine.report(pinned_slots=SLOTS // 4)
-    found = {one["name"]: one for one in (await get(client, "/v1/doctor"))["conditions"]}
-    assert {name: one["severity"] for name, one in found.items()} == {"growing": "info", "populating": "info"}
-    assert found["growing"]["what"] == f"pool {NAMES[0]}: the pool is still growing: {SLOTS // 4} of {SLOTS} slots"
 
 
 async def test_populating_tells_its_pace_and_the_time_left(client: httpx.AsyncClient, node: FakeNode) -> None:

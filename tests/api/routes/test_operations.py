@@ -20,13 +20,6 @@ async def test_operations_are_listed_newest_first_and_chosen(client: httpx.Async
     assert (await client.get(f"/v1/operations/{items[0]['id']}")).json() == items[0]
 
 
-async def test_cancelling_what_has_ended_changes_nothing(client: httpx.AsyncClient, ranks: Any) -> None:
-    await client.post("/v1/pools/host/evict", json={"slots": 1})
-    (item,) = (await client.get("/v1/operations")).json()["items"]
-    answer = await client.post(f"/v1/operations/{item['id']}/cancel")
-    assert (answer.status_code, answer.json()) == (200, item)
-
-
 async def test_a_dry_run_can_be_told_from_the_real_thing(client: httpx.AsyncClient, ranks: Any) -> None:
     await client.post("/v1/pools/host/evict", json={"slots": 1, "dry_run": True}, params={"wait": 20})
     await client.post("/v1/pools/host/evict", json={"slots": 1}, params={"wait": 20})
@@ -53,23 +46,3 @@ async def test_operations_come_in_pages(client: httpx.AsyncClient, ranks: Any) -
         token = page["next_page_token"]
     assert seen == everything
     assert (await client.get("/v1/operations?page_token=x")).status_code == 422
-
-
-async def test_an_operation_that_has_ended_is_taken_off_the_list(client: httpx.AsyncClient, ranks: Any) -> None:
-    await client.post("/v1/pools/host/evict", json={"slots": 1}, params={"wait": 20})
-    (item,) = (await client.get("/v1/operations")).json()["items"]
-    assert (await client.delete(f"/v1/operations/{item['id']}")).status_code == 204
-    assert (await client.get("/v1/operations")).json()["items"] == []
-    assert (await client.delete(f"/v1/operations/{item['id']}")).status_code == 404
-
-
-async def test_an_operation_that_runs_stays_and_is_waited_for(
-    client: httpx.AsyncClient, ranks: Any, keys: list[bytes]
-) -> None:
-    ranks.store(keys)
-    lease = ranks.lease(keys)
-    place = (await client.patch("/v1/pools/host", json={"capacity_slots": 1}, params={"wait": 0})).headers["location"]
-    assert (await client.delete(place)).status_code == 409
-    assert (await client.get(place)).json()["state"] == "running"
-    ranks.engine.release_lease(lease)
-    assert (await client.get(place, params={"wait": 20})).json()["state"] == "succeeded"

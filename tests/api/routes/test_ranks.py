@@ -15,26 +15,6 @@ from kvstow.control.engine import OffloadEngine
 
 pytestmark = pytest.mark.anyio
 
-SHAPE = {
-    "rank",
-    "boot_id",
-    "state",
-    "pinned_bytes",
-    "target_bytes",
-    "pin_rate_bytes_per_second",
-    "error",
-    "last_report_age_seconds",
-}
-
-
-async def test_readiness_before_any_report(client: httpx.AsyncClient) -> None:
-    body = (await client.get("/v1/readiness")).json()
-    assert (body["state"], body["usable_slots"], body["capacity_slots"]) == ("starting", 0, 16)
-    assert [rank["rank"] for rank in body["ranks"]] == [0, 1]
-    assert set(body["ranks"][0]) >= SHAPE
-    assert body["ranks"][0]["boot_id"] is None
-    assert body["ranks"][0]["last_report_age_seconds"] is None
-
 
 async def test_readiness_follows_the_reports(client: httpx.AsyncClient, clock: FakeClock, ranks: Any) -> None:
     ranks.report(state="pinning", pinned_slots=4, pin_rate_bytes_per_second=1e9)
