@@ -53,22 +53,6 @@ def test_values_out_of_range_and_contradictions_are_refused(
     assert not engine.admin.bypass.load
 
 
-def test_a_purge_hides_leased_blocks_at_once_and_frees_them_later(make_host: MakeEngine) -> None:
-    engine = make_host()
-    (rank,) = make_ranks(engine)
-    store_keys(engine, [rank], [A])
-    op = engine.begin_load(engine.acquire([A]), [7])
-    assert engine.admin.purge(everything=True).run().evicted_slots == 1
-    assert engine.lookup([A]) == 0
-    assert engine.stats().pool.slots.leased == 1
-    store_keys(engine, [rank], [B, C, D])
-    rank.submit(op)
-    rank.run_all()
-    assert rank.blocks[7] == A, "the slot was not reused under the load"
-    assert engine.stats().pool.slots.free == 1
-    engine.check_integrity()
-
-
 def test_a_purge_reaches_stores_in_flight(make_host: MakeEngine) -> None:
     engine = make_host()
     (rank,) = make_ranks(engine)
@@ -97,20 +81,6 @@ def test_bulk_work_is_done_in_slices_that_release_the_lock(make_host: MakeEngine
     sweep.cancel()
     assert not sweep.step()
     assert (sweep.cancelled, sweep.evicted_slots) == (True, SLICE_SLOTS)
-    engine.check_integrity()
-
-
-def test_shrinking_removes_blocks_before_the_ranks_unpin(make_host: MakeEngine) -> None:
-    engine = make_host(slots=4)
-    (rank,) = make_ranks(engine)
-    store_keys(engine, [rank], [A, B, C])
-    sweep = engine.admin.resize(1)
-    assert rank.report().capacity_slots == 4
-    sweep.run()
-    assert (sweep.finished, sweep.evicted_slots) == (True, 2)
-    assert rank.report().capacity_slots == 1
-    assert (engine.stats().pool.usable_slots, engine.lookup([A, B])) == (1, 1)
-    assert engine.stats().evictions["resize"] == 2
     engine.check_integrity()
 
 

@@ -21,21 +21,6 @@ def observed(snapshot: Histogram) -> dict[float, int]:
     return {bound: count for bound, count in zip(bounds, snapshot.counts, strict=True) if count}
 
 
-def test_lifetime_and_idle_time_of_evicted_blocks_are_observed(make_engine: MakeEngine, clock: FakeClock) -> None:
-    engine = make_engine(slots=61)
-    ranks = make_ranks(engine)
-    store_keys(engine, ranks, keys_of(0, 61))
-    clock.advance(50.0)
-    engine.release_lease(engine.acquire(keys_of(0, 61)))
-    clock.advance(5.0)
-    store_keys(engine, ranks, keys_of(100, 61))
-    stats = engine.stats()
-    assert observed(stats.ages.lifetime) == {60.0: 1}
-    assert stats.ages.lifetime.sum == 55.0
-    assert observed(stats.ages.idle) == {10.0: 1}
-    assert stats.ages.idle.sum == 5.0
-
-
 def test_a_look_up_observes_how_long_its_blocks_were_idle(make_engine: MakeEngine, clock: FakeClock) -> None:
     engine = make_engine(slots=61)
     store_keys(engine, make_ranks(engine), keys_of(0, 61))

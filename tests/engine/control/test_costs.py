@@ -131,46 +131,6 @@ def test_a_store_of_present_blocks_holds_nothing(make_host: MakeEngine, monkeypa
     assert (looked_up, held) == ([], [])
 
 
-@pytest.mark.parametrize("policy", ["lru", "auto"])
-def test_a_request_uses_the_blocks_that_are_present(make_host: MakeEngine, clock: FakeClock, policy: str) -> None:
-    engine = make_host(slots=8, policy=policy)
-    ranks = make_ranks(engine)
-    keys = make_keys(8)
-    store_keys(engine, ranks, keys[:3])
-    store_keys(engine, ranks, keys[3:])
-    clock.advance(5.0)
-    use_keys(engine, [*keys[:3], keys[0]])
-    store_keys(engine, ranks, make_keys(5, "new"))
-    assert engine.contains(keys) == [True] * 3 + [False] * 5
-    view = engine.block(keys[2])
-    assert view is not None
-    assert (view.age_seconds, view.idle_seconds) == (5.0, 0.0)
-    engine.check_integrity()
-
-
-def test_a_store_of_present_blocks_leaves_those_in_use_where_they_are(make_host: MakeEngine) -> None:
-    engine = make_host(slots=4)
-    keys = make_keys(4)
-    fill(engine, keys)
-    lease = engine.acquire(keys[:1])
-    engine.begin_store(keys, range(4))
-    use_keys(engine, keys)
-    engine.check_integrity()
-    counts = engine.stats().pool.slots
-    assert (counts.leased, counts.cached) == (1, 3)
-    engine.release_lease(lease)
-
-
-def test_a_key_that_is_refreshed_twice_is_refreshed_once(make_host: MakeEngine) -> None:
-    engine = make_host(slots=4)
-    keys = make_keys(3)
-    ranks = fill(engine, keys)
-    use_keys(engine, [keys[0], keys[0], keys[2], keys[0]])
-    engine.check_integrity()
-    store_keys(engine, ranks, make_keys(2, "new"))
-    assert engine.contains(keys) == [True, False, True]
-
-
 def test_stuck_transfers_are_marked_one_by_one(
     make_host: MakeEngine,
     clock: FakeClock,

@@ -10,21 +10,11 @@ from tests.doubles.rank import FakeRank, make_ranks, store_keys, write_blocks
 from kvstow.control.engine import OffloadEngine
 from kvstow.errors import InvalidRequestError, LeaseError, NotFoundError
 from kvstow.messages import Completion
-from kvstow.results import Lease, Settled
+from kvstow.results import Settled
 
 MakeEngine = Callable[..., OffloadEngine]
 
 A, B, C, D, E = (bytes([letter]) for letter in b"ABCDE")
-
-
-def load(engine: OffloadEngine, ranks: list[FakeRank], lease: Lease) -> list[bytes | None]:
-    """Load the leased slots into fresh blocks. Returns their contents on the first rank."""
-    blocks = range(500, 500 + len(lease.slots))
-    op = engine.begin_load(lease, blocks)
-    for rank in ranks:
-        rank.submit(op)
-        rank.run_all()
-    return [ranks[0].blocks.get(block) for block in blocks]
 
 
 def test_only_the_leading_run_is_a_hit(make_host: MakeEngine) -> None:
@@ -41,27 +31,6 @@ def test_nothing_is_found_before_every_rank_reported(make_engine: MakeEngine) ->
     assert grant.op is None
     assert grant.outcomes == {"dropped_not_ready": 1}
     assert engine.readiness().state == "starting"
-
-
-def test_a_lease_of_a_miss_is_empty_and_holds_nothing(make_host: MakeEngine) -> None:
-    engine = make_host()
-    make_ranks(engine)
-    lease = engine.acquire([A])
-    assert lease.slots == ()
-    engine.release_lease(lease)
-    assert engine.stats().pool.leases == 0
-
-
-def test_a_slot_is_leased_until_its_last_lease_ends(make_host: MakeEngine) -> None:
-    engine = make_host(slots=1)
-    ranks = make_ranks(engine)
-    store_keys(engine, ranks, [A])
-    first, second = engine.acquire([A]), engine.acquire([A])
-    engine.release_lease(first)
-    engine.release_lease(first)
-    assert engine.begin_store([B], [0]).outcomes == {"dropped_cpu_full": 1}
-    engine.release_lease(second)
-    assert engine.begin_store([B], [0]).op is not None
 
 
 def test_a_lease_of_single_keys_is_all_or_nothing(make_host: MakeEngine) -> None:
@@ -397,30 +366,6 @@ def test_a_stuck_load_keeps_waiting(make_host: MakeEngine, clock: FakeClock) -> 
     ranks[0].run_all()
     assert [settled.mark for settled in engine.take_settled()] == ["done"]
     assert engine.lookup([A]) == 1
-
-
-def test_counters_count_what_happened(make_host: MakeEngine) -> None:
-    engine = make_host(slots=2)
-    ranks = make_ranks(engine)
-    store_keys(engine, ranks, [A, B])
-    store_keys(engine, ranks, [C])
-    load(engine, ranks, engine.acquire([A, B]))
-    engine.release_lease(engine.acquire([A]))
-    engine.acquire([E])
-    stats = engine.stats()
-    assert stats.lookups.results == {"full": 1, "partial": 1, "miss": 1}
-    assert (stats.lookups.query_blocks, stats.lookups.hit_blocks) == (4, 2)
-    assert stats.lookups.miss_blocks["absent"] == 2
-    assert stats.stores["stored"] == 3
-    assert stats.evictions["capacity"] == 1
-    load_stats, store_stats = stats.transfers.load, stats.transfers.store
-    assert (load_stats.ok, load_stats.error, load_stats.bytes) == (1, 0, 64)
-    assert (store_stats.ok, store_stats.error, store_stats.bytes) == (2, 0, 3 * 64)
-    assert sum(stats.transfers.store.seconds.counts) == 2
-    assert sum(stats.lookups.seconds.counts) == 3
-    assert stats.pool.slots.usable == stats.pool.usable_slots == 2
-    assert stats.allocation_failures == 0
-    assert not any(stats.fallbacks.values())
 
 
 def test_events_list_stored_and_removed_blocks(make_host: MakeEngine) -> None:

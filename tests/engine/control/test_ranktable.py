@@ -76,37 +76,6 @@ def test_a_silent_rank_degrades_the_engine_until_it_reports(make_engine: MakeEng
     assert engine.readiness().state == "ready"
 
 
-def test_a_restarted_rank_loses_everything_on_all_ranks(make_engine: MakeEngine) -> None:
-    engine = make_engine(ranks=2)
-    ranks = make_ranks(engine)
-    store_keys(engine, ranks, [A, B])
-    ranks[1].restart(pinned=4)
-    assert engine.lookup([A]) == 0
-    stats = engine.stats()
-    assert (stats.pool.slots.free, stats.faults.rank_restarts, stats.evictions["rank_restart"]) == (4, 1, 2)
-    engine.check_integrity()
-    store_keys(engine, ranks, [A])
-    assert engine.lookup([A]) == 1
-
-
-def test_a_restart_fails_unfinished_ops_of_the_rank_and_keeps_slots_that_others_still_use(
-    make_engine: MakeEngine,
-) -> None:
-    engine = make_engine(ranks=2)
-    ranks = make_ranks(engine)
-    write_blocks(ranks, [0], [A])
-    op = engine.begin_store([A], [0]).op
-    assert op is not None
-    ranks[0].submit(op)
-    ranks[1].restart(pinned=4)
-    assert engine.take_settled() == []
-    assert engine.stats().pool.slots.filling == 1, "rank 0 may still write the slot"
-    ranks[0].run_all()
-    (settled,) = engine.take_settled()
-    assert (settled.mark, settled.error) == ("failed", "rank 1: rank 1 has restarted")
-    assert engine.stats().pool.slots.free == 4
-
-
 def test_a_store_that_a_restarted_rank_had_finished_fails(make_engine: MakeEngine) -> None:
     """Its blocks are offered again."""
     engine = make_engine(ranks=2)
@@ -191,16 +160,6 @@ def test_every_new_desired_state_has_a_larger_number(make_engine: MakeEngine) ->
     assert numbers == sorted(set(numbers))
     engine.admin.resize(2).run()
     assert engine.desired().number == numbers[-1], "nothing changed"
-
-
-def test_slots_that_a_rank_unpins_unasked_are_not_served(make_engine: MakeEngine) -> None:
-    engine = make_engine()
-    (rank,) = make_ranks(engine)
-    store_keys(engine, [rank], [A, B])
-    rank.pin(1)
-    assert engine.contains([A, B]) == [True, False]
-    assert engine.stats().pool.usable_slots == 1
-    engine.check_integrity()
 
 
 KEYS = [bytes([number]) for number in range(12)]
@@ -325,18 +284,6 @@ def test_growth_alone_leaves_the_known_slots_as_they_are(make_engine: MakeEngine
     rank.pin(3)
     engine.admin.resize(4).run()
     assert engine.stats().pool.usable_slots == 3
-
-
-def test_a_rank_that_restarts_in_a_small_pool_counts_no_more_when_it_grows(make_engine: MakeEngine) -> None:
-    engine = make_engine()
-    (rank,) = make_ranks(engine)
-    engine.admin.resize(1).run()
-    rank.report()
-    rank.report()
-    rank.restart(pinned=4)
-    assert rank.pinned == 1, "it has received the state"
-    engine.admin.resize(4).run()
-    assert engine.stats().pool.usable_slots == 1
 
 
 def test_a_first_report_counts_in_full_if_it_has_applied_the_desired_state(make_engine: MakeEngine) -> None:

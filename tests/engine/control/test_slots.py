@@ -15,25 +15,6 @@ def test_free_neighbours_are_allocated_together() -> None:
     assert slots.free == 0
 
 
-def test_a_used_slot_above_the_limit_leaves_when_it_is_deallocated() -> None:
-    slots = SlotMap()
-    slots.set_limit(4)
-    slots.allocate(3)
-    slots.set_limit(1)
-    assert (slots.in_service, slots.free, slots.leaving) == (3, 0, 2)
-    slots.deallocate([0, 2])
-    assert (slots.in_service, slots.free, slots.leaving) == (2, 1, 1)
-
-
-def test_a_used_slot_above_the_limit_stays_if_the_limit_rises_again() -> None:
-    slots = SlotMap()
-    slots.set_limit(3)
-    slots.allocate(3)
-    slots.set_limit(0)
-    slots.set_limit(3)
-    assert (slots.in_service, slots.free, slots.leaving) == (3, 0, 0)
-
-
 @given(st.lists(st.tuples(st.sampled_from(["allocate", "release", "limit"]), st.integers(0, 9))))
 def test_counts_follow_the_slots(steps: list[tuple[str, int]]) -> None:
     slots = SlotMap()
