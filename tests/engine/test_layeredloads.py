@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from tests.doubles.fakes import rests
 
 from kvstow.dataplane import DataPlane
 from kvstow.devices.cpu import CpuDevice
@@ -100,11 +101,12 @@ def test_parts_arrive_in_order_and_the_ops_end_with_the_last_one(rank: Rank, eve
 def test_the_memory_of_the_slots_stays_until_the_last_part_was_read(rank: Rank, eventually: Eventually) -> None:
     load = rank.load(TWO[1])
     rank.pool.set_target(4)
-    eventually(lambda: rank.pool.status().target_slots == 4)
+    eventually(lambda: rests(rank.pool))
+    kept = rank.pool.status().resident_bytes
     load.wait(0)
-    assert rank.pool._held == {10: 1}
+    assert rests(rank.pool)
     load.wait(1)
-    eventually(lambda: not rank.pool._held)
+    eventually(lambda: rank.pool.status().resident_bytes < kept)
     assert rank.block(7) == ({109}, {109})
 
 

@@ -14,6 +14,7 @@ from kvstow.dataplane import DataPlane
 from kvstow.devices.base import TicketState
 from kvstow.devices.cuda import CudaRegistrar, DriverError
 from kvstow.devices.cuda.context import primary_context
+from kvstow.devices.cuda.plan import Split
 from kvstow.errors import CopyError, PinError
 from kvstow.memory.region import HostRegion
 from kvstow.messages import Completion, Op, StepPlan
@@ -148,7 +149,7 @@ def test_a_load_that_cannot_be_planned_holds_up_no_other(make_rank: MakeRank, mo
     worker = DataPlane(0, rank.pool, rank.device)
     try:
         with monkeypatch.context() as patch:
-            patch.setattr(rank.device._split, "direct_copies", _raise_memory_error)
+            patch.setattr(Split, "direct_copies", _raise_memory_error)
             assert _final(worker, Op(1, "load", (0,), (0,))).error == "MemoryError: "
         for op in (Op(2, "store", (1,), (1,)), Op(3, "load", (2,), (1,)), Op(4, "load", (3,), (1,))):
             assert _final(worker, op).mark == "done"

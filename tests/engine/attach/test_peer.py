@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from kvstow.attach import peer
-from kvstow.attach.peer import Peer, peer_of
+from kvstow.attach.peer import Peer, PeerCredentials, peer_of
 from kvstow.errors import AttachRefusedError
 
 
@@ -57,13 +57,24 @@ def readable(fd: int, seconds: float) -> bool:
     return bool(select.select([fd], [], [], seconds)[0])
 
 
-def without_peer_pidfd(connected: socket.socket) -> int:
-    raise OSError(errno.ENOPROTOOPT, "an old kernel")
+SO_PEERPIDFD = 77
+
+
+def refuse_peer_pidfds(patch: pytest.MonkeyPatch, code: int) -> None:
+    """From now on, the kernel refuses to give the pidfd of a peer."""
+    getsockopt = socket.socket.getsockopt
+
+    def refusing(connected: socket.socket, level: int, option: int, *size: int) -> int | bytes:
+        if option == SO_PEERPIDFD:
+            raise OSError(code, os.strerror(code))
+        return getsockopt(connected, level, option, *size)
+
+    patch.setattr(socket.socket, "getsockopt", refusing)
 
 
 @pytest.fixture
 def old_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peer, "_peer_pidfd", without_peer_pidfd)
+    refuse_peer_pidfds(monkeypatch, errno.ENOPROTOOPT)
 
 
 @pytest.fixture(params=["peer pidfd", "pidfd by number"])
@@ -74,7 +85,7 @@ def way(request: pytest.FixtureRequest) -> str:
         ours, theirs = socket.socketpair()
         with ours, theirs:
             try:
-                os.close(ours.getsockopt(socket.SOL_SOCKET, peer._SO_PEERPIDFD))
+                os.close(ours.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD))
             except OSError:
                 pytest.skip("needs Linux 6.5")
     return str(request.param)
@@ -132,14 +143,15 @@ def test_a_process_of_another_user_is_not_killed(child: Child, sent: Sent) -> No
 def test_a_process_is_not_taken_for_a_later_one_with_its_number(
     child: Child, sent: Sent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    uid_of = peer._uid_of
+    read_text = Path.read_text
 
-    def uid_of_later(pid: int) -> int | None:
-        found = uid_of(pid)
-        child.kill()
+    def read_and_kill(path: Path) -> str:
+        found = read_text(path)
+        if path.name == "status":
+            child.kill()
         return found
 
-    monkeypatch.setattr(peer, "_uid_of", uid_of_later)
+    monkeypatch.setattr(Path, "read_text", read_and_kill)
     recorded = Peer(child.pid, os.geteuid(), os.getegid(), os.pidfd_open(child.pid))
     assert not recorded.kill()
     assert sent == []
@@ -189,9 +201,13 @@ def test_without_a_pidfd_the_process_is_refused_unless_its_eof_is_trusted(child:
     assert not trusted.kill()
 
 
-def test_a_process_of_another_pid_namespace_has_no_number(child: Child) -> None:
-    assert peer._open_visible(child.connected, 0, os.pidfd_open) is None
-    assert not Peer(0, 1, 1, None).has_ended()
+def test_a_process_of_another_pid_namespace_has_no_number(
+    child: Child, old_kernel: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peer, "credentials_of", lambda connected: PeerCredentials(0, os.geteuid(), os.getegid()))
+    found = peer_of(child.connected, needs_pidfd=False)
+    assert found.pidfd is None
+    assert not found.has_ended()
 
 
 def test_two_connections_of_one_process_are_known_as_such(listener: socket.socket, child: Child, way: str) -> None:
@@ -229,10 +245,10 @@ def test_a_user_whom_the_kernel_cannot_name_is_refused(child: Child, monkeypatch
 def test_a_service_without_descriptors_says_so(child: Child, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     """And not that the process has ended, or that the kernel is too old."""
 
-    def full(*_: object) -> int:
+    def full(pid: int) -> int:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
-    monkeypatch.setattr(peer, "_peer_pidfd", full if way == "peer" else without_peer_pidfd)
+    refuse_peer_pidfds(monkeypatch, errno.EMFILE if way == "peer" else errno.ENOPROTOOPT)
     with pytest.raises(AttachRefusedError, match="EMFILE: Too many open files") as refused:
         peer_of(child.connected, open_pidfd=full)
     assert refused.value.reason == "no_descriptors"

@@ -45,7 +45,8 @@ def give_a_part_to_a_request_that_lacks_it(pool: Pool) -> None:
 
 
 def forget_an_orphan(pool: Pool) -> None:
-    pool.index._num_orphans = 0
+    (orphan,) = pool.index.held.slots() - set(pool.index.visible_slots())
+    pool.index.held.clear([orphan])
 
 
 def add_a_key_to_a_store(pool: Pool) -> None:
@@ -69,7 +70,8 @@ def miscount_sessions(pool: Pool) -> None:
 
 
 def forget_a_lease(pool: Pool) -> None:
-    pool.sessions[0].leases._open.popitem()
+    leases = pool.sessions[0].leases
+    leases.end(next(iter(leases)))
 
 
 def put_a_slot_into_two_states(pool: Pool) -> None:
@@ -88,12 +90,14 @@ def miscount_leaving_slots(pool: Pool) -> None:
     pool.slots.leaving += 1
 
 
-def settle_in_secret(pool: Pool) -> None:
-    sessions_of(pool)[0].ops._open.clear()
+def store_in_secret(pool: Pool) -> None:
+    namespace = pool.sessions[0].namespace
+    fresh, hashes, _ = namespace.select([b"F"], {})
+    namespace.pending_stores.start([b"F"] * len(fresh), pool.slots.allocate(1), hashes)
 
 
 def forget_to_watch_a_transfer(pool: Pool) -> None:
-    sessions_of(pool)[0].ops._moving.clear()
+    next(iter(sessions_of(pool)[0].ops)).stuck = True
 
 
 def keep_the_blocks_of_a_dead_boot(pool: Pool) -> None:
@@ -125,7 +129,7 @@ def keep_blocks_above_the_usable_slots(pool: Pool) -> None:
         (miscount_free_slots, "the counts of free slots and slots in service are wrong"),
         (miscount_leaving_slots, "the count of used slots above the limit is wrong"),
         (forget_to_watch_a_transfer, "the list of transfers that may become stuck is wrong"),
-        (settle_in_secret, "the filling slots are not those of the open stores"),
+        (store_in_secret, "the filling slots are not those of the open stores"),
         (keep_the_blocks_of_a_dead_boot, "blocks that a rank has lost are visible"),
         (keep_blocks_above_the_usable_slots, "blocks above the usable slots are visible"),
     ],

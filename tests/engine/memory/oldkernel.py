@@ -1,4 +1,4 @@
-"""A C library over a kernel that lacks one kind of advice."""
+"""A C library over a kernel that refuses one kind of advice."""
 
 from __future__ import annotations
 
@@ -10,17 +10,20 @@ from kvstow.memory import region as region_module
 
 
 class OldKernel:
-    """Passes every call on, but for `madvise` with the advice that it does not know."""
+    """Passes every call on, but for `madvise` with the advice that it does not know, or refuses with another `code`.
+    `asked`: each advice that was given."""
 
-    def __init__(self, unknown_advice: int) -> None:
+    def __init__(self, unknown_advice: int, code: int = errno.EINVAL) -> None:
         self.libc: Any = region_module.libc
-        self._unknown = unknown_advice
+        self._unknown, self._code = unknown_advice, code
+        self.asked: list[int] = []
 
     def __getattr__(self, name: str) -> object:
         return getattr(self.libc, name)
 
     def madvise(self, address: int, num_bytes: int, advice: int) -> int:
+        self.asked.append(advice)
         if advice == self._unknown:
-            ctypes.set_errno(errno.EINVAL)
+            ctypes.set_errno(self._code)
             return -1
         return int(self.libc.madvise(address, num_bytes, advice))

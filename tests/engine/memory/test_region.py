@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 
 import pytest
@@ -9,6 +10,9 @@ from tests.engine.memory.oldkernel import OldKernel
 from kvstow.errors import PinError
 from kvstow.memory import region as region_module
 from kvstow.memory.region import HUGE_PAGE_BYTES, PAGE_BYTES, HostRegion
+
+POPULATE = 23
+"""The advice MADV_POPULATE_WRITE."""
 
 
 def mapped(address: int) -> str | None:
@@ -57,12 +61,9 @@ def test_too_much_address_space_is_refused_with_its_size() -> None:
 
 
 def test_a_commit_that_fails_in_the_middle_revokes_access(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(address: int, num_bytes: int) -> None:
-        raise PinError("out_of_memory", "no pages")
-
     region = HostRegion(PAGE_BYTES)
-    monkeypatch.setattr(region_module, "_populate", refuse)
-    with pytest.raises(PinError, match="no pages"):
+    monkeypatch.setattr(region_module, "libc", OldKernel(POPULATE, errno.ENOMEM))
+    with pytest.raises(PinError, match="populating 4 KiB failed: ENOMEM"):
         region.commit(0, PAGE_BYTES)
     assert mapped(region.address) == "---p"
     region.close()
@@ -84,7 +85,7 @@ def present(region: HostRegion, pages: int) -> bool:
 
 
 def test_an_old_kernel_that_cannot_populate_gets_its_pages_touched(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(region_module, "libc", OldKernel(unknown_advice=23))
+    monkeypatch.setattr(region_module, "libc", OldKernel(POPULATE))
     region = HostRegion(4 * PAGE_BYTES)
     region.commit(0, 4 * PAGE_BYTES)
     assert present(region, 4)
@@ -94,12 +95,11 @@ def test_an_old_kernel_that_cannot_populate_gets_its_pages_touched(monkeypatch: 
 def test_with_plenty_of_memory_pages_are_touched_and_no_thread_waits_for_the_address_space(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def refuse(address: int, num_bytes: int) -> None:
-        raise AssertionError("the kernel was asked to populate")
-
-    monkeypatch.setattr(region_module, "_populate", refuse)
+    kernel = OldKernel(POPULATE)
+    monkeypatch.setattr(region_module, "libc", kernel)
     region = HostRegion(5 * HUGE_PAGE_BYTES + PAGE_BYTES)
     region.commit(0, region.num_bytes, plenty=True)
+    assert POPULATE not in kernel.asked
     assert present(region, region.num_bytes // PAGE_BYTES)
     region.close()
 
