@@ -241,20 +241,6 @@ def test_an_op_on_slots_that_are_not_pinned_fails(make_pool: MakePool, make_data
     assert wait_for(plane, 1)[1].mark == "failed"
 
 
-def test_two_data_planes_in_one_process_keep_their_bytes_apart(make_rank: Callable[[], CpuRank]) -> None:
-    first, second = make_rank(), make_rank()
-    assert first.plane.boot_id != second.plane.boot_id
-    for rank, block in ((first, 3), (second, 6)):
-        rank.plane.submit(plan(1, "store", (block,), (0,)))
-    for rank in (first, second):
-        wait_for(rank.plane, 1)
-    assert (first.slot(0)[0], second.slot(0)[0]) == (3, 6)
-    first.plane.close()
-    second.plane.submit(plan(2, "load", (0,), (0,)))
-    assert wait_for(second.plane, 2)[2].mark == "done"
-    assert second.kv[0, 0] == 6
-
-
 def test_the_report_follows_pinning_from_starting_to_ready(make_pool: MakePool, make_data_plane: MakeDataPlane) -> None:
     registrar = FakeRegistrar(wait_at=1)
     pool = make_pool(registrar)
@@ -361,14 +347,16 @@ def test_a_report_counts_slots_after_it_reads_the_applied_state(
     ids=["shrink", "growth", "pause"],
 )
 def test_a_late_desired_state_reverts_nothing(
-    make_data_plane: MakeDataPlane, newer: DesiredState, late: DesiredState
+    make_data_plane: MakeDataPlane, newer: DesiredState, late: DesiredState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plane = make_data_plane()
     plane.apply(newer)
+    paused: list[bool] = []
+    monkeypatch.setattr(plane.pool, "set_paused", paused.append)
     plane.apply(late)
     report = plane.report()
     assert (report.target_slots, report.applied) == (newer.capacity_slots, 2)
-    assert not plane.pool._paused
+    assert paused == []
     applied: list[DesiredState] = []
     plane.add_listener(lambda: applied.append(plane.applied))
     plane.apply(newer)

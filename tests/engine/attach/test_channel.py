@@ -74,15 +74,6 @@ def read_and_close(fds: tuple[int, ...]) -> list[str]:
     return found
 
 
-def test_frames_arrive_in_order(pair: tuple[Channel, Channel]) -> None:
-    here, there = pair
-    here.send(5, b"one", 7)
-    here.send(6)
-    assert receive(there, count=2) == [Frame(5, 7, b"one"), Frame(6, 0, b"")]
-    assert there.receive() == []
-    assert here.bytes_sent == there.bytes_received == 35
-
-
 def test_descriptors_come_with_the_frame_that_announces_them(pair: tuple[Channel, Channel], files: list[int]) -> None:
     here, there = pair
     here.send(5, b"none")

@@ -223,11 +223,6 @@ def test_text_that_is_no_utf8_is_malformed() -> None:
         assert reason(kind, payload) == "malformed"
 
 
-def test_keys_keep_their_zero_bytes() -> None:
-    keys = [bytes(34), b"\0" + b"x" * 33, b"x" * 33 + b"\0"]
-    assert Lookup.unpack(Lookup(keys).pack()).keys == keys
-
-
 def test_a_key_has_between_1_and_256_bytes() -> None:
     for key in (b"", bytes(257)):
         with pytest.raises(ProtocolError, match=r"lookup: keys: Expected `bytes` of length .* - at `\$\[0\]`"):

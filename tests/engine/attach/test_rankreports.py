@@ -28,15 +28,6 @@ def desired(value: Any) -> DesiredState:
     return Desired.unpack(msgspec.msgpack.encode(value)).desired
 
 
-def test_a_report_and_a_desired_state_come_back_as_they_were_sent() -> None:
-    report = replace(REPORT, error="no memory", pin_rate_bytes_per_second=1.5, pin_failures={"driver": 2})
-    assert Report.unpack(Report(report, 2.5).pack()) == Report(report, 2.5)
-    assert Report.unpack(packed({"pin_elapsed_seconds": 2})).report.pin_elapsed_seconds == 2
-    wanted = DesiredState("engine", 7, paused=True, pin_attempt=2, number=3)
-    assert Desired.unpack(Desired(wanted).pack()) == Desired(wanted)
-    assert desired({"engine_id": "e", "capacity_slots": 1, "number": 2}) == DesiredState("e", 1, number=2)
-
-
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [

@@ -74,6 +74,15 @@ class Growing:
     def steps_until(self, eventually: Eventually, condition: Callable[[], object]) -> None:
         eventually(lambda: self.step() and condition())
 
+    def idle_until(self, eventually: Eventually, state: str = "ready") -> None:
+        """The host makes no step meanwhile."""
+
+        def is_over() -> bool:
+            self.clock.advance(1.0)
+            return self.pool.status().state == state
+
+        eventually(is_over)
+
     def is_settled(self) -> bool:
         status = self.pool.status()
         return status.resident_bytes == sum(self.registrar.registered.values()) == status.pinned_slots * 4096
@@ -108,20 +117,6 @@ def test_a_growth_has_ended_also_where_the_pinning_thread_did_not_see_its_last_c
     seconds = growing.pool.status().pin_elapsed_seconds
     growing.clock.advance(1000)
     assert growing.pool.status().pin_elapsed_seconds == seconds
-
-
-def test_memory_ahead_is_bounded(make_pool: MakePool, eventually: Eventually) -> None:
-    growing, most = Growing(make_pool), 0
-
-    def is_ready() -> bool:
-        nonlocal most
-        made = growing.registrar.calls
-        most = max(most, growing.pool.status().resident_bytes - made * CHUNK)
-        return growing.pool.status().state == "ready"
-
-    eventually(lambda: growing.pool.status().resident_bytes == 8 * CHUNK)  # without any step
-    growing.steps_until(eventually, is_ready)
-    assert most <= 12 * CHUNK
 
 
 def test_while_paused_the_host_registers_nothing_and_what_is_populated_stays(
@@ -217,11 +212,7 @@ def test_an_idle_host_leaves_the_queue_to_the_pinning_thread(make_pool: MakePool
     growing.in_the_middle(eventually)
     by_host = growing.registrar.calls
 
-    def is_ready() -> bool:
-        growing.clock.advance(1.0)
-        return growing.pool.status().state == "ready"
-
-    eventually(is_ready)
+    growing.idle_until(eventually)
     assert growing.registrar.calls == 40 > by_host
     assert {thread.name for thread in growing.threads} == {threading.current_thread().name, "kvstow-pin"}
     assert growing.is_settled()
@@ -275,11 +266,7 @@ def test_beside_an_idle_host_chunks_are_populated_while_others_are_registered(
     eventually(lambda: growing.pool.pinned_slots == 4)
     growing.pool.set_target(160)
 
-    def is_ready() -> bool:
-        growing.clock.advance(1.0)
-        return growing.pool.status().state == "ready"
-
-    eventually(is_ready)
+    growing.idle_until(eventually)
     assert growing.is_settled()
     assert 1 <= max(ahead) <= 12
 
@@ -293,12 +280,8 @@ def test_without_another_thread_the_pinning_thread_populates(
     monkeypatch.setattr(ThreadPoolExecutor, "submit", submit)
     growing = Growing(make_pool, is_idle=True)
 
-    def is_ready() -> bool:
-        growing.clock.advance(1.0)
-        return growing.pool.status().state == "ready"
-
     with caplog.at_level(logging.WARNING):
-        eventually(is_ready)
+        growing.idle_until(eventually)
     assert growing.is_settled()
     message = "memory is not populated ahead, so pinning takes longer: can't start new thread"
     assert [record.getMessage() for record in caplog.records] == [message]
@@ -359,11 +342,7 @@ def test_an_error_while_chunks_are_populated_beside_others_is_not_lost(
     populated.go_on.set()
     growing = Growing(make_pool, is_idle=True)
 
-    def is_over() -> bool:
-        growing.clock.advance(1.0)
-        return growing.pool.status().state == state
-
-    eventually(is_over)
+    growing.idle_until(eventually, state)
     eventually(growing.is_settled)
     assert growing.pool.pinned_slots == (160 if state == "ready" else 4)
 
@@ -379,11 +358,7 @@ def test_a_pause_keeps_what_is_populated_beside_the_last_call(make_pool: MakePoo
     assert (growing.pool.pinned_slots, growing.pool.status().resident_bytes) == (4, 2 * CHUNK)
     growing.pool.set_paused(False)
 
-    def is_ready() -> bool:
-        growing.clock.advance(1.0)
-        return growing.pool.status().state == "ready"
-
-    eventually(is_ready)
+    growing.idle_until(eventually)
     assert growing.is_settled()
 
 
@@ -426,6 +401,8 @@ def test_whatever_happens_in_the_middle_the_pool_ends_as_asked(
     pool.set_paused(False)
 
     def is_done() -> bool:
+        made = registrar.calls
+        assert pool.status().resident_bytes - made * CHUNK <= 12 * CHUNK, "memory ahead is bounded"
         if pool.status().state == "degraded":
             pool.retry()
         growing.step()

@@ -18,6 +18,7 @@ from kvstow.errors import ConfigError, CopyError, InsufficientMemoryError, PinEr
 from kvstow.memory import hostpool
 from kvstow.memory.hostpool import HostPool
 from kvstow.memory.limits import MemoryLimits
+from kvstow.memory.pinning import FixedPace, PinProgress
 from kvstow.memory.region import HostRegion
 from kvstow.memory.slotpool import PoolState
 
@@ -51,11 +52,6 @@ def resident_bytes(pool: HostPool) -> int:
     return total
 
 
-def own_memory() -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS:"))
-
-
 def write_cgroup(folder: Path, limit: int) -> MemoryLimits:
     folder.joinpath("cgroup").write_text("0::/\n")
     folder.joinpath("memory.max").write_text(str(limit))
@@ -76,13 +72,6 @@ def test_the_pool_takes_exactly_the_memory_configured(
     assert status.pinned_bytes == status.target_bytes == pool_bytes // slot_bytes * slot_bytes
     assert resident_bytes(pool) == status.resident_bytes == status.locked_bytes
     assert status.resident_bytes <= pool_bytes * 1.01 + chunk_bytes
-
-
-def test_a_pool_of_whole_pages_is_exact_to_the_slot(make_pool: MakePool, eventually: Eventually) -> None:
-    pool = make_pool(slot_bytes=3 * 4096, pool_bytes=100 * 3 * 4096, max_bytes=MIB * 64, chunk_bytes=MIB)
-    pool.start()
-    eventually(pinned(pool, 100))
-    assert resident_bytes(pool) == 100 * 3 * 4096
 
 
 def test_the_first_slots_are_usable_long_before_a_large_pool_is_pinned(
@@ -220,8 +209,8 @@ def test_no_error_around_a_registration_loses_the_chunk(
         return value
 
     monkeypatch.setattr(hostpool, "bytes_by_node", lambda *_: told("numa", Counter()))
-    monkeypatch.setattr(pool._pace, "record", lambda *_: told("pace"))
-    monkeypatch.setattr(pool._progress, "record", lambda *_: told("progress"))
+    monkeypatch.setattr(FixedPace, "record", lambda *_: told("pace"))
+    monkeypatch.setattr(PinProgress, "record", lambda *_: told("progress"))
     pool.start()
     eventually(in_state(pool, "failed"))
     slots = pool.pinned_slots
@@ -390,25 +379,6 @@ def test_at_ease_pauses_are_longer_until_start_is_called_without_it(
     hurried = start(Hurried())
     eventually(pinned(hurried, 16))
     assert rested.pinned_slots == 4
-
-
-def test_memory_that_cannot_be_populated_stops_growth_with_a_reason(
-    make_pool: MakePool, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(region: HostRegion, offset: int, num_bytes: int, *, plenty: bool, threads: int) -> None:
-        raise PinError("out_of_memory", "no pages")
-
-    heard = threading.Event()
-    with monkeypatch.context() as patch:
-        patch.setattr(HostRegion, "commit", refuse)
-        pool = make_pool()
-        pool.add_listener(heard.set)
-        pool.start()
-        eventually(in_state(pool, "degraded"))
-    assert heard.wait(60)
-    assert (pool.status().error_reason, pool.status().error) == ("out_of_memory", "no pages")
-    pool.retry()
-    eventually(pinned(pool, 16))
 
 
 def test_an_adaptive_pace_follows_the_time_of_the_register_calls(make_pool: MakePool, eventually: Eventually) -> None:
@@ -590,16 +560,6 @@ def test_closing_continues_if_the_driver_refuses_to_unregister(
     assert resident_bytes(pool) == 0
 
 
-def test_closing_frees_all_memory(make_pool: MakePool, eventually: Eventually) -> None:
-    before = own_memory()
-    pool = make_pool(pool_bytes=48 * MIB, chunk_bytes=8 * MIB)
-    pool.start()
-    eventually(pinned(pool, 48 * 256))
-    assert own_memory() > before + 40 * MIB
-    pool.close()
-    assert own_memory() < before + 8 * MIB
-
-
 def test_listeners_are_called_after_every_chunk_and_one_that_raises_harms_nothing(
     make_pool: MakePool, eventually: Eventually, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -635,16 +595,6 @@ def test_without_lock_the_registrar_is_not_called(make_pool: MakePool, eventuall
     status = pool.status()
     assert (status.pin_mode, status.locked_bytes, status.resident_bytes) == ("populate", 0, 16 * 4096)
     assert registrar.calls == 0
-
-
-def test_two_pools_in_one_process_are_independent(make_pool: MakePool, eventually: Eventually) -> None:
-    pools = [make_pool(), make_pool()]
-    for value, pool in enumerate(pools):
-        pool.start()
-        eventually(pinned(pool, 16))
-        ctypes.memset(pool.address, value, 16 * 4096)
-    pools[0].close()
-    assert ctypes.string_at(pools[1].address, 16 * 4096) == b"\x01" * (16 * 4096)
 
 
 _KILLED = """

@@ -104,13 +104,6 @@ def test_the_populator_knows_which_rows_wait_for_extents(make: MakeNode) -> None
     assert set(rows_waited_for(node).values()) == {None}, "nobody waits for a row that was recalled"
 
 
-def test_extents_that_are_created_for_a_row_know_it(make: MakeNode) -> None:
-    node = make()
-    add_pool(node)
-    node.apply()
-    assert sorted(str(row) for row in rows_waited_for(node).values()) == ["0", "0", "1", "1"]
-
-
 def test_an_extent_of_before_a_restart_is_the_same_memory(make: MakeNode, eventually: Eventually) -> None:
     first = Extent.create(EXTENT)
     os.pwrite(first.fd, b"kv", 0)
@@ -280,22 +273,6 @@ def test_memory_that_is_pinned_while_it_is_given_up_is_not_free(make: MakeNode) 
     node.close_given_up()
     node.settle()
     assert closed_bytes(node) == 0
-
-
-def test_memory_is_made_anew_for_another_owner_before_the_next_decision(make: MakeNode) -> None:
-    """And for the same owner it is the same memory."""
-    node = make(2)
-    add_pool(node, owner=1)
-    follow(node)
-    before = {number_of(node, extent) for extent in node.extents}
-    node.budget.detach("a", "s")
-    add_pool(node, "same", owner=1, session="same")
-    follow(node)
-    assert {number_of(node, extent) for extent in node.extents} == before
-    node.budget.detach("same", "same")
-    add_pool(node, "other", owner=2, session="other")
-    follow(node)
-    assert not {number_of(node, extent) for extent in node.extents} & before
 
 
 def test_what_the_keeper_still_has_is_not_free(make: MakeNode) -> None:

@@ -285,19 +285,6 @@ def test_a_discarded_extent_is_left_alone_before_discard_returns(
     populator.discard(one)
 
 
-def test_pausing_starts_no_further_chunk(
-    window: FakeWindow, make: MakePopulator, extent: MakeExtent, eventually: Eventually
-) -> None:
-    populator = make()
-    populator.set_paused(True)
-    one = extent(STEP_BYTES)
-    populator.add(one)
-    assert populator.status().state == "paused"
-    assert window.ranges == []
-    populator.set_paused(False)
-    eventually(lambda: populator.status().state == "ready")
-
-
 def test_an_adopted_extent_is_populated_from_its_watermark_on(
     window: FakeWindow, make: MakePopulator, extent: MakeExtent, eventually: Eventually
 ) -> None:
