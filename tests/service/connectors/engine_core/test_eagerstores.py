@@ -23,14 +23,6 @@ def blocks_of(plan: PlannedStep) -> list[int]:
     return [block for op in plan.stores.ops for block in op.blocks]
 
 
-def test_a_prompt_is_stored_when_its_request_continues() -> None:
-    host, request = VllmHost(), FakeRequest("r", PROMPT)
-    assert blocks_of(host.run(request)) == []
-    request.tokens += "i"
-    assert blocks_of(host.step({request: 1})) == request.block_ids[0][:4]
-    assert host.stored() == set(keys_of(PROMPT))
-
-
 def test_a_prompt_of_one_step_is_stored_when_it_ends() -> None:
     host, request = VllmHost(), FakeRequest("r", PROMPT)
     host.run(request)

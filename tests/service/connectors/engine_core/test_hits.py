@@ -113,18 +113,6 @@ def test_a_hit_is_the_longest_that_serves_every_group(kind: str, data: st.DataOb
     pool.engine.check_integrity()
 
 
-@pytest.mark.parametrize(("num_tokens", "found"), [(0, 0), (1, 0), (2, 0), (3, 2), (4, 2), (5, 4), (26, 24)])
-def test_the_last_token_is_always_computed(num_tokens: int, found: int) -> None:
-    pool = Pool(KINDS["window"], [*keys_of(PROMPT), *keys_of(PROMPT, WINDOW)])
-    assert pool.loads.hold_hit(pool.track(PROMPT[:num_tokens]), 0) == found
-
-
-@pytest.mark.parametrize(("num_tokens", "found"), [(0, 0), (1, 0), (2, 0), (3, 2), (4, 4), (5, 4), (26, 26)])
-def test_all_of_a_prompt_is_a_hit_where_only_the_last_token_is_computed_again(num_tokens: int, found: int) -> None:
-    pool = Pool(present=keys_of(PROMPT))
-    assert pool.loads.hold_hit(pool.track(PROMPT[:num_tokens]), 0) == found
-
-
 def test_the_last_block_alone_is_never_worth_a_load() -> None:
     pool = Pool(present=keys_of(PROMPT))
     tracked = pool.track()
@@ -139,33 +127,6 @@ def test_a_look_up_counts_the_blocks_that_would_be_loaded() -> None:
     pool.loads.count_hit(tracked, pool.loads.hold_hit(tracked, 4) or 0)
     stats = pool.engine.stats()
     assert (stats.lookups.results["full"], stats.lookups.hit_blocks) == (1, 11)
-
-
-def test_a_window_that_is_no_whole_number_of_blocks_needs_the_block_that_it_cuts() -> None:
-    """The token at 10 reads 6 to 10: blocks 3 and 4, and with a window of one token more nothing else changes."""
-    for window, first in ((4, 3), (5, 3), (6, 2), (7, 2)):
-        groups = KVGroups((FULL, KVGroup(1, 2, 1, window=window)), 2)
-        keys = keys_of(PROMPT, groups.groups[1])
-        pool = Pool(groups, [*keys_of(PROMPT)[:5], *keys[first:5]])
-        assert pool.loads.hold_hit(pool.track(), 0) == 10
-        pool = Pool(groups, [*keys_of(PROMPT)[:5], *keys[first + 1 : 5]])
-        assert pool.loads.hold_hit(pool.track(), 0) == 0
-
-
-def test_a_block_missing_out_of_the_window_does_not_matter_and_one_inside_moves_the_hit() -> None:
-    groups = KINDS["window"]
-    keys = keys_of(PROMPT, WINDOW)
-    for missing, found in ((9, 24), (10, 20), (11, 22), (8, 24)):
-        pool = Pool(groups, [*keys_of(PROMPT), *keys[:missing], *keys[missing + 1 :]])
-        assert pool.loads.hold_hit(pool.track(), 0) == found
-
-
-def test_a_purged_block_ends_the_hit() -> None:
-    pool = Pool(present=keys_of(PROMPT))
-    pool.engine.admin.remove_block(keys_of(PROMPT)[5])
-    assert pool.loads.hold_hit(pool.track(), 0) == 10
-    assert pool.loads.hold_hit(pool.track(), 10) == 0
-    assert pool.loads.hold_hit(pool.track(), 12) == 14
 
 
 def test_asking_again_holds_nothing_twice() -> None:

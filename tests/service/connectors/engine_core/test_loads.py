@@ -11,7 +11,6 @@ from tests.service.connectors.engine_core.vllmhost import (
     FULL,
     LARGE,
     ONE_GROUP,
-    WINDOW,
     WITH_WINDOW,
     FakeRequest,
     VllmHost,
@@ -44,18 +43,6 @@ def targets(plan: PlannedStep) -> list[tuple[int, ...]]:
     return [op.blocks for op in plan.loads.ops]
 
 
-def test_a_hit_is_loaded_into_the_blocks_of_the_request() -> None:
-    host, request = make_host(), FakeRequest("r", PROMPT)
-    assert host.ask(request) == 12
-    host.admit(request, load=12)
-    plan = host.step()
-    (op,) = plan.loads.ops
-    assert (plan.load_requests, plan.lost_loads) == (("r",), {})
-    assert op.blocks == tuple(request.block_ids[0])
-    assert host.contents(request) == keys_of(PROMPT)
-    assert host.step().loads.ops == ()
-
-
 def test_blocks_that_the_gpu_has_are_not_written() -> None:
     host, first, request = make_host(), FakeRequest("f", "abcd"), FakeRequest("r", PROMPT)
     host.run(first)
@@ -63,18 +50,6 @@ def test_blocks_that_the_gpu_has_are_not_written() -> None:
     host.admit(request, local=4, load=8)
     assert targets(host.step()) == [tuple(request.block_ids[0][2:])]
     assert host.contents(request) == keys_of(PROMPT)
-
-
-def test_a_window_is_loaded_behind_its_null_blocks() -> None:
-    """The token at 12 reads 8 and later."""
-    host, request = make_host(WITH_WINDOW), FakeRequest("r", PROMPT)
-    assert host.ask(request) == 12
-    host.admit(request, load=12)
-    assert request.block_ids[1][:4] == [0, 0, 0, 0]
-    full, window = request.block_ids
-    assert targets(host.step()) == [(*full[:4], full[4], window[4], full[5], window[5])]
-    assert host.contents(request) == keys_of(PROMPT)
-    assert host.contents(request, WINDOW)[4:] == keys_of(PROMPT, WINDOW)[4:]
 
 
 @pytest.mark.parametrize(("admitted", "blocks"), [(12, 6), (8, 4), (7, 4), (1, 1)])

@@ -24,19 +24,6 @@ from kvstow_service.connectors.engine_core.kvgroups import KVGroups
 from kvstow_service.connectors.engine_core.loads import WAIT_SECONDS
 
 
-@pytest.mark.parametrize("groups", [ONE_GROUP, WITH_WINDOW])
-@pytest.mark.parametrize("delay", [0, 1, 3])
-def test_what_is_stored_is_found_and_loaded(groups: KVGroups, delay: int) -> None:
-    host, request = with_prompt(groups, delay=delay), FakeRequest("r", PROMPT)
-    host.expect(request)
-    assert host.answer(request) == 12
-    host.admit(request, load=12)
-    for _ in range(delay + 1):
-        host.step()
-    assert host.has_loaded(request, 12)
-    assert host.leases == 0
-
-
 def test_a_lookup_is_sent_when_the_request_arrives_and_taken_in_the_next_step() -> None:
     host, request = with_prompt(delay=1), FakeRequest("r", PROMPT)
     host.expect(request)
