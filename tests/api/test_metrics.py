@@ -240,17 +240,6 @@ async def test_states_and_checks_follow_the_engine(
     assert value(families, "kvstow_pin_chunks", pool="host", rank="1", state="pending") == 3
 
 
-async def test_figures_of_ranks_are_exported_as_reported(client: httpx.AsyncClient, ranks: Any) -> None:
-    known = {"queued_loads": 3, "queued_stores": 2, "pin_failures": {"driver": 4}, "numa_bytes": {"1": 4096}}
-    ranks.engine.report(ranks.make_report(1, **known))
-    families = await scrape(client)
-    assert value(families, "kvstow_transfer_queue_depth", direction="load", rank="1") == 3
-    assert value(families, "kvstow_transfer_queue_depth", direction="store", rank="1") == 2
-    assert value(families, "kvstow_pin_failures_total", pool="host", rank="1", reason="driver") == 4
-    assert value(families, "kvstow_pin_failures_total", pool="host", rank="1", reason="memlock") == 0
-    assert value(families, "kvstow_pool_numa_bytes", pool="host", rank="1", numa_node="1") == 4096
-
-
 async def test_ages_are_those_of_evicted_and_reused_blocks(
     client: httpx.AsyncClient, engine: OffloadEngine, clock: FakeClock, ranks: Any, keys: list[bytes]
 ) -> None:

@@ -18,7 +18,7 @@ from kvstow.config import EngineConfig
 from kvstow.control.administration import Sweep
 from kvstow.control.engine import OffloadEngine
 from kvstow.errors import ConflictError, NotFoundError, QueueFullError
-from kvstow_api.answers import OperationView, ProgressView, RemovedView
+from kvstow_api.answers import OperationView, RemovedView
 from kvstow_api.journal import Journal
 from kvstow_api.operations import MAX_RUNNING, Operation, Operations
 
@@ -82,30 +82,6 @@ async def test_who_only_looks_does_not_wait(operations: Operations) -> None:
     assert answered.value.value.state == "running"
     sweep.allow.set()
     await ended(operation)
-
-
-async def test_an_operation_runs_its_sweep_to_the_end(operations: Operations) -> None:
-    view = await ended(run(operations, FakeSweep(3)))
-    assert view.state == "succeeded"
-    assert view.progress == ProgressView(done=3, total=3)
-    assert view.result == RemovedView(evicted_slots=3, evicted_bytes=192, dry_run=False)
-    assert view.error is None
-    assert view.started is not None
-    assert view.ended is not None
-    assert view.created <= view.started <= view.ended
-    assert operations.ended["evict", "succeeded"] == 1
-    assert sum(operations.seconds["evict"].counts) == 1
-
-
-async def test_waiting_for_an_operation_has_a_limit(operations: Operations) -> None:
-    sweep = FakeSweep()
-    operation = operations.start("evict", "host", lambda: sweep)
-    view = await operation.wait(0.0)
-    assert (view.state, view.result, view.ended) == ("running", None, None)
-    assert operations.num_running("evict") == 1
-    sweep.allow.set()
-    await ended(operation)
-    assert operations.num_running("evict") == 0
 
 
 async def test_what_a_sweep_raises_is_logged_and_ends_the_operation(

@@ -40,17 +40,6 @@ def test_a_stream_is_taken_up_where_it_broke_off(serve: Any, ranks: Any, tmp_pat
         assert refused.value.status == 422
 
 
-def test_a_token_is_shown_to_the_server(serve: Any, ranks: Any, tmp_path: Path) -> None:
-    path = tmp_path / "token"
-    path.write_text("s3cret")
-    url = serve(token_file=path).url
-    with Client(url) as nobody, pytest.raises(ApiError) as refused:
-        nobody.call(routes.end_drain)
-    assert refused.value.status == 401
-    with Client(Endpoint.parse(url, token_file=path)) as admin:
-        assert not admin.call(routes.end_drain).active
-
-
 def test_a_server_that_is_away_is_an_error_that_names_it(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # bound, and not listening

@@ -129,27 +129,19 @@ MakeTraffic = Callable[..., Traffic]
 # -- what is evicted ---------------------------------------------------------------------------------------------
 
 
-def test_what_will_come_back_stays_and_what_will_not_goes(make_traffic: MakeTraffic) -> None:
-    traffic = make_traffic(16)
+@pytest.mark.parametrize(("policy", "tools", "answers"), [("auto", 6, 2), ("lru", 2, 6)])
+def test_what_will_come_back_stays_and_with_the_policy_lru_what_was_used_last(
+    make_host: MakeEngine, clock: FakeClock, policy: str, tools: int, answers: int
+) -> None:
+    traffic = Traffic(make_host(slots=16, policy=policy), clock)
     traffic.teach()
-    tools, answers = make_keys(6, "a"), make_keys(6, "b")
-    traffic.serve(tools, 0.5, TOOL)
-    traffic.serve(answers, 0.5, ANSWER)
+    earlier, later = make_keys(6, "a"), make_keys(6, "b")
+    traffic.serve(earlier, 0.5, TOOL)
+    traffic.serve(later, 0.5, ANSWER)
     for number in range(2):
         traffic.serve(make_keys(4, f"other {number}"), 0.5, ANSWER)
-    assert traffic.present(tools) == 6, "although they were used longest ago"
+    assert (traffic.present(earlier), traffic.present(later)) == (tools, answers)
     traffic.engine.check_integrity()
-
-
-def test_the_policy_lru_evicts_what_was_used_longest_ago(make_host: MakeEngine, clock: FakeClock) -> None:
-    traffic = Traffic(make_host(slots=16, policy="lru"), clock)
-    traffic.teach()
-    tools, answers = make_keys(6, "a"), make_keys(6, "b")
-    traffic.serve(tools, 0.5, TOOL)
-    traffic.serve(answers, 0.5, ANSWER)
-    for number in range(2):
-        traffic.serve(make_keys(4, f"other {number}"), 0.5, ANSWER)
-    assert (traffic.present(tools), traffic.present(answers)) == (2, 6)
 
 
 def test_the_policy_lru_goes_by_the_start_of_the_last_request(make_host: MakeEngine, clock: FakeClock) -> None:
