@@ -105,13 +105,13 @@ def duplicates_allocated_twice(patch: pytest.MonkeyPatch) -> None:
 
 
 def saves_end_when_their_blocks_are_read(patch: pytest.MonkeyPatch) -> None:
-    accept = OpsInFlight._accept
+    complete = OpsInFlight.complete
 
-    def end_early(self: OpsInFlight, entry: Any, rank: int, completion: Completion) -> None:
+    def end_early(self: OpsInFlight, rank: int, completion: Completion) -> None:
         mark = "done" if completion.mark == "source_free" else completion.mark
-        accept(self, entry, rank, Completion(completion.op_id, mark))
+        complete(self, rank, Completion(completion.op_id, mark))
 
-    patch.setattr(OpsInFlight, "_accept", end_early)
+    patch.setattr(OpsInFlight, "complete", end_early)
 
 
 @pytest.mark.parametrize(

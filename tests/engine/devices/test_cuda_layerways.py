@@ -91,9 +91,11 @@ def test_the_kernel_reads_unless_it_is_slow(
     assert found.layer_engine_bytes_per_second == pytest.approx(copy)
 
 
-def test_each_layer_waits_for_its_group_and_for_none_behind_it(cuda: Any, slow: Any) -> None:
+def test_each_layer_waits_for_its_group_and_for_none_behind_it(
+    cuda: Any, slow: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _, compute = cuda.cuStreamCreateWithPriority(0, 0)
-    slow.layers._compute = lambda: compute
+    monkeypatch.setattr("torch._C._cuda_getCurrentRawStream", lambda ordinal: compute, raising=False)
     load = slow.device.load_layers(_BLOCKS, _SLOTS, None)
     assert load.launches == [0, 0, 1, 1, 2, 2, 3, 3]
     load.wait(2)
