@@ -94,6 +94,20 @@ FAIRNESS = "tests/engine/memory/test_fairness.py"
 
 LEARNED = f"{CONTROL}/test_learned.py"
 
+# Random schedules over real bytes.
+STATE_MACHINE = f"{CONTROL}/test_state_machine.py::test_with_all_safeguards_nothing_goes_wrong"
+SESSION_SCHEDULES = f"{CONTROL}/test_session_schedules.py::test_with_all_safeguards_nothing_goes_wrong"
+JOURNALED_SCHEDULES = (
+    f"{CONTROL}/test_slotjournal.py::test_a_restart_at_any_write_recovers_all_blocks_and_reuses_no_slot_too_early"
+)
+SHARING = "tests/vllm/test_sharing.py"
+SHARED_LOADS = "tests/service/connectors/engine_core/test_sharedloads.py"
+ADAPTER_VERSIONS = (
+    "tests/service/connectors/engine_core/test_adapterversions.py"
+    "::test_no_request_is_served_what_another_version_has_computed"
+)
+BUDGET = "tests/engine/memory/test_budget.py::test_whatever_happens_the_guarantees_hold"
+
 MUTANTS = [
     Mutant(
         "a_store_evicts_whatever_it_wants",
@@ -3527,30 +3541,502 @@ MUTANTS = [
         "            if True:\n",
         "tests/test_compatibility.py::test_a_failure_with_one_python_is_not_hidden_by_another",
     ),
+    Mutant(
+        "without_leases",
+        f"{CONTROL_CODE}/index.py",
+        "        self.held.increment(slots)\n",
+        "",
+        STATE_MACHINE,
+    ),
+    Mutant(
+        "keys_are_visible_at_submission",
+        OPS,
+        "        self.held_slots += len(held)\n        return op\n",
+        """\
+        self.held_slots += len(held)
+        if direction == "store":
+            pool.publish(self._owner.namespace, slots)
+            entry.op = Op(op.op_id, direction, blocks, (), boots)
+        return op
+""",
+        STATE_MACHINE,
+    ),
+    Mutant(
+        "the_first_rank_ends_an_op",
+        OPS,
+        "            entry.pending.discard(rank)\n",
+        "            entry.pending.clear()\n",
+        STATE_MACHINE,
+    ),
+    Mutant(
+        "repeated_completions_count",
+        OPS,
+        "            faults.duplicate_completions += 1\n",
+        "            self._accept(entry, min(entry.pending), completion)\n",
+        STATE_MACHINE,
+    ),
+    Mutant(
+        "op_ids_are_reused",
+        OPS,
+        "        del self._open[op.op_id]\n",
+        "        del self._open[op.op_id]\n        self.pool.last_op_id *= bool(self._open)\n",
+        STATE_MACHINE,
+    ),
+    Mutant(
+        "restarts_keep_the_index",
+        f"{CONTROL_CODE}/pool.py",
+        "        self.lost = slots or range(0)\n",
+        "        self.lost = range(0)\n",
+        STATE_MACHINE,
+    ),
+    Mutant(
+        "restarts_clear_the_usable_slots_only",
+        f"{CONTROL_CODE}/pool.py",
+        "max(self.slots.top, self.lost.stop)",
+        "max(self.slots.limit, self.lost.stop)",
+        STATE_MACHINE,
+    ),
+    Mutant(
+        "leases_outlive_a_restart",
+        f"{CONTROL_CODE}/pool.py",
+        "            session.leases.break_all()\n",
+        "            pass\n",
+        STATE_MACHINE,
+    ),
+    Mutant(
+        "lost_blocks_are_served",
+        f"{CONTROL_CODE}/session.py",
+        "if not self.serving or self.pool.lost:",
+        "if not self.serving:",
+        f"{CONTROL}/test_ranktable.py::test_an_interrupted_removal_is_finished_before_anything_is_served",
+    ),
+    Mutant(
+        "resize_does_not_wait",
+        f"{CONTROL_CODE}/administration.py",
+        "                sweep.waiting = pool.slots.leaving > 0\n",
+        "                sweep.waiting = False\n",
+        STATE_MACHINE,
+    ),
+    Mutant(
+        "late_desired_states_are_obeyed",
+        "engine/kvstow/messages.py",
+        "return self.engine_id != applied.engine_id or self.number > applied.number",
+        "return True",
+        STATE_MACHINE,
+    ),
+    Mutant(
+        "shrinks_are_forgotten",
+        f"{CONTROL_CODE}/ranktable.py",
+        "record.report.applied >= desired.number for record",
+        "True for record",
+        STATE_MACHINE,
+    ),
+    Mutant(
+        "namespaces_are_ignored",
+        f"{CONTROL_CODE}/namespaces.py",
+        "        namespace = self._by_name.get(name)\n        if namespace is None:\n            tag",
+        '        name, namespace = "", self._by_name.get("")\n        if namespace is None:\n            tag',
+        SESSION_SCHEDULES,
+    ),
+    Mutant(
+        "runs_go_on_in_other_namespaces",
+        f"{CONTROL_CODE}/namespaces.py",
+        "        if self._own_tags.startswith(found):\n",
+        "        if found:\n",
+        SESSION_SCHEDULES,
+    ),
+    Mutant(
+        "leases_outlive_a_reset",
+        f"{CONTROL_CODE}/attachedsession.py",
+        "            self.leases.break_all()\n            return joined.name\n",
+        "            return joined.name\n",
+        SESSION_SCHEDULES,
+    ),
+    Mutant(
+        "slots_are_freed_at_the_end_of_a_connection",
+        f"{CONTROL_CODE}/attachedsession.py",
+        "        if not self.processes:\n            yield from self._free_slots()\n",
+        "        yield from self._free_slots()\n",
+        SESSION_SCHEDULES,
+    ),
+    Mutant(
+        "a_clock_frees_leases",
+        f"{CONTROL_CODE}/pool.py",
+        "            self.debts.note_held()\n            for session in self.sessions:\n",
+        """\
+            self.debts.note_held()
+            for session in self.sessions:
+                for lease in session.leases:
+                    self.index.unhold(list(lease.slots))
+""",
+        SESSION_SCHEDULES,
+    ),
+    Mutant(
+        "a_clock_ends_quarantine",
+        f"{CONTROL_CODE}/pool.py",
+        "            self.debts.note_held()\n            for session in self.sessions:\n",
+        """\
+            self.debts.note_held()
+            for session in self.sessions:
+                self.end_quarantine(session.quarantined_slots)
+                session.quarantined_slots = []
+""",
+        SESSION_SCHEDULES,
+    ),
+    Mutant(
+        "lost_sessions_are_believed",
+        f"{CONTROL_CODE}/attachedsession.py",
+        "        self.is_lost = self.closed = True\n",
+        "        self.is_lost = self.closed = True\n        return\n",
+        SESSION_SCHEDULES,
+    ),
+    Mutant(
+        "slots_are_shown_above_the_watermark",
+        f"{CONTROL_CODE}/attachedsession.py",
+        "self.watermark = None if 0 < self.pool.memory_slots() <= registered else registered",
+        "self.watermark = None if registered else registered",
+        SESSION_SCHEDULES,
+    ),
+    Mutant(
+        "leases_outlive_a_boot",
+        f"{CONTROL_CODE}/attachedsession.py",
+        "        self.leases.break_from(low)\n",
+        "        pass\n",
+        SESSION_SCHEDULES,
+    ),
+    Mutant(
+        "extents_that_are_mapped_count_as_released",
+        f"{CONTROL_CODE}/sharedpool.py",
+        "return all(session.has_released(self._last_lowering) for session in self.attached())",
+        "return True",
+        SESSION_SCHEDULES,
+    ),
+    Mutant(
+        "the_journal_publishes_before_the_bytes_are_whole",
+        OPS,
+        "            entry.pending.discard(rank)\n",
+        "            entry.pending.clear()\n",
+        JOURNALED_SCHEDULES,
+    ),
+    Mutant(
+        "the_journal_begins_nothing",
+        f"{CONTROL_CODE}/session.py",
+        "                        pool.journal.begin(slots, self.session_id)\n",
+        "                        pass\n",
+        JOURNALED_SCHEDULES,
+    ),
+    Mutant(
+        "removed_slots_are_cleared_although_they_are_read",
+        f"{CONTROL_CODE}/pool.py",
+        "self.journal.begin(removal.orphans, ANY_SESSION)",
+        "self.journal.clear(removal.orphans)",
+        JOURNALED_SCHEDULES,
+    ),
+    Mutant(
+        "namespaces_are_named_after_the_first_one",
+        f"{CONTROL_CODE}/sharedpool.py",
+        "self.namespace_label(one.name)) for one in named",
+        "self.namespace_label(named[0].name)) for one in named",
+        JOURNALED_SCHEDULES,
+    ),
+    Mutant(
+        "blocks_that_earlier_engines_read_are_evicted",
+        f"{CONTROL_CODE}/pool.py",
+        "        if self.earlier is not None:\n            return slots\n",
+        "",
+        f"{CONTROL}/test_sessions.py"
+        "::test_while_engines_of_an_earlier_service_live_a_store_evicts_no_block_and_ends_no_lease",
+    ),
+    Mutant(
+        "slots_that_earlier_engines_read_are_freed",
+        f"{CONTROL_CODE}/pool.py",
+        "(kept if self._was_used.is_used(slot) else others).append(slot)",
+        "others.append(slot)",
+        JOURNALED_SCHEDULES,
+    ),
+    Mutant(
+        "a_restart_ends_quarantine",
+        f"{CONTROL_CODE}/sharedpool.py",
+        "    slots = [slot for slot in filling if slot < pool.slots.limit]\n",
+        "    slots = list[int]()\n",
+        JOURNALED_SCHEDULES,
+    ),
+    Mutant(
+        "op_ids_begin_again",
+        f"{CONTROL_CODE}/sharedpool.py",
+        "secrets.randbits(32) << 20",
+        "0",
+        JOURNALED_SCHEDULES,
+    ),
+    Mutant(
+        "namespaces_have_new_numbers",
+        f"{CONTROL_CODE}/sharedpool.py",
+        "pool.index.namespaces.restore(name, tag)",
+        "pool.index.namespaces.join(name)",
+        JOURNALED_SCHEDULES,
+    ),
+    Mutant(
+        "hands_over_while_mapped",
+        "engine/kvstow/memory/rows.py",
+        "return self.recalled and not self.maps",
+        "return self.recalled",
+        BUDGET,
+    ),
+    Mutant(
+        "forgets_a_count",
+        "engine/kvstow/memory/budget.py",
+        "        maps[client] -= 1\n        if not maps[client]:\n            del maps[client]\n",
+        "        del maps[client]\n",
+        BUDGET,
+    ),
+    Mutant(
+        "believes_a_death_of_others",
+        "engine/kvstow/memory/budget.py",
+        "            extent.maps.pop(client, None)\n            extent.had.discard(client)\n",
+        "            extent.maps.clear()\n",
+        BUDGET,
+    ),
+    Mutant(
+        "spends_recalled_memory",
+        "engine/kvstow/memory/budget.py",
+        "return self.total_bytes - self._remaining_bytes + self.spare_bytes",
+        "return self.total_bytes - self._remaining_bytes + self.spare_bytes + self.recalled_bytes",
+        BUDGET,
+    ),
+    Mutant(
+        "spends_memory_that_is_not_free_yet",
+        "engine/kvstow/memory/budget.py",
+        "return self.total_bytes - self.allocated_bytes >= num_bytes",
+        "return True",
+        BUDGET,
+    ),
+    Mutant(
+        "ignores_owners",
+        "engine/kvstow/memory/budget.py",
+        "            and extent.owner in (None, owner)\n",
+        "",
+        BUDGET,
+    ),
+    Mutant(
+        "gives_an_extent_twice",
+        "engine/kvstow/memory/budget.py",
+        "            if extent.is_spare\n            and extent.num_bytes",
+        "            if extent.num_bytes",
+        BUDGET,
+    ),
+    Mutant(
+        "gives_rows_beside_recalled_ones",
+        "engine/kvstow/memory/rows.py",
+        "return any(row.recalled for row in self.rows.values())",
+        "return False",
+        BUDGET,
+    ),
+    Mutant(
+        "recalls_the_first_row_first",
+        "engine/kvstow/memory/rows.py",
+        "return sorted(number for number, row in self.rows.items() if not row.recalled)",
+        "return sorted((number for number, row in self.rows.items() if not row.recalled), reverse=True)",
+        BUDGET,
+    ),
+    Mutant(
+        "a_rank_is_believed_to_keep_what_it_frees",
+        f"{CONTROL_CODE}/ranktable.py",
+        "record.report.applied >= desired.number for record",
+        "True for record",
+        "tests/engine/test_resize.py::test_freed_slots_are_not_used_before_they_are_pinned_again",
+    ),
+    Mutant(
+        "memory_under_a_copy_is_unregistered",
+        "engine/kvstow/memory/slotpool.py",
+        "max(self._wanted_end(), *self._held, 0)",
+        "self._wanted_end()",
+        "tests/engine/devices/test_cuda_memory.py::test_a_shrink_waits_for_the_copy",
+    ),
+    Mutant(
+        "nothing_waits",
+        f"{ENGINE_CORE}/loads.py",
+        "            return tracked.load.wait is not None\n",
+        "            return False\n",
+        f"{SHARED_LOADS}::test_requests_of_one_prompt_copy_it_once",
+    ),
+    Mutant(
+        "waits_end_with_the_copy",
+        f"{ENGINE_CORE}/loads.py",
+        "            load.done_in = self._draft.number\n",
+        "            load.is_over = True\n",
+        f"{SHARED_LOADS}::test_a_request_that_is_asked_about_before_the_loading_one_is_scheduled_still_waits",
+    ),
+    Mutant(
+        "waits_outlast_the_copy",
+        f"{ENGINE_CORE}/loads.py",
+        "            load.done_in = self._draft.number\n",
+        "            pass\n",
+        f"{SHARED_LOADS}::test_a_request_loads_if_a_finished_load_brought_it_nothing",
+    ),
+    Mutant(
+        "failed_loads_are_waited_for",
+        f"{ENGINE_CORE}/loads.py",
+        "            (self._shared.ended if failed else self._shared.done)(tracked)\n",
+        "            self._shared.done(tracked)\n",
+        f"{SHARED_LOADS}::test_all_load_at_once_when_the_load_has_failed",
+    ),
+    Mutant(
+        "lost_loads_are_waited_for",
+        f"{ENGINE_CORE}/loads.py",
+        "        self._shared.ended(tracked)\n        self._draft.lost_loads",
+        "        self._draft.lost_loads",
+        f"{SHARED_LOADS}::test_a_load_that_is_lost_before_it_begins_is_not_waited_for",
+    ),
+    Mutant(
+        "loads_of_aborted_requests_are_waited_for",
+        f"{ENGINE_CORE}/loads.py",
+        "            load.is_over = True\n",
+        "            pass\n",
+        f"{SHARED_LOADS}::test_all_load_at_once_when_the_loading_request_is_aborted",
+    ),
+    Mutant(
+        "loads_that_have_ended_are_kept",
+        f"{ENGINE_CORE}/loads.py",
+        "self._loads.pop(tracked, None)",
+        "self._loads.get(tracked)",
+        f"{SHARED_LOADS}::test_nothing_is_kept_of_requests_that_have_ended",
+    ),
+    Mutant(
+        "waits_have_no_bound",
+        f"{ENGINE_CORE}/loads.py",
+        "LoadWait(load, shared, self._clock() + WAIT_SECONDS)",
+        'LoadWait(load, shared, float("inf"))',
+        f"{SHARED_LOADS}::test_all_load_at_once_after_a_bounded_time",
+    ),
+    Mutant(
+        "only_equal_prompts_wait",
+        f"{ENGINE_CORE}/loads.py",
+        "        if not self._groups.is_plain:\n            return most",
+        "        if True:\n            return most",
+        f"{SHARED_LOADS}::test_what_follows_a_shared_prefix_is_loaded_after_the_wait",
+    ),
+    Mutant(
+        "windows_share_any_prefix",
+        f"{ENGINE_CORE}/loads.py",
+        "        if not self._groups.is_plain:\n            return most",
+        "        if False:\n            return most",
+        f"{SHARED_LOADS}::test_with_windows_only_a_prompt_that_contains_the_whole_load_waits",
+    ),
+    Mutant(
+        "requests_wait_again",
+        f"{ENGINE_CORE}/loads.py",
+        """\
+        load, end, deadline = tracked.load.wait
+        return not self._is_over(load) and load.start <= local < end and self._clock() < deadline
+""",
+        """\
+        if self._is_over(tracked.load.wait.load):
+            tracked.load.wait = None
+            return self.must_wait(tracked, local, end)
+        return True
+""",
+        f"{SHARED_LOADS}::test_a_request_that_has_waited_waits_for_no_other_load",
+    ),
+    Mutant(
+        "waits_are_never_forgotten",
+        f"{ENGINE_CORE}/trackedrequests.py",
+        "self.offered_tokens, self.load.wait = 0, None",
+        "self.offered_tokens = 0",
+        f"{SHARED_LOADS}::test_a_request_that_is_admitted_again_may_wait_again",
+    ),
+    Mutant(
+        "a_long_load_is_worth_a_wait",
+        f"{ENGINE_CORE}/loads.py",
+        "shared >= half and is_short and (",
+        "shared >= half and (",
+        f"{SHARED_LOADS}::test_a_request_does_not_wait_for_much_more_than_it_needs",
+    ),
+    Mutant(
+        "a_load_of_little_is_worth_a_wait",
+        f"{ENGINE_CORE}/loads.py",
+        "half = local + -(-need // (2 * step)) * step",
+        "half = local + step",
+        f"{SHARED_LOADS}::test_a_request_does_not_wait_for_less_than_half_of_what_it_needs",
+    ),
+    Mutant(
+        "keys_do_not_name_the_adapter",
+        f"{ENGINE_CORE}/adapters.py",
+        "return hashlib.blake2b(block_hash, key=self.salt, digest_size=len(block_hash)).digest()",
+        "return block_hash",
+        ADAPTER_VERSIONS,
+    ),
+    Mutant(
+        "files_are_not_compared",
+        f"{ENGINE_CORE}/pathtrail.py",
+        "return next((place for place, stamp in self.stamps.items() if _may_differ(stamp, stamp_of(place))), None)",
+        "return None",
+        ADAPTER_VERSIONS,
+    ),
+    Mutant(
+        "files_are_compared_only_when_a_request_comes",
+        f"{ENGINE_CORE}/adapters.py",
+        "(self._checked == self._moment[0] and not now and self.salt)",
+        "(not now and self.salt)",
+        f"{ADAPTERS}::test_the_files_are_compared_once_in_a_step",
+    ),
+    Mutant(
+        "files_may_be_newer_than_the_engine",
+        f"{ENGINE_CORE}/adapters.py",
+        "*trail.newer_than(start.moment), ",
+        "*(), ",
+        ADAPTER_VERSIONS,
+    ),
+    Mutant(
+        "folders_may_be_newer_than_the_engine",
+        f"{ENGINE_CORE}/adapters.py",
+        "*trail.folders_newer_than(start.moment, start.known, start.mounts)",
+        "",
+        ADAPTER_VERSIONS,
+    ),
+    Mutant(
+        "a_new_entry_hides_a_rename",
+        f"{ENGINE_CORE}/adapters.py",
+        "trail.folders_newer_than(start.moment, start.known, start.mounts)",
+        "trail.moved_after(start.moment)",
+        ADAPTER_VERSIONS,
+    ),
+    Mutant(
+        "links_are_not_compared",
+        f"{ENGINE_CORE}/pathtrail.py",
+        "        stamps[place] = _stamp(found)\n",
+        "        if not modes.S_ISLNK(found.st_mode):\n            stamps[place] = _stamp(found)\n",
+        ADAPTER_VERSIONS,
+    ),
+    Mutant(
+        "numbers_are_not_compared",
+        f"{ENGINE_CORE}/adapters.py",
+        "            self._refuse_both(lora)\n",
+        "            pass\n",
+        ADAPTER_VERSIONS,
+    ),
+    Mutant(
+        "a_changed_adapter_is_read_again",
+        f"{ENGINE_CORE}/adapters.py",
+        """\
+            self.refuse(f"{place} has changed since this engine has used it first")
+""",
+        """\
+            self.salt, self.trail, self._digest = b"", self._files.trail(), self._files.digest()
+""",
+        ADAPTER_VERSIONS,
+    ),
 ]
 
 PATCHED = [
     Patched(
-        f"{CONTROL}/test_state_machine.py",
-        (
-            "without_leases",
-            "repeated_completions_count",
-            "op_ids_are_reused",
-            "dead_boots_are_believed",
-            "restarts_keep_the_index",
-            "restarts_clear_the_usable_slots_only",
-            "leases_outlive_a_restart",
-            "lost_blocks_are_served",
-            "resize_does_not_wait",
-            "late_desired_states_are_obeyed",
-            "shrinks_are_forgotten",
-        ),
-        f"{CONTROL}/test_state_machine.py::test_taking_out_a_safeguard_is_noticed",
-    ),
-    Patched(
         f"{CONTROL}/mutants.py",
         ("visible_at_submission", "first_rank_decides"),
-        f"{CONTROL}/test_state_machine.py::test_taking_out_a_safeguard_is_noticed",
+        "tests/vllm/test_scheduling_mutants.py::test_a_broken_promise_is_noticed",
+    ),
+    Patched(
+        f"{CONTROL}/test_state_machine.py",
+        ("test_dead_boots_that_are_believed_are_noticed",),
+        f"{CONTROL}/test_state_machine.py::test_dead_boots_that_are_believed_are_noticed",
     ),
     Patched(
         f"{CONTROL}/test_netloss.py",
@@ -3558,67 +4044,9 @@ PATCHED = [
         f"{CONTROL}/test_netloss.py::test_without_break_even_a_slow_store_costs_time",
     ),
     Patched(
-        f"{CONTROL}/test_session_schedules.py",
-        (
-            "namespaces_are_ignored",
-            "runs_go_on_in_other_namespaces",
-            "leases_outlive_a_reset",
-            "slots_are_freed_at_the_end_of_the_connection",
-            "a_clock_frees_leases",
-            "a_clock_ends_quarantine",
-            "lost_sessions_are_believed",
-            "slots_are_shown_above_the_watermark",
-            "leases_outlive_a_boot",
-            "extents_change_hands_while_they_are_mapped",
-        ),
-        f"{CONTROL}/test_session_schedules.py::test_taking_out_a_safeguard_is_noticed",
-    ),
-    Patched(
-        f"{CONTROL}/test_slotjournal.py",
-        (
-            "the_journal_publishes_before_the_bytes_are_whole",
-            "the_journal_begins_nothing",
-            "failed_stores_are_published",
-            "removed_slots_are_cleared_although_they_are_read",
-            "namespaces_are_named_after_the_first_one",
-        ),
-        f"{CONTROL}/test_slotjournal.py::test_taking_out_a_safeguard_is_noticed",
-    ),
-    Patched(
-        f"{CONTROL}/test_slotjournal.py",
-        (
-            "blocks_that_earlier_engines_read_are_evicted",
-            "slots_that_earlier_engines_read_are_freed",
-            "a_restart_ends_quarantine",
-            "op_ids_begin_again",
-            "namespaces_have_new_numbers",
-        ),
-        f"{CONTROL}/test_slotjournal.py::test_taking_out_a_safeguard_of_restarts_is_noticed",
-    ),
-    Patched(
         f"{CONTROL}/test_indexjournal.py",
         ("WithoutErasing", "ChecksumFirst"),
         f"{CONTROL}/test_indexjournal.py::test_a_journal_without_one_of_its_protections_is_found_out",
-    ),
-    Patched(
-        "tests/engine/memory/test_budget.py",
-        (
-            "hands_over_while_mapped",
-            "forgets_a_count",
-            "believes_a_death_of_others",
-            "spends_recalled_memory",
-            "spends_memory_that_is_not_free_yet",
-            "ignores_owners",
-            "gives_an_extent_twice",
-            "gives_rows_beside_recalled_ones",
-            "recalls_the_first_row_first",
-        ),
-        "tests/engine/memory/test_budget.py::test_a_budget_without_one_of_its_guarantees_is_found_out",
-    ),
-    Patched(
-        "tests/engine/test_resize.py",
-        ("test_a_forgotten_shrink_is_noticed",),
-        "tests/engine/test_resize.py::test_a_forgotten_shrink_is_noticed",
     ),
     Patched(
         "tests/service/node/test_schedules.py",
@@ -3697,38 +4125,6 @@ PATCHED = [
             "unwanted_answers_are_kept",
         ),
         "tests/vllm/test_scheduling_mutants.py::test_a_broken_promise_is_noticed",
-    ),
-    Patched(
-        "tests/service/connectors/engine_core/test_sharedloads.py",
-        (
-            "nothing_waits",
-            "waits_end_with_the_copy",
-            "waits_outlast_the_copy",
-            "failed_loads_are_waited_for",
-            "waits_have_no_bound",
-            "only_equal_prompts_wait",
-            "windows_share_any_prefix",
-            "requests_wait_again",
-            "waits_are_never_forgotten",
-            "any_load_is_worth_a_wait",
-        ),
-        "tests/service/connectors/engine_core/test_sharedloads.py::test_taking_out_a_safeguard_is_noticed",
-    ),
-    Patched(
-        "tests/service/connectors/engine_core/test_adapterversions.py",
-        (
-            "a_changed_adapter_is_read_again",
-            "a_new_entry_hides_a_rename",
-            "files_are_compared_only_when_a_request_comes",
-            "files_are_not_compared",
-            "files_may_be_newer_than_the_engine",
-            "folders_may_be_newer_than_the_engine",
-            "links_are_not_compared",
-            "keys_do_not_name_the_adapter",
-            "numbers_are_not_compared",
-        ),
-        "tests/service/connectors/engine_core/test_adapterversions.py"
-        "::test_adapters_without_one_of_their_protections_are_found_out",
     ),
     Patched(
         "tests/vllm/test_sharing.py",

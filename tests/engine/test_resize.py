@@ -12,7 +12,6 @@ import torch
 
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
-from kvstow.control.ranktable import RankTable
 from kvstow.dataplane import DataPlane
 from kvstow.devices.cpu import CpuDevice
 from kvstow.layout import KVLayout, Region
@@ -80,15 +79,6 @@ def test_freed_slots_are_not_used_before_they_are_pinned_again(host: Host, event
     host.beat()
     host.engine.admin.purge(everything=True).run()
     assert host.store() == (SLOTS, "done")
-
-
-def test_a_forgotten_shrink_is_noticed(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RankTable, "_all_have_applied", lambda self, desired: True)
-    host.beat()
-    host.shrink_and_grow()
-    slots, word = host.store()
-    assert slots == SLOTS
-    assert "not pinned" in word
 
 
 def test_listeners_are_called_when_a_shrink_is_applied(host: Host) -> None:

@@ -127,7 +127,7 @@ def resets_keep_the_keys(patch: pytest.MonkeyPatch) -> None:
 
 
 def dead_boots_are_served(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Pool, "_set_lost", lambda self, slots: None)
+    patch.setattr(Pool, "lose", lambda self, low: None)
 
 
 def ended_leases_are_not_released(patch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from kvstow.control.engine import OffloadEngine
-from kvstow.control.ops import OpenOp, OpsInFlight
+from kvstow.control.ops import OpsInFlight
 from kvstow.control.pool import Pool
 from kvstow.messages import Completion
 
@@ -29,11 +29,12 @@ def visible_at_submission(patch: pytest.MonkeyPatch) -> None:
 
 
 def first_rank_decides(patch: pytest.MonkeyPatch) -> None:
-    accept = OpsInFlight._accept
+    complete = OpsInFlight.complete
 
-    def end_at_first_completion(self: OpsInFlight, entry: OpenOp, rank: int, completion: Completion) -> None:
-        if completion.mark != "source_free":
+    def end_at_first_completion(self: OpsInFlight, rank: int, completion: Completion) -> None:
+        entry = self.get(completion.op_id)
+        if entry is not None and completion.mark != "source_free" and rank in entry.pending:
             entry.pending = {rank}
-        accept(self, entry, rank, completion)
+        complete(self, rank, completion)
 
-    patch.setattr(OpsInFlight, "_accept", end_at_first_completion)
+    patch.setattr(OpsInFlight, "complete", end_at_first_completion)

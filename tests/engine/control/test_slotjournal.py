@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from typing import Any, ClassVar
 
 import numpy as np
@@ -21,14 +22,9 @@ from tests.engine.control.test_session_schedules import (
 from tests.seeds import few_and_many
 
 from kvstow.config import EngineConfig
-from kvstow.control import sharedpool
-from kvstow.control.attachedsession import AttachedSession
-from kvstow.control.descriptions import StoreDescription
 from kvstow.control.engine import PoolFacade
 from kvstow.control.indexjournal import IndexJournal, RecoveredIndex
-from kvstow.control.namespaces import NamespaceLabel, Namespaces
-from kvstow.control.ops import OpenOp, OpsInFlight
-from kvstow.control.pool import EarlierUses, Pool
+from kvstow.control.namespaces import NamespaceLabel
 from kvstow.control.session import sessions_of
 from kvstow.control.sharedpool import EarlierSession, SharedPool, recover
 from kvstow.errors import InvalidRequestError
@@ -64,12 +60,12 @@ def no_journal_is_left() -> Iterator[None]:
         WatchedJournal.opened.pop().close()
 
 
-def recovered(journal: IndexJournal) -> RecoveredIndex:
+def recovered(journal: WatchedJournal) -> RecoveredIndex:
     """What the next process would find now."""
-    copy = IndexJournal.__new__(IndexJournal)
-    copy._records, copy._salt, copy.max_slots = journal._records.copy(), journal._salt, journal.max_slots
-    copy.fd = journal.fd
-    return copy.recover()
+    again = copy(journal)
+    again.watch = lambda: None
+    again._records = journal._records.copy()
+    return again.recover()
 
 
 def names(journal: IndexJournal) -> dict[int, str]:
@@ -109,7 +105,7 @@ class JournaledEngines(Engines):
 
     def books_balance(self) -> None:
         super().books_balance()
-        if not self.checks_books or not hasattr(self, "engines"):
+        if not hasattr(self, "engines"):
             return
         found, names_now = recovered(self.journal), names(self.journal)
         visible = {names_now[tag]: blocks for tag, blocks in found.blocks.items() if tag in names_now}
@@ -292,141 +288,3 @@ def test_a_new_namespace_costs_no_labels_for_which_the_journal_has_no_room() -> 
     asked.clear()
     sessions.append(pool.attach("engine", "one-more"))
     assert 0 < len(asked) <= 5
-
-
-# -- mutants ------------------------------------------------------------------------------------------------------
-
-
-def the_journal_publishes_before_the_bytes_are_whole(patch: pytest.MonkeyPatch) -> None:
-    """When the first rank has finished."""
-    accept = OpsInFlight._accept
-
-    def too_early(self: OpsInFlight, entry: OpenOp, rank: int, completion: Completion) -> None:
-        journal = self.pool.journal
-        assert journal is not None
-        accept(self, entry, rank, completion)
-        if entry.op.direction == "store" and completion.mark == "done" and entry.pending:
-            journal.publish(entry.op.slots, entry.namespace.tag, keys_of(entry))
-
-    patch.setattr(OpsInFlight, "_accept", too_early)
-
-
-def keys_of(entry: OpenOp) -> list[bytes]:
-    return list(entry.namespace.pending_stores.keys_of(entry.op.slots))
-
-
-def the_journal_begins_nothing(patch: pytest.MonkeyPatch) -> None:
-    """What the slots held stays in the journal while others write them."""
-    patch.setattr(WatchedJournal, "begin", lambda self, slots, session: None)
-    patch.setattr(WatchedJournal, "publish", publish_unbegun)
-
-
-def publish_unbegun(self: IndexJournal, slots: Any, namespace: int, keys: Any) -> None:
-    IndexJournal.begin(self, slots, 1)
-    IndexJournal.publish(self, slots, namespace, keys)
-
-
-def failed_stores_are_published(patch: pytest.MonkeyPatch) -> None:
-    end = OpsInFlight._end_store
-
-    def publish(self: OpsInFlight, entry: OpenOp, described: StoreDescription) -> None:
-        journal = self.pool.journal
-        if entry.error and not entry.abandoned and journal is not None:
-            journal.publish(entry.op.slots, entry.namespace.tag, keys_of(entry))
-        end(self, entry, described)
-
-    patch.setattr(OpsInFlight, "_end_store", publish)
-
-
-def removed_slots_are_cleared_although_they_are_read(patch: pytest.MonkeyPatch) -> None:
-    note = Pool.note_removal
-
-    def clear_all(self: Pool, removal: Any, reason: str) -> None:
-        note(self, removal, reason)
-        if self.journal is not None and removal.orphans:
-            self.journal.clear(removal.orphans)
-
-    patch.setattr(Pool, "note_removal", clear_all)
-
-
-def namespaces_are_named_after_the_first_one(patch: pytest.MonkeyPatch) -> None:
-    name = WatchedJournal.name_namespaces
-
-    def all_alike(self: WatchedJournal, names: Iterable[tuple[int, NamespaceLabel]]) -> None:
-        named = list(names)
-        name(self, ((number, named[0][1]) for number, _ in named))
-
-    patch.setattr(WatchedJournal, "name_namespaces", all_alike)
-
-
-MUTANTS = [
-    the_journal_publishes_before_the_bytes_are_whole,
-    the_journal_begins_nothing,
-    failed_stores_are_published,
-    removed_slots_are_cleared_although_they_are_read,
-    namespaces_are_named_after_the_first_one,
-]
-
-
-@pytest.mark.parametrize("mutate", MUTANTS)
-def test_taking_out_a_safeguard_is_noticed(
-    mutate: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    mutate(monkeypatch)
-    monkeypatch.setattr(JournaledEngines, "checks_books", False)  # what would be recovered must tell
-    with pytest.raises(AssertionError):
-        run_schedules(range(150), JournaledEngines)
-
-
-def blocks_that_earlier_engines_read_are_evicted(patch: pytest.MonkeyPatch) -> None:
-    evict = Pool._evict
-
-    def at_once(pool: Pool, *values: Any) -> list[int]:
-        earlier, pool.earlier = pool.earlier, None
-        try:
-            return evict(pool, *values)
-        finally:
-            pool.earlier = earlier
-
-    patch.setattr(Pool, "_evict", at_once)
-
-
-def slots_that_earlier_engines_read_are_freed(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(EarlierUses, "keep", lambda self, slots: list(slots))
-
-
-def a_restart_ends_quarantine(patch: pytest.MonkeyPatch) -> None:
-    restore = sharedpool._restore_session
-
-    def without_slots(pool: SharedPool, earlier: EarlierSession, filling: Sequence[int]) -> AttachedSession:
-        return restore(pool, earlier, ())
-
-    patch.setattr(sharedpool, "_restore_session", without_slots)
-
-
-def op_ids_begin_again(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("secrets.randbits", lambda bits: 0)
-
-
-def namespaces_have_new_numbers(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Namespaces, "restore", lambda self, name, tag: self.join(name))
-
-
-@pytest.mark.parametrize(
-    ("mutate", "seed"),
-    [
-        (blocks_that_earlier_engines_read_are_evicted, 344),
-        (slots_that_earlier_engines_read_are_freed, 50),
-        (a_restart_ends_quarantine, 6),
-        (op_ids_begin_again, 98),
-        (namespaces_have_new_numbers, 17),
-    ],
-)
-def test_taking_out_a_safeguard_of_restarts_is_noticed(
-    mutate: Callable[[pytest.MonkeyPatch], None], seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`seed` notices it today, so it is tried first. After a change of the schedules another one may."""
-    mutate(monkeypatch)
-    monkeypatch.setattr(RestartedEngines, "checks_books", False)
-    with pytest.raises((AssertionError, KeyError)):
-        run_schedules([seed, *range(600)], RestartedEngines)

@@ -9,8 +9,6 @@ import pytest
 from tests.doubles.fakes import rests
 
 from kvstow.dataplane import DataPlane
-from kvstow.memory.hostpool import HostPool
-from kvstow.memory.region import HostRegion
 from kvstow.messages import DesiredState, Direction, Op, StepPlan
 
 Eventually = Callable[[Callable[[], object]], None]
@@ -60,21 +58,3 @@ def test_a_shrink_waits_for_the_copy(
     assert _finish(cuda, plane) == "done"
     eventually(lambda: plane.pool.status().chunks_done == 1)
     assert cuda.offences == []
-
-
-def test_without_holds_memory_is_unregistered_during_the_copy(
-    cuda: Any,
-    start_copy: Callable[[Direction], DataPlane],
-    eventually: Eventually,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def given_back_all_the_same(self: HostPool, chunks: Any) -> bool:
-        return chunks is not None and bool(chunks.last.first_slot >= self._target)
-
-    monkeypatch.setattr(HostPool, "_may_give_back", given_back_all_the_same)
-    monkeypatch.setattr(HostRegion, "decommit", lambda self, offset, num_bytes: None)  # or this copy would crash
-    plane = start_copy("store")
-    plane.apply(DesiredState("engine", 1, number=1))
-    eventually(lambda: cuda.offences)
-    assert cuda.offences[0] == "memory of the host is unregistered while a copy is to touch it"
-    _finish(cuda, plane)

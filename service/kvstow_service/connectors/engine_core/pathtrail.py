@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 _MOST_LINKS = 40
 """How many links the kernel follows on one path."""
-_lstat = os.lstat
 
 
 class Stamp(NamedTuple):
@@ -108,7 +107,7 @@ class Trail:
 def stamp_of(place: str | Path) -> Stamp | None:
     """The stamp of a place; None if nothing is there. A link is not followed."""
     try:
-        found = _lstat(place)
+        found = os.lstat(place)
     except OSError:
         return None
     return _stamp(found)
@@ -144,7 +143,7 @@ def _follow(path: Path, stamps: dict[str, Stamp | None]) -> None:
             continue
         place = os.path.join(here, part)
         try:
-            found = _lstat(place)
+            found = os.lstat(place)
         except FileNotFoundError:
             stamps[place] = None
             return

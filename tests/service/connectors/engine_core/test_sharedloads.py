@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+import gc
+import weakref
+from typing import NoReturn
 
 import pytest
 from tests.service.connectors.engine_core.vllmhost import (
@@ -13,13 +14,13 @@ from tests.service.connectors.engine_core.vllmhost import (
     WITH_WINDOW,
     FakeRequest,
     VllmHost,
+    hashes_of,
     keys_of,
 )
 from tests.service.connectors.engine_core.waitingqueue import WaitingQueue
 
 from kvstow_service.connectors.engine_core.kvgroups import KVGroup, KVGroups
-from kvstow_service.connectors.engine_core.loads import WAIT_SECONDS, SharedLoads
-from kvstow_service.connectors.engine_core.trackedrequests import LoadWait, SharedLoad, TrackedRequest
+from kvstow_service.connectors.engine_core.loads import WAIT_SECONDS
 
 PROMPT = "abcdefghijklm"  # 12 tokens can be loaded, in 6 blocks of 2
 HIT = 12
@@ -307,130 +308,31 @@ def test_a_request_that_waits_holds_its_hit_once_until_it_ends() -> None:
     assert queue.host.leases == 0
 
 
+class NotCompared(list[bytes]):
+    """The hashes of a request that nobody reads."""
+
+    def __getitem__(self, at: object) -> NoReturn:
+        pytest.fail("the hashes are read")
+
+
 def test_asking_again_about_a_request_that_waits_or_has_waited_compares_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     queue = make_queue(*[PROMPT] * 3)
     queue.step(end_loads=False)
-    compared = []
-    monkeypatch.setattr(SharedLoads, "_share", lambda *_: compared.append(1))
+    monkeypatch.setattr(FakeRequest, "block_hashes", property(lambda request: NotCompared(hashes_of(request.tokens))))
     queue.step(end_loads=False)
     queue.host.clock.advance(WAIT_SECONDS)
     for request in list(queue.waiting):
         assert queue.host.side.find_hit(request, 0) == HIT
-    assert not compared
 
 
-def test_nothing_is_kept_of_loads_that_have_ended() -> None:
+def test_nothing_is_kept_of_requests_that_have_ended() -> None:
     queue = make_queue(*[PROMPT] * 2, *[PROMPT[::-1]] * 2)
     queue.step(fail="0", end_loads=True)
     queue.run()
-    assert not queue.host.side._loads._shared._loads
-
-
-# -- mutants --------------------------------------------------------------------------------------------------
-
-
-def nothing_waits(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(SharedLoads, "must_wait", lambda self, tracked, local, end: False)
-
-
-def waits_end_with_the_copy(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(SharedLoads, "done", SharedLoads.ended)
-
-
-def waits_outlast_the_copy(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(SharedLoads, "done", lambda self, tracked: None)
-
-
-def failed_loads_are_waited_for(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(SharedLoads, "ended", lambda self, tracked: None)
-
-
-def waits_have_no_bound(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("kvstow_service.connectors.engine_core.loads.WAIT_SECONDS", float("inf"))
-
-
-def only_equal_prompts_wait(patch: pytest.MonkeyPatch) -> None:
-    def all_or_nothing(self: SharedLoads, request: FakeRequest, load: SharedLoad, half: int, end: int) -> int:
-        return end if end == load.end and self._share(request, load, end) else 0
-
-    patch.setattr(SharedLoads, "_shared_end", all_or_nothing)
-
-
-def windows_share_any_prefix(patch: pytest.MonkeyPatch) -> None:
-    plain = SharedLoads._shared_end
-
-    def shared_end(self: SharedLoads, *args: Any) -> int:
-        groups, self._groups = self._groups, ONE_GROUP
-        end = plain(self, *args)
-        self._groups = groups
-        return end
-
-    patch.setattr(SharedLoads, "_shared_end", shared_end)
-
-
-def requests_wait_again(patch: pytest.MonkeyPatch) -> None:
-    must_wait = SharedLoads.must_wait
-
-    def wait(self: SharedLoads, tracked: TrackedRequest, local: int, end: int) -> bool:
-        if tracked.load.wait is not None and not must_wait(self, tracked, local, end):
-            tracked.load.wait = None
-        return must_wait(self, tracked, local, end)
-
-    patch.setattr(SharedLoads, "must_wait", wait)
-
-
-def waits_are_never_forgotten(patch: pytest.MonkeyPatch) -> None:
-    give_tables = TrackedRequest.give_tables
-
-    def give(self: TrackedRequest, *args: object) -> None:
-        wait = self.load.wait
-        give_tables(self, *args)  # type: ignore[arg-type]
-        self.load.wait = wait
-
-    patch.setattr(TrackedRequest, "give_tables", give)
-
-
-def any_load_is_worth_a_wait(patch: pytest.MonkeyPatch) -> None:
-    def find(self: SharedLoads, request: FakeRequest, local: int, end: int) -> LoadWait | None:
-        for load in self._loads.values():
-            shared = self._shared_end(request, load, local, end)
-            if load.start <= local < shared:
-                return LoadWait(load, shared, self._clock() + WAIT_SECONDS)
-        return None
-
-    patch.setattr(SharedLoads, "_find", find)
-
-
-class Mutant(NamedTuple):
-    """`scenario` must fail."""
-
-    mutate: Callable[[pytest.MonkeyPatch], None]
-    scenario: Callable[[], None]
-
-
-MUTANTS = [
-    Mutant(nothing_waits, lambda: test_requests_of_one_prompt_copy_it_once("full", 4)),
-    Mutant(waits_end_with_the_copy, test_a_request_that_is_asked_about_before_the_loading_one_is_scheduled_still_waits),
-    Mutant(waits_outlast_the_copy, test_a_request_loads_if_a_finished_load_brought_it_nothing),
-    Mutant(failed_loads_are_waited_for, test_all_load_at_once_when_the_load_has_failed),
-    Mutant(failed_loads_are_waited_for, test_a_load_that_is_lost_before_it_begins_is_not_waited_for),
-    Mutant(failed_loads_are_waited_for, test_all_load_at_once_when_the_loading_request_is_aborted),
-    Mutant(failed_loads_are_waited_for, test_nothing_is_kept_of_loads_that_have_ended),
-    Mutant(waits_have_no_bound, test_all_load_at_once_after_a_bounded_time),
-    Mutant(only_equal_prompts_wait, test_what_follows_a_shared_prefix_is_loaded_after_the_wait),
-    Mutant(windows_share_any_prefix, test_with_windows_only_a_prompt_that_contains_the_whole_load_waits),
-    Mutant(requests_wait_again, test_a_request_that_has_waited_waits_for_no_other_load),
-    Mutant(requests_wait_again, test_all_load_at_once_when_the_load_has_failed),
-    Mutant(waits_are_never_forgotten, test_a_request_that_is_admitted_again_may_wait_again),
-    Mutant(any_load_is_worth_a_wait, test_a_request_does_not_wait_for_much_more_than_it_needs),
-    Mutant(any_load_is_worth_a_wait, test_a_request_does_not_wait_for_less_than_half_of_what_it_needs),
-]
-
-
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.mutate.__name__)
-def test_taking_out_a_safeguard_is_noticed(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
-    mutant.mutate(monkeypatch)
-    with pytest.raises(AssertionError):
-        mutant.scenario()
+    requests = [weakref.ref(request) for request in queue.finished]
+    while queue.finished:
+        queue.host.finish(queue.finished.pop())
+    gc.collect()
+    assert [request() for request in requests] == [None] * 4
