@@ -954,7 +954,7 @@ MUTANTS = [
         "service/kvstow_service/admin/server.py",
         '            if head.count(b"\\n") > MAX_HEADERS:',
         "            if False:",
-        "tests/service/admin/test_protocol.py::test_a_head_with_too_many_headers_is_refused",
+        "tests/service/admin/test_protocol.py::test_a_head_beyond_a_limit_is_refused_while_it_arrives",
     ),
     Mutant(
         "the_audit_log_shares_the_limit_of_messages",

@@ -6,7 +6,6 @@ import signal
 import socket
 import threading
 from collections.abc import AsyncIterator
-from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
@@ -28,14 +27,6 @@ async def hello(request: Request) -> PlainTextResponse:
 
 
 APP = Starlette(routes=[Route("/", hello)])
-
-
-def test_every_socket_answers_after_start(serving: Any, tmp_path: Path) -> None:
-    uds = tmp_path / "admin.sock"
-    _, listeners = serving(APP, uds=uds)
-    assert httpx.get(listeners.url).text == "hello"
-    with httpx.Client(transport=httpx.HTTPTransport(uds=str(uds))) as client:
-        assert client.get("http://kvstow/").text == "hello"
 
 
 def test_the_processs_signal_handlers_are_kept(serving: Any) -> None:
@@ -136,20 +127,6 @@ def test_an_app_that_does_not_start_is_an_error() -> None:
     with pytest.raises(ConflictError, match="the admin server did not start"):
         AdminServer(broken, listeners.sockets, reasons.put).start()
     assert "SystemExit" in reasons.get(timeout=60)
-
-
-def test_an_unexpected_end_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    listeners = AdminSockets(TcpAddress.resolve("127.0.0.1", 0))
-    reasons: SimpleQueue[str] = SimpleQueue()
-    server = AdminServer(APP, listeners.sockets, reasons.put)
-
-    async def broken_tick(counter: int) -> bool:
-        raise RuntimeError("the loop broke")
-
-    monkeypatch.setattr(server, "on_tick", broken_tick)
-    server.start()
-    assert "the loop broke" in reasons.get(timeout=60)
-    server.stop()
 
 
 def test_the_sockets_are_closed_even_if_it_never_started() -> None:

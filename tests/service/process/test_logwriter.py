@@ -47,30 +47,30 @@ def pipe() -> Iterator[Pipe]:
     parent.setLevel(level)
 
 
+LINES = 1000
+"""How many lines may wait to be written, of the audit log and of all other logs."""
+
+
 async def change(request: Request) -> PlainTextResponse:
-    logging.getLogger("kvstow.server").info("actor=%s", request.query_params["actor"])
+    for number in range(int(request.query_params["lines"])):
+        logging.getLogger("kvstow.server").info("line %d", number)
     return PlainTextResponse("done")
 
 
-def test_a_blocked_log_stops_no_request(
-    serving: Any, pipe: Pipe, monkeypatch: pytest.MonkeyPatch, eventually: Any
-) -> None:
-    monkeypatch.setattr(logwriter, "_MOST_LINES", 10)
+def test_a_blocked_log_stops_no_request(serving: Any, pipe: Pipe, eventually: Any) -> None:
     lost: list[int] = []
     server, listeners = serving(Starlette(routes=[Route("/", change)]), log=LogWriter(lambda: lost.append(1)))
     with httpx.Client(base_url=listeners.url) as client:
-        assert client.get("/?actor=0").text == "done"
+        assert client.get("/?lines=1").text == "done"
         assert pipe.entered.wait(30.0)
-        for number in range(1, 400):
-            assert client.get(f"/?actor={number}").text == "done"
-    assert len(lost) == 400 - 11
+        for _ in range(2):
+            assert client.get(f"/?lines={LINES}").text == "done"
+    assert len(lost) == LINES
     pipe.read.set()
-    eventually(lambda: len(pipe.lines) >= 12)
+    eventually(lambda: len(pipe.lines) == 1 + LINES + 1)
     server.stop()
-    written = [f"actor={number}" for number in range(11)]
-    dropped = "dropped 389 log lines: the log is not read fast enough"
-    assert [line for line in pipe.lines if line.startswith("actor")] == written
-    assert dropped in pipe.lines
+    assert pipe.lines[2:] == [f"line {number}" for number in range(LINES)]
+    assert pipe.lines[1] == f"dropped {LINES} log lines: the log is not read fast enough"
 
 
 def test_lines_of_other_threads_are_written_on_their_threads(caplog: pytest.LogCaptureFixture) -> None:
@@ -97,35 +97,32 @@ def test_waiting_lines_are_written_at_the_end(caplog: pytest.LogCaptureFixture) 
     assert _audit.filters == []
 
 
-def test_a_log_that_stays_blocked_does_not_keep_the_server_from_stopping(
-    pipe: Pipe, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(logwriter, "_MOST_LINES", 1)
-    monkeypatch.setattr(logwriter, "_STOP_SECONDS", 0.01)
+def test_a_log_that_stays_blocked_does_not_keep_the_server_from_stopping(pipe: Pipe) -> None:
     writer = LogWriter()
     writer.start()
-    for _ in range(5):
+    for _ in range(2 * LINES + 2):
         _audit.error("nobody reads this")
     writer.stop()
+    pipe.read.set()
+    writer.stop()  # ends the thread
 
 
-def test_lines_of_the_audit_log_have_room_of_their_own(pipe: Pipe, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_of_the_audit_log_have_room_of_their_own(pipe: Pipe) -> None:
     """A flood of other lines hides no change."""
-    monkeypatch.setattr(logwriter, "_MOST_LINES", 2)
     lost: list[int] = []
     writer = LogWriter(lambda: lost.append(1))
     writer.start()
     other = logging.getLogger("kvstow.server")
     other.warning("flood")
     assert pipe.entered.wait(30.0)
-    for _ in range(5):
+    for _ in range(LINES + 3):
         other.warning("flood")
     _audit.info("a change")
     assert len(lost) == 3
     pipe.read.set()
     writer.stop()
     dropped = "dropped 3 log lines: the log is not read fast enough"
-    assert pipe.lines == ["flood", dropped, "flood", "flood", "a change"]
+    assert pipe.lines == ["flood", dropped, *["flood"] * LINES, "a change"]
 
 
 def test_a_message_is_written_so_often_a_minute_and_the_next_line_says_how_many_were_not() -> None:
@@ -145,12 +142,17 @@ def test_a_message_is_written_so_often_a_minute_and_the_next_line_says_how_many_
     assert all(limit.passes(record) for record in audited)
 
 
-def test_what_is_known_of_messages_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logwriter, "_MOST_MESSAGES", 10)
+def test_what_is_known_of_messages_is_bounded_so_that_a_thousand_others_make_it_forget_one() -> None:
     limit = logwriter.MessageLimit(FakeClock())
-    for number in range(50):
-        assert limit.passes(logging.LogRecord("kvstow.x", logging.INFO, "", 0, f"message {number}", (), None))
-        assert len(limit._written) <= 10
+
+    def passes(message: str) -> bool:
+        return limit.passes(logging.LogRecord("kvstow.x", logging.INFO, "", 0, message, (), None))
+
+    while passes("often"):
+        pass
+    for number in range(1000):
+        assert passes(f"message {number}")
+    assert passes("often")
 
 
 def test_lines_of_all_modules_of_the_service_are_written_by_it() -> None:
