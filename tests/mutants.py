@@ -1690,7 +1690,7 @@ MUTANTS = [
         "engine/kvstow/attach/worker.py",
         "        if grace <= 0:\n",
         "        if False:\n",
-        "tests/service/node/test_attachedworker.py::test_a_host_that_never_rests_is_waited_for_so_long_and_no_longer",
+        "tests/service/node/test_attachedworker.py::test_a_host_that_never_rests_is_waited_for_so_long_and_no_longer_unless_it_can_take_nothing_back",
     ),
     Mutant(
         "a_rank_refuses_what_its_host_cannot_take_back",
@@ -1698,7 +1698,7 @@ MUTANTS = [
         "LONGEST_GRACE_SECONDS if may_refuse else inf",
         "LONGEST_GRACE_SECONDS",
         "tests/service/node/test_attachedworker.py"
-        "::test_a_host_that_can_take_nothing_back_is_waited_for_however_long_it_takes",
+        "::test_a_host_that_never_rests_is_waited_for_so_long_and_no_longer_unless_it_can_take_nothing_back",
     ),
     Mutant(
         "a_service_that_ends_revokes_what_a_step_needs",
@@ -2241,7 +2241,7 @@ MUTANTS = [
         "service/kvstow_service/node/survival/keeperclient.py",
         "        if self._asked_at is not None:\n            self._take_answer()\n        self._send(",
         "        self._send(",
-        f"{SURVIVAL}::test_a_request_after_a_question_gets_its_own_answer",
+        "tests/service/node/survival/test_keeper.py::test_a_request_after_a_question_gets_its_own_answer",
     ),
     Mutant(
         "a_lost_keeper_is_a_lack_of_memory",

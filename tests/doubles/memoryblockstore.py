@@ -193,7 +193,7 @@ class MemoryStoredPool:
         self._store, self._on_end = store, on_end
         self._has_left = False
         self._writing: set[Name] = set()
-        self._maps: dict[tuple[int, int], tuple[StoredExtent, mmap.mmap]] = {}
+        self.maps: dict[tuple[int, int], tuple[StoredExtent, mmap.mmap]] = {}
 
     # -- what the store has -----------------------------------------------------------------------------------
 
@@ -311,7 +311,7 @@ class MemoryStoredPool:
         for rank, num_bytes in enumerate(self.layout.slot_bytes):
             if store.memory is not None:
                 data.append(store.memory[rank][slot])
-            elif self._maps:
+            elif self.maps:
                 where, start = self._locate(rank, slot)
                 data.append(where[start : start + num_bytes])
         store.put(name, StoredBlock(self.layout.identity, tuple(data)))
@@ -319,7 +319,7 @@ class MemoryStoredPool:
         return None
 
     def _locate(self, rank: int, slot: int) -> tuple[mmap.mmap, int]:
-        for (of_rank, _), (extent, where) in self._maps.items():
+        for (of_rank, _), (extent, where) in self.maps.items():
             if of_rank == rank and extent.first_slot <= slot < extent.first_slot + extent.num_slots:
                 return where, (slot - extent.first_slot) * extent.slot_stride
         raise LookupError(f"slot {slot} of rank {rank} is in no extent")
@@ -350,14 +350,14 @@ class MemoryStoredPool:
     def add_extent(self, rank: int, extent: StoredExtent, fd: int, then: Callable[[str], object]) -> None:
         with self._store.lock:
             if not self._has_left:
-                self._maps[rank, extent.extent_id] = extent, mmap.mmap(fd, extent.num_bytes)
+                self.maps[rank, extent.extent_id] = extent, mmap.mmap(fd, extent.num_bytes)
             problem = "the pool has left the store" if self._has_left else ""
         self._later(lambda: then(problem))
 
     def remove_extent(self, rank: int, extent_id: int, then: Callable[[], object]) -> None:
         def remove() -> None:
             with self._store.lock:
-                found = self._maps.pop((rank, extent_id), None)
+                found = self.maps.pop((rank, extent_id), None)
             if found is not None:
                 found[1].close()
             then()
@@ -376,7 +376,7 @@ class MemoryStoredPool:
             for queue in (self.reads, self.writes):
                 while queue:
                     self._end_later(queue.popleft())
-            for rank, extent_id in list(self._maps):
+            for rank, extent_id in list(self.maps):
                 self.remove_extent(rank, extent_id, lambda: None)
             self._later(then)
 

@@ -414,17 +414,6 @@ def test_above_half_of_the_limit_a_connection_gets_one_request(served: Served, e
             assert read_answer(operator).startswith(b"HTTP/1.1 200 OK")
 
 
-def test_an_authenticated_client_keeps_its_connection_in_a_flood(served: Served) -> None:
-    with served.connect() as operator, ExitStack() as stack:
-        operator.sendall(b"GET /login HTTP/1.1\r\nHost: kvstow\r\n\r\n")
-        read_answer(operator)
-        for _ in range(50):
-            stack.enter_context(served.connect())
-        assert served.get().is_success
-        operator.sendall(_GET)
-        assert read_answer(operator).startswith(b"HTTP/1.1 200 OK")
-
-
 def test_a_unix_socket_connects_when_untrusted_clients_hold_all_connections(
     serving: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import pytest
 from click.testing import CliRunner, Result
 from tests.doubles.rank import FakeRank, make_ranks, store_keys
+from tests.service.cli.terminal import Terminal
 
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
@@ -82,3 +83,19 @@ def run() -> Run:
         return CliRunner().invoke(app, arguments, input=stdin, env={**clean, **(environ or {})})
 
     return invoke
+
+
+@pytest.fixture
+def kvstow(run: Run, host: Host) -> Run:
+    """Runs `kvstow` against `host`."""
+
+    def invoke(*arguments: str, stdin: str | None = None, environ: dict[str, str] | None = None) -> Result:
+        return run(*arguments, stdin=stdin, environ={"KVSTOW_SERVER": host.url, **(environ or {})})
+
+    return invoke
+
+
+@pytest.fixture
+def on_terminal(host: Host, child_environ: dict[str, str]) -> Callable[..., Terminal]:
+    """Runs `kvstow` on a terminal against `host`."""
+    return lambda *arguments, **given: Terminal(*arguments, "--server", host.url, environ=child_environ, **given)

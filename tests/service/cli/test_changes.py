@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from typing import Any
 
 import pytest
-from tests.service.cli.terminal import Terminal
 
 from kvstow.hints import context_id
 
@@ -16,9 +14,9 @@ HEX = [key.hex() for key in KEYS]
 
 
 @pytest.fixture
-def kvstow(run: Any, host: Any) -> Callable[..., Any]:
+def kvstow(kvstow: Any, host: Any) -> Any:
     host.store(*KEYS)
-    return lambda *arguments, stdin=None: run(*arguments, stdin=stdin, environ={"KVSTOW_SERVER": host.url})
+    return kvstow
 
 
 def cached(host: Any) -> int:
@@ -52,11 +50,11 @@ def test_destructive_commands_need_a_yes_and_have_a_dry_run(
     if left < 6:
         outcome = kvstow(*arguments)
         assert (outcome.exit_code, outcome.stdout) == (2, "")
-        assert "there is no terminal to confirm it on" in outcome.stderr
+        assert f" on {host.url}, and there is no terminal to confirm it on" in outcome.stderr
         assert "hint: --yes proceeds without a prompt" in outcome.stderr
     assert cached(host) == 6
     outcome = kvstow(*arguments, "--yes")
-    assert outcome.exit_code == 0, outcome.stderr
+    assert (outcome.exit_code, outcome.stderr) == (0, f"server: {host.url}\n")
     assert cached(host) == left
 
 
@@ -167,7 +165,8 @@ def test_a_size_above_the_maximum_is_explained(kvstow: Any) -> None:
 def test_a_drain_begins_and_ends(kvstow: Any, host: Any) -> None:
     plan = "would stop loads and stores, and make /readyz fail; in flight: 0 transfers and 0 leases\n"
     assert kvstow("drain", "--dry-run").stdout == plan
-    assert kvstow("drain").exit_code == 2
+    refused = kvstow("drain")
+    assert (refused.exit_code, f" on {host.url}, and there is no terminal" in refused.stderr) == (2, True)
     assert not host.engine.admin.drain_status.active
     assert kvstow("drain", "--mode", "stop-stores", "--deadline", "30s", "--yes").exit_code == 0
     assert host.engine.admin.drain_status.mode == "stop_stores"
@@ -206,12 +205,11 @@ def test_settings_are_shown_and_changed(kvstow: Any, host: Any) -> None:
     assert "debug" in kvstow("config", "log-level", "debug", "--logger", "kvstow.admin").stdout
 
 
-def test_a_prompt_on_a_terminal(host: Any, child_environ: dict[str, str]) -> None:
+def test_a_prompt_on_a_terminal(host: Any, on_terminal: Any) -> None:
     host.store(*KEYS)
     question = f"Remove 2 blocks, 8 KiB of each rank on {host.url}? [y/N]"
-    evict = ("evict", "--slots", "2", "--server", host.url)
     for answer, words, code, left in (("n", "nothing was changed", 1, 6), ("y", "removed 2 blocks", 0, 4)):
-        with Terminal(*evict, environ=child_environ) as terminal:
+        with on_terminal("evict", "--slots", "2") as terminal:
             terminal.until(question)
             terminal.type(f"{answer}\n")
             terminal.until(words)
@@ -226,27 +224,25 @@ def held(host: Any) -> Any:
     return host.engine.lease(KEYS)
 
 
-def test_an_operation_is_followed_to_its_end(host: Any, held: Any, child_environ: dict[str, str]) -> None:
-    with Terminal("resize", "--slots", "2", "--yes", "--server", host.url, environ=child_environ) as terminal:
+def test_an_operation_is_followed_to_its_end(host: Any, held: Any, on_terminal: Any) -> None:
+    with on_terminal("resize", "--slots", "2", "--yes") as terminal:
         terminal.until("14 of 14 slots, waiting for transfers")
         host.engine.release_lease(held)
         terminal.until("the pool has 2 slots")
         assert terminal.end() == 0
 
 
-def test_an_operation_cancelled_elsewhere_is_an_error(
-    run: Any, host: Any, held: Any, child_environ: dict[str, str]
-) -> None:
-    with Terminal("resize", "--slots", "2", "--yes", "--server", host.url, environ=child_environ) as terminal:
+def test_an_operation_cancelled_elsewhere_is_an_error(kvstow: Any, held: Any, on_terminal: Any) -> None:
+    with on_terminal("resize", "--slots", "2", "--yes") as terminal:
         terminal.until("waiting for transfers")
-        (running,) = json.loads(run("get", "ops", "-o", "json", "--server", host.url).stdout)["items"]
-        run("cancel", running["id"], "--server", host.url)
+        (running,) = json.loads(kvstow("get", "ops", "-o", "json").stdout)["items"]
+        kvstow("cancel", running["id"])
         terminal.until(f"{running['id']} was cancelled")
         assert terminal.end() == 1
 
 
-def test_interrupting_says_that_the_operation_continues(host: Any, held: Any, child_environ: dict[str, str]) -> None:
-    with Terminal("resize", "--slots", "2", "--yes", "--server", host.url, environ=child_environ) as terminal:
+def test_interrupting_says_that_the_operation_continues(held: Any, on_terminal: Any) -> None:
+    with on_terminal("resize", "--slots", "2", "--yes") as terminal:
         terminal.until("waiting for transfers")
         terminal.type("\x03")
         terminal.until("is still running; `kvstow cancel resize-")

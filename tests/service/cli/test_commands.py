@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import click
@@ -73,6 +74,21 @@ def test_every_remote_command_has_connection_flags(name: str) -> None:
     for one in commands:
         flags = {flag for parameter in one.params for flag in parameter.opts}
         assert {"--server", "--token-file", "--ca-file"} <= flags, one.name
+
+
+def with_yes(name: str, command: click.Command) -> Iterator[tuple[str, click.Command]]:
+    if isinstance(command, click.Group):
+        for child in command.commands.values():
+            yield from with_yes(f"{name} {child.name}", child)
+    elif any("--yes" in parameter.opts for parameter in command.params):
+        yield name, command
+
+
+def test_these_commands_can_be_destructive() -> None:
+    found = dict(pair for name in COMMANDS for pair in with_yes(name, load(name)))
+    assert set(found) == {"evict", "purge", "resize", "config set", "drain", "detach", "delete pool"}
+    for command in found.values():
+        assert any("--dry-run" in parameter.opts for parameter in command.params), "it can be tried first"
 
 
 def test_version(run: Any) -> None:

@@ -21,8 +21,8 @@ def busy(host: Host) -> Host:
     return host
 
 
-def test_the_curve_is_listed_with_what_follows_from_it(busy: Host, run: Run) -> None:
-    told = run("get", "curve", "--server", busy.url)
+def test_the_curve_is_listed_with_what_follows_from_it(busy: Host, kvstow: Run) -> None:
+    told = kvstow("get", "curve")
     lines = told.stdout.splitlines()
     assert lines[0].split() == ["SLOTS", "SIZE", "TIMES", "HITS", "ERROR", "NOTE", "OF", "ALL", "BLOCKS"]
     (now,) = [line for line in lines if " now " in line]
@@ -32,21 +32,16 @@ def test_the_curve_is_listed_with_what_follows_from_it(busy: Host, run: Run) -> 
     assert lines[-3] == ""
     assert lines[-1].startswith("disks of ")
     assert lines[-2].startswith("twice the memory (256 KiB) would add ")
-    found = json.loads(run("get", "curve", "--server", busy.url, "-o", "json").stdout)
+    found = json.loads(kvstow("get", "curve", "-o", "json").stdout)
     assert (found["advice"], found["num_bytes"]) == (lines[-2], CAPACITY * SLOT_BYTES * 2)
-    assert run("get", "curve", "--server", busy.url, "-o", "name").stdout.split()[0] == "2"
+    assert kvstow("get", "curve", "-o", "name").stdout.split()[0] == "2"
 
 
-def test_before_there_is_evidence_the_table_is_a_sentence(host: Host, run: Run) -> None:
-    assert run("get", "curve", "--server", host.url).stdout.startswith("too early to tell")
+def test_before_there_is_evidence_the_table_is_a_sentence(kvstow: Run) -> None:
+    assert kvstow("get", "curve").stdout.startswith("too early to tell")
 
 
-def test_top_has_a_bar_for_each_size_in_one_line(busy: Host, run: Run) -> None:
-    lines = [line for line in run("top", "--server", busy.url).stdout.splitlines() if line.startswith("by size")]
-    assert len(lines) == 1, run("top", "--server", busy.url).output
+def test_top_has_a_bar_for_each_size_in_one_line(busy: Host, kvstow: Run) -> None:
+    lines = [line for line in kvstow("top").stdout.splitlines() if line.startswith("by size")]
+    assert len(lines) == 1, kvstow("top").output
     assert lines[0].split()[2:] == ["▁▁▁▁█████", "0.0", "%", "now,", "100.0", "%", "with", "256", "KiB"]
-
-
-def test_top_says_in_one_line_that_it_is_too_early(host: Host, run: Run) -> None:
-    (line,) = [line for line in run("top", "--server", host.url).stdout.splitlines() if line.startswith("by size")]
-    assert line.split()[2:5] == ["too", "early", "to"]

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
-import yaml
-from tests.service.cli.terminal import Terminal
 
 from kvstow_api.answers import ProblemView
 from kvstow_api.client import ApiError
@@ -20,9 +17,9 @@ KEYS = [bytes([0, 0, number]) for number in range(6)]
 
 
 @pytest.fixture
-def get(run: Any, host: Any) -> Callable[..., Any]:
+def get(kvstow: Any, host: Any) -> Callable[..., Any]:
     host.store(*KEYS)
-    return lambda *arguments: run("get", *arguments, "--server", host.url)
+    return lambda *arguments: kvstow("get", *arguments)
 
 
 @pytest.mark.parametrize(
@@ -46,48 +43,14 @@ def test_a_table_has_titles_and_no_escapes_in_a_pipe(get: Any, noun: str, title:
     assert not any(line.endswith(" ") for line in outcome.stdout.splitlines())
 
 
-def test_every_rank_shows_its_host_pid_and_device(run: Any, host: Any, get: Any) -> None:
-    titles, *rows = get("ranks").stdout.splitlines()
-    assert titles.split()[2:7] == ["POOL", "SESSION", "HOST", "PID", "DEVICE"]
-    assert [row.split()[4:7] for row in rows] == [["host", "1000", "fake:0"], ["host", "1001", "fake:1"]]
-    shown = run("describe", "rank", "1", "--server", host.url).stdout.split()
-    assert shown[shown.index("device") + 1] == "fake:1"
-
-
-def test_a_pool_and_a_session_show_what_is_under_way(get: Any, host: Any) -> None:
-    host.engine.begin_store([b"\x09\x09"], [0], request_id="r-7")
-    titles, row = get("pools").stdout.splitlines()
-    shown = dict(zip(re.split("  +", titles), re.split("  +", row), strict=True))
-    assert shown.items() >= {"POOL": "host", "STATE": "ready", "USED": "43.8 %", "IN FLIGHT": "1"}.items()
-    titles, row = get("sessions", "-o", "wide").stdout.splitlines()
-    shown = dict(zip(re.split("  +", titles), re.split("  +", row), strict=True))
-    assert shown.items() >= {"STATE": "attached", "POOL": "host", "IN FLIGHT": "1", "HOLDS": "0"}.items()
-    assert shown["OLDEST"] != "-"
-
-
-def test_wide_has_more_columns(get: Any) -> None:
-    assert "QUARANTINED" not in get("pools").stdout
-    assert "QUARANTINED" in get("pools", "-o", "wide").stdout
-
-
-@pytest.mark.parametrize(
-    "arguments", [["get", "pools"], ["get", "transfers"], ["describe", "server"], ["describe", "stats"]], ids=" ".join
-)
-def test_json_and_yaml_are_the_same_answer(run: Any, host: Any, arguments: list[str]) -> None:
-    as_json = json.loads(run(*arguments, "-o", "json", "--server", host.url).stdout)
-    as_yaml = yaml.safe_load(run(*arguments, "-o", "yaml", "--server", host.url).stdout)
-    assert as_json.keys() == as_yaml.keys()
-    assert as_json.keys()
-
-
 @pytest.mark.parametrize(
     ("noun", "names"), [("pools", ["host"]), ("ranks", ["0", "1"]), ("blocks", [key.hex() for key in KEYS])]
 )
-def test_names_are_what_other_commands_take(run: Any, host: Any, get: Any, noun: str, names: list[str]) -> None:
+def test_names_are_what_other_commands_take(kvstow: Any, get: Any, noun: str, names: list[str]) -> None:
     listed = get(noun, "-o", "name").stdout.splitlines()
     assert sorted(listed) == names
     for name in listed:
-        assert run("describe", noun.removesuffix("s"), name, "--server", host.url).exit_code == 0
+        assert kvstow("describe", noun.removesuffix("s"), name).exit_code == 0
 
 
 def test_an_empty_list_has_no_names(get: Any) -> None:
@@ -104,15 +67,15 @@ def test_get_lists_and_points_to_describe(get: Any) -> None:
 
 
 @pytest.mark.parametrize("item", [["rank", "7"], ["pool", "gpu"], ["block", "00ff"], ["operation", "evict-1"]])
-def test_an_absent_item_is_exit_code_4(run: Any, host: Any, item: list[str]) -> None:
-    outcome = run("describe", *item, "--server", host.url)
+def test_an_absent_item_is_exit_code_4(kvstow: Any, item: list[str]) -> None:
+    outcome = kvstow("describe", *item)
     assert (outcome.exit_code, outcome.stdout) == (4, "")
     assert outcome.stderr.startswith("kvstow describe ")
     assert f"\nhint: `kvstow get {item[0]}s` lists what there is\n" in outcome.stderr
 
 
-def test_an_invalid_key_is_a_usage_error(run: Any, host: Any) -> None:
-    assert run("describe", "block", "xyz", "--server", host.url).exit_code == 2
+def test_an_invalid_key_is_a_usage_error(kvstow: Any) -> None:
+    assert kvstow("describe", "block", "xyz").exit_code == 2
 
 
 def test_pages_are_joined_up_to_the_limit(get: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,12 +86,13 @@ def test_pages_are_joined_up_to_the_limit(get: Any, monkeypatch: pytest.MonkeyPa
     assert outcome.stderr == "there are more than 5; --limit shows them\n"
 
 
-def test_stats_can_be_one_section(run: Any, host: Any) -> None:
-    stats = ("describe", "stats", "--server", host.url, "--section")
-    outcome = run(*stats, "lookups")
+def test_stats_can_be_one_section(kvstow: Any) -> None:
+    stats = ("describe", "stats", "--section")
+    outcome = kvstow(*stats, "lookups")
     assert "query blocks" in outcome.stdout
     assert "evictions" not in outcome.stdout
-    assert run(*stats, "weather").exit_code == 2
+    assert "evictions" in kvstow("describe", "stats").stdout
+    assert kvstow(*stats, "weather").exit_code == 2
 
 
 def test_transfers_in_flight_are_listed(get: Any, host: Any) -> None:
@@ -148,25 +112,24 @@ def test_transfers_in_flight_are_listed(get: Any, host: Any) -> None:
         (["block", KEYS[1].hex()], ["  leases"]),
     ],
 )
-def test_describe_shows_every_field(run: Any, host: Any, arguments: list[str], lines: list[str]) -> None:
+def test_describe_shows_every_field(kvstow: Any, host: Any, arguments: list[str], lines: list[str]) -> None:
     host.store(*KEYS)
-    outcome = run("describe", *arguments, "--server", host.url)
+    outcome = kvstow("describe", *arguments)
     assert outcome.exit_code == 0, outcome.stderr
     for line in lines:
         assert f"\n{line}" in "\n" + outcome.stdout
 
 
-def test_describe_server_has_a_row_for_each_rank(run: Any, host: Any) -> None:
-    shown = run("describe", "server", "--server", host.url).stdout
+def test_describe_server_has_a_row_for_each_rank(kvstow: Any) -> None:
+    shown = kvstow("describe", "server").stdout
     (titles, first, second) = shown[shown.index("RANK") :].splitlines()[:3]
     assert titles.split()[:2] == ["RANK", "STATE"]
     assert (first.split()[:2], second.split()[:2]) == (["0", "ready"], ["1", "ready"])
 
 
-def test_a_watched_list_that_is_cut_says_so_below(host: Any, child_environ: dict[str, str]) -> None:
+def test_a_watched_list_that_is_cut_says_so_below(host: Any, on_terminal: Any) -> None:
     host.store(*KEYS)
-    watch = ("get", "blocks", "--limit", "5", "--watch", "--server", host.url)
-    with Terminal(*watch, environ=child_environ) as terminal:
+    with on_terminal("get", "blocks", "--limit", "5", "--watch") as terminal:
         terminal.until("LEASES")
         terminal.until("there are more than 5; --limit shows them")
         terminal.type("\x03")
@@ -219,21 +182,20 @@ def test_watching_ends_if_the_server_refuses_or_never_answered() -> None:
         watched(Answers("one", ApiError("no", refusal)))
 
 
-def test_a_watched_list_is_one_json_object_a_line(run: Any, host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_watched_list_is_one_json_object_a_line(kvstow: Any, host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def change(seconds: float) -> None:
         if host.engine.stats().pool.policy == "lru":
             raise KeyboardInterrupt
         host.engine.admin.set_policy("lru")
 
     monkeypatch.setattr("kvstow_service.cli.get._watch", partial(_watch, sleep=change))
-    outcome = run("get", "pools", "--watch", "-o", "json", "--server", host.url)
+    outcome = kvstow("get", "pools", "--watch", "-o", "json")
     assert outcome.exit_code == 0, outcome.output
     assert [json.loads(line)["items"][0]["policy"] for line in outcome.stdout.splitlines()] == ["auto", "lru"]
 
 
-def test_on_a_terminal_a_watched_list_is_replaced(host: Any, child_environ: dict[str, str]) -> None:
-    watch = ("get", "pools", "--watch", "-o", "wide", "--interval", "100ms", "--server", host.url)
-    with Terminal(*watch, environ=child_environ) as terminal:
+def test_on_a_terminal_a_watched_list_is_replaced(host: Any, on_terminal: Any) -> None:
+    with on_terminal("get", "pools", "--watch", "-o", "wide", "--interval", "100ms") as terminal:
         assert terminal.until("kvstow get pools").endswith("\x1b[2J\x1b[1;1H\x1b[1m")
         terminal.until(host.url)
         terminal.until("auto")

@@ -1,25 +1,18 @@
-"""The same commands against both hosts: the node service as a process, and a server inside an inference engine."""
+"""Commands against a node service that runs as a process."""
 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from tests.doubles.rank import make_ranks
 from tests.service.cli.terminal import Terminal
 
-from kvstow.config import EngineConfig
-from kvstow.control.engine import OffloadEngine
-from kvstow_service.admin.adminhost import AdminOptions
-from kvstow_service.admin.embedded import EmbeddedAdmin
 from kvstow_service.replay.trace import TraceShape, generate_trace
 
 SOCKET = "admin.sock"
@@ -60,25 +53,13 @@ def node(tmp_path: Path, child_environ: dict[str, str], eventually: Any) -> Iter
     assert status == 0
 
 
-@pytest.fixture
-def embedded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The server that vLLM's scheduler starts."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    engine = OffloadEngine(EngineConfig(slot_bytes=4096, capacity_slots=16, num_ranks=2, report_timeout=3600.0))
-    make_ranks(engine)
-    options = AdminOptions(port=0)
-    environ = {"XDG_RUNTIME_DIR": str(tmp_path)}
-    admin = EmbeddedAdmin(engine, options, identity="engine", mode="vllm", max_capacity_slots=16, environ=environ)
-    admin.start()
-    yield f"unix:{tmp_path}/kvstow-{os.geteuid()}/engine.sock"
-    admin.stop()
+# httpcore leaves the socket that it could not connect to the garbage collector
+pytestmark = [pytest.mark.process, pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")]
 
 
-def check(run: Callable[..., Any], server: str, environ: dict[str, str], *, top: str) -> dict[str, Any]:
-    """The ordinary work of an operator; `kvstow top` says `top`. Returns the server's description."""
-
+def test_the_ordinary_work_of_an_operator(run: Any, node: str, child_environ: dict[str, str]) -> None:
     def kvstow(*arguments: str, code: int = 0) -> str:
-        outcome = run(*arguments, "--server", server)
+        outcome = run(*arguments, "--server", node)
         assert outcome.exit_code == code, (arguments, outcome.output)
         return str(outcome.stdout)
 
@@ -98,27 +79,13 @@ def check(run: Callable[..., Any], server: str, environ: dict[str, str], *, top:
     kvstow("undrain")
     kvstow("wait", "--for=ready", "--timeout=60s")
     assert "change" in kvstow("events", "--type", "change", "--limit", "1")
-    json.loads(run("doctor", "-o", "json", "--server", server).stdout)
-    with Terminal("top", "--server", server, environ=environ) as terminal:
-        terminal.until(top)
+    json.loads(run("doctor", "-o", "json", "--server", node).stdout)
+    assert json.loads(kvstow("describe", "server", "-o", "json"))["server"]["mode"] == "node"
+    with Terminal("top", "--server", node, environ=child_environ) as terminal:
+        terminal.until("SESSION")
         terminal.until("evictions")
         terminal.type("q")
         assert terminal.end() == 0
-    with httpx.Client(transport=httpx.HTTPTransport(uds=server.removeprefix("unix:"))) as browser:
+    with httpx.Client(transport=httpx.HTTPTransport(uds=node.removeprefix("unix:"))) as browser:
         page = browser.get("http://kvstow/")
         assert (page.status_code, len(page.content) < 100_000) == (200, True)
-    info: dict[str, Any] = json.loads(kvstow("describe", "server", "-o", "json"))["server"]
-    return info
-
-
-# httpcore leaves the socket that it could not connect to the garbage collector
-pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-
-
-@pytest.mark.process
-def test_a_node_service(run: Any, node: str, child_environ: dict[str, str]) -> None:
-    assert check(run, node, child_environ, top="SESSION")["mode"] == "node"
-
-
-def test_a_server_inside_an_inference_engine(run: Any, embedded: str, child_environ: dict[str, str]) -> None:
-    assert check(run, embedded, child_environ, top="rank 1")["mode"] == "vllm"

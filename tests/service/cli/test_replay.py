@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from kvstow_service.cli import app
-from kvstow_service.cli import replay as replay_command
+from kvstow_service.replay.launcher import EngineLauncher
 from kvstow_service.replay.result import AttachedResult, EngineLife, EngineResult, ReplayResult
 from kvstow_service.replay.trace import TraceShape, generate_trace
 
@@ -38,24 +38,6 @@ def test_the_json_has_the_documented_fields(trace: str) -> None:
     assert (result["ranks"], result["slots"], result["policy"]) == (2, 100, "auto")
 
 
-@pytest.mark.parametrize("words", [(), ("--json",)])
-def test_what_a_killed_service_leaves_behind_is_shown(
-    trace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
-) -> None:
-    """Stores that were dropped while it was away, and an engine that was started again."""
-    found = ReplayResult(requests=3, blocks=10, hit_blocks=5)
-    found.drops["dropped_detached"] = 4
-    lives = [EngineLife(found, end="killed by SIGKILL"), EngineLife(found, problem="no service", end="finished")]
-    result = AttachedResult([EngineResult("replay-1", lives)], 2.0)
-    monkeypatch.setattr(replay_command, "_run_attached", lambda *_: result)
-    outcome = invoke(trace, "--attach", f"unix:{tmp_path}/socket", *words)
-    assert outcome.exit_code == 0, outcome.stderr
-    if words:
-        assert json.loads(outcome.stdout)["drops"] == {"dropped_detached": 8}
-    else:
-        assert "8 blocks (detached 8)" in outcome.stdout
-
-
 def test_the_summary_has_the_main_numbers(trace: str) -> None:
     outcome = invoke(trace, "--slot-size", "1KiB", "--pool-slots", "100")
     assert outcome.exit_code == 0
@@ -77,10 +59,14 @@ def test_wrong_bytes_are_exit_code_1(trace: str, monkeypatch: pytest.MonkeyPatch
     found = ReplayResult(requests=3, blocks=10, hit_blocks=5)
     found.count_mismatches(["key a in block 0", "key b in block 1"])
     result = AttachedResult([EngineResult("replay-1", [EngineLife(found, end="finished")])], 2.0)
-    monkeypatch.setattr(replay_command, "_run_attached", lambda *_: result)
+    monkeypatch.setattr(EngineLauncher, "run", lambda *_: result)
     outcome = invoke(trace, "--attach", "unix:/socket", "--json")
     assert outcome.exit_code == 1
     assert json.loads(outcome.stdout)["first_mismatches"] == ["key a in block 0", "key b in block 1"]
+
+
+ATTACH = ("--attach", "unix:/a")
+SIZES = ("--sizes", "8")
 
 
 @pytest.mark.parametrize(
@@ -91,6 +77,7 @@ def test_wrong_bytes_are_exit_code_1(trace: str, monkeypatch: pytest.MonkeyPatch
         (("--shape", "gpt-2"), "--shape is 'gpt-2'; allowed: llama-3-8b or llama-3-70b-tp8 or mla-18k or gpt-oss-32k"),
         (("--shape", "mla-18k", "--slot-size", "1KiB"), "--slot-size is '1KiB'; allowed: --slot-size or --shape"),
         (("--policy", "fifo"), "--policy is 'fifo'; allowed: auto, lru"),
+        (("--policy", "auto", "--policy", "lru"), "needs --sizes"),
         (("--concurrency", "0"), "'--concurrency': 0 is not in the range x>=1"),
         (("--rate", "-1"), "'--rate': -1.0 is not in the range x>0"),
         (("--kv-blocks", "2"), "--kv-blocks 2 needs --attach"),
@@ -98,28 +85,22 @@ def test_wrong_bytes_are_exit_code_1(trace: str, monkeypatch: pytest.MonkeyPatch
         (("--ranks", "0"), "'--ranks': 0 is not in the range x>=1"),
         (("--engines", "2"), "--engines 2 needs --attach"),
         (("--prefill-rate", "0"), "'--prefill-rate': 0.0 is not in the range x>0"),
-    ],
-)
-def test_invalid_options_are_exit_code_2_with_a_reason(trace: str, arguments: tuple[str, ...], complaint: str) -> None:
-    outcome = invoke(trace, *arguments)
-    assert outcome.exit_code == 2
-    assert complaint in outcome.stderr
-
-
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
         (("--attach", "/run/kvstow.sock"), "--attach is '/run/kvstow.sock'; allowed: unix:PATH or unix:///PATH"),
         (("--attach", "unix://host/path"), "--attach is 'unix://host/path'; allowed: unix:PATH or unix:///PATH"),
-        (("--attach", "unix:/a", "--policy", "lru"), "--policy lru cannot be used with --attach: the pool is the serv"),
-        (("--attach", "unix:/a", "--pool-slots", "0"), "'--pool-slots': 0 is not in the range x>=1"),
-        (("--attach", "unix:/a", "--kv-blocks", "2"), "the KV cache 2; allowed"),
-        (("--attach", "unix:/a", "--rate", "1", "--time-scale", "1"), "not both"),
-        (("--attach", "unix:/a", "--sizes", "8"), "--sizes 8 cannot be used with --attach"),
-        (("--attach", "unix:/a", "--concurrency", "0"), "'--concurrency': 0 is not in the range x>=1"),
+        ((*ATTACH, "--policy", "lru"), "--policy lru cannot be used with --attach: the pool is the serv"),
+        ((*ATTACH, "--kv-blocks", "2"), "the KV cache 2; allowed"),
+        ((*ATTACH, "--rate", "1", "--time-scale", "1"), "not both"),
+        ((*ATTACH, *SIZES), "--sizes 8 cannot be used with --attach"),
+        (("--sizes", "0"), "1 slot or more"),
+        (("--sizes", "1KiB"), "1 slot or more"),
+        (("--sizes", "many"), "--sizes"),
+        (("--sizes", ","), "separated by commas"),
+        ((*SIZES, "--policy", "best"), "min, with foresight"),
+        ((*SIZES, "--pool-slots", "8"), "--sizes has the sizes"),
+        ((*SIZES, "--rate", "2"), "no bytes move"),
     ],
 )
-def test_invalid_options_of_an_attached_replay_start_nothing(
+def test_invalid_options_are_exit_code_2_with_a_reason_and_start_nothing(
     trace: str, arguments: tuple[str, ...], complaint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(subprocess, "Popen", lambda *given, **named: pytest.fail("a process was started"))
@@ -199,22 +180,3 @@ def test_only_what_was_looked_up_counts_in_a_table(tmp_path: Path) -> None:
     found = json.loads(invoke(str(path), "--sizes", "8", "--policy", "lru", "--json").stdout)
     assert (found["blocks"], found["everything"]) == (6, pytest.approx(2 / 3))
     assert found["sizes"][0]["ratios"]["lru"] == pytest.approx(2 / 3)
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (("--sizes", "0"), "1 slot or more"),
-        (("--sizes", "1KiB"), "1 slot or more"),
-        (("--sizes", "many"), "--sizes"),
-        (("--sizes", ","), "separated by commas"),
-        (("--sizes", "8", "--policy", "best"), "min, with foresight"),
-        (("--sizes", "8", "--pool-slots", "8"), "--sizes has the sizes"),
-        (("--sizes", "8", "--rate", "2"), "no bytes move"),
-        (("--policy", "auto", "--policy", "lru"), "needs --sizes"),
-    ],
-)
-def test_options_of_a_table_that_make_no_sense_are_refused(trace: str, options: tuple[str, ...], words: str) -> None:
-    outcome = invoke(trace, *options)
-    assert outcome.exit_code == 2
-    assert words in outcome.stderr

@@ -7,8 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from tests.service.cli.terminal import Terminal
 
+from kvstow_api.client import Client
+from kvstow_service.cli.board import board
 from kvstow_service.cli.top import ask
 
 KEYS = [bytes([0, 0, number]) for number in range(6)]
@@ -16,9 +19,9 @@ LEAVE_SCREEN = "\x1b[?1049l"
 
 
 @pytest.mark.parametrize("key", ["q", "Q", "\x03"])
-def test_top_shows_the_server_and_restores_the_terminal(host: Any, child_environ: dict[str, str], key: str) -> None:
+def test_top_shows_the_server_and_restores_the_terminal(host: Any, on_terminal: Any, key: str) -> None:
     host.store(*KEYS)
-    with Terminal("top", "--server", host.url, environ=child_environ) as terminal:
+    with on_terminal("top") as terminal:
         for words in (
             "version 1.2.3",
             "all slots are pinned",
@@ -34,8 +37,8 @@ def test_top_shows_the_server_and_restores_the_terminal(host: Any, child_environ
         assert terminal.end() == 0
 
 
-def test_top_shows_changes(host: Any, child_environ: dict[str, str]) -> None:
-    with Terminal("top", "--server", host.url, "--interval", "100ms", environ=child_environ) as terminal:
+def test_top_shows_changes(host: Any, on_terminal: Any) -> None:
+    with on_terminal("top", "--interval", "100ms") as terminal:
         terminal.until("evictions")
         host.store(*KEYS)
         terminal.until("cached 6")
@@ -64,8 +67,8 @@ def test_top_reconnects_when_the_server_is_back(make_host: Any, tmp_path: Path, 
         assert terminal.end() == 0
 
 
-def test_top_follows_the_size_of_the_terminal(host: Any, child_environ: dict[str, str]) -> None:
-    with Terminal("top", "--server", host.url, "--interval", "100ms", environ=child_environ) as terminal:
+def test_top_follows_the_size_of_the_terminal(on_terminal: Any) -> None:
+    with on_terminal("top", "--interval", "100ms") as terminal:
         terminal.until("memory")
         wide = terminal.until("64 KiB").count("━")
         terminal.until("evictions")
@@ -78,45 +81,35 @@ def test_top_follows_the_size_of_the_terminal(host: Any, child_environ: dict[str
         assert terminal.end() == 0
 
 
-def test_no_color_is_respected(host: Any, child_environ: dict[str, str]) -> None:
-    with Terminal("top", "--server", host.url, environ={**child_environ, "NO_COLOR": "1"}) as terminal:
-        shown = terminal.until("evictions")
-        terminal.type("q")
-        assert terminal.end() == 0
-    assert "\x1b[32m" not in shown
-    assert "\x1b[36m" not in shown
-
-
-def test_without_a_terminal_top_prints_once(run: Any, host: Any) -> None:
-    outcome = run("top", "--server", host.url, "--interval", "100ms")
+def test_without_a_terminal_top_prints_once(kvstow: Any) -> None:
+    outcome = kvstow("top", "--interval", "100ms")
     assert outcome.exit_code == 0
     assert "all slots are pinned" in outcome.stdout
     assert "q or Ctrl-C: quit" not in outcome.stdout
     assert "\x1b" not in outcome.stdout
 
 
-def test_a_picture_is_written(run: Any, host: Any, tmp_path: Path) -> None:
+def test_a_picture_is_written(kvstow: Any, tmp_path: Path) -> None:
     path = tmp_path / "top.svg"
-    assert run("top", "--server", host.url, "--interval", "100ms", "--svg", str(path)).exit_code == 0
+    assert kvstow("top", "--interval", "100ms", "--svg", str(path)).exit_code == 0
     assert path.read_text().startswith("<svg")
 
 
+def screen(host: Any, height: int) -> str:
+    with Client(host.url) as client:
+        shown = ask(client)
+    console = Console(width=80, record=True)
+    console.print(board(shown, None, width=80, height=height, server=host.url))
+    return console.export_text()
+
+
 def test_trouble_and_switches_are_shown_in_full(make_host: Any) -> None:
-    from rich.console import Console
-
-    from kvstow_api.client import Client
-    from kvstow_service.cli.board import board
-
     host = make_host(settings={"model": "some/model"})
     host.ranks[1].state, host.ranks[1].error = "degraded", "the next chunk does not fit: " + "64 MiB are left " * 5
     host.ranks[1].report()
     host.engine.admin.set_bypass(load=True, store=False, ttl_seconds=None)
     host.engine.admin.pause_pinning(True)
-    with Client(host.url) as client:
-        shown = ask(client)
-    console = Console(width=80, record=True)
-    console.print(board(shown, None, width=80, height=30, server=host.url))
-    text = console.export_text()
+    text = screen(host, 30)
     assert " ".join(text.split()).count("64 MiB are left") == 5
     assert f"kvstow {socket.gethostname()}: some/model, test, version 1.2.3" in text
     assert "rank 1        ━" in text
@@ -126,19 +119,10 @@ def test_trouble_and_switches_are_shown_in_full(make_host: Any) -> None:
 
 @pytest.mark.parametrize(("height", "is_airy"), [(24, False), (40, True)])
 def test_everything_fits_on_a_small_screen(make_host: Any, height: int, is_airy: bool) -> None:
-    from rich.console import Console
-
-    from kvstow_api.client import Client
-    from kvstow_service.cli.board import board
-
     host = make_host(num_ranks=8)
     for number in range(6):
         host.engine.begin_store([bytes([9, number])], [number], request_id=f"r-{number}")
-    with Client(host.url) as client:
-        shown = ask(client)
-    console = Console(width=80, record=True)
-    console.print(board(shown, None, width=80, height=height, server=host.url))
-    text = console.export_text()
+    text = screen(host, height)
     assert len(text.splitlines()) <= height
     assert ("\n\nmemory" in text) == is_airy
     assert "evictions" in text

@@ -162,10 +162,10 @@ class Traffic:
             time.sleep(0.001)
 
 
-def test_a_recording_is_a_trace_that_replays_read(host: Host, run: Run, tmp_path: Path) -> None:
+def test_a_recording_is_a_trace_that_replays_read(host: Host, kvstow: Run, tmp_path: Path) -> None:
     path = tmp_path / "recorded.jsonl"
     with Traffic(host):
-        told = run("trace", "record", "--server", host.url, "--size", "2000B", "--output", str(path))
+        told = kvstow("trace", "record", "--size", "2000B", "--output", str(path))
     assert told.exit_code == 0, told.stderr
     assert "the recording has ended: it has reached its size" in told.stderr
     found = read_trace(str(path))
@@ -173,37 +173,37 @@ def test_a_recording_is_a_trace_that_replays_read(host: Host, run: Run, tmp_path
     assert {request.looked_up for request in found} == {(0, 2)}
     assert {one for request in found for one in request.hash_ids} == set(range(7 + 2)), "numbered by their first use"
     assert path.stat().st_size <= 2000
-    table = run("replay", str(path), "--sizes", "4,64", "--json")
+    table = kvstow("replay", str(path), "--sizes", "4,64", "--json")
     assert table.exit_code == 0, table.stderr
     sizes = json.loads(table.stdout)["sizes"]
     assert [size["slots"] for size in sizes] == [4, 64]
 
 
 def test_a_recording_that_breaks_off_keeps_what_came(
-    host: Host, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kvstow: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     line = json.dumps({"timestamp": 0, "input_length": 1, "output_length": 0, "hash_ids": [1], "looked_up": [0, 1]})
     monkeypatch.setattr(Client, "record", lambda *_, **limits: (one for one in ["", line]))
-    told = run("trace", "record", "--server", host.url, "--output", str(tmp_path / "trace"))
+    told = kvstow("trace", "record", "--output", str(tmp_path / "trace"))
     assert told.exit_code == ExitCode.ERROR
     assert "the connection has ended before the recording: 1 request of pool host" in told.stderr
     kept = '{"timestamp":0,"input_length":1,"output_length":0,"looked_up":[0,1],"runs":[0,1]}'
     assert (tmp_path / "trace").read_text() == f"{kept}\n"
 
 
-def test_ctrl_c_ends_a_recording(host: Host, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_ends_a_recording(kvstow: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted() -> Iterator[str]:
         yield '{"timestamp":0,"input_length":1,"output_length":0,"hash_ids":[77,5]}'
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Client, "record", lambda *_, **limits: interrupted())
-    told = run("trace", "record", "--server", host.url)
+    told = kvstow("trace", "record")
     assert (told.exit_code, told.stdout) == (0, '{"timestamp":0,"input_length":1,"output_length":0,"runs":[0,2]}\n')
     assert "the recording has ended: it was stopped; 1 request" in told.stderr
 
 
-def test_a_second_recording_is_refused(host: Host, run: Run) -> None:
+def test_a_second_recording_is_refused(host: Host, kvstow: Run) -> None:
     with host.engine.record(seconds=60.0, max_bytes=1000):
-        told = run("trace", "record", "--server", host.url)
+        told = kvstow("trace", "record")
     assert told.exit_code == ExitCode.CONFLICT
     assert "is being recorded already" in told.stderr

@@ -14,8 +14,8 @@ from tests.doubles.fakes import FakeClock
 from kvstow_service.cli.watching import Status, Waiting
 
 
-def test_wait_returns_at_once_if_the_server_is_ready(run: Any, host: Any) -> None:
-    outcome = run("wait", "--for=ready", "--timeout=30s", environ={"KVSTOW_SERVER": host.url})
+def test_wait_returns_at_once_if_the_server_is_ready(kvstow: Any) -> None:
+    outcome = kvstow("wait", "--for=ready", "--timeout=30s")
     assert (outcome.exit_code, outcome.stdout, outcome.stderr) == (0, "ready: 16 of 16 slots are usable\n", "")
 
 
@@ -27,20 +27,14 @@ def test_pinned_needs_all_slots_and_ready_does_not(run: Any, make_host: Any) -> 
     assert "4 of 16 slots are usable" in outcome.stderr
 
 
-def test_a_server_without_a_usable_slot_is_not_ready(run: Any, make_host: Any) -> None:
-    outcome = run("wait", "--server", make_host(pinned=0).url, "--timeout", "0")
-    assert outcome.exit_code == 3
-    assert "0 of 16 slots" in outcome.stderr
-
-
-def test_a_draining_server_is_drained_and_not_ready(run: Any, host: Any) -> None:
-    drained = ("wait", "--for=drained", "--timeout=0", "--server", host.url)
-    outcome = run(*drained)
+def test_a_draining_server_is_drained_and_not_ready(kvstow: Any, host: Any) -> None:
+    drained = ("wait", "--for=drained", "--timeout=0")
+    outcome = kvstow(*drained)
     assert (outcome.exit_code, outcome.stdout) == (3, "")
     assert "nothing is drained: new requests are served" in outcome.stderr
     host.engine.admin.drain("all", None)
-    assert run(*drained).exit_code == 0
-    outcome = run("wait", "--server", host.url, "--timeout=0")
+    assert kvstow(*drained).exit_code == 0
+    outcome = kvstow("wait", "--timeout=0")
     assert outcome.exit_code == 3
     assert "engine failed: the engine drains" in outcome.stderr
 

@@ -15,32 +15,27 @@ from kvstow_api.answers import BLOCK_EVENTS, EVENT_TYPES, ConditionView, DoctorV
 from kvstow_service.cli.board import sparkline
 
 
-def test_events_are_one_line_each(run: Any, host: Any) -> None:
-    run("bypass", "--load", "--server", host.url)
-    outcome = run("events", "--type", "change", "--limit", "1", "--server", host.url)
-    assert outcome.exit_code == 0
-    assert "change" in outcome.stdout
-    assert "PUT /v1/bypass by " in outcome.stdout
-    assert datetime.fromisoformat(outcome.stdout[:25]).utcoffset() is not None  # says its zone
+def test_an_event_is_one_line_or_a_document_for_programs(kvstow: Any) -> None:
+    kvstow("bypass", "--load")
+
+    def event(*form: str) -> str:
+        outcome = kvstow("events", "--type", "change", "--limit", "1", *form)
+        assert outcome.exit_code == 0
+        return str(outcome.stdout)
+
+    (line,) = event().splitlines()
+    assert "PUT /v1/bypass by " in line
+    assert datetime.fromisoformat(line[:25]).utcoffset() is not None  # says its zone
+    (wide,) = event("-o", "wide").splitlines()
+    assert "path=/v1/bypass" in wide
+    assert " id=" in wide
+    document = json.loads(event("-o", "json"))
+    assert document == yaml.safe_load(event("-o", "yaml"))
+    assert (document["type"], document["data"]["method"]) == ("change", "PUT")
 
 
-def test_wide_events_have_their_fields_and_ids(run: Any, host: Any) -> None:
-    run("bypass", "--load", "--server", host.url)
-    (line,) = run("events", "--type", "change", "--limit", "1", "--server", host.url, "-o", "wide").stdout.splitlines()
-    assert "path=/v1/bypass" in line
-    assert " id=" in line
-
-
-def test_events_for_programs(run: Any, host: Any) -> None:
-    run("bypass", "--load", "--server", host.url)
-    only = ("events", "--type", "change", "--limit", "1", "--server", host.url, "-o")
-    as_json, as_yaml = json.loads(run(*only, "json").stdout), yaml.safe_load(run(*only, "yaml").stdout)
-    assert as_json == as_yaml
-    assert (as_json["type"], as_json["data"]["method"]) == ("change", "PUT")
-
-
-def test_an_unknown_event_type_is_refused(run: Any, host: Any) -> None:
-    assert run("events", "--type", "weather", "--server", host.url).exit_code == 2
+def test_an_unknown_event_type_is_refused(kvstow: Any) -> None:
+    assert kvstow("events", "--type", "weather").exit_code == 2
 
 
 def test_the_help_of_events_names_all_types(run: Any) -> None:
@@ -87,15 +82,15 @@ def diagnosis(*conditions: ConditionView) -> DoctorView:
     )
 
 
-def test_doctor_exits_0_for_a_healthy_server(run: Any, host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_exits_0_for_a_healthy_server(kvstow: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvstow_api.client.Client.call", lambda self, route, body: diagnosis())
-    outcome = run("doctor", "--server", host.url)
+    outcome = kvstow("doctor")
     assert (outcome.exit_code, outcome.stdout) == (0, "nothing is wrong; the doctor has checked 1 kind of conditions\n")
 
 
-def test_doctor_shows_conditions_with_fixes_and_exits_1(run: Any, host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_shows_conditions_with_fixes_and_exits_1(kvstow: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvstow_api.client.Client.call", lambda self, route, body: diagnosis(CONDITION))
-    outcome = run("doctor", "--server", host.url, "-o", "wide")
+    outcome = kvstow("doctor", "-o", "wide")
     assert outcome.exit_code == 1
     assert outcome.stdout.splitlines() == [
         "error  it is too small",
@@ -108,10 +103,10 @@ def test_doctor_shows_conditions_with_fixes_and_exits_1(run: Any, host: Any, mon
     ]
 
 
-def test_doctor_reports_a_server_that_is_not_ready(run: Any, host: Any) -> None:
+def test_doctor_reports_a_server_that_is_not_ready(kvstow: Any, host: Any) -> None:
     host.ranks[1].state = "failed"
     host.ranks[1].report()
-    outcome = run("doctor", "--server", host.url)
+    outcome = kvstow("doctor")
     assert outcome.exit_code == 1
     assert "error  rank 1 is failed" in outcome.stdout
 

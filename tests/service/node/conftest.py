@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
@@ -14,8 +16,11 @@ from weakref import WeakKeyDictionary
 import pytest
 from msgspec.structs import replace
 from tests.descriptors import open_descriptors
+from tests.service.node import rawengine
 from tests.service.node.fakehost import FakeHost
 from tests.service.node.hostbench import HostBench
+from tests.service.node.rawengine import HELLO as RAW_HELLO
+from tests.service.node.rawengine import RawEngine
 
 from kvstow.attach.channel import Frame, close_fds
 from kvstow.attach.connection import AttachConnection
@@ -25,6 +30,7 @@ from kvstow.attach.peer import Peer, peer_of
 from kvstow.attach.wire import Kind
 from kvstow_service.node.attach.attachserver import AttachServer, AttachSocket
 from kvstow_service.node.attach.clients import Clients
+from kvstow_service.node.node import Node as WholeNode
 from kvstow_service.node.nodehost import NodeHost
 
 POOL = PoolIdentity(
@@ -232,3 +238,42 @@ def make_bench(tmp_path: Path) -> Iterator[MakeBench]:
 @pytest.fixture
 def bench(make_bench: MakeBench) -> HostBench:
     return make_bench()
+
+
+Engines = Callable[..., RawEngine]
+
+
+@pytest.fixture
+def engines() -> Iterator[Engines]:
+    """Engines that attach to a whole node, and are closed at the end."""
+    made: list[RawEngine] = []
+
+    def make(node: WholeNode, hello: Hello = RAW_HELLO) -> RawEngine:
+        made.append(RawEngine(node.settings.attach_path, hello))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.close()
+
+
+EngineProcess = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def engine_process(child_environ: dict[str, str]) -> Iterator[EngineProcess]:
+    """An engine in a process of its own that has stored some keys, and is in the middle of another store."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(socket: Path, count: int) -> subprocess.Popen[str]:
+        command = [sys.executable, rawengine.__file__, str(socket), str(count), "0"]
+        started.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=child_environ))
+        stdout = started[-1].stdout
+        assert stdout is not None
+        assert stdout.readline() == "stored\n"
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()

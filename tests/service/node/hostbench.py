@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from tests.doubles.fakes import FakeClock
 from tests.doubles.rank import ready_report
 from tests.service.node.rawengine import HELLO, POOL, SLOT_BYTES, key_of
+from tests.service.node.wholenode import EXTENT, ample_memory
 
 from kvstow.attach.calls import (
     BeginLoad,
@@ -37,7 +38,6 @@ from kvstow.attach.peer import Peer
 from kvstow.attach.wire import Message
 from kvstow.memory.budget import MemoryBudget
 from kvstow.memory.extents import Populator
-from kvstow.memory.limits import MemoryLimits
 from kvstow.memory.nodememory import NodeMemory
 from kvstow.messages import Completion, Mark
 from kvstow_service.node.nodehost import NodeHost
@@ -45,7 +45,6 @@ from kvstow_service.node.pools.memorythread import MemoryThread
 from kvstow_service.node.pools.nodepool import NodePool, PoolSettings
 from kvstow_service.node.pools.nodesession import NodeSession, result_of
 
-EXTENT = 2 << 20
 ROW_SLOTS = EXTENT // SLOT_BYTES
 ONE_RANK = replace(HELLO, pool=replace(POOL, slot_bytes=(SLOT_BYTES,), tensor_parallel=1))
 ONE_RANK_OTHER = replace(
@@ -228,12 +227,10 @@ class HostBench:
     starts_populated: bool = True
 
     def __post_init__(self) -> None:
-        (self.path / "meminfo").write_text(f"MemAvailable: {1 << 30} kB\n")
-        limits = MemoryLimits(self.path / "meminfo", self.path / "cgroup", self.path / "fs")
         self.clock = FakeClock()
         self.budget = MemoryBudget(self.extents * EXTENT, EXTENT)
         self.memory = MemoryThread(
-            NodeMemory(self.budget, Populator(limits)),
+            NodeMemory(self.budget, Populator(ample_memory(self.path))),
             self.post,
             on_smaller=lambda pool: self.host.follow_pool(pool),
             on_empty=lambda pool: self.host.close_if_unused(pool),

@@ -1,12 +1,10 @@
 """An engine as another user or in another cgroup. Prints what it saw as JSON, then waits to be killed.
 
 `python isolatedengine.py SOCKET [--uid UID] [--group GID] [--cgroup FILE] [--weights NAME] [--forge] [--store N]
-[--find N] [--wait] [--map BYTES] [--one-rank] [--leave]
-[--lose N]`
+[--find N] [--wait] [--map BYTES] [--one-rank] [--leave]`
 
 `--forge`: the bytes of its blocks are not those that other engines expect. `--wait`: until all are found. `--leave`: it
-detaches, and keeps the memory that it has mapped. `--lose`: first, the connections of so many sessions end, and it
-keeps their memory.
+detaches, and keeps the memory that it has mapped.
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ def main() -> None:
     parser.add_argument("--weights", default="")
     for switch in ("--forge", "--wait", "--one-rank", "--leave"):
         parser.add_argument(switch, action="store_true")
-    for number in ("--store", "--find", "--map", "--lose"):
+    for number in ("--store", "--find", "--map"):
         parser.add_argument(number, type=int, default=0)
     options = parser.parse_args()
     if options.cgroup:
@@ -52,12 +50,9 @@ def main() -> None:
         rawengine.content_of = lambda key, rank: true_content(key[::-1], rank)
     pool = replace(POOL, slot_bytes=(SLOT_BYTES,), tensor_parallel=1) if options.one_rank else POOL
     hello = replace(HELLO, pid=os.getpid(), pool=pool, fleet_weights=FleetWeights(options.weights))
-    lost = lose_sessions(options.socket, hello, options.lose)
     problem = problem_of(options.socket, hello)
     if problem is not None:
-        print(json.dumps({"problem": problem, "lost": len(lost)}), flush=True)
-        while lost:  # their memory stays mapped
-            time.sleep(60)
+        print(json.dumps({"problem": problem}), flush=True)
         return
     engine = RawEngine(options.socket, hello)
     seen = use(engine, options)
@@ -72,32 +67,15 @@ def main() -> None:
         time.sleep(60)
 
 
-def lose_sessions(path: Path, hello: Hello, number: int) -> list[RawEngine]:
-    """Engines whose connections have ended, and whose workers still have their memory; fewer if it is refused."""
-    lost: list[RawEngine] = []
-    while len(lost) < number and problem_of(path, hello) is None:
-        engine = RawEngine(path, hello)
-        engine.store_all([key_of(10**6 + len(lost))])
-        for worker in engine.workers:
-            worker.connection.close()
-        engine.scheduler.close()
-        lost.append(engine)
-    return lost
-
-
 def problem_of(path: Path, hello: Hello) -> str | None:
     """Why it cannot attach."""
     first = AttachConnection(path, lambda: hello)
     deadline = time.monotonic() + 60
-    while first.state != "attached" and not is_final(str(first.problem)) and time.monotonic() < deadline:
+    while first.state != "attached" and "denied" not in str(first.problem) and time.monotonic() < deadline:
         first.poll(0.01)  # a busy service may need more than one attempt
     problem = first.problem
     first.close()
     return problem
-
-
-def is_final(problem: str) -> bool:
-    return "denied" in problem or "lost sessions" in problem
 
 
 def use(engine: RawEngine, options: argparse.Namespace) -> dict[str, object]:

@@ -49,6 +49,16 @@ def listing_of(client: KeeperClient) -> KeeperListing:
     return KeeperListing(answer["pid"], frozenset(labels), answer["seconds_left"], answer["refused"])
 
 
+def lose_at_the_keeper(state: Path, label: str) -> None:
+    """Have the keeper lose what it holds with this label, while no service runs."""
+    client = KeeperClient(state)
+    client.send_hello("a test")
+    client.take_welcome()
+    assert label in listing_of(client).labels
+    client.drop([label])
+    client.leave()
+
+
 def end_keeper(folder: Path, number: int = signal.SIGTERM) -> None:
     """End the keeper of this state folder, if there is one, and wait for its end."""
     try:

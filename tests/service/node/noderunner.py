@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from tests.doubles.memoryblockstore import MemoryBlockStore, MemoryStoredPool
+from tests.service.node.wholenode import ample_memory
 
-from kvstow.memory.limits import MemoryLimits
-from kvstow.tier.blockstore import StoredNamespace
+from kvstow.tier.blockstore import BlockStore, StoredNamespace
 from kvstow.tier.tierstatus import TierStatus
 from kvstow_service.node.node import Node
 from kvstow_service.node.pools.noderecords import NodeRecords
@@ -63,7 +63,7 @@ def shares_of(node: Node) -> dict[str, int]:
     return found[0]
 
 
-def shown(node: Node) -> dict[str, Any]:
+def shown(node: Node, store: BlockStore | None) -> dict[str, Any]:
     """What a test wants to know of the node."""
     pools = {
         pool.name: {
@@ -89,7 +89,7 @@ def shown(node: Node) -> dict[str, Any]:
         "problems": [*node.memory_thread.figures.failures, *node.memory().unsaved],
         "faults": node.memory_thread.faults,
         "descriptors": len(os.listdir("/proc/self/fd")),
-        **shown_tier(node),
+        **shown_tier(node, store),
     }
 
 
@@ -107,8 +107,7 @@ def is_connected(node: Node) -> bool:
     return [part.state for part in parts] == ["on"] * 2 and all(one.state == "on" for one in tiers_of(node))
 
 
-def shown_tier(node: Node) -> dict[str, Any]:
-    store = node._store
+def shown_tier(node: Node, store: BlockStore | None) -> dict[str, Any]:
     if store is None:
         return {}
     if not isinstance(store, HungStore):
@@ -194,10 +193,6 @@ class RunningNode:
 
 def main() -> None:
     socket, state, extents = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
-    folder = state.parent / "limits"
-    folder.mkdir(exist_ok=True)
-    (folder / "meminfo").write_text(f"MemAvailable: {1 << 30} kB\n")
-    limits = MemoryLimits(folder / "meminfo", folder / "cgroup", folder / "fs")
     logging.basicConfig(level=logging.INFO)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     if "unrecorded" in sys.argv[4:]:
@@ -205,14 +200,14 @@ def main() -> None:
     words = sys.argv[4:]
     settings = settings_of(socket, state, extents, words)
     store = HungStore() if "tier" in words else None if settings.tier is None else open_store(settings.tier)
-    node = Node(settings, store=store, limits=limits)
+    node = Node(settings, store=store, limits=ample_memory(state.parent / "limits"))
     try:
         node.start()
-        print(json.dumps(shown(node)), flush=True)
+        print(json.dumps(shown(node, store)), flush=True)
         for line in sys.stdin:
             if line == "tick\n":
                 node.tick()
-            print(json.dumps(shown(node)), flush=True)
+            print(json.dumps(shown(node, store)), flush=True)
         signal.pause()
     except SystemExit:
         if "keep" not in sys.argv[4:]:

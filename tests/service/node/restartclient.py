@@ -1,8 +1,7 @@
 """An engine of two ranks that stores and loads at random, over services that come and go, and verifies what it loads.
 
-`python restartclient.py SOCKET SEED [DTYPE]`. For each line that it reads it prints what it has done. After the line
-`idle` it takes no step until the next line. It ends with its input. Engines with another `DTYPE` have a pool of their
-own, and other bytes for the same keys.
+`python restartclient.py SOCKET SEED [DTYPE]`. For each line that it reads it prints what it has done. It ends with its
+input. Engines with another `DTYPE` have a pool of their own, and other bytes for the same keys.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import json
 import os
 import random
 import select
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,6 +30,7 @@ from kvstow.layout import KVLayout, Region
 from kvstow.memory.mappedpool import MappedPool
 from kvstow.messages import Op, StepPlan
 from kvstow.results import StoreGrant
+from kvstow_service.node.survival.orphanedmemory import find_orphaned_memory
 
 SLOT_BYTES = 32 << 10
 RANKS = 2
@@ -154,16 +155,47 @@ class Client:
         self.engine.close()
 
 
+class RestartEngine:
+    """For the test: the client in a process of its own."""
+
+    def __init__(self, socket: Path, environ: dict[str, str], seed: int = 1, dtype: str = "uint8") -> None:
+        self.dtype = dtype
+        command = [sys.executable, __file__, str(socket), str(seed), dtype]
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(
+            command, env=environ, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True
+        )
+        assert self._read() == "ready\n"
+
+    def _read(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline()
+
+    def show(self) -> dict[str, int]:
+        """What it has done; no byte was wrong."""
+        assert self.process.stdin is not None
+        self.process.stdin.write("show\n")
+        self.process.stdin.flush()
+        found: dict[str, int] = json.loads(self._read())
+        assert (found["mismatches"], found["faults"]) == (0, 0)
+        return found
+
+    def has_memory_besides(self, *pids: int) -> bool:
+        """That is not also one of these processes'."""
+        return any(one.pid == self.process.pid for one in find_orphaned_memory(pids))
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
 def main() -> None:
     client = Client(Path(sys.argv[1]), int(sys.argv[2]))
     print("ready", flush=True)
     while True:
         client.step()
         if select.select([0], [], [], 0.001)[0]:
-            words = os.read(0, 100)
-            if words == b"idle\n":
-                words = os.read(0, 100)
-            if not words:
+            if not os.read(0, 100):
                 break
             done = {"stores": client.stores, "loads": client.loads, "mismatches": client.mismatches}
             print(json.dumps(done | {"faults": sum(rank.worker.faults for rank in client.ranks)}), flush=True)

@@ -134,15 +134,6 @@ def test_a_store_says_what_became_of_each_key(engine: Engine, node: Node) -> Non
     assert (skipped.value.op, skipped.value.outcomes) == (None, {"skipped_already_cached": 1})
 
 
-def test_nothing_waits_unless_asked(engine: Engine, node: Node) -> None:
-    with node.standing_still():
-        answer = engine.find(KEYS)
-        engine.step()
-        assert not engine.wait(answer)
-        assert not answer.done
-    assert engine.wait(answer, seconds=DEADLINE_SECONDS)
-
-
 def test_all_waits_of_a_step_share_its_time(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     clock, waits = FakeClock(), list[float]()
     engine = make(node.path, step_wait=0.02, clock=clock)

@@ -14,24 +14,25 @@ from typing import Any
 
 import pytest
 from tests.doubles.fakes import FakeDevice, FakeRegistrar, FakeTicket, rests
-from tests.service.node.conftest import DEADLINE_SECONDS, NAMESPACE, POOL, MakeNode, Node, figures_of, wait_until
+from tests.service.node.attach.test_sessionlife import quiet
+from tests.service.node.conftest import DEADLINE_SECONDS, NAMESPACE, POOL, Node, figures_of, wait_until
 from tests.service.node.fakehost import FakeSession
 
 from kvstow.attach.calls import (
     Desired,
     ExtentBytes,
     ExtentGrant,
-    ExtentSlots,
     GrantedExtents,
     PopulatedExtents,
     RegisteredExtents,
     RevokedExtents,
 )
 from kvstow.attach.channel import close_fds
+from kvstow.attach.connection import AttachConnection
 from kvstow.attach.engine import AttachedEngine
 from kvstow.attach.hello import NO_HOLD, GateHold, RankSession, SessionTicket, unique_id
-from kvstow.attach.opgate import OpGate
 from kvstow.attach.peer import Peer
+from kvstow.attach.rankreports import RankReports
 from kvstow.attach.worker import LONGEST_GRACE_SECONDS, AttachedWorker
 from kvstow.dataplane import DataPlane
 from kvstow.devices.base import LayeredLoad
@@ -40,34 +41,11 @@ from kvstow.memfd import create_memfd
 from kvstow.memory.extents import EXTENT_NAME
 from kvstow.memory.mappedpool import MappedPool
 from kvstow.memory.pinning import FixedPace
-from kvstow.messages import Completion, DesiredState, Direction, LayerFigures, Op, RankReport, StepPlan
-from kvstow_service.node.pools.nodesession import Steps
+from kvstow.messages import Completion, DesiredState, Direction, LayerFigures, Op, StepPlan
 
 MIB = 1 << 20
 SLOT = 4096
 EXTENT_SLOTS = 2 * MIB // SLOT
-
-
-class RecordingSession(FakeSession):
-    """Records what the worker reports of its memory."""
-
-    def __init__(self, service: Service, *given: Any) -> None:
-        super().__init__(*given)
-        self.service = service
-
-    def registered(self, rank: int, extents: Sequence[ExtentSlots]) -> None:
-        self.service.words.append("registered")
-        super().registered(rank, extents)
-
-    def released(self, rank: int, extent_ids: Sequence[int]) -> None:
-        self.service.words.append("released")
-        super().released(rank, extent_ids)
-
-    def take_report_in_steps(self, report: RankReport) -> Steps[DesiredState]:
-        yield
-        self.service.words.append("take_report")
-        self.service.reports.append(report)
-        return DesiredState("engine-1", EXTENT_SLOTS * len(self.service.fds), number=1)
 
 
 class Service:
@@ -77,14 +55,10 @@ class Service:
         self.node, self.host = node, node.host
         self.fds = list(extents)
         self.links: list[FakeSession] = []
-        self.words: list[str] = []
-        """What the worker of rank 0 says of its memory, in order."""
-        self.reports: list[RankReport] = []
         self.populated = 2 * MIB
         self.first_id = 1
         node.next_peer = lambda: Peer(os.getpid(), 1000, 1000, os.pidfd_open(os.getpid()))
         self.host.on_join = self._join
-        self.host.session_type = partial(RecordingSession, self)
 
     def _join(self, link: FakeSession, rank: int) -> None:
         self.links.append(link)
@@ -100,6 +74,28 @@ class Service:
 
     def registered(self) -> dict[int, int]:
         return {extent_id: slots for _, said in self.host.registered for extent_id, slots in said}
+
+
+class CountingClock:
+    """The time, with what a test lets pass, and how often it was read."""
+
+    def __init__(self) -> None:
+        self.passed, self.readings = 0.0, 0
+
+    def __call__(self) -> float:
+        self.readings += 1
+        return time.monotonic() + self.passed
+
+
+class CountingPlane(DataPlane):
+    """Counts how often it was asked whether ops are under way."""
+
+    questions = 0
+
+    @property
+    def pending_ops(self) -> int:
+        self.questions += 1
+        return super().pending_ops
 
 
 class FakeLayers:
@@ -124,18 +120,16 @@ class Rank:
         self.registrar = FakeRegistrar()
         self.pool = MappedPool(SLOT, self.registrar, pace=partial(FixedPace, 512 << 10, 0.0))
         self.device, self.layers = FakeDevice(), FakeLayers()
-        self.plane = DataPlane(rank, self.pool, self.device, layers=self.layers)
-        self.worker = AttachedWorker(path, self.plane, self.pool, engine="test", **options)
+        self.plane = CountingPlane(rank, self.pool, self.device, layers=self.layers)
+        self.clock = CountingClock()
+        self.worker = AttachedWorker(path, self.plane, self.pool, engine="test", clock=self.clock, **options)
         self.worker.start()
         self.said: list[Completion] = []
 
-    @property
-    def gate(self) -> OpGate:
-        return self.worker._gate
-
-    def is_shut(self) -> bool:
-        """Whether the worker lets no op through."""
-        return not self.gate._number
+    def wait_for_a_look(self) -> None:
+        """At a session that is over. The worker reads its clock once in each."""
+        before = self.clock.readings
+        wait_until(lambda: self.clock.readings > before + 3)
 
     def submit(self, op_id: int, slot: int = 0, direction: Direction = "load") -> int:
         self.worker.submit(StepPlan((Op(op_id, direction, (1,), (slot,)),)))
@@ -200,8 +194,7 @@ def next_session(engine: AttachedEngine, node: Node) -> SessionTicket:
 
 
 def test_a_worker_says_what_it_has_registered_and_applies_what_it_is_told(rank: Rank, service: Service) -> None:
-    wait_until(lambda: any(report.pinned_slots == 2 * EXTENT_SLOTS for report in service.reports))
-    wait_until(lambda: rank.plane.applied.capacity_slots == 2 * EXTENT_SLOTS)
+    wait_until(lambda: rank.plane.applied.capacity_slots == 100)
     assert rank.registrar.locked_bytes == 4 * MIB
     assert (rank.worker.problem, rank.worker.faults) == (None, 0)
     service.links[-1].push(PopulatedExtents((ExtentBytes(2, 2 * MIB),)), rank=0)
@@ -209,81 +202,48 @@ def test_a_worker_says_what_it_has_registered_and_applies_what_it_is_told(rank: 
     wait_until(lambda: rank.plane.applied.capacity_slots == 7)
 
 
-def test_it_registers_no_further_than_the_service_has_populated(
-    node: Node, engine: AttachedEngine, service: Service, stack: ExitStack
-) -> None:
-    big = create_memfd(EXTENT_NAME, 4 * MIB)
-    stack.callback(os.close, big)
-    os.posix_fallocate(big, 0, 2 * MIB)
-    made = Rank(node.path)
-    stack.callback(made.worker.close)
-    grant = ExtentGrant(1, 0, 0, 2 * EXTENT_SLOTS, 4 * MIB, 2 * MIB)
-    service.host.on_join = lambda link, rank: link.push(GrantedExtents(SLOT, (grant,), True), rank=rank, fds=[big])
-    made.worker.join(engine.ticket)
-    wait_until(lambda: service.registered() == {1: EXTENT_SLOTS})
-    wait_until(lambda: rests(made.pool))
-    assert (made.registrar.locked_bytes, os.fstat(big).st_blocks * 512) == (2 * MIB, 2 * MIB)
-
-
-def test_it_lets_go_of_a_revoked_extent_after_its_copies_and_after_it_has_said_so(
-    engine: AttachedEngine, rank: Rank, service: Service
-) -> None:
-    assert engine.ticket is not None
-    op = rank.submit(unique_id(engine.ticket.number, 5), EXTENT_SLOTS + 3, "store")
-    ticket = rank.device.ticket(op)
-    service.words.clear()
-    service.revoke(2)
-    wait_until(lambda: service.registered()[2] == 0)
-    late = rank.submit(unique_id(engine.ticket.number, 6), EXTENT_SLOTS + 3)
-    wait_until(lambda: rank.ended(late))
-    assert str(rank.ended(late)).startswith("failed CopyError")
-    wait_until(lambda: rests(rank.pool))
-    assert "released" not in service.words
-    assert rank.registrar.locked_bytes > 2 * MIB
-    ticket.finish()
-    wait_until(lambda: "released" in service.words)
-    assert service.words.index("registered") < service.words.index("released")
-    assert service.words[service.words.index("released") - 1] == "take_report"
-    assert service.reports[-1].pinned_slots == EXTENT_SLOTS
-    assert rank.registrar.locked_bytes == 2 * MIB
-    wait_until(lambda: rank.ended(op) == "done")
-
-
 def test_an_extent_that_is_revoked_under_a_load_by_layer_stays_until_the_load_has_been_read(
-    rank: Rank, service: Service
+    rank: Rank, service: Service, node: Node
 ) -> None:
     load = unique_id(1, 5)
     assert rank.load_by_layer(load, EXTENT_SLOTS + 3) is not None
-    service.words.clear()
     service.revoke(2)
     wait_until(lambda: service.registered()[2] == 0)
     wait_until(lambda: rests(rank.pool))
-    assert "released" not in service.words
+    assert not node.events("released")
     assert rank.registrar.locked_bytes > 2 * MIB
     rank.layers.ticket.finish()
-    wait_until(lambda: "released" in service.words)
+    node.wait_for_event("released")
     assert rank.registrar.locked_bytes == 2 * MIB
     wait_until(lambda: rank.ended(load) == "done")
 
 
-@pytest.mark.parametrize("when", ["poll", "send_due"])
+@pytest.mark.parametrize(("late", "when"), [(AttachConnection, "poll"), (RankReports, "send_due")])
 def test_what_is_revoked_while_the_service_closes_is_let_go_of_although_sending_fails_first(
-    rank: Rank, service: Service, node: Node, monkeypatch: pytest.MonkeyPatch, when: str
+    rank: Rank, service: Service, node: Node, monkeypatch: pytest.MonkeyPatch, late: type, when: str
 ) -> None:
-    reports = rank.worker._joined.reports
-    assert reports is not None
-    connection, sent, waits, has_closed = rank.worker._connection, list[bool](), threading.Event(), threading.Event()
-    late = connection if when == "poll" else reports
-    go_on = getattr(late, when)
+    sent, waits, has_closed = list[bool](), threading.Event(), threading.Event()
+    go_on, poll = getattr(late, when), AttachConnection.poll
+    connections: list[AttachConnection] = []
 
-    def send_first() -> Any:
-        if connection.state == "attached" and not sent:
+    def note(connection: AttachConnection, *given: Any) -> Any:
+        connections.append(connection)
+        return poll(connection, *given)
+
+    def send_first(owner: Any) -> Any:
+        if rank.worker.is_attached and connections and not sent:
             waits.set()
             assert has_closed.wait(DEADLINE_SECONDS)
-            sent.append(connection.send(RegisteredExtents(())))
-        return go_on()
+            sent.append(connections[-1].send(RegisteredExtents(())))
+        return go_on(owner)
 
-    monkeypatch.setattr(late, when, send_first)
+    def send_first_in_poll(connection: AttachConnection) -> Any:
+        connections.append(connection)
+        return send_first(connection)
+
+    monkeypatch.setattr(AttachConnection, "poll", send_first_in_poll if when == "poll" else note)
+    if when != "poll":
+        monkeypatch.setattr(late, when, send_first)
     wait_until(waits.is_set)
     pushed = threading.Event()
     service.revoke(2)
@@ -310,7 +270,7 @@ def test_a_worker_joins_the_next_session_when_its_copies_have_ended_and_says_tha
     before_the_ticket = rank.submit(unique_id(first.number, 6), slot=EXTENT_SLOTS)
     last = rank.device.ticket(before_the_ticket)
     rank.worker.join(new)
-    wait_until(rank.is_shut)
+    wait_until(lambda: not rank.worker.session.hold)
     late = rank.submit(unique_id(first.number, 7))
     assert rank.ended(late) == "failed the session of this op has ended"
     ticket.finish()
@@ -322,17 +282,6 @@ def test_a_worker_joins_the_next_session_when_its_copies_have_ended_and_says_tha
     assert len(node.events("ended")) == len(node.events("over")) == 1, "the process lives, and has said it"
 
 
-def test_memory_that_the_next_service_grants_again_stays_registered(
-    node: Node, engine: AttachedEngine, rank: Rank, service: Service
-) -> None:
-    calls = rank.registrar.calls
-    service.first_id = 50
-    service.host.registered.clear()
-    rank.worker.join(next_session(engine, node))
-    wait_until(lambda: service.registered() == {50: EXTENT_SLOTS, 51: EXTENT_SLOTS})
-    assert (rank.registrar.calls, rank.pool.pinned_slots) == (calls, 2 * EXTENT_SLOTS)
-
-
 def test_memory_of_which_the_next_service_has_nothing_goes(
     node: Node, engine: AttachedEngine, rank: Rank, service: Service
 ) -> None:
@@ -340,7 +289,7 @@ def test_memory_of_which_the_next_service_has_nothing_goes(
     rank.worker.join(next_session(engine, node))
     wait_until(lambda: rank.registrar.locked_bytes == 0)
     wait_until(lambda: rank.pool.status().resident_bytes == 0)
-    assert "released" not in service.words, "the next service waits for nothing"
+    assert not node.events("released"), "the next service waits for nothing"
     assert rank.worker.is_attached
 
 
@@ -404,29 +353,21 @@ def test_a_worker_that_closes_gives_everything_back_and_says_so(rank: Rank, node
 
 @pytest.fixture
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstow.attach.worker.FAREWELL_SECONDS", 0.01)
+    """The worker looks at a session that is over again and again, and says all the time that its copies have ended."""
+    for pause in ("FAREWELL_SECONDS", "IDLE_SECONDS"):
+        monkeypatch.setattr(f"kvstow.attach.worker.{pause}", 0.01)
 
 
 def test_a_worker_says_by_itself_that_its_copies_have_ended_when_its_engine_takes_no_step(
-    often: None, engine: AttachedEngine, rank: Rank, node: Node, monkeypatch: pytest.MonkeyPatch
+    often: None, engine: AttachedEngine, rank: Rank, node: Node
 ) -> None:
     load = rank.submit(unique_id(1, 1))
-    asked, said = list[bool](), list[str]()
-    is_quiet, say = rank.gate.is_quiet, rank.worker._report_settled
-
-    def note_question() -> bool:
-        asked.append(is_quiet())
-        return asked[-1]
-
-    def note_word() -> None:
-        said.append("said")
-        say()
-
-    monkeypatch.setattr(rank.gate, "is_quiet", note_question)
-    monkeypatch.setattr(rank.worker, "_report_settled", note_word)
     engine.close()
-    wait_until(lambda: len(asked) > 1 or said)
-    assert said == [], "a copy is under way"
+    wait_until(lambda: node.events("lost") and not rank.worker.is_attached)
+    before = rank.plane.questions
+    wait_until(lambda: rank.plane.questions > before + 3)
+    quiet(node)
+    assert node.events("over") == [], "a copy is under way"
     assert str(rank.ended(rank.submit(unique_id(1, 2)))).startswith("failed"), "the gate is shut"
     rank.device.ticket(load).finish()
     wait_until(lambda: node.events("over"))
@@ -434,37 +375,25 @@ def test_a_worker_says_by_itself_that_its_copies_have_ended_when_its_engine_take
 
 
 def test_what_a_step_computes_with_is_let_through_until_the_host_rests(
-    engine: AttachedEngine, rank: Rank, node: Node, monkeypatch: pytest.MonkeyPatch
+    often: None, engine: AttachedEngine, rank: Rank, node: Node
 ) -> None:
     """The step was planned in a session that has ended meanwhile, and cannot go on without its loads."""
-    turns = turns_of(rank, monkeypatch)
     rank.worker.keep_open(GateHold(1, 7))
     wait_until(lambda: rank.worker.session == RankSession(1, 2 * EXTENT_SLOTS, True, 7))
     engine.close()
-    wait_until(lambda: turns)
-    assert turns[0] > LONGEST_GRACE_SECONDS / 2, "no clock but that of a host that hangs ends it"
+    wait_until(lambda: not rank.worker.is_attached)
+    rank.clock.passed = LONGEST_GRACE_SECONDS / 2
+    rank.wait_for_a_look()
     assert rank.worker.session == RankSession(hold=7)
     assert rank.load_by_layer(unique_id(1, 1)) is not None
     rank.worker.keep_open(NO_HOLD)
-    wait_until(rank.is_shut)
+    rank.wait_for_a_look()
     assert not node.events("over"), "the copy is under way"
     rank.layers.ticket.finish()
     wait_until(lambda: node.events("over"))
     with pytest.raises(LoadRefusedError, match="the session of this op has ended"):
         rank.load_by_layer(unique_id(1, 2))
     assert rank.ended(unique_id(1, 2)) == "failed the session of this op has ended"
-
-
-def turns_of(rank: Rank, patch: pytest.MonkeyPatch) -> list[float]:
-    """After how many seconds the worker wants to look again at a session that is over, each time that it looks."""
-    turns, settle = list[float](), rank.worker._settle
-
-    def turn() -> float:
-        turns.append(settle())
-        return turns[-1]
-
-    patch.setattr(rank.worker, "_settle", turn)
-    return turns
 
 
 def test_a_hold_that_comes_too_late_or_for_another_session_is_not_kept(
@@ -482,14 +411,15 @@ def test_a_hold_that_comes_too_late_or_for_another_session_is_not_kept(
 
 
 def test_what_a_service_revokes_at_its_end_is_kept_for_the_loads_that_may_still_come(
-    engine: AttachedEngine, rank: Rank, service: Service, node: Node, monkeypatch: pytest.MonkeyPatch
+    often: None, engine: AttachedEngine, rank: Rank, service: Service
 ) -> None:
-    turns = turns_of(rank, monkeypatch)
     rank.worker.keep_open(GateHold(1, 7))
     service.links[-1].push(RevokedExtents((1, 2), at_end=True), rank=0)
-    wait_until(lambda: rank.worker._joined.revoked_at_end)
+    service.links[-1].push(Desired(DesiredState("engine-1", 7, number=2)), rank=0)
+    wait_until(lambda: rank.plane.applied.capacity_slots == 7)  # it has taken both
     engine.close()
-    wait_until(lambda: turns)
+    wait_until(lambda: not rank.worker.is_attached)
+    rank.wait_for_a_look()
     load = unique_id(1, 1)
     assert rank.load_by_layer(load, EXTENT_SLOTS + 3) is not None
     rank.worker.keep_open(NO_HOLD)
@@ -504,35 +434,22 @@ def test_what_a_service_revokes_at_its_end_is_released_by_an_idle_rank_at_once(r
     assert rank.worker.is_attached
 
 
-@pytest.fixture
-def hastily(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstow.attach.worker.LONGEST_GRACE_SECONDS", 0.01)
-
-
-def test_a_host_that_never_rests_is_waited_for_so_long_and_no_longer(
-    hastily: None, engine: AttachedEngine, rank: Rank, node: Node
+@pytest.mark.parametrize("may_refuse", [True, False])
+def test_a_host_that_never_rests_is_waited_for_so_long_and_no_longer_unless_it_can_take_nothing_back(
+    often: None, engine: AttachedEngine, service: Service, node: Node, stack: ExitStack, may_refuse: bool
 ) -> None:
+    rank = join(node, engine, service, stack, may_refuse=may_refuse)
     rank.worker.keep_open(GateHold(1, 7))
     engine.close()
-    wait_until(lambda: node.events("over"))
-    assert rank.worker.session == RankSession()
-
-
-def test_a_host_that_can_take_nothing_back_is_waited_for_however_long_it_takes(
-    engine: AttachedEngine, service: Service, node: Node, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    passed = [0.0]
-    rank = join(node, engine, service, stack, may_refuse=False, clock=lambda: time.monotonic() + passed[0])
-    turns = turns_of(rank, monkeypatch)
-    rank.worker.keep_open(GateHold(1, 7))
-    engine.close()
-    wait_until(lambda: turns)
-    passed[0] = 1e6
-    del turns[:]
-    rank.worker._wake.set()
-    wait_until(lambda: turns)
-    assert rank.load_by_layer(unique_id(1, 1)) is not None
-    rank.layers.ticket.finish()
+    wait_until(lambda: not rank.worker.is_attached)
+    rank.clock.passed = LONGEST_GRACE_SECONDS if may_refuse else 1e6
+    if may_refuse:
+        wait_until(lambda: node.events("over"))
+        assert rank.worker.session == RankSession()
+    else:
+        rank.wait_for_a_look()
+        assert rank.load_by_layer(unique_id(1, 1)) is not None
+        rank.layers.ticket.finish()
 
 
 def test_a_service_that_comes_later_hears_it_too(often: None, engine: AttachedEngine, rank: Rank, node: Node) -> None:
@@ -586,22 +503,14 @@ def test_a_copy_that_hangs_keeps_the_memory_and_nothing_is_said(
     close()
 
 
-def test_rank_0_stores_what_all_ranks_have(make_node: MakeNode, stack: ExitStack, extents: list[int]) -> None:
-    node = make_node()
-    service = Service(node, extents)
-    engine = AttachedEngine(node.path, engine="test", pool=POOL, namespace=NAMESPACE)
-    stack.callback(engine.close)
-    wait_until(lambda: engine.is_attached, engine.step)
-    made = Rank(node.path, 1, replicated=True)
-    stack.callback(made.worker.close)
-    made.worker.join(engine.ticket)
-    wait_until(lambda: made.pool.pinned_slots == 2 * EXTENT_SLOTS)
-    assert service.links
-    wait_until(lambda: made.worker.is_attached)
-    store, load = made.submit(unique_id(1, 1), direction="store"), made.submit(unique_id(1, 2))
-    made.device.ticket(load).finish()
-    wait_until(lambda: made.ended(load) == "done")
-    assert (made.device.begun, made.ended(store)) == ((load,), None)
+def test_rank_0_stores_what_all_ranks_have(
+    node: Node, engine: AttachedEngine, service: Service, stack: ExitStack
+) -> None:
+    rank = join(node, engine, service, stack, rank=1, replicated=True)
+    store, load = rank.submit(unique_id(1, 1), direction="store"), rank.submit(unique_id(1, 2))
+    rank.device.ticket(load).finish()
+    wait_until(lambda: rank.ended(load) == "done")
+    assert (rank.device.begun, rank.ended(store)) == ((load,), None)
 
 
 def test_without_a_service_a_worker_starts_and_stops(tmp_path: Path) -> None:

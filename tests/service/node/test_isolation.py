@@ -76,15 +76,6 @@ def test_only_the_services_user_and_the_group_may_attach(service: RealService) -
     assert (same_user["problem"], same_user["found"]) == (None, 4)
 
 
-def test_users_share_no_blocks(service: RealService) -> None:
-    admin = service.serve("--memory", "32MiB", "--extent-size", "2MiB", "--attach-group", str(ENGINES))
-    _, alice = service.engine("--uid", ALICE, "--group", ENGINES, "--store", 8, "--find", 8)
-    _, bob = service.engine("--uid", BOB, "--group", ENGINES, "--find", 8)
-    assert (alice["found"], bob["found"]) == (8, 0)
-    assert alice["pool"] != bob["pool"]
-    assert len(admin.get("/v1/pools").json()["items"]) == 2
-
-
 TIERED = ("--tier", "mooncake://store:1", "--memory", "64MiB", "--extent-size", "2MiB", "--attach-group", str(ENGINES))
 WEIGHTS = ("--group", ENGINES, "--weights", "digest 1")
 
@@ -102,20 +93,6 @@ def test_a_tenant_neither_reads_nor_forges_blocks_of_another_one_through_the_fle
     assert (alice["problem"], alice["found"]) == (None, 0)
     states = {one["pool"]: one["state"] for one in admin.get("/v1/tier").json()["items"]}
     assert (len(states), {*states.values()}) == (3, {"on"})
-
-
-def test_without_tenants_only_the_services_own_user_uses_the_fleet_tier(service: RealService, eventually: Any) -> None:
-    admin = service.serve(*TIERED, module="tests.helm.tieredservice")
-    _, own = service.engine(*WEIGHTS, "--store", 8, "--find", 8)
-    _, alice = service.engine("--uid", ALICE, *WEIGHTS, "--store", 8, "--find", 8)
-    eventually(lambda: len(admin.get("/v1/tier").json()["items"]) == 2)
-    by_pool = {one["pool"]: one for one in admin.get("/v1/tier").json()["items"]}
-    assert (by_pool[own["pool"]]["state"], by_pool[alice["pool"]]["state"]) == ("on", "off")
-    reason = by_pool[alice["pool"]]["reason"]
-    assert reason.startswith("tenant_unknown: ")
-    assert f"--tenant NAME={ALICE}" in reason
-    found = admin.get("/v1/doctor").json()["conditions"]
-    assert [reason in one["what"] for one in found if one["name"] == "tier_off"] == [True]
 
 
 def test_who_keeps_memory_after_it_has_detached_is_named_with_the_command_that_ends_it(
@@ -137,21 +114,6 @@ def test_who_keeps_memory_after_it_has_detached_is_named_with_the_command_that_e
     assert liar.wait(60) == -signal.SIGKILL
     assert service.seen_by(waiting)["found"] == 8
     eventually(lambda: command() == "")
-
-
-def test_lost_sessions_of_one_user_keep_out_only_that_user(service: RealService, eventually: Any) -> None:
-    """The service can have 32 connections here."""
-    few = ("prlimit", "--nofile=256:256")
-    admin = service.serve("--memory", "16MiB", "--extent-size", "2MiB", "--attach-group", str(ENGINES), prefix=few)
-    _, hog = service.engine("--uid", BOB, "--group", ENGINES, "--one-rank", "--lose", 40)
-    assert hog["lost"] == 16
-    assert "16 processes of lost sessions of uid" in hog["problem"]
-    _, alice = service.engine("--uid", ALICE, "--group", ENGINES, "--one-rank", "--store", 8, "--find", 8)
-    assert (alice["problem"], alice["found"]) == (None, 8)
-    conditions = admin.get("/v1/doctor").json()["conditions"]
-    (limit,) = [one for one in conditions if one["name"] == "user_limit"]
-    assert limit["what"].startswith(f"engines of uid {BOB} hold 16 processes of lost sessions, and may hold 16")
-    assert f"`kvstow detach {limit['session']} --kill`" in limit["fix"]
 
 
 def test_a_service_in_a_pid_namespace_of_its_own_sees_engines_die(service: RealService, eventually: Any) -> None:

@@ -5,32 +5,28 @@ from __future__ import annotations
 import os
 import resource
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from msgspec.structs import replace
 from tests.descriptors import open_descriptors
 from tests.doubles.fakes import FakeClock
 from tests.service.node import rawengine
+from tests.service.node.conftest import EngineProcess, Engines
 from tests.service.node.keepers import look
-from tests.service.node.rawengine import HELLO, POOL, SLOT_BYTES, RawEngine, key_of
+from tests.service.node.rawengine import SLOT_BYTES, key_of
+from tests.service.node.wholenode import EXTENT, ample_memory, whole_node
 
 from kvstow.attach.calls import Hold
 from kvstow.errors import ConflictError, KeeperError
-from kvstow.memory.limits import MemoryLimits
 from kvstow_service.node.node import Node
 from kvstow_service.node.pools import noderecords
 from kvstow_service.node.pools.nodepool import PoolSettings
 from kvstow_service.node.settings import Settings, load_settings
 
 MIB = 1 << 20
-EXTENT = 2 * MIB
-ROW_SLOTS = EXTENT // SLOT_BYTES
 
 MakeNode = Callable[..., Node]
 
@@ -38,15 +34,11 @@ MakeNode = Callable[..., Node]
 @pytest.fixture
 def make_node(tmp_path: Path) -> Iterator[MakeNode]:
     """Nodes that are closed at the end; none leaves a descriptor open."""
-    (tmp_path / "meminfo").write_text(f"MemAvailable: {1 << 30} kB\n")
-    limits = MemoryLimits(tmp_path / "meminfo", tmp_path / "cgroup", tmp_path / "fs")
     before = open_descriptors()
     nodes: list[Node] = []
 
-    def make(extents: int = 8, *, state: Path | None = None, paused: bool = False, **options: Any) -> Node:
-        path = tmp_path / "node" / f"attach{len(nodes)}.sock"
-        settings = Settings(memory=extents * EXTENT, attach_socket=path, extent_size=EXTENT, state=state)
-        nodes.append(Node(settings, limits=limits, **options))
+    def make(*, paused: bool = False, **options: Any) -> Node:
+        nodes.append(whole_node(tmp_path, socket=f"attach{len(nodes)}", **options))
         nodes[-1].populator.set_paused(paused)
         nodes[-1].start()
         return nodes[-1]
@@ -57,42 +49,6 @@ def make_node(tmp_path: Path) -> Iterator[MakeNode]:
         node.close()
         node.close()
     assert open_descriptors() <= before, "fewer if a thread of the test before has ended meanwhile"
-
-
-@pytest.fixture
-def engines() -> Iterator[Callable[..., RawEngine]]:
-    made: list[RawEngine] = []
-
-    def make(node: Node, hello: Any = HELLO) -> RawEngine:
-        made.append(RawEngine(node.settings.attach_path, hello))
-        return made[-1]
-
-    yield make
-    for engine in made:
-        engine.close()
-
-
-Engines = Callable[..., RawEngine]
-
-
-@pytest.fixture
-def process() -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    started: list[subprocess.Popen[str]] = []
-
-    def start(node: Node, count: int, first: int = 0) -> subprocess.Popen[str]:
-        root = Path(__file__).parents[3]
-        path = os.pathsep.join([str(root), *filter(None, sys.path)])
-        arguments = [sys.executable, rawengine.__file__, str(node.settings.attach_path), str(count), str(first)]
-        started.append(subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True, env={"PYTHONPATH": path}))
-        stdout = started[-1].stdout
-        assert stdout is not None
-        assert stdout.readline() == "stored\n"
-        return started[-1]
-
-    yield start
-    for one in started:
-        one.kill()
-        one.communicate()
 
 
 def test_no_session_is_detached_while_the_node_takes_up_what_an_earlier_one_has_left(
@@ -121,10 +77,10 @@ def test_no_session_is_detached_while_the_node_takes_up_what_an_earlier_one_has_
 
 
 def test_an_engine_that_is_killed_leaves_its_blocks_and_frees_the_rest(
-    make_node: MakeNode, engines: Engines, process: Callable[..., subprocess.Popen[str]], eventually: Any
+    make_node: MakeNode, engines: Engines, engine_process: EngineProcess, eventually: Any
 ) -> None:
     node = make_node()
-    killed = process(node, 20)
+    killed = engine_process(node.settings.attach_path, 20)
     (session,) = node.sessions()
     assert (session.pid, session.state, session.in_flight) == (killed.pid, "attached", 1)
     killed.kill()
@@ -137,58 +93,6 @@ def test_an_engine_that_is_killed_leaves_its_blocks_and_frees_the_rest(
     keys = [key_of(number) for number in range(20)]
     engine.wait_for(lambda: engine.lookup(keys, Hold.NOTHING).leading == 20)
     assert engine.load(keys[:10]) == 10
-
-
-def test_a_pool_grows_with_what_it_stores_up_to_the_node_s_memory(make_node: MakeNode, engines: Engines) -> None:
-    node = make_node(extents=8)
-    engine = engines(node)
-    (pool,) = node.host.pools()
-    engine.store_all([key_of(0)])
-    for rows in (2, 3, 4):  # stores do not wait for memory, so each row is waited for
-        engine.wait_for(lambda rows=rows: node.host.sessions()[0].registered_slots == rows * ROW_SLOTS)  # type: ignore[misc]
-        engine.store_all([key_of(number) for number in range((rows - 1) * ROW_SLOTS + 1)])
-    engine.store_all([key_of(number) for number in range(3 * ROW_SLOTS + 1, 6 * ROW_SLOTS)])
-    assert len(pool.extents) == 4, "two ranks"
-    assert node.memory_thread.figures.spare_bytes == 0
-    assert pool.facade.stats().evicted_for_capacity == 2 * ROW_SLOTS
-
-
-def _fill(node: Node, engine: RawEngine) -> None:
-    """Store four rows until the pool has all of the node's memory. Each store that misses memory asks for a row, and
-    evicts if none has come yet."""
-
-    def has_all() -> bool:
-        engine.store_all([key_of(number) for number in range(4 * ROW_SLOTS)])
-        return node.memory_thread.figures.spare_bytes == 0
-
-    engine.wait_for(has_all)
-
-
-def test_a_pool_that_waits_for_memory_has_less_than_it_should_have(make_node: MakeNode, engines: Engines) -> None:
-    node = make_node(extents=8)
-    first = engines(node)
-    _fill(node, first)
-    total = 8 * EXTENT
-    (pool,) = node.pools()
-    assert (pool.granted_bytes, pool.due_bytes, node.memory().granted_bytes) == (total, total, total)
-    assert 0 < node.memory().used_bytes <= total
-
-    second = engines(node, replace(HELLO, pool=replace(POOL, kv_cache_dtype="fp8")))
-
-    def both() -> list[tuple[int, int]]:
-        return [(one.granted_bytes, one.due_bytes) for one in node.pools()]
-
-    # The first engine does not answer: it keeps what it was asked to let go of.
-    row = 2 * EXTENT
-    second.wait_for(lambda: both() == [(total - row, total - row), (0, row)])
-    second.wait_for(lambda: node.memory().recalled_bytes == row)
-
-    def moved() -> bool:
-        first.step()
-        return both() == [(total - row, total - row), (row, row)]
-
-    second.wait_for(moved)
-    second.wait_for(lambda: node.memory().recalled_bytes == 0)
 
 
 def test_the_keeper_is_shown(make_node: MakeNode, tmp_path: Path, eventually: Any) -> None:
@@ -246,11 +150,6 @@ def test_the_settings_reach_its_parts() -> None:
     node.close()
 
 
-def test_memory_is_populated_before_an_engine_comes(make_node: MakeNode, eventually: Any) -> None:
-    node = make_node()
-    eventually(lambda: node.populator.status().populated_bytes == 8 * EXTENT)
-
-
 def test_an_engine_is_answered_before_there_is_memory(make_node: MakeNode, engines: Engines) -> None:
     node = make_node(paused=True)
     engine = engines(node)
@@ -269,11 +168,9 @@ def test_an_engine_is_answered_before_there_is_memory(make_node: MakeNode, engin
     assert node.find_pool("other") is None
 
 
-def test_an_operator_ends_a_session(
-    make_node: MakeNode, process: Callable[..., subprocess.Popen[str]], eventually: Any
-) -> None:
+def test_an_operator_ends_a_session(make_node: MakeNode, engine_process: EngineProcess, eventually: Any) -> None:
     node = make_node()
-    running = process(node, 1)
+    running = engine_process(node.settings.attach_path, 1)
     (session,) = node.sessions()
     assert not node.detach("unknown", kill=True)
     assert node.detach(session.id, kill=False)
@@ -334,24 +231,23 @@ def test_a_defect_in_one_change_of_memory_is_seen_and_ends_nothing(
 
 
 def test_refused_memory_is_shown_and_tried_again(make_node: MakeNode, tmp_path: Path, eventually: Any) -> None:
-    (tmp_path / "meminfo").write_text("MemAvailable: 0 kB\n")
     clock = FakeClock()
-    node = make_node(clock=clock)
+    node = make_node(clock=clock, paused=True)
+    (tmp_path / "meminfo").write_text("MemAvailable: 0 kB\n")
+    node.populator.set_paused(False)
     eventually(lambda: node.memory_failure() is not None)
     assert node.memory().failure == node.memory_failure()
-    (tmp_path / "meminfo").write_text(f"MemAvailable: {1 << 30} kB\n")
+    ample_memory(tmp_path)
     clock.advance(11.0)
     node.tick()
     eventually(lambda: node.populator.status().state == "ready")
     assert node.memory_failure() is None
 
 
-def test_records_are_checked_once_a_minute(
-    make_node: MakeNode, process: Callable[..., subprocess.Popen[str]], eventually: Any
-) -> None:
+def test_records_are_checked_once_a_minute(make_node: MakeNode, engine_process: EngineProcess, eventually: Any) -> None:
     clock = FakeClock()
     node = make_node(clock=clock)
-    engine = process(node, 1)
+    engine = engine_process(node.settings.attach_path, 1)
     (pool,) = node.host.pools()
     pool.index.slot_keys.key_of[5] = b"nobody's"
     clock.advance(61.0)

@@ -11,18 +11,17 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tests.api.conftest import CALLER_UID, called_by
+from tests.service.node.conftest import Engines
 from tests.service.node.rawengine import SLOT_BYTES, RawEngine, key_of
+from tests.service.node.wholenode import EXTENT, whole_node
 
-from kvstow.memory.limits import MemoryLimits
 from kvstow_api.app import create_app
 from kvstow_api.host import ApiHost
 from kvstow_service.node.attach.clients import REASONS
 from kvstow_service.node.node import Node
-from kvstow_service.node.settings import Settings
 
 pytestmark = pytest.mark.anyio
 
-EXTENT = 2 << 20
 KEYS = [key_of(number) for number in range(8)]
 
 
@@ -33,10 +32,7 @@ def anyio_backend() -> str:
 
 @pytest.fixture
 def node(tmp_path: Path) -> Iterator[Node]:
-    (tmp_path / "meminfo").write_text(f"MemAvailable: {1 << 30} kB\n")
-    limits = MemoryLimits(tmp_path / "meminfo", tmp_path / "cgroup", tmp_path / "fs")
-    path = tmp_path / "node" / "attach.sock"
-    made = Node(Settings(memory=4 * EXTENT, attach_socket=path, extent_size=EXTENT), limits=limits)
+    made = whole_node(tmp_path, extents=4)
     try:
         made.start()
         yield made
@@ -45,10 +41,8 @@ def node(tmp_path: Path) -> Iterator[Node]:
 
 
 @pytest.fixture
-def engine(node: Node) -> Iterator[RawEngine]:
-    made = RawEngine(node.settings.attach_path)
-    yield made
-    made.close()
+def engine(node: Node, engines: Engines) -> RawEngine:
+    return engines(node)
 
 
 @pytest.fixture

@@ -8,18 +8,18 @@ from contextlib import suppress
 import pytest
 from msgspec.structs import replace
 from tests.service.node.conftest import MakeBench
-from tests.service.node.hostbench import EXTENT, ONE_RANK, ONE_RANK_OTHER, ROW_SLOTS, Engine, HostBench, grown
+from tests.service.node.hostbench import ONE_RANK, ONE_RANK_OTHER, ROW_SLOTS, Engine, HostBench, grown
 from tests.service.node.rawengine import HELLO, key_of
+from tests.service.node.wholenode import EXTENT
 
 from kvstow.attach.calls import ExtentSlots, Found, Hold, Lookup
 from kvstow.attach.hello import TRANSIENT_REFUSALS, Hello
 from kvstow.control.namespaces import KeyMap
-from kvstow.errors import AttachRefusedError, ConflictError, InvalidRequestError, LeaseError, NotFoundError
+from kvstow.errors import AttachRefusedError, ConflictError, InvalidRequestError, NotFoundError
 from kvstow.results import NO_LEASE
 from kvstow_service.node import nodehost
 from kvstow_service.node.nodehost import NodeHost
 from kvstow_service.node.pools import nodesession
-from kvstow_service.node.pools.nodepool import PoolSettings
 
 
 def test_a_worker_whose_descriptors_cannot_be_sent_gets_them_later(bench: HostBench) -> None:
@@ -206,36 +206,6 @@ def test_many_slots_are_freed_by_the_thread_of_the_memory(
     assert shared.facade.stats().pool.slots.leased == 0
 
 
-def test_ops_and_leases_of_others_are_refused(bench: HostBench) -> None:
-    mine, theirs = bench.start(), bench.start()
-    theirs.store(1)
-    op = theirs.begin_store(2)
-    lease = theirs.find(1, hold=Hold.PRESENT)
-    mine.complete(op.op_id)
-    assert theirs.has(2) == 0
-    assert mine.pool.facade.stats().faults.stale_completions == 2
-    with pytest.raises(LeaseError, match="released or used up"):
-        mine.begin_load(lease.lease_id)
-    mine.session.release_leases([lease.lease_id, 12345])
-    assert theirs.begin_load(lease.lease_id).slots
-    theirs.complete(op.op_id)
-    assert theirs.has(2) == 1
-
-
-def test_a_rank_that_boots_again_fails_the_ops_of_its_session_alone(bench: HostBench) -> None:
-    engine, other = bench.start(), bench.start()
-    engine.store(1)
-    op, theirs = engine.begin_store(2), other.begin_store(3)
-    engine.report(0, boot="b2")
-    bench.run()
-    assert engine.settled.get(op.op_id) is None, "rank 1 may still write"
-    engine.complete(op.op_id, ranks=[1])
-    bench.run()
-    assert engine.settled[op.op_id] == ["failed"]
-    other.complete(theirs.op_id)
-    assert other.has(1, 3) == 2
-
-
 def test_extents_that_a_worker_was_not_sent_are_refused(bench: HostBench) -> None:
     engine, other = bench.start(ONE_RANK), bench.start(ONE_RANK_OTHER)
     (mine,), (foreign,) = engine.grants[0], other.grants[0]
@@ -253,43 +223,6 @@ def test_extents_that_a_worker_was_not_sent_are_refused(bench: HostBench) -> Non
     bench.run()
     assert engine.client(0) in bench.budget.mappers(mine)
     assert bench.host.sessions()[0].registered_slots == ROW_SLOTS
-
-
-def test_slots_of_a_lost_session_are_free_when_its_last_worker_has_let_go(bench: HostBench) -> None:
-    engine = bench.start()
-    engine.store(1)
-    engine.begin_store(2)
-    engine.find(1, hold=Hold.PRESENT)
-    engine.lose()
-    slots = engine.pool.facade.stats().pool.slots
-    assert (slots.quarantined, slots.leased) == (1, 1)
-    engine.let_go(0)
-    slots = engine.pool.facade.stats().pool.slots
-    assert (slots.quarantined, slots.leased) == (1, 1), "the other rank may still write"
-    (session,) = bench.host.sessions()
-    assert (session.state, session.processes) == ("lost", 1)
-    engine.let_go(1)
-    engine.over()
-    slots = engine.pool.facade.stats().pool.slots
-    assert (slots.quarantined, slots.leased, slots.cached) == (0, 0, 1)
-    assert bench.host.sessions() == []
-
-
-def test_stuck_transfers_are_shown_and_nothing_is_freed_by_time(make_bench: MakeBench) -> None:
-    bench = make_bench(settings=PoolSettings(transfer_timeout=10.0))
-    engine, other = bench.start(), bench.start()
-    op = engine.begin_store(1)
-    bench.clock.advance(10_000.0)
-    for one in (engine, other):
-        one.report()
-    bench.host.tick()
-    bench.host.send_settled()
-    bench.run()
-    assert engine.settled == {op.op_id: ["failed"]}
-    states = {session.id: session.state for session in bench.host.sessions()}
-    assert states == {engine.session_id: "stuck", other.session_id: "attached"}
-    assert engine.pool.facade.stats().pool.slots.quarantined == 1
-    assert other.store(2).op_id
 
 
 def test_a_pool_is_deleted_only_without_sessions(bench: HostBench) -> None:

@@ -92,18 +92,6 @@ def run_and_visit(settings: Settings, visit: Callable[[httpx.Client], None], eve
     return status
 
 
-def test_a_second_signal_skips_the_waits_and_not_the_clean_up(
-    base: dict[str, Any], tmp_path: Path, eventually: Any
-) -> None:
-    def visit(client: httpx.Client) -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
-        eventually(lambda: "drain" in client.get("/readyz").text, "the drain")
-
-    assert run_and_visit(Settings(**{**base, "shutdown_delay": "3600s"}), visit, eventually) == 0
-    assert not (tmp_path / "admin.sock").exists()
-    assert not base["attach_socket"].exists()
-
-
 def memory_of(client: httpx.Client) -> dict[str, int]:
     found: dict[str, int] = client.get("/v1/readiness").json()["memory"]
     return found
@@ -147,51 +135,37 @@ def test_it_serves_until_a_signal_and_leaves_nothing_behind(
     assert not [line for line in lines if line["level"] in ("warning", "error")]
 
 
-def test_tls_and_guarded_reading(
+def test_tls_and_guarded_reading_and_a_renewed_certificate_that_needs_no_restart(
     base: dict[str, Any], tmp_path: Path, eventually: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
     authority = trustme.CA()
-    authority.issue_cert("127.0.0.1").private_key_and_cert_chain_pem.write_to_path(str(tmp_path / "server.pem"))
-    authority.cert_pem.write_to_path(str(tmp_path / "ca.pem"))
-    (tmp_path / "viewer").write_text("viewer")
-    files = {"tls_cert": tmp_path / "server.pem", "tls_client_ca": tmp_path / "ca.pem"}
-    settings = Settings(**base, **files, viewer_token_file=tmp_path / "viewer")
-    trusting = ssl.create_default_context()
-    authority.configure_trust(trusting)
+    cert, ca, viewer_token = (tmp_path / name for name in ("server.pem", "ca.pem", "viewer"))
+    authority.cert_pem.write_to_path(str(ca))
+    viewer_token.write_text("viewer")
+    viewer = {"Authorization": "Bearer viewer"}
 
-    def visit(client: httpx.Client) -> None:
-        eventually(lambda: client.get("/readyz").status_code == 200, "readiness")
-        viewer = {"Authorization": "Bearer viewer"}
-        address = client.get("/v1/info", headers=viewer).json()["addresses"][0]
-        assert httpx.get(f"{address}/livez", verify=trusting).status_code == 200
-        assert httpx.get(f"{address}/v1/info", verify=trusting).status_code == 401
-        assert httpx.delete(f"{address}/v1/drain", verify=trusting, headers=viewer).status_code == 403
-        authority.issue_cert("ops@example.org").configure_cert(trusting)
-        assert httpx.delete(f"{address}/v1/drain", verify=trusting).status_code == 200
-
-    assert run_and_visit(settings, visit, eventually) == 0
-    assert "changes are taken through the Unix socket, and over TCP with a token" in capfd.readouterr().err
-
-
-def test_a_renewed_certificate_needs_no_restart(base: dict[str, Any], tmp_path: Path, eventually: Any) -> None:
-    cert = tmp_path / "server.pem"
-
-    def issue(year: int) -> ssl.SSLContext:
-        authority, trusting = trustme.CA(), ssl.create_default_context()
-        issued = authority.issue_cert("127.0.0.1", not_after=datetime(year, 1, 1, tzinfo=UTC))
+    def issue(issuer: trustme.CA, year: int) -> ssl.SSLContext:
+        issued = issuer.issue_cert("127.0.0.1", not_after=datetime(year, 1, 1, tzinfo=UTC))
         issued.private_key_and_cert_chain_pem.write_to_path(str(cert))
-        authority.configure_trust(trusting)
+        trusting = ssl.create_default_context()
+        issuer.configure_trust(trusting)
         return trusting
 
-    def told(client: httpx.Client) -> float:
-        (line,) = re.findall(r"^kvstow_tls_certificate_expiry_\S+ (.*)$", client.get("/metrics").text, re.MULTILINE)
+    def expiry(client: httpx.Client) -> float:
+        metrics = client.get("/metrics", headers=viewer).text
+        (line,) = re.findall(r"^kvstow_tls_certificate_expiry_\S+ (.*)$", metrics, re.MULTILINE)
         return float(line)
 
     def visit(client: httpx.Client) -> None:
-        address = client.get("/v1/info").json()["addresses"][0]
-        assert httpx.get(f"{address}/livez", verify=first).is_success
-        assert told(client) == datetime(2098, 1, 1, tzinfo=UTC).timestamp()
-        second = issue(2099)
+        eventually(lambda: client.get("/readyz").status_code == 200, "readiness")
+        address = client.get("/v1/info", headers=viewer).json()["addresses"][0]
+        assert httpx.get(f"{address}/livez", verify=first).status_code == 200
+        assert httpx.get(f"{address}/v1/info", verify=first).status_code == 401
+        assert httpx.delete(f"{address}/v1/drain", verify=first, headers=viewer).status_code == 403
+        authority.issue_cert("ops@example.org").configure_cert(first)
+        assert httpx.delete(f"{address}/v1/drain", verify=first).status_code == 200
+        assert expiry(client) == datetime(2098, 1, 1, tzinfo=UTC).timestamp()
+        second = issue(trustme.CA(), 2099)
 
         def is_known() -> bool:
             try:
@@ -200,31 +174,29 @@ def test_a_renewed_certificate_needs_no_restart(base: dict[str, Any], tmp_path: 
                 return False
 
         eventually(is_known, "the new certificate")
-        assert told(client) == datetime(2099, 1, 1, tzinfo=UTC).timestamp()
+        assert expiry(client) == datetime(2099, 1, 1, tzinfo=UTC).timestamp()
 
-    first = issue(2098)
-    assert run_and_visit(Settings(**base, tls_cert=cert), visit, eventually) == 0
+    first = issue(authority, 2098)
+    settings = Settings(**base, tls_cert=cert, tls_client_ca=ca, viewer_token_file=viewer_token)
+    assert run_and_visit(settings, visit, eventually) == 0
+    assert "changes are taken through the Unix socket, and over TCP with a token" in capfd.readouterr().err
 
 
-def test_a_signal_drains_while_both_servers_answer(base: dict[str, Any], eventually: Any) -> None:
-    settings = Settings(**{**base, "shutdown_delay": "2s"})
-    states: list[str] = []
-
+def test_a_signal_drains_while_both_servers_answer_and_a_second_one_skips_the_wait_and_not_the_clean_up(
+    base: dict[str, Any], tmp_path: Path, eventually: Any
+) -> None:
     def visit(client: httpx.Client) -> None:
         eventually(lambda: client.get("/readyz").status_code == 200, "readiness")
         os.kill(os.getpid(), signal.SIGTERM)
-        eventually(lambda: client.get("/readyz").status_code == 503, "a failing readiness")
-        states.append(client.get("/v1/readiness").json()["state"])
+        eventually(lambda: "drain" in client.get("/readyz").text, "the drain")
+        assert client.get("/readyz").status_code == 503
+        assert client.get("/v1/readiness").json()["state"] == "draining"
         assert client.get("/livez").status_code == 200
         assert _listens(base["attach_socket"])
-        watcher.done.set()
 
-    watcher = _Visitor(settings, visit, eventually)
-    watcher.start()
-    assert run_service(settings) == 0
-    watcher.join()
-    assert watcher.done.is_set()
-    assert states == ["draining"]
+    assert run_and_visit(Settings(**{**base, "shutdown_delay": "3600s"}), visit, eventually) == 0
+    assert not (tmp_path / "admin.sock").exists()
+    assert not base["attach_socket"].exists()
 
 
 class _Draining:
@@ -269,20 +241,6 @@ def test_a_drain_ends_with_the_last_transfer_or_at_its_deadline(
     assert draining.orders == [("all", 5.0)]
     assert draining.now == pytest.approx(seconds, abs=0.2)
     assert [record.getMessage() for record in caplog.records] == said
-
-
-class _Visitor(Watcher):
-    """A watcher that sends no signal: its visit does."""
-
-    def __init__(self, settings: Settings, visit: Callable[[httpx.Client], None], eventually: Any) -> None:
-        super().__init__(settings.admin_path, visit, eventually)
-        self.done = threading.Event()
-
-    def run(self) -> None:
-        with httpx.Client(base_url="http://kvstow", transport=httpx.HTTPTransport(uds=str(self._uds))) as client:
-            self._eventually(lambda: _listens(self._uds), "the Unix socket")
-            self._eventually(lambda: _answers(client), "an answer of the service")
-            self._visit(client)
 
 
 def test_a_server_that_ends_by_itself_ends_the_service(

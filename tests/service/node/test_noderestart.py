@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import select
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
@@ -16,15 +13,16 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
-from tests.service.node import rawengine, restartclient
-from tests.service.node.keepers import end_keeper, kinds_held, listing_of, look
+from tests.service.node import rawengine
+from tests.service.node.conftest import EngineProcess
+from tests.service.node.keepers import end_keeper, kinds_held, look, lose_at_the_keeper
 from tests.service.node.noderunner import EXTENT_BYTES, RunningNode
 from tests.service.node.rawengine import RawEngine, key_of
+from tests.service.node.restartclient import RestartEngine
 
 from kvstow.attach.calls import Hold
 from kvstow.control.hazards import EVERY
 from kvstow.errors import KeeperError
-from kvstow_service.node.survival.keeperclient import KeeperClient
 from kvstow_service.node.survival.orphanedmemory import find_orphaned_memory
 
 pytestmark = pytest.mark.process
@@ -71,27 +69,6 @@ def attach(socket: Path) -> Iterator[Attach]:
     yield attach
     for engine in engines:
         engine.close()
-
-
-@pytest.fixture
-def engine_process(socket: Path, child_environ: dict[str, str]) -> Iterator[Callable[[int], subprocess.Popen[str]]]:
-    """An engine of its own that has stored some keys, and is in the middle of another store."""
-    started: list[subprocess.Popen[str]] = []
-
-    def start(count: int) -> subprocess.Popen[str]:
-        command = [sys.executable, rawengine.__file__, str(socket), str(count), "0"]
-        started.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=child_environ))
-        stdout = started[-1].stdout
-        assert stdout is not None
-        assert stdout.readline() == "stored\n"
-        return started[-1]
-
-    yield start
-    for process in started:
-        process.kill()
-        process.wait()
-        assert process.stdout is not None
-        process.stdout.close()
 
 
 def found(engine: RawEngine, keys: Sequence[bytes]) -> int:
@@ -152,12 +129,13 @@ def test_what_a_session_was_writing_waits_until_it_has_spoken(start_node: StartN
 @pytest.mark.parametrize("when", ["in the gap", "afterwards"])
 def test_what_a_session_was_writing_waits_until_its_processes_are_dead(
     start_node: StartNode,
-    engine_process: Callable[[int], subprocess.Popen[str]],
+    engine_process: EngineProcess,
+    socket: Path,
     eventually: Any,
     when: str,
 ) -> None:
     node = start_node()
-    engine = engine_process(20)
+    engine = engine_process(socket, 20)
     node.kill()
     if when == "in the gap":
         engine.kill()
@@ -174,11 +152,11 @@ def test_what_a_session_was_writing_waits_until_its_processes_are_dead(
 
 
 def test_nothing_is_evicted_while_an_engine_of_before_may_read_it(
-    start_node: StartNode, engine_process: Callable[[int], subprocess.Popen[str]], attach: Attach, eventually: Any
+    start_node: StartNode, engine_process: EngineProcess, socket: Path, attach: Attach, eventually: Any
 ) -> None:
     node = start_node(2)
     num_slots = EXTENT_BYTES // rawengine.SLOT_BYTES  # of one extent for each of two ranks
-    reader = engine_process(num_slots - 1)
+    reader = engine_process(socket, num_slots - 1)
     node.kill()
     again = start_node(2)
     engine = attach()
@@ -193,11 +171,11 @@ def test_nothing_is_evicted_while_an_engine_of_before_may_read_it(
 
 
 def test_a_pool_has_its_share_until_its_engines_have_come_back_or_died(
-    start_node: StartNode, engine_process: Callable[[int], subprocess.Popen[str]], attach: Attach, eventually: Any
+    start_node: StartNode, engine_process: EngineProcess, socket: Path, attach: Attach, eventually: Any
 ) -> None:
     """Otherwise an engine of another pool that attaches first would take all its memory."""
     node = start_node()
-    gone, stays = engine_process(20), attach()
+    gone, stays = engine_process(socket, 20), attach()
     stays.wait_for(lambda: found(stays, KEYS) == 20)
     node.kill()
     again = start_node()
@@ -226,20 +204,6 @@ def test_killed_again_and_again(start_node: StartNode, attach: Attach, eventuall
         tokens = (engine.welcome.token,)
         assert node.show()["allocated"] == 8 * EXTENT_BYTES
         node.kill()
-
-
-def test_sigterm_with_keep_on_stop_keeps_everything(start_node: StartNode, attach: Attach, state: Path) -> None:
-    node = start_node(8, "keep")
-    engine = attach()
-    engine.store_until_found(KEYS)
-    assert node.stop() == 0
-    assert look(state).labels
-    again = start_node()
-    engine = attach(engine.welcome.token)
-    engine.wait_for(lambda: engine.load(KEYS) == len(KEYS))
-    assert again.stop() == 0
-    with pytest.raises(KeeperError):
-        look(state)
 
 
 def test_a_service_that_is_killed_while_an_engine_attaches_starts_again(
@@ -275,125 +239,21 @@ def test_an_engine_with_the_longest_name_costs_no_keeper(start_node: StartNode, 
     engine.close()
 
 
-def lose_at_the_keeper(state: Path, label: str) -> None:
-    """While no service runs."""
-    client = KeeperClient(state)
-    client.send_hello("a test")
-    client.take_welcome()
-    assert label in listing_of(client).labels
-    client.drop([label])
-    client.leave()
-
-
-class RealEngine:
-    """The client of the package, in a process of its own, which stores, loads and verifies all the time."""
-
-    def __init__(self, socket: Path, environ: dict[str, str]) -> None:
-        command = [sys.executable, restartclient.__file__, str(socket), "1"]
-        self.process = subprocess.Popen(
-            command, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-        )
-        assert self.process.stdout is not None
-        assert self.process.stdout.readline() == "ready\n"
-
-    def show(self) -> dict[str, int]:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write("show\n")
-        self.process.stdin.flush()
-        found: dict[str, int] = json.loads(self.process.stdout.readline())
-        assert (found["mismatches"], found["faults"]) == (0, 0)
-        return found
-
-    def idle(self) -> None:
-        """It takes no step until it is shown."""
-        assert self.process.stdin is not None
-        self.process.stdin.write("idle\n")
-        self.process.stdin.flush()
-
-    def has_memory_besides(self, *pids: int) -> bool:
-        """That is not also one of these processes'."""
-        return any(one.pid == self.process.pid for one in find_orphaned_memory(pids))
-
-
 @pytest.fixture
-def real_engine(socket: Path, child_environ: dict[str, str]) -> Iterator[Callable[[], RealEngine]]:
-    engines: list[RealEngine] = []
+def real_engine(socket: Path, child_environ: dict[str, str]) -> Iterator[Callable[[], RestartEngine]]:
+    engines: list[RestartEngine] = []
 
-    def start() -> RealEngine:
-        engines.append(RealEngine(socket, child_environ))
+    def start() -> RestartEngine:
+        engines.append(RestartEngine(socket, child_environ))
         return engines[-1]
 
     yield start
     for engine in engines:
-        engine.process.kill()
-        engine.process.communicate()
-
-
-def test_the_keeper_runs_in_a_container_of_its_own(
-    start_node: StartNode,
-    real_engine: Callable[[], RealEngine],
-    state: Path,
-    child_environ: dict[str, str],
-    eventually: Any,
-) -> None:
-    command = [sys.executable, "-m", "kvstow_service", "keeper", "--state", str(state)]
-    keeper = subprocess.Popen(command, env=child_environ)
-    node = start_node(8, "elsewhere")
-    engine = real_engine()
-    eventually(lambda: engine.show()["loads"] > 20)
-    assert look(state).pid == keeper.pid
-    node.kill()
-    again = start_node(8, "elsewhere")
-    assert pool_of(again.first)["blocks"] > 0
-    before = engine.show()["loads"]
-    eventually(lambda: engine.show()["loads"] > before + 20)
-    assert not engine.has_memory_besides(again.process.pid), "what it has mapped is what the service has"
-    assert again.stop() == 0
-    assert look(state).labels == set(), "it waits for the next service, and holds nothing"
-    keeper.terminate()
-    assert keeper.wait(30) == 0
-
-
-def test_engines_begin_with_an_empty_cache_when_the_keeper_is_killed_with_the_service(
-    start_node: StartNode, real_engine: Callable[[], RealEngine], state: Path, eventually: Any
-) -> None:
-    node = start_node()
-    engine = real_engine()
-    eventually(lambda: engine.show()["loads"] > 20)
-    node.kill()
-    end_keeper(state, signal.SIGKILL)
-    assert engine.has_memory_besides()
-    again = start_node()
-    assert not num_blocks(again.first), "an engine may have attached already"
-    before = engine.show()["loads"]
-    eventually(lambda: engine.show()["loads"] > before + 20)
-    eventually(lambda: again.show()["allocated"] == 8 * EXTENT_BYTES)
-    eventually(lambda: not engine.has_memory_besides(again.process.pid), "what it has mapped is what the service has")
-    before = engine.show()["loads"]
-    again.kill()
-    pool_of(start_node().first)  # its keeper has everything
-    eventually(lambda: engine.show()["loads"] > before + 20)
-
-
-def test_an_engine_that_takes_no_step_does_not_stop_eviction_after_a_restart(
-    start_node: StartNode, real_engine: Callable[[], RealEngine], eventually: Any
-) -> None:
-    node = start_node()
-    engine = real_engine()
-    eventually(lambda: engine.show()["loads"] > 20)
-    engine.idle()
-    node.kill()
-    again = start_node()
-    assert pool_of(again.first)["is_waiting"]
-    eventually(lambda: not pool_of(again.show())["is_waiting"], "the engine's workers")
-    assert again.show()["sessions"] == {}
-    before = engine.show()["loads"]
-    eventually(lambda: engine.show()["loads"] > before + 20)
+        engine.kill()
 
 
 def test_memory_that_nobody_knows_of_counts_until_engines_have_let_go_of_it(
-    start_node: StartNode, real_engine: Callable[[], RealEngine], state: Path, eventually: Any
+    start_node: StartNode, real_engine: Callable[[], RestartEngine], state: Path, eventually: Any
 ) -> None:
     node = start_node()
     engine = real_engine()
@@ -413,36 +273,16 @@ def test_memory_that_nobody_knows_of_counts_until_engines_have_let_go_of_it(
     assert not engine.has_memory_besides(again.process.pid)
 
 
-def test_what_fits_beside_the_memory_of_living_processes_serves_after_a_cold_start(
-    start_node: StartNode, attach: Attach, engine_process: Callable[[int], subprocess.Popen[str]], state: Path
+def test_a_service_that_stops_has_its_memory_back(
+    start_node: StartNode, real_engine: Callable[[], RestartEngine], state: Path, eventually: Any
 ) -> None:
-    node = start_node(16)
-    old = engine_process(24)  # it maps four of the sixteen extents, and never lets go
-    node.kill()
-    lose_at_the_keeper(state, "roster")
-    again = start_node(16)
-    attach().store_until_found(KEYS)
-    shown = again.show()
-    assert (shown["given_up"], shown["allocated"]) == (4 * EXTENT_BYTES, 16 * EXTENT_BYTES)
-    assert old.poll() is None
-
-
-@pytest.mark.parametrize("keep", [False, True])
-def test_a_service_that_stops_has_its_memory_back_unless_it_is_kept(
-    start_node: StartNode, real_engine: Callable[[], RealEngine], state: Path, eventually: Any, keep: bool
-) -> None:
-    node = start_node(8, *["keep"] * keep)
+    node = start_node()
     engine = real_engine()
     eventually(lambda: engine.show()["loads"] > 20)
     assert node.stop() == 0
-    if keep:
-        assert engine.has_memory_besides(), "for the next service"
-        again = start_node()
-        before = engine.show()["loads"]
-        eventually(lambda: engine.show()["loads"] > before + 20)
-        again.kill()
-    else:
-        eventually(lambda: not engine.has_memory_besides())
+    with pytest.raises(KeeperError):
+        look(state)
+    eventually(lambda: not engine.has_memory_besides())
 
 
 def test_no_service_comes_within_the_timeout_of_the_keeper(
@@ -482,7 +322,8 @@ def matrix() -> Iterator[Any]:
 @pytest.mark.parametrize(("keeper", "end", "outcome"), list(matrix()))
 def test_each_cell_of_the_matrix_in_the_documentation(
     start_node: StartNode,
-    engine_process: Callable[[int], subprocess.Popen[str]],
+    engine_process: EngineProcess,
+    socket: Path,
     attach: Attach,
     state: Path,
     eventually: Any,
@@ -491,7 +332,7 @@ def test_each_cell_of_the_matrix_in_the_documentation(
     outcome: str,
 ) -> None:
     node = start_node(8, *["keep"] * ("keep" in end))
-    engine_process(len(KEYS))
+    engine_process(socket, len(KEYS))
     pid = look(state).pid
     match keeper:
         case "was killed earlier, and another one has come":

@@ -12,7 +12,6 @@ from tests.service.node.rawengine import HELLO, NAMESPACE, key_of
 
 from kvstow.attach.calls import BlockChange, DescribeStore
 from kvstow.descriptions import BlockDescription, DescribedBlocks
-from kvstow_service.node.pools import nodesession
 from kvstow_service.node.pools.nodepool import PoolSettings
 
 OTHER = replace(HELLO, namespace=replace(NAMESPACE, weights_id="others"))
@@ -96,18 +95,16 @@ def test_after_a_reset_only_the_fresh_namespace_is_told(bench: HostBench) -> Non
     assert read_all(engine) == [change("stored", 2)]
 
 
-def test_a_page_is_bounded(bench: HostBench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nodesession, "_KEYS_PER_PAGE", 4)
+@pytest.mark.parametrize(("keys_of_event", "num_events", "on_first_page"), [(1024, 3, 2), (1, 70, 64)])
+def test_a_page_is_bounded_in_keys_and_in_events(
+    bench: HostBench, keys_of_event: int, num_events: int, on_first_page: int
+) -> None:
     engine = bench.start()
-    for number in range(0, 12, 2):
-        engine.store(number, number + 1)
+    for _ in range(num_events):
+        engine.pool.events.append("removed", tuple(map(key_of, range(keys_of_event))))
     page = engine.read_events()
-    assert len(page.changes) == 2
-    assert page.has_more
-    assert len(read_all(engine)) == 6
-    monkeypatch.setattr(nodesession, "_EVENTS_PER_PAGE", 1)
-    assert len(engine.read_events().changes) == 1
-    assert len(read_all(engine)) == 6
+    assert (len(page.changes), page.has_more) == (on_first_page, True)
+    assert len(read_all(engine)) == num_events
 
 
 def test_events_that_are_no_longer_kept_are_said_to_be_lost(tmp_path: Path) -> None:
@@ -146,12 +143,11 @@ def test_what_an_engine_says_of_its_blocks_reaches_the_others_of_its_namespace(b
     assert read_all(second) == [change("stored", 1, 2), change("removed", 1)]
 
 
-def test_a_page_with_descriptions_is_bounded(bench: HostBench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nodesession, "_DESCRIPTIONS_PER_PAGE", 100)
+def test_a_page_with_descriptions_is_bounded(bench: HostBench) -> None:
     first, second = bench.start(), bench.start()
     for number in range(0, 12, 2):
         begun = first.begin_store(number, number + 1)
-        describe(first, begun.op_id, BlockDescription(bytes(40)), BlockDescription(bytes(40)))
+        describe(first, begun.op_id, *[BlockDescription(bytes(300 << 10))] * 2)
         first.complete(begun.op_id)
     page = second.read_events()
     assert len(page.changes) == 2

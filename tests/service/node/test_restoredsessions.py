@@ -8,7 +8,8 @@ from typing import cast
 
 import pytest
 from msgspec.structs import replace
-from tests.service.node.attach.test_sessionlife import Clock, quiet
+from tests.doubles.fakes import FakeClock
+from tests.service.node.attach.test_sessionlife import quiet
 from tests.service.node.conftest import WORKER, FakeProcess, MakeNode, Node, wait_until
 from tests.service.node.fakehost import FakeSession
 
@@ -72,14 +73,14 @@ def test_a_worker_whose_pidfd_nobody_has_settles_it_by_its_token(make_node: Make
 def test_a_process_whose_end_cannot_be_seen_is_trusted_only_if_that_was_asked_for(
     make_node: MakeNode, caplog: pytest.LogCaptureFixture
 ) -> None:
-    clock = Clock()
+    clock = FakeClock()
     for trust_eof in (None, 30.0):
         node = make_node(start=False, clock=clock, trust_eof=trust_eof)
         restore(node, Peer(0, 1000, 1000, None))
-        clock.now += 29
+        clock.advance(29)
         quiet(node)
         assert ends(node) == []
-        clock.now += 2
+        clock.advance(2)
         quiet(node)
         assert len(ends(node)) == (0 if trust_eof is None else 2)
     assert "start the service with --trust-eof" in caplog.text

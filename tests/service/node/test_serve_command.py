@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -29,23 +27,6 @@ def test_every_setting_is_a_flag_with_its_default_in_the_help() -> None:
     assert [key for key in Settings.model_fields if flag_name(key) not in result.output] == []
     assert "a multiple of 2 MiB. Default: 1GiB." in " ".join(result.output.split())
     assert "PydanticUndefined" not in result.output
-
-
-def test_the_command_line_starts_without_fastapi(child_environ: dict[str, str]) -> None:
-    heavy = {"torch", "numpy", "fastapi", "uvicorn", "httpx"}
-    code = f"import sys, kvstow_service.cli; print(sorted({heavy} & set(sys.modules)))"
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=child_environ, check=False
-    )
-    assert (result.stdout, result.stderr) == ("[]\n", "")
-
-
-def test_the_process_of_the_service_imports_no_torch(child_environ: dict[str, str]) -> None:
-    code = "import sys, kvstow_service.node.nodeprocess; print('torch' in sys.modules, 'fastapi' in sys.modules)"
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=child_environ, check=False
-    )
-    assert (result.stdout, result.stderr) == ("False True\n", "")
 
 
 def test_wrong_settings_are_one_line_each_and_exit_2() -> None:

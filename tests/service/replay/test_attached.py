@@ -13,10 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.doubles.memoryblockstore import MemoryBlockStore
 
-from kvstow.control import pooltier
-from kvstow.tier.tierstatus import TierStatus
 from kvstow_service.node.node import Node
 from kvstow_service.node.settings import Settings
 from kvstow_service.replay.driver import blocks_needed
@@ -36,23 +33,17 @@ class Service:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.tier: MemoryBlockStore | None = None
         self._running = ExitStack()
         self.node: Node
 
     def start(self) -> None:
-        settings = Settings(memory=64 * MIB, attach_socket=self.path, extent_size=16 * MIB, tier="mooncake://store:1")
-        self.node = Node(settings, store=self.tier)
+        settings = Settings(memory=64 * MIB, attach_socket=self.path, extent_size=16 * MIB)
+        self.node = Node(settings)
         self.node.start()
         self._running.callback(self.node.close)
 
     def stop(self) -> None:
         self._running.close()
-
-    def tier_status(self) -> TierStatus:
-        assert self.node.tier is not None
-        (tier,) = self.node.tier.tiers()
-        return tier
 
     @property
     def used_slots(self) -> int:
@@ -143,41 +134,6 @@ def test_an_engine_finds_what_another_has_stored_and_shares_its_memory(
     assert [engine.result.requests for engine in both.engines] == [60, 60]
 
 
-def test_an_engine_that_is_held_attaches_and_serves_nothing(service: Service, requests: list[TraceRequest]) -> None:
-    service.start()
-    stop = threading.Event()
-    asked: list[bool] = []
-
-    def never(pid: int) -> bool:
-        asked.append(service.has_registered(pid))
-        if asked.count(True) == 40:  # two seconds, in which it would have begun by itself
-            stop.set()
-        return False
-
-    found = run(spec(service, requests), stop=stop, may_begin=never)
-    assert (found.total.requests, found.total.blocks) == (0, 0)
-    assert found.engines[0].sessions == 1
-
-
-def test_what_one_node_has_written_a_replay_on_another_node_finds_in_the_store(
-    service: Service, requests: list[TraceRequest], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(pooltier, "UNKNOWN_SECONDS", DEADLINE_SECONDS)
-    service.tier = store = MemoryBlockStore()
-    service.start()
-    first = run(spec(service, requests), may_begin=service.has_registered)
-    eventually(lambda: len(store.blocks) > 0.9 * first.total.stored.blocks)
-    service.stop()
-    service.tier = MemoryBlockStore(shares=store)
-    service.start()
-    second = run(spec(service, requests))
-    assert_verified(second)
-    assert second.total.block_hit_rate > first.total.block_hit_rate
-    assert service.tier_status().counters.read_blocks > 0
-    assert second.engines[0].waits > 0
-    assert dict(second.rows())["tier"].startswith(f"{second.engines[0].waits} look-ups waited for the service")
-
-
 @pytest.mark.parametrize(("victim", "end"), [("engine", "signal SIGKILL"), ("rank", "exit status 1")])
 def test_an_engine_that_is_killed_or_loses_a_rank_comes_back_to_a_hot_cache(
     service: Service, requests: list[TraceRequest], victim: str, end: str
@@ -214,20 +170,6 @@ def test_an_engine_that_is_killed_or_loses_a_rank_comes_back_to_a_hot_cache(
     service.wait_until_empty()
 
 
-@pytest.mark.parametrize("other", [{"shape": even_shape(2 * SLOT_BYTES)}, {"num_ranks": 1}])
-def test_replays_of_other_slots_or_ranks_share_nothing(
-    service: Service, requests: list[TraceRequest], other: dict[str, Any]
-) -> None:
-    service.start()
-    one_by_one = ReplayOptions()  # so that the hits do not depend on the time that anything takes
-    first = run(spec(service, requests, options=one_by_one), may_begin=service.has_registered)
-    names = {pool.name for pool in service.node.host.pools()}
-    second = run(spec(service, requests, options=one_by_one, **other), may_begin=service.has_registered)
-    assert second.total.hit_blocks == first.total.hit_blocks > 0
-    assert second.total.mismatches == 0
-    assert {pool.name for pool in service.node.host.pools()} - names
-
-
 def test_a_replay_goes_on_without_the_service_and_attaches_when_it_comes(
     service: Service, requests: list[TraceRequest]
 ) -> None:
@@ -249,38 +191,3 @@ def test_a_replay_goes_on_without_the_service_and_attaches_when_it_comes(
     engine = found.engines[0]
     assert (engine.sessions, engine.problem) == (1, None)
     assert engine.lives[0].seconds_without > 0
-
-
-def test_a_replay_outlives_its_service_and_uses_the_next_one(service: Service, requests: list[TraceRequest]) -> None:
-    service.start()
-    stop = threading.Event()
-    restarted: list[int] = []
-    attached: list[int] = []
-
-    def restart(finished: int) -> None:
-        if finished >= 10 and not restarted:
-            restarted.append(finished)
-            service.stop()
-            service.start()
-        elif restarted and not attached and service.used_slots:
-            attached.append(finished)
-        elif attached and finished >= attached[0] + 5:
-            stop.set()
-
-    found = run(endless(service, requests), stop=stop, on_request=restart, may_begin=service.has_registered)
-    assert_verified(found, failed_loads=found.total.loaded.failed)  # those that were under way
-    assert found.engines[0].sessions == 2
-
-
-def test_a_stop_ends_a_replay_with_what_is_in_flight(service: Service, requests: list[TraceRequest]) -> None:
-    service.start()
-    stop = threading.Event()
-
-    def stop_soon(finished: int) -> None:
-        if finished >= 5:
-            stop.set()
-
-    found = run(endless(service, requests), stop=stop, on_request=stop_soon)
-    assert 5 <= found.total.requests < 1000 * len(requests)
-    assert (found.total.mismatches, found.total.abandoned) == (0, 0)
-    service.wait_until_empty()

@@ -71,27 +71,6 @@ def test_requests_that_looked_nothing_up_are_no_hits() -> None:
     assert (table.blocks, table.ratios, table.everything) == (0, {"lru": [0.0]}, 0.0)
 
 
-def leading_runs_of_lru(requests: list[TraceRequest], slots: int) -> int:
-    """Each request counts the leading run that is there, then becomes the most recent, its first block last."""
-    cache: dict[int, None] = {}
-    hits = 0
-    for request in requests:
-        hits += next((at for at, block in enumerate(request.hash_ids) if block not in cache), len(request.hash_ids))
-        for block in reversed(request.hash_ids):
-            cache.pop(block, None)
-            cache[block] = None
-        while len(cache) > slots:
-            del cache[next(iter(cache))]
-    return hits
-
-
-@pytest.mark.parametrize("slots", [60, 240])
-def test_requests_that_do_not_overlap_hit_what_lru_hits(slots: int) -> None:
-    one_by_one = [request._replace(end=None) for request in REQUESTS]
-    found = hit_table(one_by_one, [slots], ["lru"], SLOT_BYTES)
-    assert found.hits["lru"] == [leading_runs_of_lru(REQUESTS, slots)]
-
-
 @pytest.mark.parametrize("end_of_the_first", [5, 30])
 def test_a_request_counts_as_used_when_it_begins_whenever_it_ends(end_of_the_first: float) -> None:
     """A third one needs two slots, after both have ended."""

@@ -16,7 +16,6 @@ from tests.service.replay.sessions import agents, session, turn, write
 
 from kvstow.errors import ConfigError
 from kvstow_service.replay import importing
-from kvstow_service.replay.hittable import FORESIGHT, hit_table
 from kvstow_service.replay.importing import ImportCounts, Importer, ImportOptions
 from kvstow_service.replay.trace import Numbers, TraceRequest, events
 
@@ -254,14 +253,6 @@ def test_memory_depends_on_the_sessions_that_are_open_not_on_all(tmp_path: Path)
     """As many start in an hour."""
     few, many = agents(tmp_path / "few", 25), agents(tmp_path / "many", 200)
     assert _peak(many, 8 * 7200.0) < 3 * _peak(few, 7200.0)
-
-
-def test_imported_agents_hit_what_they_hit_when_this_was_written(tmp_path: Path) -> None:
-    requests, _, _ = imported([agents(tmp_path / "sessions", 40)], ImportOptions(share_system=True, spread=3600.0))
-    found = hit_table(requests, [400, 1600], ["lru", FORESIGHT], 1)
-    assert (found.requests, found.blocks) == (539, 27116)
-    assert found.hits == {"lru": [20132, 22661], FORESIGHT: [21817, 22811]}
-    assert found.everything == 22811 / 27116
 
 
 def test_numbers_are_bounded_and_ids_stay_equal_where_they_were(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import logging
 import os
 import secrets
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from kvstow_service.node.survival.roster import (
     worker_label,
 )
 
-_WAIT_SECONDS = 5.0
+WAIT_SECONDS = 5.0
 """How long a start waits for a keeper, and for the end of the previous service's process."""
 _LEAST_SECONDS, _PAUSE_SECONDS = 1.0, 0.01
 """The least time that a start gives a keeper to answer a hello, and the pause between two attempts."""
@@ -55,9 +56,18 @@ class NodeRecords:
     keeper again, it gives it all descriptors in one step, in place of those that the keeper holds.
     """
 
-    def __init__(self, folder: Path, keep_timeout: float | None, most_bytes: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        keep_timeout: float | None,
+        most_bytes: int,
+        *,
+        wait_seconds: float = WAIT_SECONDS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """`most_bytes` is the most memory that a pool can ever have. If `keep_timeout` is None, this service does not
-        start a keeper itself. Raises `KeeperError` if the state folder cannot be used."""
+        start a keeper itself. `open` waits for `wait_seconds`, and `check` compares times of `clock`. Raises
+        `KeeperError` if the state folder cannot be used."""
         keeper.require_state_folder(folder)
         self.problems: dict[str, str] = {}
         """By pool, a sentence that says why its index would not survive the service."""
@@ -66,6 +76,7 @@ class NodeRecords:
         self.joins = 0
         """How often a keeper has been given all descriptors."""
         self._folder, self._keep_timeout, self._most_bytes = folder, keep_timeout, most_bytes
+        self._wait_seconds, self._clock = wait_seconds, clock
         self._life = secrets.token_hex(8)
         self._pools: dict[str, tuple[PoolRecord, IndexJournal]] = {}
         self._workers: dict[str, tuple[WorkerRecord, int]] = {}
@@ -85,7 +96,7 @@ class NodeRecords:
         """Return what an earlier service has left, as descriptors that the caller owns. Without a usable keeper, there
         is nothing; if one comes later, `check` gives it all descriptors. Raises `KeeperBusyError` if the process of the
         previous service does not end."""
-        deadline = time.monotonic() + _WAIT_SECONDS
+        deadline = time.monotonic() + self._wait_seconds
         while True:
             left = deadline - time.monotonic()
             busy = None
@@ -120,14 +131,14 @@ class NodeRecords:
                 self._part(self._dismiss())
             except KeeperError:
                 self._part("it has ended")
-        if time.monotonic() < self._retry_at:
+        if self._clock() < self._retry_at:
             return
         try:
             if self._is_welcomed(_JOIN_SECONDS if self._client is None else 0.0):
                 self.join(memory)
         except KeeperError as error:
             self._part(str(error))
-            self._retry_at = time.monotonic() + _RETRY_SECONDS
+            self._retry_at = self._clock() + _RETRY_SECONDS
 
     @property
     def keeper(self) -> KeeperState:
@@ -146,7 +157,7 @@ class NodeRecords:
         """Check whether the keeper answers. A silent keeper still holds all descriptors, so nothing is lost if it
         continues. Raises `KeeperError` if it has ended."""
         assert self._client is not None
-        owed, now = self._client.owed_seconds(), time.monotonic()
+        owed, now = self._client.owed_seconds(), self._clock()
         if owed is None:
             if self.notice is not None:
                 self.notice = None
@@ -225,12 +236,12 @@ class NodeRecords:
 
     def _connect(self) -> KeeperClient:
         try:
-            return KeeperClient(self._folder)
+            return KeeperClient(self._folder, self._clock)
         except KeeperError:
             if self._keep_timeout is None:
                 raise
         start_keeper(self._folder, self._keep_timeout)
-        return KeeperClient(self._folder)
+        return KeeperClient(self._folder, self._clock)
 
     def _part(self, why: str) -> None:
         """Continue without a keeper, and make void what it holds."""

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -62,7 +62,8 @@ class KeeperClient:
     cannot be used after that. The keeper gets duplicates: the caller still owns its own descriptors. Not thread-safe.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         try:
             self._socket = connect(folder, _ANSWER_SECONDS)
         except FileNotFoundError as error:
@@ -96,14 +97,14 @@ class KeeperClient:
         """Ask the keeper whether it still answers, without waiting. Do not ask again before `owed_seconds` has taken
         the answer."""
         self._send({"do": "list", "start": MAX_HELD})  # a page with nothing on it
-        self._asked_at = time.monotonic()
+        self._asked_at = self._clock()
 
     def owed_seconds(self) -> float | None:
         """Return for how long the keeper has owed the answer to `ask`, or None if it owes none. This takes an answer
         that has arrived. Raises `KeeperError` if the keeper has ended."""
         if self.has_news():
             self._take_answer()
-        return None if self._asked_at is None else time.monotonic() - self._asked_at
+        return None if self._asked_at is None else self._clock() - self._asked_at
 
     def _take_answer(self) -> None:
         """Take the answer to `ask`. Raises `KeeperError` if the keeper has ended instead."""

@@ -11,6 +11,7 @@ from functools import partial
 
 import pytest
 from msgspec.structs import replace
+from tests.doubles.fakes import FakeClock
 from tests.service.node.conftest import HELLO, WORKER, FakeProcess, MakeNode, Node, figures_of, next_push, wait_until
 from tests.service.node.fakehost import FakeSession
 
@@ -18,7 +19,6 @@ from kvstow.attach.calls import Detach, ExtentGrant, GrantedExtents, Lookup, Rel
 from kvstow.attach.connection import AttachConnection
 from kvstow.attach.peer import Peer
 from kvstow.errors import AttachRefusedError
-from kvstow_service.node.attach import attachserver
 from kvstow_service.node.attach.sessionlife import SessionLife
 
 GRANT = GrantedExtents(4096, (ExtentGrant(5, 0, 0, 4, 16384, 0),), True)
@@ -162,7 +162,7 @@ def test_a_client_that_detaches_and_closes_need_not_wait_for_answers(
 def test_a_detach_behind_more_frames_than_one_turn_takes_is_heard(node: Node, engine: Engine) -> None:
     workers = engine[1]
     with node.standing_still():
-        for _ in range(2 * attachserver._FRAMES_PER_TURN):
+        for _ in range(200):
             workers[0].send(ReleasedExtents(()))
         workers[0].close(Detach("shutdown"))
     node.wait_for_event("lost")
@@ -276,43 +276,35 @@ def test_too_many_processes_of_lost_sessions_keep_new_ones_of_their_user_out(mak
     node.attach()
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def test_no_clock_frees_anything(make_node: MakeNode) -> None:
-    clock = Clock()
+    clock = FakeClock()
     node = make_node(clock=clock)
     give_memory(node)
     scheduler, _, _ = attach_engine(node)
     scheduler.close()
     node.wait_for_event("lost")
-    clock.now = 1e9
+    clock.advance(1e9)
     quiet(node)
     assert ends(node) == ["lost"]
 
 
 def test_with_trust_in_eof_a_process_without_a_pidfd_ends_after_its_seconds(make_node: MakeNode) -> None:
-    clock = Clock()
+    clock = FakeClock()
     node = make_node(clock=clock, trust_eof=30.0)
     give_memory(node)
     node.next_peer = lambda: Peer(0, 1000, 1000, None)
     scheduler = node.attach()
     for fd in next_push(node.attach_worker(scheduler)).fds:
         os.close(fd)
-    clock.now = 1000.0
+    clock.advance(1000.0)
     quiet(node)
     assert ends(node) == []
     scheduler.close()
     node.wait_for_event("lost")
-    clock.now += 29.0
+    clock.advance(29.0)
     quiet(node)
     assert ends(node) == ["lost"]
-    clock.now += 2.0
+    clock.advance(2.0)
     quiet(node)
     assert ends(node) == ["lost", 0, "over"]
 

@@ -8,8 +8,9 @@ import pytest
 from msgspec.structs import replace
 from tests.engine.attach.test_identity import NAMESPACE_CHANGES, POOL_CHANGES
 from tests.service.node.conftest import MakeBench
-from tests.service.node.hostbench import EXTENT, ROW_SLOTS, HostBench
+from tests.service.node.hostbench import ROW_SLOTS, HostBench
 from tests.service.node.rawengine import HELLO, NAMESPACE, POOL, SLOT_BYTES
+from tests.service.node.wholenode import EXTENT
 
 from kvstow.attach.calls import ExtentBytes, PopulatedExtents
 from kvstow.attach.identity import GroupIdentity, RegionIdentity

@@ -6,14 +6,13 @@ import fcntl
 from collections.abc import Sequence
 
 import pytest
-from msgspec.structs import replace
 from tests.service.node.conftest import MakeBench
-from tests.service.node.hostbench import EXTENT, ONE_RANK, ROW_SLOTS, Engine, HostBench, grown
-from tests.service.node.rawengine import HELLO, POOL, SLOT_BYTES
+from tests.service.node.hostbench import ONE_RANK, ROW_SLOTS, Engine, HostBench, grown
+from tests.service.node.rawengine import SLOT_BYTES
+from tests.service.node.wholenode import EXTENT
 
-from kvstow.attach.calls import ExtentSlots, GrantedExtents, Hold
+from kvstow.attach.calls import GrantedExtents
 from kvstow.attach.wire import Message
-from kvstow.errors import LeaseError
 from kvstow.memory.nodememory import NodeMemory
 from kvstow_service.node.pools.noderecords import NodeRecords
 
@@ -169,18 +168,6 @@ def test_a_worker_is_told_that_it_has_everything_also_if_that_is_nothing(bench: 
     assert [(len(sent.extents), sent.is_all) for sent in granted(engine)] == [(0, True), (1, True), (1, True)]
 
 
-def test_ranks_of_unlike_slots_have_as_many_of_them(bench: HostBench) -> None:
-    sizes = (SLOT_BYTES, 2 * SLOT_BYTES)
-    engine = bench.attach(replace(HELLO, pool=replace(POOL, slot_bytes=sizes)))
-    engine.join()
-    bench.run()
-    granted = {pushed.rank: pushed.message for pushed in engine.pushed if isinstance(pushed.message, GrantedExtents)}
-    assert {rank: message.slot_stride for rank, message in granted.items()} == dict(enumerate(sizes))
-    for rank in (0, 1):
-        (grant,) = engine.grants[rank].values()
-        assert (grant.first_slot, grant.num_slots, grant.num_bytes) == (0, ROW_SLOTS // 2, EXTENT)
-
-
 def test_devices_numa_nodes_decide_where_memory_is_made(bench: HostBench) -> None:
     engine = bench.attach()
     engine.join(0, numa_node=1)
@@ -213,29 +200,3 @@ def test_slots_are_shown_as_they_are_populated_and_registered(make_bench: MakeBe
     assert bench.host.sessions()[0].state == "attached"
     begun = engine.begin_store(*range(5))
     assert sorted(begun.slots) == [0, 1, 2]
-
-
-def test_an_engine_sees_nothing_above_what_it_has_registered(bench: HostBench) -> None:
-    first = bench.start()
-    first.store(*range(10))
-    second = bench.attach()
-    second.join()
-    bench.run()
-    second.report()
-    assert second.has(*range(10)) == 0
-    second.register(limit=4)
-    assert second.has(*range(10)) == 4
-    assert max(second.begin_store(100, 101).slots, default=0) < 4
-    second.register()
-    assert second.has(*range(4, 10)) == 6
-
-
-def test_a_rank_that_registers_less_than_before_sees_less(bench: HostBench) -> None:
-    engine = bench.start()
-    engine.store(*range(10))
-    lease = engine.find(9, hold=Hold.PRESENT)
-    (extent,) = engine.grants[0]
-    engine.session.registered(0, [ExtentSlots(extent, 4)])
-    assert engine.has(*range(10)) == 4
-    with pytest.raises(LeaseError, match="broken"):
-        engine.begin_load(lease.lease_id)

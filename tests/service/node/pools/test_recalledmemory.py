@@ -7,9 +7,10 @@ import os
 import pytest
 from msgspec.structs import replace
 from tests.service.node.conftest import MakeBench
-from tests.service.node.hostbench import EXTENT, ONE_RANK, ONE_RANK_OTHER, ROW_SLOTS, Engine, grown
+from tests.service.node.hostbench import ONE_RANK, ONE_RANK_OTHER, ROW_SLOTS, Engine, grown
 from tests.service.node.pools.test_nodepool import OTHER
 from tests.service.node.rawengine import HELLO, POOL, SLOT_BYTES
+from tests.service.node.wholenode import EXTENT
 
 from kvstow.attach.calls import Hold, RevokedExtents
 from kvstow.attach.channel import close_fds
@@ -54,6 +55,8 @@ def test_a_live_engine_gives_up_its_last_row_once_nothing_of_it_is_used(make_ben
     bench.run()
     (extents,) = old.revoked.values()
     assert [old.grants[0][extent].number for extent in extents] == [3], "the other asks for one row"
+    assert [(pool.granted_bytes, pool.due_bytes) for pool in (old.pool, new.pool)] == [(3 * EXTENT,) * 2, (0, EXTENT)]
+    assert bench.budget.recalled_bytes == EXTENT
     assert new.grants == {}, "the worker has them mapped"
     with pytest.raises(ConflictError, match="some engines still use memory"):
         old.pool.add_extent(1)

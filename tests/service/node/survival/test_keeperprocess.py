@@ -101,16 +101,6 @@ def test_memory_outlives_a_service_that_is_killed_also_with_its_process_group(
     assert not (folder / SOCKET).exists()
 
 
-def test_there_is_never_a_second_one(folder: Path, child_environ: dict[str, str]) -> None:
-    client = start(folder)
-    command = [sys.executable, "-m", "kvstow_service.node.survival.keeper", str(folder), "600"]
-    result = subprocess.run(command, env=child_environ, capture_output=True, text=True, timeout=30)
-    assert result.returncode == ALREADY_RUNNING
-    assert "has a keeper already" in result.stderr
-    assert listing_of(client).labels == set()
-    client.close()
-
-
 def test_services_that_start_at_once_have_one_keeper(folder: Path, child_environ: dict[str, str]) -> None:
     command = [sys.executable, "-m", "kvstow_service.node.survival.keeper", str(folder), "600", "--daemon"]
     started = [subprocess.Popen(command, env=child_environ, stderr=subprocess.DEVNULL) for _ in range(6)]

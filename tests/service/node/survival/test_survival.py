@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.doubles.fakes import FakeClock
 from tests.service.node.conftest import NAMESPACE, POOL, WORKER
-from tests.service.node.keepers import end_keeper, kinds_held, listing_of, look
+from tests.service.node.keepers import end_keeper, kinds_held, look, lose_at_the_keeper
 
 from kvstow.attach.channel import MAX_HELLO_BYTES
 from kvstow.attach.hello import digest_of
@@ -27,7 +28,6 @@ from kvstow.memory.extents import Populator
 from kvstow.memory.limits import MemoryLimits
 from kvstow.memory.nodememory import NodeMemory
 from kvstow_service.node.nodehost import POOLS_OF_USER
-from kvstow_service.node.pools import noderecords
 from kvstow_service.node.pools.nodepool import NodePool, PoolSettings
 from kvstow_service.node.pools.noderecords import NodeRecords
 from kvstow_service.node.survival.keeperclient import KeeperClient
@@ -50,18 +50,12 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 class Service:
     """The memory of a node with one pool, and its records. Uses no thread."""
 
-    def __init__(self, folder: Path, keep_timeout: float | None = 600.0) -> None:
-        self.records = NodeRecords(folder, keep_timeout, 64 * EXTENT)
+    def __init__(self, folder: Path, keep_timeout: float | None = 600.0, **options: Any) -> None:
+        self.clock = FakeClock()
+        self.records = NodeRecords(folder, keep_timeout, 64 * EXTENT, clock=self.clock, **options)
         self.memory = NodeMemory(MemoryBudget(4 * EXTENT, EXTENT), Populator(MemoryLimits()))
         self.pool = NodePool("a", POOL, "m", PoolSettings())
         self.found = self.take()
-
-    @property
-    def client(self) -> KeeperClient:
-        """The connection to its keeper."""
-        client = self.records._client
-        assert client is not None
-        return client
 
     def take(self) -> Survivors:
         return read_survivors(self.records.open(), HUGE_PAGES)
@@ -79,6 +73,11 @@ class Service:
     def begin(self) -> None:
         self.memory.apply()
         self.records.join(self.memory)
+
+    def check(self) -> None:
+        """A second after the last time."""
+        self.clock.advance(1.0)
+        self.records.check(self.memory)
 
     def close(self) -> None:
         """As if it were killed, although its process lives."""
@@ -106,8 +105,8 @@ def worker_record() -> WorkerRecord:
 def start(folder: Path) -> Iterator[Callable[..., Service]]:
     services: list[Service] = []
 
-    def start(keep_timeout: float | None = 600.0) -> Service:
-        services.append(Service(folder, keep_timeout))
+    def start(keep_timeout: float | None = 600.0, **options: Any) -> Service:
+        services.append(Service(folder, keep_timeout, **options))
         return services[-1]
 
     yield start
@@ -167,7 +166,7 @@ def test_a_keeper_that_is_killed_beside_the_service_loses_nothing(start: Start, 
     service.fill()
     for joins in (2, 3):
         end_keeper(folder, signal.SIGKILL)
-        service.records.check(service.memory)
+        service.check()
         assert (service.records.joins, service.records.notice) == (joins, None)
         assert kinds_held(folder) == {"extent": 4, "journal": 1, "worker": 1, "roster": 1}
     service.close()
@@ -183,7 +182,7 @@ def test_a_keeper_that_the_next_service_would_not_find_is_replaced(
     service.fill()
     pidfd = os.pidfd_open(look(folder).pid)
     shutil.rmtree(folder)
-    service.records.check(service.memory)
+    service.check()
     assert (service.records.joins, service.records.notice) == (2, None)
     assert f"the socket of the last one was removed from {folder}" in caplog.text
     assert kinds_held(folder) == {"extent": 4, "journal": 1, "worker": 1, "roster": 1}
@@ -207,11 +206,10 @@ def test_without_a_keeper_the_service_goes_on_and_says_so(
     with monkeypatch.context() as patch:
         patch.setattr(subprocess, "run", refuse)
         end_keeper(folder, signal.SIGKILL)
-        service.records.check(service.memory)
+        service.check()
         service.fill()
         assert "no processes left" in str(service.records.notice)
-    monkeypatch.setattr(service.records, "_retry_at", 0.0)
-    service.records.check(service.memory)
+    service.check()
     assert service.records.notice is None
     assert kinds_held(folder) == {"extent": 4, "journal": 1, "worker": 1, "roster": 1}
 
@@ -256,7 +254,6 @@ def test_what_a_keeper_has_is_void_once_the_service_has_parted_from_it(
         service = start()
         service.begin()
         go_on = stopped()
-        impatient(service.client)
         service.fill()
         assert "does not answer" in str(service.records.notice)
         go_on()
@@ -267,25 +264,20 @@ def test_what_a_keeper_has_is_void_once_the_service_has_parted_from_it(
     assert len(after.found.given_up) == 4
 
 
-def impatient(client: KeeperClient) -> None:
-    client._socket.settimeout(0.01)
-
-
 def test_a_service_comes_back_to_a_keeper_that_has_stalled(
     start: Start, stopped: Stopped, folder: Path, eventually: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     service = start()
     service.begin()
     go_on = stopped()
-    impatient(service.client)
     service.fill()
     for _ in range(3):
-        service.records.check(service.memory)  # does not wait
+        service.check()  # does not wait
     assert service.records.notice is not None
     go_on()
 
     def is_back() -> bool:
-        service.records.check(service.memory)
+        service.check()
         return service.records.notice is None
 
     eventually(is_back)
@@ -297,15 +289,13 @@ def test_a_keeper_that_hangs_is_told_and_loses_nothing_once_it_goes_on(
     start: Start, stopped: Stopped, folder: Path, eventually: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing else asks it anything while the memory stays as it is."""
-    monkeypatch.setattr(noderecords, "_ASK_SECONDS", 0.0)
-    monkeypatch.setattr(noderecords, "_SILENT_SECONDS", 0.1)
     service = start()
     service.begin()
     service.fill()
     pid, go_on = look(folder).pid, stopped()
 
     def is_now(state: str) -> bool:
-        service.records.check(service.memory)
+        service.check()
         return service.records.keeper == state
 
     eventually(lambda: is_now("silent"))
@@ -318,20 +308,6 @@ def test_a_keeper_that_hangs_is_told_and_loses_nothing_once_it_goes_on(
     assert len(start().found.extents) == 4
 
 
-def test_a_request_after_a_question_gets_its_own_answer(start: Start, folder: Path) -> None:
-    service = start()
-    service.begin()
-    client = service.client
-    client.ask()
-    assert listing_of(client).labels == look(folder).labels != frozenset()
-
-
-def wait_briefly(patch: pytest.MonkeyPatch, least: float = 1.0) -> None:
-    """A start waits for 0.05 s, but at least for `least` seconds for the answer to a hello."""
-    patch.setattr(noderecords, "_WAIT_SECONDS", 0.05)
-    patch.setattr(noderecords, "_LEAST_SECONDS", least)
-
-
 def test_a_service_starts_cold_beside_a_keeper_that_does_not_answer_and_joins_it_later(
     start: Start, stopped: Stopped, folder: Path, eventually: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -340,15 +316,14 @@ def test_a_service_starts_cold_beside_a_keeper_that_does_not_answer_and_joins_it
     first.fill()
     first.close()
     go_on = stopped()
-    wait_briefly(monkeypatch, least=0.05)
-    second = start()
+    second = start(wait_seconds=0.05)
     assert is_cold(second.found)
     second.begin()
     assert second.records.notice is not None
     go_on()
 
     def has_joined() -> bool:
-        second.records.check(second.memory)
+        second.check()
         return second.records.joins == 1
 
     eventually(has_joined)
@@ -376,9 +351,8 @@ def test_a_service_waits_for_the_process_before_it_and_then_says_so(
     first = start()
     first.begin()
     first.fill()
-    wait_briefly(monkeypatch, least=60.0)
     with pytest.raises(KeeperBusyError, match="the process of the service before is still there"):
-        NodeRecords(folder, 600.0, EXTENT).open()
+        NodeRecords(folder, 600.0, EXTENT, wait_seconds=0.05).open()
     first.close()
     assert len(start().found.extents) == 4, "waiting is no start that has failed"
 
@@ -397,19 +371,18 @@ def test_the_roster_never_names_what_the_keeper_lacks(start: Start, monkeypatch:
     service = start()
     service.begin()
     seen: list[tuple[str, set[str]]] = []
-    client = service.client
-    put, drop = client.put, client.drop
+    put, drop = KeeperClient.put, KeeperClient.drop
 
-    def note_put(fds: dict[str, int], **options: bool) -> None:
+    def note_put(client: KeeperClient, fds: dict[str, int], **options: bool) -> None:
         seen.append(("put", named(service)))
-        put(fds, **options)
+        put(client, fds, **options)
 
-    def note_drop(labels: Collection[str]) -> None:
+    def note_drop(client: KeeperClient, labels: Collection[str]) -> None:
         seen.append(("drop", named(service)))
-        drop(labels)
+        drop(client, labels)
 
-    monkeypatch.setattr(client, "put", note_put)
-    monkeypatch.setattr(client, "drop", note_drop)
+    monkeypatch.setattr(KeeperClient, "put", note_put)
+    monkeypatch.setattr(KeeperClient, "drop", note_drop)
     service.memory.budget.total_bytes = 3 * EXTENT
     service.memory.apply()
     service.records.save(service.memory)
@@ -437,8 +410,9 @@ def test_whatever_the_keeper_lacks_costs_that_and_what_depends_on_it(
     first = start()
     first.begin()
     first.fill()
-    first.client.drop([label for label in look(folder).labels if label.startswith(lost)])
     first.close()
+    for label in [label for label in look(folder).labels if label.startswith(lost)]:
+        lose_at_the_keeper(folder, label)
     found = start().found
     assert (len(found.extents), len(found.pools), len(found.given_up)) == (num_extents, num_pools, num_given_up)
 
@@ -510,8 +484,7 @@ def test_a_service_uses_the_keeper_that_others_start_and_starts_none(
     eventually: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    wait_briefly(monkeypatch)
-    service = start(None)
+    service = start(None, wait_seconds=0.05)
     service.begin()
     assert f"none has its socket in {folder}" in str(service.records.notice)
     with pytest.raises(KeeperError, match="none has its socket in"):
@@ -520,7 +493,7 @@ def test_a_service_uses_the_keeper_that_others_start_and_starts_none(
         keeper = start_elsewhere()
 
         def has_joined(joins: int = joins) -> bool:
-            service.records.check(service.memory)
+            service.check()
             return service.records.joins == joins
 
         eventually(has_joined)
