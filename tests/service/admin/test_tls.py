@@ -25,7 +25,6 @@ from starlette.routing import Route
 
 from kvstow.errors import ConfigError
 from kvstow_api.auth import CERTIFICATE
-from kvstow_api.client import ApiError, Client, Endpoint, routes
 from kvstow_service.admin.sockets import AdminSockets
 from kvstow_service.admin.tls import ServerTls, TlsContent, TlsFiles
 
@@ -75,28 +74,11 @@ def test_tcp_uses_tls_and_the_unix_socket_does_not(
         httpx.get(listeners.url, verify=client_context(trustme.CA()))
 
 
-def test_a_client_certificate_identifies_the_actor(serving: Any, authority: trustme.CA, files: TlsFiles) -> None:
-    _, listeners = serving(APP, tls=ServerTls(files))
-    known = client_context(authority, authority)
-    assert httpx.get(listeners.url, verify=known).json() == ["ops_team", "https"]
-
-
 def test_a_certificate_of_another_authority_is_refused(serving: Any, authority: trustme.CA, files: TlsFiles) -> None:
     _, listeners = serving(APP, tls=ServerTls(files))
     stranger = client_context(authority, trustme.CA())
     with pytest.raises(httpx.HTTPError):
         httpx.get(listeners.url, verify=stranger)
-
-
-def test_the_client_verifies_the_server_and_presents_its_certificate(
-    serving: Any, authority: trustme.CA, files: TlsFiles
-) -> None:
-    _, listeners = serving(APP, tls=ServerTls(files))
-    with Client(listeners.url) as nobody, pytest.raises(ApiError, match="cannot be reached"):
-        nobody.call(routes.metrics)
-    endpoint = Endpoint.parse(listeners.url, tls=client_context(authority, authority))
-    with Client(endpoint) as known, pytest.raises(ApiError, match="status 404"):
-        known.call(routes.metrics)
 
 
 def replace(path: Path, content: trustme.Blob) -> None:

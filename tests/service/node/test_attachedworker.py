@@ -353,9 +353,14 @@ def test_a_worker_that_closes_gives_everything_back_and_says_so(rank: Rank, node
 
 @pytest.fixture
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The worker looks at a session that is over again and again, and says all the time that its copies have ended."""
-    for pause in ("FAREWELL_SECONDS", "IDLE_SECONDS"):
-        monkeypatch.setattr(f"kvstow.attach.worker.{pause}", 0.01)
+    """The worker says again and again that its copies have ended."""
+    monkeypatch.setattr("kvstow.attach.worker.FAREWELL_SECONDS", 0.01)
+
+
+@pytest.fixture
+def restless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker looks again and again at a session that is over."""
+    monkeypatch.setattr("kvstow.attach.worker.IDLE_SECONDS", 0.01)
 
 
 def test_a_worker_says_by_itself_that_its_copies_have_ended_when_its_engine_takes_no_step(
@@ -375,7 +380,7 @@ def test_a_worker_says_by_itself_that_its_copies_have_ended_when_its_engine_take
 
 
 def test_what_a_step_computes_with_is_let_through_until_the_host_rests(
-    often: None, engine: AttachedEngine, rank: Rank, node: Node
+    restless: None, engine: AttachedEngine, rank: Rank, node: Node
 ) -> None:
     """The step was planned in a session that has ended meanwhile, and cannot go on without its loads."""
     rank.worker.keep_open(GateHold(1, 7))
@@ -411,7 +416,7 @@ def test_a_hold_that_comes_too_late_or_for_another_session_is_not_kept(
 
 
 def test_what_a_service_revokes_at_its_end_is_kept_for_the_loads_that_may_still_come(
-    often: None, engine: AttachedEngine, rank: Rank, service: Service
+    restless: None, engine: AttachedEngine, rank: Rank, service: Service
 ) -> None:
     rank.worker.keep_open(GateHold(1, 7))
     service.links[-1].push(RevokedExtents((1, 2), at_end=True), rank=0)
@@ -436,7 +441,7 @@ def test_what_a_service_revokes_at_its_end_is_released_by_an_idle_rank_at_once(r
 
 @pytest.mark.parametrize("may_refuse", [True, False])
 def test_a_host_that_never_rests_is_waited_for_so_long_and_no_longer_unless_it_can_take_nothing_back(
-    often: None, engine: AttachedEngine, service: Service, node: Node, stack: ExitStack, may_refuse: bool
+    restless: None, engine: AttachedEngine, service: Service, node: Node, stack: ExitStack, may_refuse: bool
 ) -> None:
     rank = join(node, engine, service, stack, may_refuse=may_refuse)
     rank.worker.keep_open(GateHold(1, 7))

@@ -406,7 +406,10 @@ def is_known_to_map(make_node: MakeNode, engines: Engines) -> bool:
     engine.store_until_found(keys_of(0, ROW_SLOTS + 1))
     engine.wait_for(lambda: len(store_of(node).pools[0].maps) == 2)
     budget = node.memory_thread.memory.budget
-    last = budget.pool(only_pool(node).name).rows[1].extents[0]
+    pool = only_pool(node).name
+    last = budget.pool(pool).rows[1].extents[0]
+    others = {f"pool {pool}", f"{engine.welcome.session_id}/0"}
+    mappers = [one for one in budget.mappers(last) if one not in others]
     store_of(node).held = {"remove"}
     leave(engine)
     assert ONE_RANK.pool is not None
@@ -416,7 +419,7 @@ def is_known_to_map(make_node: MakeNode, engines: Engines) -> bool:
         heard = threading.Event()
         pass_on(heard.set)
         assert heard.wait(60)
-    is_known = bool(budget.mappers(last))  # the engine has left
+    is_known = budget.mappers(last) == mappers
     store_of(node).release()
     other.store_until_found(keys_of(0, 1))
     return is_known

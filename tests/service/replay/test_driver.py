@@ -333,14 +333,15 @@ def test_dropped_stores_are_counted_by_reason(conversations: list[TraceRequest])
     assert list(result.drops) == ["dropped_draining"]
 
 
-def test_a_stop_lets_what_is_in_flight_finish(conversations: list[TraceRequest]) -> None:
-    stop = Event()
-
-    def stop_after_ten(finished: int) -> None:
+class StopAfterTen(Event):
+    def on_request(self, finished: int) -> None:
         if finished == 10:
-            stop.set()
+            self.set()
 
-    with bench(conversations, ReplayOptions(concurrency=4), on_request=stop_after_ten) as parts:
+
+def test_a_stop_lets_what_is_in_flight_finish(conversations: list[TraceRequest]) -> None:
+    stop = StopAfterTen()
+    with bench(conversations, ReplayOptions(concurrency=4), on_request=stop.on_request) as parts:
         result = parts.driver.run(stop)
         parts.assert_all_given_back()
         assert parts.engine.stats().transfers.pending.loads == parts.engine.stats().transfers.pending.stores == 0
@@ -349,13 +350,8 @@ def test_a_stop_lets_what_is_in_flight_finish(conversations: list[TraceRequest])
 
 
 def test_a_stop_ends_a_replay_of_which_nothing_is_stored(conversations: list[TraceRequest]) -> None:
-    stop = Event()
-
-    def stop_after_ten(finished: int) -> None:
-        if finished == 10:
-            stop.set()
-
-    with bench(conversations, ReplayOptions(concurrency=4), on_request=stop_after_ten) as parts:
+    stop = StopAfterTen()
+    with bench(conversations, ReplayOptions(concurrency=4), on_request=stop.on_request) as parts:
         parts.engine.admin.drain("all", None)  # every store is dropped: a request ends as it starts
         result = parts.driver.run(stop)
         parts.assert_all_given_back()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -95,20 +95,21 @@ def test_a_lookup_waits_no_longer_than_computing_takes(successor: Engine, bench:
     assert found.runs == ((0, 4),), "what is registered by then"
 
 
-def test_a_lookup_waits_for_no_memory_that_does_not_come(successor: Engine, bench: HostBench) -> None:
-    bench.clock.advance(STALLED_SECONDS + 0.1)
-    answer, later = ask(successor)
-    assert answer == Found(0, ())
-    assert not later
+def nothing_is_registered_any_more(engine: Engine) -> None:
+    engine.bench.clock.advance(STALLED_SECONDS + 0.1)
 
 
-@pytest.mark.parametrize("what", ["bypass", "drain"])
-def test_a_lookup_that_may_load_nothing_does_not_wait(successor: Engine, what: str) -> None:
-    admin = successor.pool.facade.admin
-    if what == "bypass":
-        admin.set_bypass(load=True, store=False, ttl_seconds=None)
-    else:
-        admin.drain("all", None)
+def loads_are_bypassed(engine: Engine) -> None:
+    engine.pool.facade.admin.set_bypass(load=True, store=False, ttl_seconds=None)
+
+
+def the_pool_drains(engine: Engine) -> None:
+    engine.pool.facade.admin.drain("all", None)
+
+
+@pytest.mark.parametrize("why", [nothing_is_registered_any_more, loads_are_bypassed, the_pool_drains])
+def test_a_lookup_that_cannot_gain_anything_does_not_wait(successor: Engine, why: Callable[[Engine], None]) -> None:
+    why(successor)
     answer, later = ask(successor)
     assert answer == Found(0, ())
     assert not later

@@ -11,8 +11,9 @@ from tests.service.node.hostbench import ONE_RANK, ROW_SLOTS, Engine, HostBench,
 from tests.service.node.rawengine import SLOT_BYTES
 from tests.service.node.wholenode import EXTENT
 
-from kvstow.attach.calls import GrantedExtents
+from kvstow.attach.calls import ExtentSlots, GrantedExtents, Hold
 from kvstow.attach.wire import Message
+from kvstow.errors import LeaseError
 from kvstow.memory.nodememory import NodeMemory
 from kvstow_service.node.pools.noderecords import NodeRecords
 
@@ -200,3 +201,14 @@ def test_slots_are_shown_as_they_are_populated_and_registered(make_bench: MakeBe
     assert bench.host.sessions()[0].state == "attached"
     begun = engine.begin_store(*range(5))
     assert sorted(begun.slots) == [0, 1, 2]
+
+
+def test_a_rank_that_registers_less_than_before_sees_less(bench: HostBench) -> None:
+    engine = bench.start()
+    engine.store(*range(10))
+    lease = engine.find(9, hold=Hold.PRESENT)
+    (extent,) = engine.grants[0]
+    engine.session.registered(0, [ExtentSlots(extent, 4)])
+    assert engine.has(*range(10)) == 4
+    with pytest.raises(LeaseError, match="broken"):
+        engine.begin_load(lease.lease_id)

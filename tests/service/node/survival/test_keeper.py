@@ -162,7 +162,7 @@ def test_more_descriptors_than_select_can_watch_are_no_fault(client: KeeperClien
     assert (len(taken), len(listing_of(late).labels)) == (1100, 1100), "several messages hold them"
     for fd in taken.values():
         os.close(fd)
-    again.drop(taken)
+    late.drop(taken)
     assert listing_of(late).labels == set()
     again.close()
     late.close()
