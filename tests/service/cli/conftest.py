@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
@@ -54,8 +54,7 @@ class Host:
         store_keys(self.engine, self.ranks, keys)
 
 
-class Run(Protocol):
-    def __call__(self, *arguments: str, stdin: str | None = ..., environ: dict[str, str] | None = ...) -> Result: ...
+Run = Callable[..., Result]
 
 
 @pytest.fixture

@@ -39,9 +39,3 @@ def test_the_curve_is_listed_with_what_follows_from_it(busy: Host, kvstow: Run) 
 
 def test_before_there_is_evidence_the_table_is_a_sentence(kvstow: Run) -> None:
     assert kvstow("get", "curve").stdout.startswith("too early to tell")
-
-
-def test_top_has_a_bar_for_each_size_in_one_line(busy: Host, kvstow: Run) -> None:
-    lines = [line for line in kvstow("top").stdout.splitlines() if line.startswith("by size")]
-    assert len(lines) == 1, kvstow("top").output
-    assert lines[0].split()[2:] == ["▁▁▁▁█████", "0.0", "%", "now,", "100.0", "%", "with", "256", "KiB"]

@@ -51,17 +51,6 @@ def test_without_a_tier_the_list_is_empty_and_says_why(host: Host, run: Run) -> 
     assert json.loads(run("get", "tiers", "-o", "json", "--server", host.url).stdout)["items"] == []
 
 
-def test_a_tier_is_shown(ask: Ask, tiered: TieredHost) -> None:
-    tiered.begin()
-    shown = ask("get", "tier").stdout.splitlines()
-    assert shown[0].split()[:3] == ["NAMESPACE", "STATE", "READING"]
-    assert shown[1].split()[:2] == ["a1", "on"]
-    assert "no request has asked for a read yet" in shown[1]
-    wide = ask("get", "tier", "-o", "wide").stdout
-    assert "FINGERPRINT" in wide
-    assert ask("get", "tier", "-o", "name").stdout == "a1\n"
-
-
 def test_top_has_a_row_while_a_store_is_attached(ask: Ask, tiered: TieredHost) -> None:
     assert "READING" not in ask("top").stdout
     counters = TierCounters(written_blocks=1234)

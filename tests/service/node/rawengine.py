@@ -99,7 +99,6 @@ class RawWorker:
         self.registered: dict[int, int] = {}
         self.revoked: list[int] = []
         self.holds_revoked = False
-        self.max_registered: int | None = None
         self.reports = 0
 
     def step(self, seconds: float = 0.002) -> None:
@@ -128,8 +127,6 @@ class RawWorker:
         news = []
         for extent_id, grant in self.grants.items():
             slots = min(grant.num_slots, self.populated[extent_id] // self.slot_bytes)
-            if self.max_registered is not None:
-                slots = max(0, min(slots, self.max_registered - grant.first_slot))
             if self.registered.get(extent_id, 0) < slots:
                 self.registered[extent_id] = slots
                 news.append(ExtentSlots(extent_id, slots))

@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 from tests.doubles.fakes import FakeClock
 from tests.service.node.conftest import DEADLINE_SECONDS, NAMESPACE, POOL, MakeNode, Node, figures_of, wait_until
+from tests.service.node.wholenode import whole_node
 
 from kvstow.attach.calls import Hold, SettledOps
 from kvstow.attach.connection import Answer, AttachConnection
 from kvstow.attach.engine import PROBE_BLOCKS, PROBE_SECONDS, AttachedEngine, Hits
 from kvstow.attach.hello import number_of
-from kvstow.errors import AttachRefusedError, NotFoundError
+from kvstow.errors import NotFoundError
 from kvstow.messages import Completion, Op
 from kvstow.prefill import PrefillCost, PrefillNews
 from kvstow.results import Lease
@@ -209,15 +210,6 @@ def test_without_a_service_everything_misses_and_says_why(tmp_path: Path) -> Non
     engine.close()
 
 
-def test_a_refusal_is_told(node: Node) -> None:
-    node.host.refusal = AttachRefusedError("not_shared", "this engine requires sharing, and its hashes differ")
-    engine = make(node.path)
-    wait_until(lambda: engine.refusal, engine.step)
-    assert (engine.refusal, engine.is_attached) == ("not_shared", False)
-    assert "requires sharing" in str(engine.problem)
-    engine.close()
-
-
 def test_the_end_of_a_session_voids_its_leases_and_answers(engine: Engine, node: Node) -> None:
     engine.store_blocks(KEYS[:1])
     hits = engine.found(KEYS)
@@ -334,3 +326,20 @@ def test_the_speed_of_prefill_reaches_the_service(engine: Engine, node: Node) ->
     engine.note_prefill(news)
     wait_until(lambda: node.events("prefill"), engine.step)
     assert node.events("prefill") == [("prefill", news)]
+
+
+def test_an_engine_that_was_reset_does_not_come_back_to_its_old_namespace(tmp_path: Path) -> None:
+    node = whole_node(tmp_path)
+    node.start()
+    engine = make(node.settings.attach_path)
+    try:
+        engine.until_attached()
+        assert engine.welcome is not None
+        before = engine.welcome.namespace
+        assert engine.wait(engine.reset(), seconds=DEADLINE_SECONDS)
+        node.detach(engine.welcome.session_id)
+        wait_until(lambda: engine.num_sessions == 2 and engine.is_attached, engine.step)
+        assert engine.welcome.namespace != before
+    finally:
+        engine.close()
+        node.close()

@@ -27,12 +27,11 @@ from kvstow.attach.calls import (
     RegisteredExtents,
     RevokedExtents,
 )
-from kvstow.attach.channel import close_fds
+from kvstow.attach.channel import Frame, close_fds
 from kvstow.attach.connection import AttachConnection
 from kvstow.attach.engine import AttachedEngine
 from kvstow.attach.hello import NO_HOLD, GateHold, RankSession, SessionTicket, unique_id
 from kvstow.attach.peer import Peer
-from kvstow.attach.rankreports import RankReports
 from kvstow.attach.worker import LONGEST_GRACE_SECONDS, AttachedWorker
 from kvstow.dataplane import DataPlane
 from kvstow.devices.base import LayeredLoad
@@ -218,32 +217,20 @@ def test_an_extent_that_is_revoked_under_a_load_by_layer_stays_until_the_load_ha
     wait_until(lambda: rank.ended(load) == "done")
 
 
-@pytest.mark.parametrize(("late", "when"), [(AttachConnection, "poll"), (RankReports, "send_due")])
 def test_what_is_revoked_while_the_service_closes_is_let_go_of_although_sending_fails_first(
-    rank: Rank, service: Service, node: Node, monkeypatch: pytest.MonkeyPatch, late: type, when: str
+    rank: Rank, service: Service, node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent, waits, has_closed = list[bool](), threading.Event(), threading.Event()
-    go_on, poll = getattr(late, when), AttachConnection.poll
-    connections: list[AttachConnection] = []
+    poll = AttachConnection.poll
 
-    def note(connection: AttachConnection, *given: Any) -> Any:
-        connections.append(connection)
-        return poll(connection, *given)
-
-    def send_first(owner: Any) -> Any:
-        if rank.worker.is_attached and connections and not sent:
+    def send_first(connection: AttachConnection) -> list[Frame]:
+        if connection.state == "attached" and not sent:
             waits.set()
             assert has_closed.wait(DEADLINE_SECONDS)
-            sent.append(connections[-1].send(RegisteredExtents(())))
-        return go_on(owner)
+            sent.append(connection.send(RegisteredExtents(())))
+        return poll(connection)
 
-    def send_first_in_poll(connection: AttachConnection) -> Any:
-        connections.append(connection)
-        return send_first(connection)
-
-    monkeypatch.setattr(AttachConnection, "poll", send_first_in_poll if when == "poll" else note)
-    if when != "poll":
-        monkeypatch.setattr(late, when, send_first)
+    monkeypatch.setattr(AttachConnection, "poll", send_first)
     wait_until(waits.is_set)
     pushed = threading.Event()
     service.revoke(2)

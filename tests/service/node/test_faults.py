@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 from collections.abc import Iterator
@@ -11,7 +10,6 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.service.node.keepers import end_keeper, look
 from tests.service.node.realservice import RealService
 
 pytestmark = pytest.mark.process
@@ -22,7 +20,6 @@ def service(tmp_path: Path, eventually: Any) -> Iterator[RealService]:
     made = RealService(tmp_path, eventually)
     with made.running:
         yield made
-    end_keeper(tmp_path / "state", signal.SIGKILL)
 
 
 def told(client: httpx.Client) -> dict[str, dict[str, Any]]:
@@ -39,22 +36,6 @@ def test_an_engine_that_is_stopped_is_told_and_one_that_goes_on_is_not(service: 
     assert f"`kill -CONT {engine.pid}`" in found["fix"]
     engine.send_signal(signal.SIGCONT)
     eventually(lambda: "session_stopped" not in told(client))
-
-
-def test_a_keeper_that_is_stopped_is_told_and_the_node_has_its_memory(
-    service: RealService, eventually: Any, tmp_path: Path
-) -> None:
-    client = service.serve("--memory", "64MiB", "--state", str(tmp_path / "state"))
-    eventually(lambda: client.get("/startupz").status_code == 200)
-    keeper = look(tmp_path / "state").pid
-    os.kill(keeper, signal.SIGSTOP)
-    try:
-        eventually(lambda: "keeper" in told(client))
-        assert told(client)["keeper"]["what"].startswith(f"the keeper (pid {keeper}) does not answer")
-        assert client.get("/readyz/memory").status_code == 200
-    finally:
-        os.kill(keeper, signal.SIGCONT)
-    eventually(lambda: "keeper" not in told(client))
 
 
 def test_a_service_that_was_stopped_blames_nobody(service: RealService, eventually: Any) -> None:

@@ -100,9 +100,6 @@ async def test_an_engine_is_seen_and_detached_and_its_pool_deleted(
     assert (await client.patch(path, json={"capacity_slots": 1})).status_code == 409
     assert (await client.delete(f"/v1/sessions/{session['id']}")).status_code == 202
     eventually(lambda: node.host.sessions()[0].state == "lost")
-    (lost,) = (await client.get("/v1/sessions")).json()["items"]
-    assert (lost["state"], lost["processes"]) == ("lost", 2), "this process lives, and has the memory mapped"
-    assert (await client.delete(path)).status_code == 409
 
 
 async def test_who_cannot_attach_is_counted(client: httpx.AsyncClient, node: Node, eventually: Any) -> None:

@@ -326,17 +326,6 @@ def test_where_tenants_are_named_nobody_else_uses_the_store(make_node: MakeNode,
     assert f"--tenant NAME={os.geteuid()}" in one.reason
 
 
-def test_nodes_exchange_the_blocks_of_a_tenant_by_its_name(make_node: MakeNode, engines: Engines) -> None:
-    """Whoever the uid is on each of them."""
-    names = [f"ml={os.geteuid()}", f"web={os.geteuid()}", f"ml={os.geteuid() + 1},{os.geteuid()}"]
-    found = []
-    for name in names:
-        store = node_store(node := make_node(tier="mooncake://store:1", tenant=name))
-        engines(node, NAMED).wait_for(store.tiers)
-        found.append(store.tiers()[0].fingerprint)
-    assert found[0] == found[2] != found[1]
-
-
 def test_blocks_that_are_the_same_on_all_ranks_are_stored_once(make_node: MakeNode, engines: Engines) -> None:
     node = make_node()
     engine = engines(node, replace(NAMED, pool=replace(POOL, replicated=True)))

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from kvstow.memory.limits import HugePageLimits
 from kvstow_service.admin.sockets import AdminSockets, TcpAddress
 from kvstow_service.cli import app
 from kvstow_service.node.settings import Settings, flag_name
@@ -90,16 +89,6 @@ def test_memory_that_the_machine_does_not_have_is_refused_before_anything_is_tak
     assert result.exit_code == 1
     assert result.stderr.startswith("kvstow serve: --memory 1024 TiB cannot fit: 1024 TiB are needed beside a reserve ")
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.skipif(not HugePageLimits().pages.exists(), reason="this kernel has no 2 MiB pages")
-def test_more_reserved_pages_than_there_are_is_refused_with_what_reserves_more() -> None:
-    result = serve("--port", "0", "--memory", "1024TiB", "--huge-pages", "reserved")
-    assert result.exit_code == 1
-    assert result.stderr.startswith(
-        "kvstow serve: --memory 1024 TiB cannot fit: 1024 TiB are needed in reserved 2 MiB pages (huge_pages is "
-        "reserved), but the "
-    )
 
 
 @pytest.mark.parametrize(

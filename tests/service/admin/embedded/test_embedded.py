@@ -66,26 +66,6 @@ def test_the_switch_interval_is_short_while_the_server_is_made(launch: Any, monk
     assert sys.getswitchinterval() == usual
 
 
-def test_start_returns_while_the_server_is_still_imported(
-    make: Any, monkeypatch: pytest.MonkeyPatch, eventually: Any
-) -> None:
-    entered, release = threading.Event(), threading.Event()
-    create_app = app.create_app
-
-    def create_slowly(context: Any) -> Any:
-        entered.set()
-        assert release.wait(30)
-        return create_app(context)
-
-    monkeypatch.setattr(app_module, "create_app", create_slowly)
-    admin = make()
-    admin.start()
-    assert entered.wait(30)
-    assert (admin.addresses, admin.failure) == ((), None)
-    release.set()
-    eventually(lambda: admin.addresses, "an address")
-
-
 def test_the_server_reports_its_addresses_and_versions(
     launch: Any, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:

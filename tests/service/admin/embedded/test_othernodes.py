@@ -28,23 +28,6 @@ def on_another_node() -> None:
     """Finds no server, as there is none."""
 
 
-def test_ranks_on_other_nodes_get_a_reachable_address(
-    launch: Any, tmp_path: Path, stack: ExitStack, engine: OffloadEngine, eventually: Any
-) -> None:
-    token = tmp_path / "token"
-    token.write_text("of-people")
-    options = AdminOptions(host="0.0.0.0", port=0, token_file=token)
-    admin = launch(options, node_host="127.0.0.1")
-    port = admin.addresses[0].rpartition(":")[2]
-    address = admin.address_for_ranks
-    assert address.url == f"http://127.0.0.1:{port}"
-    agent = RankAgent(0, PinnedRank(), on_another_node)
-    stack.callback(agent.stop)
-    agent.offer(address)
-    agent.start()
-    eventually(lambda: engine.stats().pool.usable_slots == CAPACITY, "the report over TCP")
-
-
 def test_ranks_on_other_nodes_trust_the_servers_certificate(
     launch: Any, tmp_path: Path, stack: ExitStack, engine: OffloadEngine, eventually: Any
 ) -> None:

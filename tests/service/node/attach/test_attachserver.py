@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import select
 import socket
@@ -16,7 +15,7 @@ from typing import TypeVar
 import pytest
 from msgspec.structs import replace
 from tests.doubles.fakes import FakeClock
-from tests.service.node.conftest import HELLO, WORKER, MakeNode, Node, figures_of, next_push, wait_until
+from tests.service.node.conftest import HELLO, WORKER, MakeNode, Node, figures_of, wait_until
 from tests.service.node.fakehost import FakeSession
 
 import kvstow.attach
@@ -30,16 +29,11 @@ from kvstow.attach.calls import (
     DescribeStore,
     Desired,
     End,
-    ExtentGrant,
-    ExtentSlots,
     Found,
-    GrantedExtents,
     Hold,
     LoadBegun,
     Lookup,
-    RegisteredExtents,
     Release,
-    ReleasedExtents,
     Report,
     Reset,
     ResetDone,
@@ -128,26 +122,6 @@ def test_all_calls_of_the_host_are_made_on_one_thread(node: Node) -> None:
         store(node.attach(), KEYS)
     assert len(node.host.threads) == 1
     assert threading.get_ident() not in node.host.threads
-
-
-def test_workers_report_and_get_memory(node: Node) -> None:
-    file = os.memfd_create("extent")
-    grant = GrantedExtents(4096, (ExtentGrant(5, 0, 0, 4, 16384, 0),), True)
-    node.host.on_join = lambda link, rank: link.push(grant, rank=rank, fds=(file,))
-    scheduler = node.attach()
-    worker = node.attach_worker(scheduler, 1, device="cuda:1")
-    pushed = next_push(worker)
-    assert GrantedExtents.unpack(pushed.payload) == grant
-    assert os.fstat(pushed.fds[0]).st_ino == os.fstat(file).st_ino
-    for fd in (*pushed.fds, file):
-        os.close(fd)
-    report = RankReport.without_pool(1, "boot", "ready", 4096)
-    answer = ask(worker, Report(report), Desired)
-    assert answer.desired.capacity_slots == 101
-    worker.send(RegisteredExtents((ExtentSlots(5, 2),)))
-    worker.send(ReleasedExtents((5,)))
-    node.wait_for_event("released")
-    assert node.host.registered == [(1, (ExtentSlots(5, 2),))]
 
 
 def test_a_worker_speaks_for_its_own_rank_alone(node: Node) -> None:
