@@ -13,6 +13,7 @@ from typing import Protocol
 import pytest
 from starlette.types import ASGIApp
 from tests.quickstop import servers_stop_at_once
+from tests.service.waiting import eventually
 
 from kvstow_service.admin.server import AdminServer
 from kvstow_service.admin.sockets import AdminSockets, TcpAddress
@@ -55,17 +56,9 @@ class Eventually(Protocol):
     def __call__(self, condition: Callable[[], object], what: str = ..., *, seconds: float = ...) -> None: ...
 
 
-@pytest.fixture
-def eventually() -> Eventually:
-    """Polls until a condition holds; fails with `what` after a deadline that no healthy run comes near."""
-
-    def wait(condition: Callable[[], object], what: str = "the condition", *, seconds: float = 60.0) -> None:
-        deadline = time.monotonic() + seconds
-        while not condition():
-            assert time.monotonic() < deadline, f"{what} did not come about within {seconds:g} s"
-            time.sleep(0.01)
-
-    return wait
+@pytest.fixture(name="eventually")
+def eventually_fixture() -> Eventually:
+    return eventually
 
 
 Serving = Callable[..., tuple[AdminServer, AdminSockets]]

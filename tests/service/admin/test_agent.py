@@ -20,6 +20,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from tests.doubles.fakes import FakeClock
 from tests.doubles.rank import ready_report
+from tests.service.waiting import eventually
 
 from kvstow.attach.calls import Desired, Report
 from kvstow.attach.channel import Channel
@@ -159,9 +160,7 @@ def start(rank: FakeRank, stack: ExitStack, tmp_path: Path) -> Callable[..., Ran
     return start_agent
 
 
-def test_the_first_report_is_sent_at_once_and_numbered(
-    engine: FakeEngine, start: Any, rank: FakeRank, eventually: Any
-) -> None:
+def test_the_first_report_is_sent_at_once_and_numbered(engine: FakeEngine, start: Any, rank: FakeRank) -> None:
     agent = start()
     eventually(lambda: agent.sent == 1)
     assert rank.applied == [WANTED]
@@ -169,7 +168,7 @@ def test_the_first_report_is_sent_at_once_and_numbered(
     assert (report.rank, report.number, report.sender != "") == (1, 1, True)
 
 
-def test_a_change_is_reported_at_once(engine: FakeEngine, start: Any, rank: FakeRank, eventually: Any) -> None:
+def test_a_change_is_reported_at_once(engine: FakeEngine, start: Any, rank: FakeRank) -> None:
     start()
     eventually(lambda: rank.applied)
     rank.change(pinned=5)
@@ -178,7 +177,7 @@ def test_a_change_is_reported_at_once(engine: FakeEngine, start: Any, rank: Fake
 
 
 def test_a_desired_state_that_the_engine_sends_is_applied_without_a_report(
-    engine: FakeEngine, start: Any, rank: FakeRank, eventually: Any
+    engine: FakeEngine, start: Any, rank: FakeRank
 ) -> None:
     agent = start()
     eventually(lambda: agent.sent)
@@ -187,7 +186,7 @@ def test_a_desired_state_that_the_engine_sends_is_applied_without_a_report(
     assert (agent.sent, len(engine.reports)) == (1, 1)
 
 
-def test_many_changes_share_few_reports(engine: FakeEngine, start: Any, rank: FakeRank, eventually: Any) -> None:
+def test_many_changes_share_few_reports(engine: FakeEngine, start: Any, rank: FakeRank) -> None:
     start(interval=0.5)
     for pinned in range(1, 1001):
         rank.change(pinned)
@@ -195,9 +194,7 @@ def test_many_changes_share_few_reports(engine: FakeEngine, start: Any, rank: Fa
     assert len(engine.reports) < 100
 
 
-def test_only_a_little_more_memory_waits_for_the_next_report(
-    engine: FakeEngine, start: Any, rank: FakeRank, eventually: Any
-) -> None:
+def test_only_a_little_more_memory_waits_for_the_next_report(engine: FakeEngine, start: Any, rank: FakeRank) -> None:
     rank.target = 1000
     start()
     eventually(lambda: engine.reports)
@@ -211,9 +208,7 @@ def test_only_a_little_more_memory_waits_for_the_next_report(
     assert [report.pinned_slots for report in engine.reports] == [0, *(pinned for pinned, _ in news)]
 
 
-def test_a_report_waits_until_the_one_before_is_answered(
-    engine: FakeEngine, start: Any, rank: FakeRank, eventually: Any
-) -> None:
+def test_a_report_waits_until_the_one_before_is_answered(engine: FakeEngine, start: Any, rank: FakeRank) -> None:
     """An engine that is late must not get a queue of them."""
     engine.desired, clock = None, FakeClock()
     agent = start(clock=clock)
@@ -232,7 +227,7 @@ def test_a_report_waits_until_the_one_before_is_answered(
 
 
 def test_an_engine_that_does_not_answer_is_a_failure_and_the_link_is_new(
-    engine: FakeEngine, start: Any, rank: FakeRank, eventually: Any, caplog: pytest.LogCaptureFixture
+    engine: FakeEngine, start: Any, rank: FakeRank, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine.desired, clock = None, FakeClock()
     agent = start(clock=clock, interval=0.01)
@@ -249,7 +244,7 @@ def test_an_engine_that_does_not_answer_is_a_failure_and_the_link_is_new(
 
 
 def test_an_unreachable_engine_is_retried_and_logged_once(
-    engine: FakeEngine, make_engine: Any, start: Any, eventually: Any, caplog: pytest.LogCaptureFixture
+    engine: FakeEngine, make_engine: Any, start: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "kvstow.agent")
     agent = start(interval=0.01)
@@ -283,7 +278,7 @@ class Garbage:
     ],
 )
 def test_an_answer_that_is_no_desired_state_is_a_failure_and_not_applied(
-    engine: FakeEngine, start: Any, rank: FakeRank, eventually: Any, caplog: Any, answer: Any, words: str
+    engine: FakeEngine, start: Any, rank: FakeRank, caplog: Any, answer: Any, words: str
 ) -> None:
     engine.desired = answer
     agent = start(interval=0.01)
@@ -293,7 +288,7 @@ def test_an_answer_that_is_no_desired_state_is_a_failure_and_not_applied(
 
 
 def test_the_thread_outlives_a_rank_that_raises(
-    engine: FakeEngine, start: Any, rank: FakeRank, eventually: Any, caplog: pytest.LogCaptureFixture
+    engine: FakeEngine, start: Any, rank: FakeRank, caplog: pytest.LogCaptureFixture
 ) -> None:
     rank.fails = True
     agent = start(interval=0.01)
@@ -304,7 +299,7 @@ def test_the_thread_outlives_a_rank_that_raises(
 
 
 def test_a_change_of_the_ranks_state_is_logged_once(
-    engine: FakeEngine, start: Any, rank: FakeRank, eventually: Any, caplog: pytest.LogCaptureFixture
+    engine: FakeEngine, start: Any, rank: FakeRank, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "kvstow.agent")
     agent = start(interval=0.01)
@@ -318,7 +313,7 @@ def test_a_change_of_the_ranks_state_is_logged_once(
     ]
 
 
-def test_stop_is_idempotent_and_ends_the_thread(engine: FakeEngine, start: Any, eventually: Any) -> None:
+def test_stop_is_idempotent_and_ends_the_thread(engine: FakeEngine, start: Any) -> None:
     agent = start()
     agent.stop()
     agent.stop()
@@ -330,7 +325,7 @@ def is_running() -> bool:
 
 
 def test_stop_does_not_wait_for_a_hanging_server_and_its_late_response_is_ignored(
-    start: Any, rank: FakeRank, eventually: Any, caplog: pytest.LogCaptureFixture
+    start: Any, rank: FakeRank, caplog: pytest.LogCaptureFixture
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         agent = start(lambda: None)
@@ -370,7 +365,7 @@ def test_an_agent_that_was_never_started_can_be_stopped(rank: FakeRank) -> None:
 
 
 def test_the_agent_waits_silently_for_a_late_engine(
-    make_engine: Any, rank: FakeRank, start: Any, tmp_path: Path, eventually: Any, caplog: pytest.LogCaptureFixture
+    make_engine: Any, rank: FakeRank, start: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     agent = start()
     eventually(lambda: rank.looks >= 2, "two searches")
@@ -381,9 +376,7 @@ def test_the_agent_waits_silently_for_a_late_engine(
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
-def test_a_search_that_raises_is_a_failure_like_any_other(
-    start: Any, eventually: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_search_that_raises_is_a_failure_like_any_other(start: Any, caplog: pytest.LogCaptureFixture) -> None:
     def find() -> Path | None:
         raise PermissionError("not for you")
 
@@ -420,7 +413,7 @@ def admin() -> FakeAdmin:
 
 
 def test_a_rank_that_finds_no_engine_reports_to_the_offered_address(
-    serving: Any, start: Any, rank: FakeRank, admin: FakeAdmin, eventually: Any
+    serving: Any, start: Any, rank: FakeRank, admin: FakeAdmin
 ) -> None:
     _, listeners = serving(admin.app())
     agent = start(lambda: None)
@@ -433,9 +426,7 @@ def test_a_rank_that_finds_no_engine_reports_to_the_offered_address(
     eventually(lambda: [report.pinned_slots for report in admin.reports] == [0, 5], "the second report")
 
 
-def test_a_second_offered_address_replaces_the_first(
-    serving: Any, start: Any, admin: FakeAdmin, eventually: Any
-) -> None:
+def test_a_second_offered_address_replaces_the_first(serving: Any, start: Any, admin: FakeAdmin) -> None:
     another = FakeAdmin()
     (_, first), (_, second) = serving(admin.app()), serving(another.app())
     agent = start(lambda: None)
@@ -445,9 +436,7 @@ def test_a_second_offered_address_replaces_the_first(
     assert agent.failed == 0
 
 
-def test_the_engine_on_this_host_is_preferred_to_an_offered_address(
-    engine: FakeEngine, start: Any, eventually: Any
-) -> None:
+def test_the_engine_on_this_host_is_preferred_to_an_offered_address(engine: FakeEngine, start: Any) -> None:
     agent = start()
     agent.offer(AdminAddress("http://127.0.0.1:1", "wrong"))
     eventually(lambda: agent.sent)
@@ -463,7 +452,7 @@ def test_the_engine_on_this_host_is_preferred_to_an_offered_address(
     ],
 )
 def test_a_refused_report_and_a_malformed_answer_count_as_failed(
-    serving: Any, start: Any, rank: FakeRank, eventually: Any, caplog: Any, status: int, answer: bytes, words: str
+    serving: Any, start: Any, rank: FakeRank, caplog: Any, status: int, answer: bytes, words: str
 ) -> None:
     _, listeners = serving(FakeAdmin(answer, status).app())
     agent = start(lambda: None, interval=0.01)
@@ -473,7 +462,7 @@ def test_a_refused_report_and_a_malformed_answer_count_as_failed(
     assert words in caplog.text
 
 
-def test_a_server_that_does_not_speak_http_counts_as_failed(start: Any, eventually: Any, caplog: Any) -> None:
+def test_a_server_that_does_not_speak_http_counts_as_failed(start: Any, caplog: Any) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         agent = start(lambda: None)
         agent.offer(AdminAddress(f"http://127.0.0.1:{listener.getsockname()[1]}", "secret"))

@@ -22,6 +22,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 from tests.doubles.fakes import FakeClock
+from tests.service.waiting import eventually
 
 from kvstow_api.auth import ACTOR
 from kvstow_service.admin import server as server_module
@@ -214,9 +215,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Held:
     return Held(monkeypatch)
 
 
-def test_probes_and_authenticated_requests_overtake_unauthenticated_ones(
-    served: Served, held: Held, eventually: Any
-) -> None:
+def test_probes_and_authenticated_requests_overtake_unauthenticated_ones(served: Served, held: Held) -> None:
     with httpx.Client(base_url=served.listeners.url, timeout=_SOCKET_SECONDS) as known, served.connect() as stranger:
         held.release()
         assert known.get("/login").text == "welcome"
@@ -230,7 +229,7 @@ def test_probes_and_authenticated_requests_overtake_unauthenticated_ones(
 
 
 def test_a_request_of_a_client_that_has_left_is_not_started(
-    served: Served, held: Held, eventually: Any, caplog: pytest.LogCaptureFixture
+    served: Served, held: Held, caplog: pytest.LogCaptureFixture
 ) -> None:
     begun = _begun.copy()
     with served.connect() as client:
@@ -283,9 +282,7 @@ def test_one_read_is_small(serving: Any, monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("begun", [b"", b"GET / HT", b"GET / HTTP/1.1\r\nHost: kvs"], ids=["nothing", "line", "half"])
 @pytest.mark.parametrize("requests_before", [0, 1, 2])
-def test_a_client_that_sends_no_head_is_dropped(
-    served: Served, begun: bytes, requests_before: int, eventually: Any
-) -> None:
+def test_a_client_that_sends_no_head_is_dropped(served: Served, begun: bytes, requests_before: int) -> None:
     """Nor is the next one of a kept-alive connection."""
     with served.connect() as client:
         for _ in range(requests_before):
@@ -298,7 +295,7 @@ def test_a_client_that_sends_no_head_is_dropped(
     assert served.open == 0
 
 
-def test_a_trickle_of_bytes_does_not_extend_the_deadline_of_a_head(served: Served, eventually: Any) -> None:
+def test_a_trickle_of_bytes_does_not_extend_the_deadline_of_a_head(served: Served) -> None:
     with served.connect() as client:
         client.sendall(_GET)
         read_answer(client)
@@ -312,7 +309,7 @@ def test_a_trickle_of_bytes_does_not_extend_the_deadline_of_a_head(served: Serve
         assert read_to_end(client) == b""
 
 
-def test_each_request_of_a_connection_has_its_own_deadline(served: Served, eventually: Any) -> None:
+def test_each_request_of_a_connection_has_its_own_deadline(served: Served) -> None:
     with served.connect() as client:
         for _ in range(5):
             eventually(lambda: served.waits == [Wait.HEAD])
@@ -322,7 +319,7 @@ def test_each_request_of_a_connection_has_its_own_deadline(served: Served, event
 
 
 @pytest.mark.parametrize("path", ["/large", "/whole"])
-def test_a_client_that_never_reads_is_dropped(served: Served, path: str, eventually: Any) -> None:
+def test_a_client_that_never_reads_is_dropped(served: Served, path: str) -> None:
     """While an answer waits for it, and after the server has closed its side."""
     with socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -334,7 +331,7 @@ def test_a_client_that_never_reads_is_dropped(served: Served, path: str, eventua
     assert served.get().is_success
 
 
-def test_an_idle_stream_stays_open(served: Served, eventually: Any) -> None:
+def test_an_idle_stream_stays_open(served: Served) -> None:
     with served.connect() as client:
         client.sendall(b"GET /forever HTTP/1.1\r\nHost: kvstow\r\n\r\n")
         assert client.recv(1 << 16)
@@ -380,9 +377,7 @@ def test_a_malformed_body_ends_a_response_in_progress(served: Served, caplog: py
     assert caplog.records == []
 
 
-def test_more_connections_than_allowed_leave_room_for_probes(
-    served: Served, eventually: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_more_connections_than_allowed_leave_room_for_probes(served: Served, caplog: pytest.LogCaptureFixture) -> None:
     with ExitStack() as stack:
         clients = [stack.enter_context(served.connect()) for _ in range(300)]
         for client in clients[::2]:
@@ -397,7 +392,7 @@ def test_more_connections_than_allowed_leave_room_for_probes(
     assert len([record for record in caplog.records if "connections" in record.message]) == 1
 
 
-def test_above_half_of_the_limit_a_connection_gets_one_request(served: Served, eventually: Any) -> None:
+def test_above_half_of_the_limit_a_connection_gets_one_request(served: Served) -> None:
     """But for those who are known."""
     with ExitStack() as stack:
         operator, stranger = (stack.enter_context(served.connect()) for _ in range(2))
@@ -452,9 +447,7 @@ def secured(serving: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Se
     return Secured(Served(server, listeners, clock), context)
 
 
-def test_a_tls_handshake_that_stalls_counts_and_ends(
-    secured: Secured, eventually: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_tls_handshake_that_stalls_counts_and_ends(secured: Secured, caplog: pytest.LogCaptureFixture) -> None:
     served = secured.served
     with ExitStack() as stack:
         for _ in range(20):
@@ -523,7 +516,7 @@ def test_the_server_recovers_when_descriptors_are_free_again(
     ]
 
 
-def test_the_event_loop_reports_once_a_minute(serving: Any, eventually: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_event_loop_reports_once_a_minute(serving: Any, caplog: pytest.LogCaptureFixture) -> None:
     failed = 0
 
     def broken(self: AdminProtocol, data: bytes) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from tests.doubles.rank import ready_report
+from tests.service.waiting import eventually
 
 from kvstow.attach.calls import Desired, Report
 from kvstow.attach.channel import Channel, Frame
@@ -79,7 +80,7 @@ def ranks(engine: OffloadEngine, rendezvous: Rendezvous, stack: ExitStack) -> Ra
 
 
 @pytest.fixture
-def connect(ranks: RankSocket, rendezvous: Rendezvous, stack: ExitStack, eventually: Any) -> Callable[..., Rank]:
+def connect(ranks: RankSocket, rendezvous: Rendezvous, stack: ExitStack) -> Callable[..., Rank]:
     """Connects as a rank, once the socket is open."""
     ranks.start()
     eventually(rendezvous, "the socket")
@@ -103,7 +104,7 @@ def test_a_report_is_taken_and_answered_with_the_desired_state(connect: Any, eng
 
 
 def test_a_change_of_the_desired_state_is_sent_at_once_and_once_to_each_rank(
-    connect: Any, engine: OffloadEngine, monkeypatch: pytest.MonkeyPatch, eventually: Any
+    connect: Any, engine: OffloadEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ranks = [connect(0), connect(1)]
     silent = connect(0)
@@ -175,7 +176,7 @@ def test_a_report_of_another_pool_is_refused_and_the_connection_stays(
     ],
 )
 def test_bad_input_ends_its_connection_alone(
-    connect: Any, engine: OffloadEngine, eventually: Any, caplog: Any, kind: Kind, payload: bytes, words: str
+    connect: Any, engine: OffloadEngine, caplog: Any, kind: Kind, payload: bytes, words: str
 ) -> None:
     good, bad = connect(0), connect(1)
     bad.channel.send(kind, payload)
@@ -263,7 +264,7 @@ def test_a_rank_that_reads_nothing_is_dropped_and_the_others_are_told(
 
 
 def test_a_folder_that_cannot_be_used_is_counted_and_said(
-    engine: OffloadEngine, eventually: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    engine: OffloadEngine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level(logging.WARNING)
     monkeypatch.setattr(tempfile, "tempdir", "/gone")

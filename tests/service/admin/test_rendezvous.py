@@ -223,12 +223,6 @@ def test_an_accessible_folder_a_link_or_a_file_is_refused(
     assert Rendezvous("engine", environ)() is None
 
 
-def test_a_missing_runtime_directory_is_skipped(environ: dict[str, str], sockets: AdminSockets, tmp_path: Path) -> None:
-    environ["XDG_RUNTIME_DIR"] = str(tmp_path / "gone")
-    publish("engine", environ, sockets)
-    assert Rendezvous("engine", environ)() == tmp_path / "tmp" / FOLDER / "engine.ranks"
-
-
 def test_without_the_variable_the_usual_runtime_directory_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """A host that has the variable and a rank that has not must meet."""
     looked: list[Path] = []

@@ -16,6 +16,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, StreamingResponse
 from starlette.routing import Route
+from tests.service.waiting import eventually
 
 from kvstow.errors import ConflictError
 from kvstow_service.admin.server import AdminServer
@@ -85,7 +86,7 @@ def test_stop_ends_the_thread_and_frees_the_port(serving: Any) -> None:
     serving(APP, port=listeners.port)
 
 
-def test_the_date_header_is_updated(serving: Any, eventually: Any) -> None:
+def test_the_date_header_is_updated(serving: Any) -> None:
     _, listeners = serving(APP)
     first = httpx.get(listeners.url).headers["date"]
     eventually(lambda: httpx.get(listeners.url).headers["date"] != first)

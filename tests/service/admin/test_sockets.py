@@ -111,12 +111,6 @@ def test_a_path_that_cannot_be_bound_is_named(tmp_path: Path, name: str) -> None
         listeners_on(tmp_path / name)
 
 
-def test_a_removed_socket_file_is_no_error(tmp_path: Path) -> None:
-    listeners = listeners_on(tmp_path / "admin.sock")
-    (tmp_path / "admin.sock").unlink()
-    listeners.close()
-
-
 def test_closing_keeps_the_socket_of_a_successor(tmp_path: Path) -> None:
     path = tmp_path / "admin.sock"
     first = listeners_on(path)

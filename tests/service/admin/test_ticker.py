@@ -1,10 +1,10 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
 
 import pytest
 from tests.doubles.fakes import FakeClock
+from tests.service.waiting import eventually
 
 from kvstow_service.admin.adminhost import Ticker
 
@@ -25,7 +25,7 @@ class Hanging:
         self._may_end.set()
 
 
-def test_it_ticks_until_it_is_stopped(eventually: Any) -> None:
+def test_it_ticks_until_it_is_stopped() -> None:
     ticks: list[int] = []
     ticker = Ticker(lambda: ticks.append(1), interval=FAST)
     ticker.start()
@@ -36,9 +36,7 @@ def test_it_ticks_until_it_is_stopped(eventually: Any) -> None:
     assert ticker.check() == "the ticker has stopped"
 
 
-def test_what_raises_ends_neither_the_ticks_nor_the_renewal_of_tls_files(
-    eventually: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_raises_ends_neither_the_ticks_nor_the_renewal_of_tls_files(caplog: pytest.LogCaptureFixture) -> None:
     done: list[str] = []
 
     def tick() -> None:
@@ -70,7 +68,7 @@ def test_a_tick_that_hangs_is_noticed() -> None:
     ticker.stop()
 
 
-def test_a_renewal_that_hangs_stops_no_tick(eventually: Any) -> None:
+def test_a_renewal_that_hangs_stops_no_tick() -> None:
     clock, renewal, ticks = FakeClock(), Hanging(), list[int]()
     ticker = Ticker(lambda: ticks.append(1), interval=FAST, renew_tls=renewal, clock=clock)
     ticker.start()

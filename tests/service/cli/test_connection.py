@@ -43,11 +43,6 @@ def test_a_server_that_is_no_url_is_refused(run: Any, server: str) -> None:
     assert server in outcome.stderr
 
 
-def test_a_unix_socket_is_a_server(run: Any, make_host: Any, tmp_path: Path) -> None:
-    make_host(uds=tmp_path / "admin.sock")
-    assert run(*ASK, "--server", f"unix:{tmp_path}/admin.sock").exit_code == 0
-
-
 def test_an_unreachable_server_is_named_with_a_hint(run: Any) -> None:
     outcome = run(*ASK, "--server", "http://127.0.0.1:1")
     assert outcome.exit_code == 1

@@ -13,13 +13,14 @@ from typing import Any
 
 import httpx
 from tests.service.node import isolatedengine
+from tests.service.waiting import eventually
 
 
 class RealService:
     """`kvstow serve`, and engines that attach to it; all end with `running`."""
 
-    def __init__(self, folder: Path, eventually: Any) -> None:
-        self._folder, self._eventually = folder, eventually
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
         self.running = ExitStack()
         self.socket = folder / "node" / "attach.sock"
         python_path = [str(Path(__file__).parents[3]), *filter(None, sys.path)]
@@ -44,7 +45,7 @@ class RealService:
             httpx.Client(transport=httpx.HTTPTransport(uds=str(uds)), base_url="http://k")
         )
 
-        self._eventually(lambda: listens(uds) and is_open_to_the_group(self.socket))
+        eventually(lambda: listens(uds) and is_open_to_the_group(self.socket))
         assert client.get("/livez").status_code == 200
         return client
 

@@ -13,11 +13,11 @@ from typing import Any
 import httpx
 import pytest
 from msgspec.structs import replace
-from tests.service.conftest import Eventually
 from tests.service.node.keepers import end_keeper
 from tests.service.node.rawengine import HELLO, POOL, SLOT_BYTES, RawEngine, key_of
 from tests.service.node.realservice import RealService
 from tests.service.stores.disk.loopdisk import LoopDisk, LoopDiskError
+from tests.service.waiting import eventually
 
 from kvstow.attach.calls import Detach, Prefill, Reset, ResetDone
 from kvstow.attach.identity import FleetWeights
@@ -34,9 +34,9 @@ MEMORY = ("--memory", "16MiB", "--extent-size", "2MiB", "--pin-pause", "0s")
 class DiskService:
     """Services, one after the other, with the same disk and state folder."""
 
-    def __init__(self, folder: Path, eventually: Any, disk: Path) -> None:
-        self._folder, self.eventually = folder, eventually
-        self._real = RealService(folder, eventually)
+    def __init__(self, folder: Path, disk: Path) -> None:
+        self._folder = folder
+        self._real = RealService(folder)
         self.disk = disk
         try:
             os.close(open_folder(self.disk))
@@ -53,10 +53,10 @@ class DiskService:
             self.wait_for_disk()
 
     def wait_for_disk(self, state: str = "on") -> None:
-        self.eventually(lambda: [part["state"] for part in self.parts()] == [state], "the disk")
+        eventually(lambda: [part["state"] for part in self.parts()] == [state], "the disk")
 
     def wait_for_sessions(self, count: int) -> None:
-        self.eventually(lambda: len(self.client.get("/v1/sessions").json()["items"]) == count, "the sessions")
+        eventually(lambda: len(self.client.get("/v1/sessions").json()["items"]) == count, "the sessions")
 
     def parts(self) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = self.client.get("/v1/tier").json()["parts"]
@@ -119,9 +119,9 @@ def parent_of(pid: int) -> int:
 
 
 @pytest.fixture
-def service(tmp_path: Path, eventually: Eventually) -> Iterator[DiskService]:
+def service(tmp_path: Path) -> Iterator[DiskService]:
     (tmp_path / "disk").mkdir()
-    made = DiskService(tmp_path, eventually, tmp_path / "disk")
+    made = DiskService(tmp_path, tmp_path / "disk")
     yield made
     made.close()
 
@@ -160,9 +160,7 @@ def test_blocks_survive_a_service_that_stops_its_keeper_and_engines(service: Dis
 
 
 @pytest.mark.parametrize("how", ["purge", "delete"])
-def test_what_is_purged_before_an_engine_comes_back_leaves_the_disk(
-    service: DiskService, eventually: Eventually, how: str
-) -> None:
+def test_what_is_purged_before_an_engine_comes_back_leaves_the_disk(service: DiskService, how: str) -> None:
     service.start()
     engine = service.attach(ONE_RANK)
     store_on_disk(service, engine, keys_of(0, 40))
@@ -207,16 +205,7 @@ def test_the_answer_names_a_disk_that_keeps_what_should_go(service: DiskService)
             assert f"disk {service.disk} is in use" in notice
             assert "removed when the disk works again" in notice
     service.wait_for_disk()
-    service.eventually(lambda: service.part()["blocks"] == 0, "the disk forgets what it was asked to forget")
-
-
-def test_more_than_memory_holds_is_found(service: DiskService) -> None:
-    service.start()
-    engine = service.attach()
-    for first in range(0, 240, 40):  # 30 MiB
-        store_on_disk(service, engine, keys_of(first, 40))
-    for first in range(0, 240, 40):
-        read_again(engine, keys_of(first, 40))
+    eventually(lambda: service.part()["blocks"] == 0, "the disk forgets what it was asked to forget")
 
 
 def test_the_child_has_none_of_the_services_sockets(service: DiskService) -> None:
@@ -256,9 +245,9 @@ def loop_disk(tmp_path: Path) -> Iterator[LoopDisk]:
 
 
 def test_engines_of_a_killed_service_see_its_end_at_once_also_while_its_disk_hangs(
-    tmp_path: Path, eventually: Eventually, loop_disk: LoopDisk
+    tmp_path: Path, loop_disk: LoopDisk
 ) -> None:
-    service = DiskService(tmp_path, eventually, loop_disk.folder)
+    service = DiskService(tmp_path, loop_disk.folder)
     try:
         service.start()
         engine, keys = service.attach(), keys_of(0, 40)

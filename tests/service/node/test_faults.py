@@ -11,13 +11,14 @@ from typing import Any
 import httpx
 import pytest
 from tests.service.node.realservice import RealService
+from tests.service.waiting import eventually
 
 pytestmark = pytest.mark.process
 
 
 @pytest.fixture
-def service(tmp_path: Path, eventually: Any) -> Iterator[RealService]:
-    made = RealService(tmp_path, eventually)
+def service(tmp_path: Path) -> Iterator[RealService]:
+    made = RealService(tmp_path)
     with made.running:
         yield made
 
@@ -26,7 +27,7 @@ def told(client: httpx.Client) -> dict[str, dict[str, Any]]:
     return {one["name"]: one for one in client.get("/v1/doctor").json()["conditions"]}
 
 
-def test_an_engine_that_is_stopped_is_told_and_one_that_goes_on_is_not(service: RealService, eventually: Any) -> None:
+def test_an_engine_that_is_stopped_is_told_and_one_that_goes_on_is_not(service: RealService) -> None:
     client = service.serve("--memory", "64MiB")
     engine, _ = service.engine()
     engine.send_signal(signal.SIGSTOP)
@@ -38,7 +39,7 @@ def test_an_engine_that_is_stopped_is_told_and_one_that_goes_on_is_not(service: 
     eventually(lambda: "session_stopped" not in told(client))
 
 
-def test_a_service_that_was_stopped_blames_nobody(service: RealService, eventually: Any) -> None:
+def test_a_service_that_was_stopped_blames_nobody(service: RealService) -> None:
     client = service.serve("--memory", "64MiB")
     service.engine()
     eventually(lambda: client.get("/v1/sessions").json()["items"])

@@ -7,10 +7,10 @@ import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tests.service.node.realservice import RealService
+from tests.service.waiting import eventually
 
 pytestmark = [pytest.mark.process, pytest.mark.skipif(os.geteuid() != 0, reason="needs root")]
 
@@ -47,11 +47,11 @@ class Cgroup:
 
 
 @pytest.fixture
-def service(eventually: Any) -> Iterator[RealService]:
+def service() -> Iterator[RealService]:
     with tempfile.TemporaryDirectory() as folder:  # pytest's own are for its user
         path = Path(folder)
         path.chmod(0o711)  # others reach the socket's folder, which alone decides
-        made = RealService(path, eventually)
+        made = RealService(path)
         with made.running:
             yield made
 
@@ -80,9 +80,7 @@ TIERED = ("--tier", "mooncake://store:1", "--memory", "64MiB", "--extent-size", 
 WEIGHTS = ("--group", ENGINES, "--weights", "digest 1")
 
 
-def test_a_tenant_neither_reads_nor_forges_blocks_of_another_one_through_the_fleet_tier(
-    service: RealService, eventually: Any
-) -> None:
+def test_a_tenant_neither_reads_nor_forges_blocks_of_another_one_through_the_fleet_tier(service: RealService) -> None:
     tenants = ("--tenant", f"one={ALICE}", "--tenant", f"two={BOB},{CAROL}")
     admin = service.serve(*TIERED, *tenants, module="tests.helm.tieredservice")
     service.engine("--uid", BOB, *WEIGHTS, "--forge", "--store", 8, "--find", 8)
@@ -95,9 +93,7 @@ def test_a_tenant_neither_reads_nor_forges_blocks_of_another_one_through_the_fle
     assert (len(states), {*states.values()}) == (3, {"on"})
 
 
-def test_who_keeps_memory_after_it_has_detached_is_named_with_the_command_that_ends_it(
-    service: RealService, eventually: Any
-) -> None:
+def test_who_keeps_memory_after_it_has_detached_is_named_with_the_command_that_ends_it(service: RealService) -> None:
     admin = service.serve("--memory", "16MiB", "--extent-size", "2MiB", "--attach-group", str(ENGINES))
     liar, seen = service.engine("--uid", BOB, "--group", ENGINES, "--one-rank", "--store", 200, "--leave")
     eventually(lambda: admin.get("/v1/sessions").json()["items"] == [])
@@ -116,7 +112,7 @@ def test_who_keeps_memory_after_it_has_detached_is_named_with_the_command_that_e
     eventually(lambda: command() == "")
 
 
-def test_a_service_in_a_pid_namespace_of_its_own_sees_engines_die(service: RealService, eventually: Any) -> None:
+def test_a_service_in_a_pid_namespace_of_its_own_sees_engines_die(service: RealService) -> None:
     """As in containers: the engine's pid means nothing to the service."""
     prefix = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
     admin = service.serve("--memory", "16MiB", "--extent-size", "2MiB", prefix=prefix)
@@ -131,7 +127,7 @@ def test_a_service_in_a_pid_namespace_of_its_own_sees_engines_die(service: RealS
 
 
 def test_the_service_is_charged_for_the_memory_and_the_engine_is_not(
-    service: RealService, make_cgroup: Callable[[str], Cgroup], eventually: Any
+    service: RealService, make_cgroup: Callable[[str], Cgroup]
 ) -> None:
     memory = Path("/proc/meminfo").read_text()
     available = next(line for line in memory.splitlines() if line.startswith("MemAvailable"))

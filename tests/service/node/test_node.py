@@ -18,6 +18,7 @@ from tests.service.node.conftest import EngineProcess, Engines
 from tests.service.node.keepers import look
 from tests.service.node.rawengine import SLOT_BYTES, key_of
 from tests.service.node.wholenode import EXTENT, ample_memory, whole_node
+from tests.service.waiting import eventually
 
 from kvstow.attach.calls import Hold
 from kvstow.errors import ConflictError, KeeperError
@@ -77,7 +78,7 @@ def test_no_session_is_detached_while_the_node_takes_up_what_an_earlier_one_has_
 
 
 def test_an_engine_that_is_killed_leaves_its_blocks_and_frees_the_rest(
-    make_node: MakeNode, engines: Engines, engine_process: EngineProcess, eventually: Any
+    make_node: MakeNode, engines: Engines, engine_process: EngineProcess
 ) -> None:
     node = make_node()
     killed = engine_process(node.settings.attach_path, 20)
@@ -95,7 +96,7 @@ def test_an_engine_that_is_killed_leaves_its_blocks_and_frees_the_rest(
     assert engine.load(keys[:10]) == 10
 
 
-def test_the_keeper_is_shown(make_node: MakeNode, tmp_path: Path, eventually: Any) -> None:
+def test_the_keeper_is_shown(make_node: MakeNode, tmp_path: Path) -> None:
     assert make_node().memory().keeper is None
     folder = tmp_path / "state"
     node = make_node(state=folder)
@@ -106,7 +107,7 @@ def test_the_keeper_is_shown(make_node: MakeNode, tmp_path: Path, eventually: An
 
 
 def test_a_keeper_that_is_gone_is_no_lack_of_memory(
-    make_node: MakeNode, tmp_path: Path, eventually: Any, monkeypatch: pytest.MonkeyPatch
+    make_node: MakeNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The doctor would say what to do against a lack of memory, which ends with a restart."""
 
@@ -168,7 +169,7 @@ def test_an_engine_is_answered_before_there_is_memory(make_node: MakeNode, engin
     assert node.find_pool("other") is None
 
 
-def test_an_operator_ends_a_session(make_node: MakeNode, engine_process: EngineProcess, eventually: Any) -> None:
+def test_an_operator_ends_a_session(make_node: MakeNode, engine_process: EngineProcess) -> None:
     node = make_node()
     running = engine_process(node.settings.attach_path, 1)
     (session,) = node.sessions()
@@ -202,7 +203,7 @@ def test_closing_leaves_no_thread_no_socket_and_no_memory(make_node: MakeNode, e
     assert not engine.workers[1].maps
 
 
-def test_a_thread_that_fails_is_seen(monkeypatch: pytest.MonkeyPatch, make_node: MakeNode, eventually: Any) -> None:
+def test_a_thread_that_fails_is_seen(monkeypatch: pytest.MonkeyPatch, make_node: MakeNode) -> None:
     failures: list[str] = []
     monkeypatch.setattr("kvstow_service.node.node._REVOKE_SECONDS", 0.1)  # its thread no longer answers
     node = make_node(on_failure=failures.append)
@@ -218,7 +219,7 @@ def test_a_thread_that_fails_is_seen(monkeypatch: pytest.MonkeyPatch, make_node:
 
 
 def test_a_defect_in_one_change_of_memory_is_seen_and_ends_nothing(
-    make_node: MakeNode, engines: Engines, monkeypatch: pytest.MonkeyPatch, eventually: Any
+    make_node: MakeNode, engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node = make_node()
     with monkeypatch.context() as patch:
@@ -230,7 +231,7 @@ def test_a_defect_in_one_change_of_memory_is_seen_and_ends_nothing(
     assert node.live_failure() is None
 
 
-def test_refused_memory_is_shown_and_tried_again(make_node: MakeNode, tmp_path: Path, eventually: Any) -> None:
+def test_refused_memory_is_shown_and_tried_again(make_node: MakeNode, tmp_path: Path) -> None:
     clock = FakeClock()
     node = make_node(clock=clock, paused=True)
     (tmp_path / "meminfo").write_text("MemAvailable: 0 kB\n")
@@ -244,7 +245,7 @@ def test_refused_memory_is_shown_and_tried_again(make_node: MakeNode, tmp_path: 
     assert node.memory_failure() is None
 
 
-def test_records_are_checked_once_a_minute(make_node: MakeNode, engine_process: EngineProcess, eventually: Any) -> None:
+def test_records_are_checked_once_a_minute(make_node: MakeNode, engine_process: EngineProcess) -> None:
     clock = FakeClock()
     node = make_node(clock=clock)
     engine = engine_process(node.settings.attach_path, 1)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -14,6 +13,7 @@ from tests.api.conftest import CALLER_UID, called_by
 from tests.service.node.conftest import Engines
 from tests.service.node.rawengine import SLOT_BYTES, RawEngine, key_of
 from tests.service.node.wholenode import EXTENT, whole_node
+from tests.service.waiting import eventually
 
 from kvstow_api.app import create_app
 from kvstow_api.host import ApiHost
@@ -65,7 +65,7 @@ async def scrape(client: httpx.AsyncClient) -> dict[tuple[str, ...], float]:
     }
 
 
-async def test_a_node_without_engines_answers(client: httpx.AsyncClient, node: Node, eventually: Any) -> None:
+async def test_a_node_without_engines_answers(client: httpx.AsyncClient, node: Node) -> None:
     eventually(lambda: node.populator.status().populated_bytes == 4 * EXTENT)
     readiness = (await client.get("/v1/readiness")).json()
     assert (readiness["state"], readiness["ranks"]) == ("ready", [])
@@ -78,7 +78,7 @@ async def test_a_node_without_engines_answers(client: httpx.AsyncClient, node: N
 
 
 async def test_an_engine_is_seen_and_detached_and_its_pool_deleted(
-    client: httpx.AsyncClient, engine: RawEngine, node: Node, eventually: Any
+    client: httpx.AsyncClient, engine: RawEngine, node: Node
 ) -> None:
     engine.store_all(KEYS)
     (session,) = (await client.get("/v1/sessions")).json()["items"]
@@ -102,7 +102,7 @@ async def test_an_engine_is_seen_and_detached_and_its_pool_deleted(
     eventually(lambda: node.host.sessions()[0].state == "lost")
 
 
-async def test_who_cannot_attach_is_counted(client: httpx.AsyncClient, node: Node, eventually: Any) -> None:
+async def test_who_cannot_attach_is_counted(client: httpx.AsyncClient, node: Node) -> None:
     rejected = (await client.get("/v1/sessions")).json()["rejected"]
     assert set(rejected) == set(REASONS)
     assert not any(rejected.values())
@@ -119,9 +119,7 @@ async def test_who_cannot_attach_is_counted(client: httpx.AsyncClient, node: Nod
     )
 
 
-async def test_the_memory_of_a_node_is_exported(
-    client: httpx.AsyncClient, engine: RawEngine, node: Node, eventually: Any
-) -> None:
+async def test_the_memory_of_a_node_is_exported(client: httpx.AsyncClient, engine: RawEngine, node: Node) -> None:
     engine.store_all(KEYS)
     (hosted,) = node.host.pools()
     eventually(lambda: hosted.granted_bytes == hosted.due_bytes == 4 * EXTENT)  # the row in use, and the next one

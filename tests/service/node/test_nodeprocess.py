@@ -20,6 +20,7 @@ import httpx
 import pytest
 import trustme
 from tests.service.node.keepers import end_keeper, kinds_held
+from tests.service.waiting import eventually
 
 from kvstow.errors import InsufficientMemoryError
 from kvstow.memory.limits import RESERVE_BYTES, HugePageLimits, MemoryLimits
@@ -53,16 +54,16 @@ def base(tmp_path: Path) -> dict[str, Any]:
 class Watcher(threading.Thread):
     """Waits until the service answers on its Unix socket, then runs `visit`, then sends SIGTERM."""
 
-    def __init__(self, uds: Path, visit: Callable[[httpx.Client], None], eventually: Any) -> None:
+    def __init__(self, uds: Path, visit: Callable[[httpx.Client], None]) -> None:
         super().__init__()
-        self._uds, self._visit, self._eventually = uds, visit, eventually
+        self._uds, self._visit = uds, visit
         self.error: BaseException | None = None
 
     def run(self) -> None:
         try:
             with httpx.Client(base_url="http://kvstow", transport=httpx.HTTPTransport(uds=str(self._uds))) as client:
-                self._eventually(lambda: _listens(self._uds), "the Unix socket")
-                self._eventually(lambda: _answers(client), "an answer of the service")
+                eventually(lambda: _listens(self._uds), "the Unix socket")
+                eventually(lambda: _answers(client), "an answer of the service")
                 self._visit(client)
         except BaseException as error:  # noqa: BLE001 - raised again on the test's thread
             self.error = error
@@ -82,8 +83,8 @@ def _answers(client: httpx.Client) -> bool:
         return False
 
 
-def run_and_visit(settings: Settings, visit: Callable[[httpx.Client], None], eventually: Any) -> int:
-    watcher = Watcher(settings.admin_path, visit, eventually)
+def run_and_visit(settings: Settings, visit: Callable[[httpx.Client], None]) -> int:
+    watcher = Watcher(settings.admin_path, visit)
     watcher.start()
     status = run_service(settings)
     watcher.join()
@@ -104,7 +105,7 @@ def extents() -> list[str]:
 
 
 def test_it_serves_until_a_signal_and_leaves_nothing_behind(
-    base: dict[str, Any], tmp_path: Path, eventually: Any, capfd: pytest.CaptureFixture[str]
+    base: dict[str, Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     settings = Settings(**base, allowed_hosts=("ops.example",))
 
@@ -121,7 +122,7 @@ def test_it_serves_until_a_signal_and_leaves_nothing_behind(
         for name, status in (("evil.example", 421), ("ops.example", 200), ("localhost", 200)):
             assert httpx.get(f"{info['addresses'][0]}/livez", headers={"Host": name}).status_code == status
 
-    assert run_and_visit(settings, visit, eventually) == 0
+    assert run_and_visit(settings, visit) == 0
     assert not (tmp_path / "admin.sock").exists()
     assert not base["attach_socket"].exists()
     assert [thread.name for thread in threading.enumerate() if thread.name.startswith("kvstow")] == []
@@ -136,7 +137,7 @@ def test_it_serves_until_a_signal_and_leaves_nothing_behind(
 
 
 def test_tls_and_guarded_reading_and_a_renewed_certificate_that_needs_no_restart(
-    base: dict[str, Any], tmp_path: Path, eventually: Any, capfd: pytest.CaptureFixture[str]
+    base: dict[str, Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     authority = trustme.CA()
     cert, ca, viewer_token = (tmp_path / name for name in ("server.pem", "ca.pem", "viewer"))
@@ -178,12 +179,12 @@ def test_tls_and_guarded_reading_and_a_renewed_certificate_that_needs_no_restart
 
     first = issue(authority, 2098)
     settings = Settings(**base, tls_cert=cert, tls_client_ca=ca, viewer_token_file=viewer_token)
-    assert run_and_visit(settings, visit, eventually) == 0
+    assert run_and_visit(settings, visit) == 0
     assert "changes are taken through the Unix socket, and over TCP with a token" in capfd.readouterr().err
 
 
 def test_a_signal_drains_while_both_servers_answer_and_a_second_one_skips_the_wait_and_not_the_clean_up(
-    base: dict[str, Any], tmp_path: Path, eventually: Any
+    base: dict[str, Any], tmp_path: Path
 ) -> None:
     def visit(client: httpx.Client) -> None:
         eventually(lambda: client.get("/readyz").status_code == 200, "readiness")
@@ -194,7 +195,7 @@ def test_a_signal_drains_while_both_servers_answer_and_a_second_one_skips_the_wa
         assert client.get("/livez").status_code == 200
         assert _listens(base["attach_socket"])
 
-    assert run_and_visit(Settings(**{**base, "shutdown_delay": "3600s"}), visit, eventually) == 0
+    assert run_and_visit(Settings(**{**base, "shutdown_delay": "3600s"}), visit) == 0
     assert not (tmp_path / "admin.sock").exists()
     assert not base["attach_socket"].exists()
 
@@ -272,9 +273,7 @@ def test_a_node_whose_thread_fails_ends_the_service(
     assert "stopping: the attach server has failed: SystemExit" in capfd.readouterr().err
 
 
-def test_the_server_answers_while_the_node_starts(
-    base: dict[str, Any], monkeypatch: pytest.MonkeyPatch, eventually: Any
-) -> None:
+def test_the_server_answers_while_the_node_starts(base: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     go_on, start = threading.Event(), Node.start
 
     def start_slowly(self: Node) -> None:
@@ -291,11 +290,11 @@ def test_the_server_answers_while_the_node_starts(
         assert _listens(base["attach_socket"])
 
     monkeypatch.setattr(Node, "start", start_slowly)
-    assert run_and_visit(Settings(**base), visit, eventually) == 0
+    assert run_and_visit(Settings(**base), visit) == 0
 
 
 def test_the_ticker_does_not_count_a_pause_of_the_process(
-    base: dict[str, Any], monkeypatch: pytest.MonkeyPatch, eventually: Any
+    base: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clocks: list[object] = []
 
@@ -305,7 +304,7 @@ def test_the_ticker_does_not_count_a_pause_of_the_process(
             super().__init__(tick, **given)
 
     monkeypatch.setattr(nodeprocess, "Ticker", Noted)
-    assert run_and_visit(Settings(**base), lambda client: None, eventually) == 0
+    assert run_and_visit(Settings(**base), lambda client: None) == 0
     assert isinstance(clocks[0], RunningClock)
 
 
@@ -365,6 +364,6 @@ def test_what_everybody_may_read_names_no_files(base: dict[str, Any], tmp_path: 
     assert shown["tier"] == "mooncake://cache:6379?replicas=2"
 
 
-def test_the_loggers_belong_to_the_service(base: dict[str, Any], eventually: Any) -> None:
-    assert run_and_visit(Settings(**base, log_level="debug"), lambda client: None, eventually) == 0
+def test_the_loggers_belong_to_the_service(base: dict[str, Any]) -> None:
+    assert run_and_visit(Settings(**base, log_level="debug"), lambda client: None) == 0
     assert logging.getLogger("kvstow").level == logging.DEBUG

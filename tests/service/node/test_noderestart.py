@@ -19,6 +19,7 @@ from tests.service.node.keepers import end_keeper, kinds_held, look, lose_at_the
 from tests.service.node.noderunner import EXTENT_BYTES, RunningNode
 from tests.service.node.rawengine import RawEngine, key_of
 from tests.service.node.restartclient import RestartEngine
+from tests.service.waiting import eventually
 
 from kvstow.attach.calls import Hold
 from kvstow.control.hazards import EVERY
@@ -131,7 +132,6 @@ def test_what_a_session_was_writing_waits_until_its_processes_are_dead(
     start_node: StartNode,
     engine_process: EngineProcess,
     socket: Path,
-    eventually: Any,
     when: str,
 ) -> None:
     node = start_node()
@@ -152,7 +152,7 @@ def test_what_a_session_was_writing_waits_until_its_processes_are_dead(
 
 
 def test_nothing_is_evicted_while_an_engine_of_before_may_read_it(
-    start_node: StartNode, engine_process: EngineProcess, socket: Path, attach: Attach, eventually: Any
+    start_node: StartNode, engine_process: EngineProcess, socket: Path, attach: Attach
 ) -> None:
     node = start_node(2)
     num_slots = EXTENT_BYTES // rawengine.SLOT_BYTES  # of one extent for each of two ranks
@@ -171,7 +171,7 @@ def test_nothing_is_evicted_while_an_engine_of_before_may_read_it(
 
 
 def test_a_pool_has_its_share_until_its_engines_have_come_back_or_died(
-    start_node: StartNode, engine_process: EngineProcess, socket: Path, attach: Attach, eventually: Any
+    start_node: StartNode, engine_process: EngineProcess, socket: Path, attach: Attach
 ) -> None:
     """Otherwise an engine of another pool that attaches first would take all its memory."""
     node = start_node()
@@ -189,7 +189,7 @@ def test_a_pool_has_its_share_until_its_engines_have_come_back_or_died(
     eventually(lambda: again.show()["shares"] == {})
 
 
-def test_killed_again_and_again(start_node: StartNode, attach: Attach, eventually: Any) -> None:
+def test_killed_again_and_again(start_node: StartNode, attach: Attach) -> None:
     tokens: tuple[str, ...] = ()
     descriptors = list[int]()
     for number in range(4):
@@ -207,7 +207,7 @@ def test_killed_again_and_again(start_node: StartNode, attach: Attach, eventuall
 
 
 def test_a_service_that_is_killed_while_an_engine_attaches_starts_again(
-    start_node: StartNode, attach: Attach, socket: Path, state: Path, eventually: Any
+    start_node: StartNode, attach: Attach, socket: Path, state: Path
 ) -> None:
     """Its pool has a worker, and no memory before the other one has attached. The keeper has the worker first: killed
     before the roster has it too, the service comes back without that session."""
@@ -253,7 +253,7 @@ def real_engine(socket: Path, child_environ: dict[str, str]) -> Iterator[Callabl
 
 
 def test_memory_that_nobody_knows_of_counts_until_engines_have_let_go_of_it(
-    start_node: StartNode, real_engine: Callable[[], RestartEngine], state: Path, eventually: Any
+    start_node: StartNode, real_engine: Callable[[], RestartEngine], state: Path
 ) -> None:
     node = start_node()
     engine = real_engine()
@@ -274,7 +274,7 @@ def test_memory_that_nobody_knows_of_counts_until_engines_have_let_go_of_it(
 
 
 def test_a_service_that_stops_has_its_memory_back(
-    start_node: StartNode, real_engine: Callable[[], RestartEngine], state: Path, eventually: Any
+    start_node: StartNode, real_engine: Callable[[], RestartEngine], state: Path
 ) -> None:
     node = start_node()
     engine = real_engine()
@@ -286,7 +286,7 @@ def test_a_service_that_stops_has_its_memory_back(
 
 
 def test_no_service_comes_within_the_timeout_of_the_keeper(
-    socket: Path, state: Path, child_environ: dict[str, str], start_node: StartNode, eventually: Any
+    socket: Path, state: Path, child_environ: dict[str, str], start_node: StartNode
 ) -> None:
     node = start_node(8, "timeout=0.5")
     keeper = look(state).pid
@@ -326,7 +326,6 @@ def test_each_cell_of_the_matrix_in_the_documentation(
     socket: Path,
     attach: Attach,
     state: Path,
-    eventually: Any,
     keeper: str,
     end: str,
     outcome: str,

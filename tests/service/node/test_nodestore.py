@@ -13,10 +13,10 @@ import pytest
 from msgspec.structs import replace
 from tests.descriptors import open_descriptors
 from tests.doubles.memoryblockstore import MemoryBlockStore, MemoryStoredPool
-from tests.service.conftest import Eventually
 from tests.service.node.conftest import Engines
 from tests.service.node.rawengine import HELLO, NAMESPACE, POOL, SLOT_BYTES, RawEngine, key_of
 from tests.service.node.wholenode import EXTENT, whole_node
+from tests.service.waiting import eventually
 
 from kvstow.attach.calls import Detach, Found, Hold, Lookup, LookupPrompt, Prefill, Reset, ResetDone
 from kvstow.attach.identity import FleetWeights
@@ -173,7 +173,7 @@ def test_of_several_groups_what_a_hit_needs_is_read(make_node: MakeNode, engines
     assert not call.is_pending, "no hit can be longer"
 
 
-def test_reads_and_writes_outlive_the_engine(make_node: MakeNode, engines: Engines, eventually: Eventually) -> None:
+def test_reads_and_writes_outlive_the_engine(make_node: MakeNode, engines: Engines) -> None:
     here = make_node()
     store_of(here).held = {"write"}
     engine = engines(here, ONE_RANK)
@@ -209,9 +209,7 @@ def test_the_speed_of_prefill_comes_from_the_engines(make_node: MakeNode, engine
 # -- who uses it ----------------------------------------------------------------------------------------------------
 
 
-def test_the_node_s_own_session_counts_as_no_engine(
-    make_node: MakeNode, engines: Engines, eventually: Eventually
-) -> None:
+def test_the_node_s_own_session_counts_as_no_engine(make_node: MakeNode, engines: Engines) -> None:
     node = make_node()
     engine = engines(node, ONE_RANK)
     engine.store_until_found(keys_of(0, 4))
@@ -230,9 +228,7 @@ def test_the_node_s_own_session_counts_as_no_engine(
     assert engines(node, ONE_RANK).welcome.pool == pool.name, "its name is free"
 
 
-def test_a_pool_that_an_operator_deletes_leaves_no_block_in_the_store(
-    make_node: MakeNode, engines: Engines, eventually: Eventually
-) -> None:
+def test_a_pool_that_an_operator_deletes_leaves_no_block_in_the_store(make_node: MakeNode, engines: Engines) -> None:
     node = make_node()
     engine = engines(node, ONE_RANK)
     engine.store_until_found(keys_of(0, 4))
@@ -243,9 +239,7 @@ def test_a_pool_that_an_operator_deletes_leaves_no_block_in_the_store(
     assert not store_of(node).blocks
 
 
-def test_the_answer_to_a_deletion_waits_for_the_store(
-    make_node: MakeNode, engines: Engines, eventually: Eventually
-) -> None:
+def test_the_answer_to_a_deletion_waits_for_the_store(make_node: MakeNode, engines: Engines) -> None:
     node = make_node()
     engine = engines(node, ONE_RANK)
     engine.store_until_found(keys_of(0, 4))

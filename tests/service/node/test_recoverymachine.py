@@ -12,12 +12,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tests.service.node import faultykeeper, noderunner
 from tests.service.node.noderunner import EXTENT_BYTES, RunningNode
 from tests.service.node.restartclient import RestartEngine
+from tests.service.waiting import eventually
 
 pytestmark = pytest.mark.process
 
@@ -186,7 +186,7 @@ class Machine:
     def count(self, engine: RestartEngine) -> None:
         self.loads += engine.show()["loads"]
 
-    def finish(self, eventually: Any) -> None:
+    def finish(self) -> None:
         """Everything works again: all engines load, and the node has its memory."""
         assert self.node is not None
         before = [engine.show()["loads"] for engine in self.engines]
@@ -212,29 +212,25 @@ class Machine:
         self.keeper.communicate()
 
 
-def run(folder: Path, environ: dict[str, str], seed: int, rounds: int, eventually: Any) -> Machine:
+def run(folder: Path, environ: dict[str, str], seed: int, rounds: int) -> Machine:
     machine = Machine(folder, environ, seed)
     try:
         for _ in range(rounds):
             machine.round()
-        machine.finish(eventually)
+        machine.finish()
     finally:
         machine.close()
     assert machine.loads > 0
     return machine
 
 
-def test_whatever_is_lost_the_worst_outcome_is_a_cold_cache(
-    tmp_path: Path, child_environ: dict[str, str], eventually: Any
-) -> None:
-    run(tmp_path, child_environ, 1, 5, eventually)
+def test_whatever_is_lost_the_worst_outcome_is_a_cold_cache(tmp_path: Path, child_environ: dict[str, str]) -> None:
+    run(tmp_path, child_environ, 1, 5)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(100, 105))
-def test_it_is_a_cold_cache_also_after_many_rounds(
-    tmp_path: Path, child_environ: dict[str, str], eventually: Any, seed: int
-) -> None:
+def test_it_is_a_cold_cache_also_after_many_rounds(tmp_path: Path, child_environ: dict[str, str], seed: int) -> None:
     begun = time.monotonic()
-    machine = run(tmp_path, child_environ, seed, 30, eventually)
+    machine = run(tmp_path, child_environ, seed, 30)
     print(f"{time.monotonic() - begun:.0f} s, {machine.loads} loaded blocks were compared: {dict(machine.done)}")

@@ -20,6 +20,7 @@ from typing import Any
 
 import httpx
 import pytest
+from tests.service.waiting import eventually
 
 from kvstow.attach.peer import overflow_uid
 
@@ -34,7 +35,7 @@ SLOW = ["--memory", "64MiB", "--pin-chunk", "2MiB", "--pin-pause", "1h"]
 class Service:
     """A running `kvstow serve` and a client for it."""
 
-    def __init__(self, process: subprocess.Popen[bytes], log: Path, attach: Path, eventually: Any) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], log: Path, attach: Path) -> None:
         self.process, self.attach, self._log = process, attach, log
         eventually(lambda: self._address() or process.poll() is not None, "the address in the log")
         assert process.poll() is None, self.log()
@@ -75,7 +76,7 @@ def heeded_interrupts() -> Iterator[None]:
 
 
 @pytest.fixture
-def start(tmp_path: Path, child_environ: dict[str, str], stack: ExitStack, eventually: Any) -> Start:
+def start(tmp_path: Path, child_environ: dict[str, str], stack: ExitStack) -> Start:
     numbers = count()
 
     def serve(*args: str, port: int = 0) -> Service:
@@ -85,7 +86,7 @@ def start(tmp_path: Path, child_environ: dict[str, str], stack: ExitStack, event
             process = subprocess.Popen([*command, *args], stderr=stderr, stdout=stderr, env=child_environ)
         stack.callback(process.wait)
         stack.callback(process.kill)
-        service = Service(process, log, attach, eventually)
+        service = Service(process, log, attach)
         stack.enter_context(service.client)
         return service
 
@@ -93,7 +94,7 @@ def start(tmp_path: Path, child_environ: dict[str, str], stack: ExitStack, event
 
 
 def test_it_answers_at_once_and_populates_in_the_background(
-    start: Start, tmp_path: Path, eventually: Any, capsys: pytest.CaptureFixture[str]
+    start: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     uds, token = tmp_path / "admin" / "admin.sock", tmp_path / "token"
     token.write_text("open-sesame\n")
@@ -141,9 +142,7 @@ with socket.socket(socket.AF_UNIX) as client:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be other users")
-def test_the_admin_group_may_use_the_socket_and_nobody_else(
-    start: Start, child_environ: dict[str, str], eventually: Any
-) -> None:
+def test_the_admin_group_may_use_the_socket_and_nobody_else(start: Start, child_environ: dict[str, str]) -> None:
     with tempfile.TemporaryDirectory(prefix="kvstow-test-") as folder:
         os.chmod(folder, 0o711)  # other users may pass, which tmp_path does not let them
         uds = Path(folder) / "admin" / "admin.sock"
@@ -170,7 +169,7 @@ def test_a_folder_that_cannot_be_used_does_not_stop_the_start(start: Start, tmp_
     assert service.end(signal.SIGTERM) == 0
 
 
-def test_a_log_that_nobody_reads_stops_nothing(child_environ: dict[str, str], tmp_path: Path, eventually: Any) -> None:
+def test_a_log_that_nobody_reads_stops_nothing(child_environ: dict[str, str], tmp_path: Path) -> None:
     """Every refusal at the attach socket logs a line on the thread that answers engines."""
     attach, uds = tmp_path / "run" / "attach.sock", tmp_path / "admin.sock"
     full, nobody_reads = os.pipe()
@@ -220,10 +219,10 @@ def test_a_second_service_on_the_socket_is_refused_and_the_first_goes_on(
     assert first.attach.is_socket()
 
 
-def test_a_killed_service_restarts_at_once_at_the_same_addresses(start: Start, tmp_path: Path, eventually: Any) -> None:
+def test_a_killed_service_restarts_at_once_at_the_same_addresses(start: Start, tmp_path: Path) -> None:
     uds = tmp_path / "admin.sock"
     first = start(*SLOW, "--admin-socket", str(uds))
-    eventually(lambda: first.populated_bytes(), "memory")
+    eventually(lambda: first.status("/readyz") == 200, "readiness")
     assert first.end(signal.SIGKILL) == -signal.SIGKILL
     assert uds.exists()
     assert first.attach.exists()

@@ -7,7 +7,6 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -26,9 +25,9 @@ _BATCH = MOST_STORED
 
 
 @pytest.fixture
-def service(eventually: Any) -> Iterator[RealService]:
+def service() -> Iterator[RealService]:
     with tempfile.TemporaryDirectory() as folder:
-        made = RealService(Path(folder), eventually)
+        made = RealService(Path(folder))
         with made.running:
             yield made
 

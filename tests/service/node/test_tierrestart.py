@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
-from tests.service.conftest import Eventually
 from tests.service.node.keepers import end_keeper
 from tests.service.node.noderunner import RunningNode
 from tests.service.node.rawengine import HELLO, RawEngine, key_of
+from tests.service.waiting import eventually
 
 from kvstow.attach.calls import Lookup
 from kvstow.attach.identity import FleetWeights
@@ -98,7 +98,7 @@ def restart(tmp_path: Path, child_environ: dict[str, str]) -> Iterator[Callable[
 
 
 def test_slots_stay_in_quarantine_until_the_process_of_the_former_transfers_has_ended(
-    restart: Callable[..., Restart], eventually: Eventually
+    restart: Callable[..., Restart],
 ) -> None:
     after = restart()
     eventually(lambda: len(after.shown["sessions"]) == 2, "the end of the former engine's session")
@@ -113,7 +113,7 @@ def test_slots_stay_in_quarantine_until_the_process_of_the_former_transfers_has_
     assert after.shown["faults"] == 0
 
 
-def test_mutant_transfers_are_not_recorded(restart: Callable[..., Restart], eventually: Eventually) -> None:
+def test_mutant_transfers_are_not_recorded(restart: Callable[..., Restart]) -> None:
     after = restart("unrecorded")
     eventually(lambda: len(after.shown["sessions"]) == 1, "the end of the former engine's session")
     assert after.pool["quarantined"] == 0, "the process may still write these slots"

@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 from tests.doubles.fakes import FakeClock
+from tests.service.waiting import eventually
 
 from kvstow_service.process import logwriter
 from kvstow_service.process.logwriter import LogWriter
@@ -57,7 +58,7 @@ async def change(request: Request) -> PlainTextResponse:
     return PlainTextResponse("done")
 
 
-def test_a_blocked_log_stops_no_request(serving: Any, pipe: Pipe, eventually: Any) -> None:
+def test_a_blocked_log_stops_no_request(serving: Any, pipe: Pipe) -> None:
     lost: list[int] = []
     server, listeners = serving(Starlette(routes=[Route("/", change)]), log=LogWriter(lambda: lost.append(1)))
     with httpx.Client(base_url=listeners.url) as client:

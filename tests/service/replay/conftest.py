@@ -8,11 +8,5 @@ TRACE = Path(__file__).with_name("data") / "conversations.jsonl"
 
 
 @pytest.fixture(scope="session")
-def trace_path() -> Path:
-    """`kvstow trace generate --sessions 60 --seed 11`."""
-    return TRACE
-
-
-@pytest.fixture(scope="session")
 def conversations() -> list[TraceRequest]:
     return read_trace(str(TRACE))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.service.waiting import eventually
 
 from kvstow_service.node.node import Node
 from kvstow_service.node.settings import Settings
@@ -25,7 +25,6 @@ pytestmark = pytest.mark.process
 
 MIB = 1 << 20
 SLOT_BYTES = 16 << 10
-DEADLINE_SECONDS = 60.0
 
 
 class Service:
@@ -67,13 +66,6 @@ class Service:
         eventually(lambda: not self.node.host.sessions())
 
 
-def eventually(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + DEADLINE_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true"
-        time.sleep(0.005)
-
-
 @pytest.fixture
 def service(tmp_path: Path) -> Iterator[Service]:
     service = Service(tmp_path / "run" / "attach.sock")
@@ -97,9 +89,7 @@ def spec(service: Service, requests: list[TraceRequest], *, name: str = "replay-
 
 def endless(service: Service, requests: list[TraceRequest]) -> EngineSpec:
     """An engine that runs until the test stops it."""
-    return spec(
-        service, requests * 1000, options=ReplayOptions(concurrency=2, rate=40.0, drain_seconds=DEADLINE_SECONDS)
-    )
+    return spec(service, requests * 1000, options=ReplayOptions(concurrency=2, rate=40.0, drain_seconds=60.0))
 
 
 def run(

@@ -62,10 +62,6 @@ def test_blocks_are_hit_stored_or_evicted(conversations: list[TraceRequest]) -> 
     assert (result.dropped_stores, result.loaded.num_bytes, result.loaded.gbps) == (0, 0, 0.0)
 
 
-def test_the_number_of_ranks_does_not_change_the_hits(conversations: list[TraceRequest]) -> None:
-    assert replay(conversations, 100, ranks=3).hit_blocks == replay(conversations, 100).hit_blocks
-
-
 def test_overlapping_requests_leave_the_books_balanced(conversations: list[TraceRequest]) -> None:
     result = replay(conversations, 250, ranks=2, concurrency=8)
     assert result.requests == len(conversations)

@@ -34,11 +34,6 @@ def test_options_that_make_no_sense_are_refused(wrong: dict[str, float]) -> None
         ReplayOptions(**wrong)  # type: ignore[arg-type]
 
 
-def test_rate_and_time_scale_contradict_each_other() -> None:
-    with pytest.raises(ConfigError, match="not both"):
-        ReplayOptions(rate=1.0, time_scale=1.0)
-
-
 def test_the_end_of_a_request_is_due_at_the_pace_of_its_start() -> None:
     assert ReplayOptions(time_scale=2.0).due_end(9000, FIRST) == 2.0
     assert ReplayOptions().due_end(9000, FIRST) is None

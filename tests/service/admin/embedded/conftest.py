@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 from tests.doubles.rank import ready_report
+from tests.service.waiting import eventually
 
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
@@ -71,7 +72,7 @@ def make(engine: OffloadEngine, environ: dict[str, str], stack: ExitStack) -> Ca
 
 
 @pytest.fixture
-def launch(make: Any, eventually: Any) -> Callable[..., EmbeddedAdmin]:
+def launch(make: Any) -> Callable[..., EmbeddedAdmin]:
     """Starts a server, and waits until it answers."""
 
     def launch_admin(*args: Any, **changes: Any) -> EmbeddedAdmin:

@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 from tests.service.admin.embedded.conftest import free_ports
+from tests.service.waiting import eventually
 
 from kvstow.control.engine import OffloadEngine
 from kvstow_service.admin.adminhost import AdminOptions
@@ -29,7 +30,7 @@ def test_if_its_port_is_taken_the_server_uses_the_next(
 
 
 def test_without_a_free_port_it_serves_on_the_unix_socket_alone(
-    launch: Any, taken: Any, report: Any, eventually: Any, engine: OffloadEngine, caplog: pytest.LogCaptureFixture
+    launch: Any, taken: Any, report: Any, engine: OffloadEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
     port = free_ports(16)
     for number in range(16):
@@ -52,7 +53,7 @@ def test_an_address_of_another_machine_leaves_the_unix_socket(launch: Any, tmp_p
 
 
 def test_without_unix_sockets_the_server_has_its_port_and_the_ranks_get_its_address(
-    launch: Any, report: Any, engine: OffloadEngine, eventually: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    launch: Any, report: Any, engine: OffloadEngine, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """There is no place for them."""
     (tmp_path / f"kvstow-{os.geteuid()}").write_text("")
@@ -68,9 +69,7 @@ def test_without_unix_sockets_the_server_has_its_port_and_the_ranks_get_its_addr
     assert engine.readiness().usable_slots == engine.config.capacity_slots
 
 
-def test_without_any_socket_the_host_continues(
-    make: Any, taken: Any, eventually: Any, tmp_path: Path, engine: OffloadEngine
-) -> None:
+def test_without_any_socket_the_host_continues(make: Any, taken: Any, tmp_path: Path, engine: OffloadEngine) -> None:
     (tmp_path / f"kvstow-{os.geteuid()}").write_text("")
     port = free_ports(16)
     for number in range(16):

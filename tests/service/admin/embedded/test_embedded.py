@@ -17,6 +17,7 @@ from tests.service.admin.embedded.conftest import (
     over,
     uds_of,
 )
+from tests.service.waiting import eventually
 
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
@@ -80,9 +81,7 @@ def test_the_server_reports_its_addresses_and_versions(
             assert info["build"]["vllm"] == "0.32.0"
 
 
-def test_the_ranks_need_no_tcp_and_no_token_of_the_file(
-    launch: Any, report: Any, eventually: Any, tmp_path: Path
-) -> None:
+def test_the_ranks_need_no_tcp_and_no_token_of_the_file(launch: Any, report: Any, tmp_path: Path) -> None:
     """The server listens where agents do not look. People need the file's token there, and none on the Unix socket."""
     token = tmp_path / "token"
     token.write_text("of-people")
@@ -106,7 +105,6 @@ def test_the_ranks_need_no_tcp_and_no_token_of_the_file(
 def test_a_server_that_cannot_be_built_does_not_reach_the_host(
     make: Any,
     monkeypatch: pytest.MonkeyPatch,
-    eventually: Any,
     engine: OffloadEngine,
     caplog: pytest.LogCaptureFixture,
     report: Any,
@@ -127,7 +125,7 @@ def test_a_server_that_cannot_be_built_does_not_reach_the_host(
 
 
 def test_a_server_that_does_not_start_is_logged_once(
-    make: Any, monkeypatch: pytest.MonkeyPatch, eventually: Any, engine: OffloadEngine, caplog: pytest.LogCaptureFixture
+    make: Any, monkeypatch: pytest.MonkeyPatch, engine: OffloadEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def broken(scope: Any, receive: Any, send: Any) -> None:
         await receive()
@@ -146,7 +144,6 @@ def test_a_server_that_dies_is_noticed_and_its_sockets_are_closed(
     launch: Any,
     report: Any,
     monkeypatch: pytest.MonkeyPatch,
-    eventually: Any,
     engine: OffloadEngine,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -224,9 +221,7 @@ def assert_nothing_is_left(admin: EmbeddedAdmin, folder: Path) -> None:
     assert [thread.name for thread in threading.enumerate() if thread.name.startswith("kvstow")] == []
 
 
-def test_two_engines_in_one_process_have_separate_servers(
-    launch: Any, report: Any, eventually: Any, engine: OffloadEngine
-) -> None:
+def test_two_engines_in_one_process_have_separate_servers(launch: Any, report: Any, engine: OffloadEngine) -> None:
     other = OffloadEngine(EngineConfig(slot_bytes=SLOT, capacity_slots=CAPACITY))
     port = free_ports(16)
     first = launch(AdminOptions(port=port), identity="e_dp0")

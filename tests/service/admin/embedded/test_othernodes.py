@@ -12,6 +12,7 @@ import httpx
 import pytest
 import trustme
 from tests.service.admin.embedded.conftest import CAPACITY, PinnedRank
+from tests.service.waiting import eventually
 
 from kvstow.attach.calls import Report
 from kvstow.control.engine import OffloadEngine
@@ -29,7 +30,7 @@ def on_another_node() -> None:
 
 
 def test_ranks_on_other_nodes_trust_the_servers_certificate(
-    launch: Any, tmp_path: Path, stack: ExitStack, engine: OffloadEngine, eventually: Any
+    launch: Any, tmp_path: Path, stack: ExitStack, engine: OffloadEngine
 ) -> None:
     authority = trustme.CA()
     authority.issue_cert("another.name").private_key_and_cert_chain_pem.write_to_path(str(tmp_path / "server.pem"))
@@ -55,9 +56,7 @@ def test_ranks_on_other_nodes_trust_the_servers_certificate(
     eventually(lambda: engine.stats().pool.usable_slots == CAPACITY, "the report over TLS")
 
 
-def test_ranks_on_other_nodes_learn_of_a_renewed_certificate(
-    launch: Any, tmp_path: Path, stack: ExitStack, eventually: Any
-) -> None:
+def test_ranks_on_other_nodes_learn_of_a_renewed_certificate(launch: Any, tmp_path: Path, stack: ExitStack) -> None:
     path, token = tmp_path / "server.pem", tmp_path / "token"
     token.write_text("of-people")
 

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 from tests.doubles.fakes import FakeClock
 from tests.service.node.keepers import ask, listing_of, look
+from tests.service.waiting import eventually
 
 from kvstow.errors import KeeperBusyError, KeeperError
 from kvstow_service.node.survival.keeper import (
@@ -244,13 +245,6 @@ def test_a_service_whose_death_nothing_tells_of_is_refused(
         connect(folder)
 
 
-def test_anybody_of_its_uid_may_look(client: KeeperClient, folder: Path) -> None:
-    put(client, "extent-1", b"one")
-    listing = look(folder)
-    assert listing.labels == {"extent-1"}
-    assert (listing.pid, listing.seconds_left) == (os.getpid(), None)
-
-
 def test_who_only_looks_may_do_nothing_else(client: KeeperClient, folder: Path) -> None:
     put(client, "extent-1", b"one")
     viewer = KeeperClient(folder)
@@ -274,9 +268,7 @@ def step_until(keeper: Keeper, condition: Callable[[], object]) -> None:
     pytest.fail("the keeper has not come to it")
 
 
-def test_it_ends_a_while_after_its_last_service(
-    running: Running, folder: Path, clock: FakeClock, eventually: Any
-) -> None:
+def test_it_ends_a_while_after_its_last_service(running: Running, folder: Path, clock: FakeClock) -> None:
     client = connect(folder)
     clock.advance(10 * KEEP_TIMEOUT)
     assert listing_of(client).seconds_left is None, "there is a service"
@@ -286,13 +278,6 @@ def test_it_ends_a_while_after_its_last_service(
     assert look(folder).seconds_left == 1
     clock.advance(1)
     eventually(lambda: running.keeper.ended == "timeout")
-
-
-def test_it_ends_when_no_service_ever_comes(running: Running, clock: FakeClock) -> None:
-    running.stop()
-    assert running.keeper.step(0)
-    clock.advance(KEEP_TIMEOUT)
-    assert not running.keeper.step(0)
 
 
 def test_who_looks_does_not_keep_it_alive(running: Running, folder: Path, clock: FakeClock) -> None:
@@ -324,7 +309,7 @@ def staying(folder: Path, clock: FakeClock) -> Iterator[Running]:
 
 
 def test_a_keeper_that_stays_lets_go_a_while_after_its_last_service(
-    staying: Running, folder: Path, clock: FakeClock, eventually: Any
+    staying: Running, folder: Path, clock: FakeClock
 ) -> None:
     client = connect(folder)
     put(client, "extent-1", b"one")

@@ -17,6 +17,7 @@ import pytest
 from tests.doubles.fakes import FakeClock
 from tests.service.node.conftest import NAMESPACE, POOL, WORKER
 from tests.service.node.keepers import end_keeper, kinds_held, look, lose_at_the_keeper
+from tests.service.waiting import eventually
 
 from kvstow.attach.channel import MAX_HELLO_BYTES
 from kvstow.attach.hello import digest_of
@@ -265,7 +266,7 @@ def test_what_a_keeper_has_is_void_once_the_service_has_parted_from_it(
 
 
 def test_a_service_comes_back_to_a_keeper_that_has_stalled(
-    start: Start, stopped: Stopped, folder: Path, eventually: Any, monkeypatch: pytest.MonkeyPatch
+    start: Start, stopped: Stopped, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     service = start()
     service.begin()
@@ -286,7 +287,7 @@ def test_a_service_comes_back_to_a_keeper_that_has_stalled(
 
 
 def test_a_keeper_that_hangs_is_told_and_loses_nothing_once_it_goes_on(
-    start: Start, stopped: Stopped, folder: Path, eventually: Any, monkeypatch: pytest.MonkeyPatch
+    start: Start, stopped: Stopped, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing else asks it anything while the memory stays as it is."""
     service = start()
@@ -309,7 +310,7 @@ def test_a_keeper_that_hangs_is_told_and_loses_nothing_once_it_goes_on(
 
 
 def test_a_service_starts_cold_beside_a_keeper_that_does_not_answer_and_joins_it_later(
-    start: Start, stopped: Stopped, folder: Path, eventually: Any, monkeypatch: pytest.MonkeyPatch
+    start: Start, stopped: Stopped, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = start()
     first.begin()
@@ -481,7 +482,6 @@ def test_a_service_uses_the_keeper_that_others_start_and_starts_none(
     start: Start,
     folder: Path,
     start_elsewhere: Callable[[], subprocess.Popen[bytes]],
-    eventually: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     service = start(None, wait_seconds=0.05)
