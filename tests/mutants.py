@@ -1668,8 +1668,7 @@ MUTANTS = [
         "engine/kvstow/layeredloads.py",
         "holds = [self._hold(_end([op])) for op in ops]",
         "holds = [self._hold(0) for _ in ops]",
-        "tests/service/node/test_attachedworker.py"
-        "::test_an_extent_that_is_revoked_under_a_load_by_layer_stays_until_the_load_has_been_read",
+        "tests/service/node/test_attachedworker.py::test_an_extent_that_is_revoked_stays_until_its_copies_have_ended",
     ),
     Mutant(
         "a_session_is_settled_while_a_step_needs_it",

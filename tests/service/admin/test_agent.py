@@ -365,7 +365,7 @@ def test_an_agent_that_was_never_started_can_be_stopped(rank: FakeRank) -> None:
 
 
 def test_the_agent_waits_silently_for_a_late_engine(
-    make_engine: Any, rank: FakeRank, start: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    make_engine: Any, rank: FakeRank, start: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     agent = start()
     eventually(lambda: rank.looks >= 2, "two searches")

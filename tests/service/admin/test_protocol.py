@@ -499,7 +499,7 @@ class _Exhausted(socket.socket):
 
 
 def test_the_server_recovers_when_descriptors_are_free_again(
-    serving: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(constants, "ACCEPT_RETRY_DELAY", 0.01)
     plain = AdminSockets(TcpAddress.resolve("127.0.0.1", 0))

@@ -234,7 +234,7 @@ def test_processes_of_other_users_may_not_report(
     assert engine.readiness().ranks[0].boot_id is None
 
 
-def test_connections_have_a_bound(connect: Any, engine: OffloadEngine, caplog: pytest.LogCaptureFixture) -> None:
+def test_connections_have_a_bound(connect: Any, caplog: pytest.LogCaptureFixture) -> None:
     """One for each rank, and 64 more, because a rank that restarts may have two for a moment."""
     first, second, *_ = ranks = [connect(0), connect(1), *(connect() for _ in range(64))]
     for rank in ranks:
@@ -251,9 +251,7 @@ def test_connections_have_a_bound(connect: Any, engine: OffloadEngine, caplog: p
     assert again.desired()[1] == 7
 
 
-def test_a_rank_that_reads_nothing_is_dropped_and_the_others_are_told(
-    connect: Any, engine: OffloadEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_that_reads_nothing_is_dropped_and_the_others_are_told(connect: Any, engine: OffloadEngine) -> None:
     deaf, other = connect(0), connect(1)
     for rank in (deaf, other):
         rank.send()

@@ -266,7 +266,7 @@ def engine_process(child_environ: dict[str, str]) -> Iterator[EngineProcess]:
     started: list[subprocess.Popen[str]] = []
 
     def start(socket: Path, count: int) -> subprocess.Popen[str]:
-        command = [sys.executable, rawengine.__file__, str(socket), str(count), "0"]
+        command = [sys.executable, rawengine.__file__, str(socket), str(count)]
         started.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=child_environ))
         stdout = started[-1].stdout
         assert stdout is not None

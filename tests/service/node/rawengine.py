@@ -1,6 +1,6 @@
 """An engine over bare connections to a real `Node`: scheduler half and workers in the test's own thread.
 
-Run as a program it attaches, stores and waits to be killed: `python rawengine.py PATH NUM_KEYS FIRST_KEY`.
+Run as a program it attaches, stores and waits to be killed: `python rawengine.py PATH NUM_KEYS`.
 """
 
 from __future__ import annotations
@@ -289,10 +289,10 @@ class RawEngine:
 
 
 def main() -> None:
-    path, count, first = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    path, count = Path(sys.argv[1]), int(sys.argv[2])
     engine = RawEngine(path, replace(HELLO, pid=os.getpid()))
-    engine.store_all([key_of(number) for number in range(first, first + count)])
-    engine.begin_store([key_of(10**6 + first)])
+    engine.store_all([key_of(number) for number in range(count)])
+    engine.begin_store([key_of(10**6)])
     print("stored", flush=True)
     while True:
         engine.step()

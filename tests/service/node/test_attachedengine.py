@@ -120,7 +120,7 @@ def test_a_request_may_have_any_name(engine: Engine, name: str) -> None:
     assert engine.num_sessions == 1
 
 
-def test_a_store_says_what_became_of_each_key(engine: Engine, node: Node) -> None:
+def test_a_store_says_what_became_of_each_key(engine: Engine) -> None:
     engine.store_blocks(KEYS[:2])
     answer = engine.begin_store(KEYS[:4], [10, 11, 12, 13])
     assert engine.wait(answer, seconds=DEADLINE_SECONDS)

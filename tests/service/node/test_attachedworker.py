@@ -201,20 +201,25 @@ def test_a_worker_says_what_it_has_registered_and_applies_what_it_is_told(rank: 
     wait_until(lambda: rank.plane.applied.capacity_slots == 7)
 
 
-def test_an_extent_that_is_revoked_under_a_load_by_layer_stays_until_the_load_has_been_read(
-    rank: Rank, service: Service, node: Node
+@pytest.mark.parametrize("by_layer", [False, True])
+def test_an_extent_that_is_revoked_stays_until_its_copies_have_ended(
+    rank: Rank, service: Service, node: Node, by_layer: bool
 ) -> None:
-    load = unique_id(1, 5)
-    assert rank.load_by_layer(load, EXTENT_SLOTS + 3) is not None
+    op = unique_id(1, 5)
+    if by_layer:
+        assert rank.load_by_layer(op, EXTENT_SLOTS + 3) is not None
+        ticket = rank.layers.ticket
+    else:
+        ticket = rank.device.ticket(rank.submit(op, EXTENT_SLOTS + 3))
     service.revoke(2)
     wait_until(lambda: service.registered()[2] == 0)
     wait_until(lambda: rests(rank.pool))
     assert not node.events("released")
     assert rank.registrar.locked_bytes > 2 * MIB
-    rank.layers.ticket.finish()
+    ticket.finish()
     node.wait_for_event("released")
     assert rank.registrar.locked_bytes == 2 * MIB
-    wait_until(lambda: rank.ended(load) == "done")
+    wait_until(lambda: rank.ended(op) == "done")
 
 
 def test_what_is_revoked_while_the_service_closes_is_let_go_of_although_sending_fails_first(
@@ -244,7 +249,7 @@ def test_what_is_revoked_while_the_service_closes_is_let_go_of_although_sending_
 
 
 def test_a_worker_joins_the_next_session_when_its_copies_have_ended_and_says_that_they_have(
-    node: Node, engine: AttachedEngine, rank: Rank, service: Service
+    node: Node, engine: AttachedEngine, rank: Rank
 ) -> None:
     assert engine.ticket is not None
     first = engine.ticket
@@ -305,7 +310,7 @@ def test_only_the_newest_ticket_counts(engine: AttachedEngine, rank: Rank, node:
 
 
 def test_an_error_in_the_worker_is_counted_and_ends_its_session_only(
-    engine: AttachedEngine, rank: Rank, node: Node, service: Service, caplog: pytest.LogCaptureFixture
+    engine: AttachedEngine, rank: Rank, service: Service, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(extent_ids: Sequence[int]) -> None:
         raise RuntimeError("injected")
@@ -483,7 +488,7 @@ def test_workers_that_close_one_after_the_other_and_then_their_engine_are_no_fau
 
 
 def test_a_copy_that_hangs_keeps_the_memory_and_nothing_is_said(
-    engine: AttachedEngine, rank: Rank, node: Node, monkeypatch: pytest.MonkeyPatch
+    rank: Rank, node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     close = rank.plane.close
     monkeypatch.setattr(rank.plane, "close", lambda timeout: False)

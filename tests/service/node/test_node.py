@@ -53,7 +53,7 @@ def make_node(tmp_path: Path) -> Iterator[MakeNode]:
 
 
 def test_no_session_is_detached_while_the_node_takes_up_what_an_earlier_one_has_left(
-    make_node: MakeNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[str] = []
 

@@ -178,9 +178,7 @@ def test_a_session_keeps_no_identities_of_its_own(bench: HostBench) -> None:
 
 
 @pytest.mark.parametrize("end", [Engine.end, lambda engine: engine.session.release_leases(LEASES)])
-def test_many_slots_are_freed_by_the_thread_of_the_memory(
-    bench: HostBench, monkeypatch: pytest.MonkeyPatch, end: Callable[[Engine], object]
-) -> None:
+def test_many_slots_are_freed_by_the_thread_of_the_memory(bench: HostBench, end: Callable[[Engine], object]) -> None:
     """While the attach server's thread answers others, and one slice between two actions of its own."""
     engine = bench.start(ONE_RANK)
     engine.store(*range(8))

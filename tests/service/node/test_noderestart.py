@@ -285,9 +285,7 @@ def test_a_service_that_stops_has_its_memory_back(
     eventually(lambda: not engine.has_memory_besides())
 
 
-def test_no_service_comes_within_the_timeout_of_the_keeper(
-    socket: Path, state: Path, child_environ: dict[str, str], start_node: StartNode
-) -> None:
+def test_no_service_comes_within_the_timeout_of_the_keeper(state: Path, start_node: StartNode) -> None:
     node = start_node(8, "timeout=0.5")
     keeper = look(state).pid
     pidfd = os.pidfd_open(keeper)

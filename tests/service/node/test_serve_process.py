@@ -206,7 +206,7 @@ def refusals(client: httpx.Client) -> int:
 
 
 def test_a_second_service_on_the_socket_is_refused_and_the_first_goes_on(
-    start: Start, child_environ: dict[str, str], tmp_path: Path
+    start: Start, child_environ: dict[str, str]
 ) -> None:
     first = start(*SLOW)
     command = [sys.executable, "-m", "kvstow_service", "serve", "--port=0", f"--attach-socket={first.attach}", *SLOW]

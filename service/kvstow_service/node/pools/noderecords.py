@@ -29,7 +29,7 @@ from kvstow_service.node.survival.roster import (
     worker_label,
 )
 
-WAIT_SECONDS = 5.0
+_WAIT_SECONDS = 5.0
 """How long a start waits for a keeper, and for the end of the previous service's process."""
 _LEAST_SECONDS, _PAUSE_SECONDS = 1.0, 0.01
 """The least time that a start gives a keeper to answer a hello, and the pause between two attempts."""
@@ -62,7 +62,7 @@ class NodeRecords:
         keep_timeout: float | None,
         most_bytes: int,
         *,
-        wait_seconds: float = WAIT_SECONDS,
+        wait_seconds: float = _WAIT_SECONDS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`most_bytes` is the most memory that a pool can ever have. If `keep_timeout` is None, this service does not

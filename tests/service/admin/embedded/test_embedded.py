@@ -67,9 +67,7 @@ def test_the_switch_interval_is_short_while_the_server_is_made(launch: Any, monk
     assert sys.getswitchinterval() == usual
 
 
-def test_the_server_reports_its_addresses_and_versions(
-    launch: Any, caplog: pytest.LogCaptureFixture, tmp_path: Path
-) -> None:
+def test_the_server_reports_its_addresses_and_versions(launch: Any, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "kvstow.admin")
     admin = launch(settings={"cpu_bytes_to_use": 1}, build={"vllm": "0.32.0"})
     tcp, uds = admin.addresses
@@ -141,11 +139,7 @@ def test_a_server_that_does_not_start_is_logged_once(
 
 
 def test_a_server_that_dies_is_noticed_and_its_sockets_are_closed(
-    launch: Any,
-    report: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    engine: OffloadEngine,
-    caplog: pytest.LogCaptureFixture,
+    launch: Any, report: Any, monkeypatch: pytest.MonkeyPatch, engine: OffloadEngine
 ) -> None:
     dying = threading.Event()
 

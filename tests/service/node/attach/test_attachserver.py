@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import resource
 import select
 import socket
 import struct
@@ -47,7 +48,7 @@ from kvstow.attach.wire import MOST_STORED, Kind, Message
 from kvstow.descriptions import DescribedBlocks
 from kvstow.errors import AttachRefusedError, CallFailedError, DisconnectedError
 from kvstow.messages import Completion, RankReport
-from kvstow_service.node.attach.clients import REASONS
+from kvstow_service.node.attach.clients import REASONS, client_limit
 
 KEYS = [bytes([number]) * 34 for number in range(8)]
 
@@ -195,6 +196,11 @@ def test_one_user_leaves_places_for_others(make_node: MakeNode) -> None:
         node.process(uid=uid)
         refusal = refusal_by(node, node.connection(HELLO))
         assert refusal.startswith(f"too_many_clients: processes of uid {uid} have as many")
+
+
+def test_an_eighth_of_the_descriptors_is_for_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda what: (256, 256))
+    assert client_limit() == 32
 
 
 # -- faults of the host ------------------------------------------------------------------------------------------

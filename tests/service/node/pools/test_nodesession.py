@@ -70,7 +70,7 @@ def test_the_first_lookup_waits_until_what_it_has_found_is_registered(successor:
     assert isinstance(answer, Found)
 
 
-def test_a_lookup_of_a_whole_prompt_waits_as_well(successor: Engine, bench: HostBench) -> None:
+def test_a_lookup_of_a_whole_prompt_waits_as_well(successor: Engine) -> None:
     later: list[Message] = []
     answer = successor.session.lookup(LookupPrompt(KEYS), lambda call: later.append(call()))
     assert isinstance(answer, Pending)

@@ -246,9 +246,7 @@ def in_a_process_that_ends(act: Callable[[], object]) -> None:
     assert os.waitpid(child, 0)[1] == 0
 
 
-def test_what_a_keeper_has_is_void_once_the_service_has_parted_from_it(
-    start: Start, folder: Path, stopped: Stopped
-) -> None:
+def test_what_a_keeper_has_is_void_once_the_service_has_parted_from_it(start: Start, stopped: Stopped) -> None:
     """It stalls, the service changes its memory, and ends before the keeper goes on."""
 
     def act() -> None:
@@ -265,9 +263,7 @@ def test_what_a_keeper_has_is_void_once_the_service_has_parted_from_it(
     assert len(after.found.given_up) == 4
 
 
-def test_a_service_comes_back_to_a_keeper_that_has_stalled(
-    start: Start, stopped: Stopped, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_service_comes_back_to_a_keeper_that_has_stalled(start: Start, stopped: Stopped) -> None:
     service = start()
     service.begin()
     go_on = stopped()
@@ -287,7 +283,7 @@ def test_a_service_comes_back_to_a_keeper_that_has_stalled(
 
 
 def test_a_keeper_that_hangs_is_told_and_loses_nothing_once_it_goes_on(
-    start: Start, stopped: Stopped, folder: Path, monkeypatch: pytest.MonkeyPatch
+    start: Start, stopped: Stopped, folder: Path
 ) -> None:
     """Nothing else asks it anything while the memory stays as it is."""
     service = start()
@@ -310,7 +306,7 @@ def test_a_keeper_that_hangs_is_told_and_loses_nothing_once_it_goes_on(
 
 
 def test_a_service_starts_cold_beside_a_keeper_that_does_not_answer_and_joins_it_later(
-    start: Start, stopped: Stopped, folder: Path, monkeypatch: pytest.MonkeyPatch
+    start: Start, stopped: Stopped, folder: Path
 ) -> None:
     first = start()
     first.begin()
@@ -331,7 +327,7 @@ def test_a_service_starts_cold_beside_a_keeper_that_does_not_answer_and_joins_it
     assert kinds_held(folder) == {"extent": 4, "roster": 1}, "nothing of the first one"
 
 
-def test_a_start_that_dies_in_recovery_is_followed_by_a_cold_one(start: Start, folder: Path) -> None:
+def test_a_start_that_dies_in_recovery_is_followed_by_a_cold_one(start: Start) -> None:
     first = start()
     first.begin()
     first.fill()
@@ -346,9 +342,7 @@ def test_a_start_that_dies_in_recovery_is_followed_by_a_cold_one(start: Start, f
     assert len(last.found.given_up) == 4
 
 
-def test_a_service_waits_for_the_process_before_it_and_then_says_so(
-    start: Start, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_service_waits_for_the_process_before_it_and_then_says_so(start: Start, folder: Path) -> None:
     first = start()
     first.begin()
     first.fill()
@@ -449,7 +443,7 @@ def test_the_roster_has_room_for_the_pools_of_some_users() -> None:
 
 
 def test_more_than_the_roster_can_say_is_not_recorded_and_the_service_goes_on(
-    start: Start, folder: Path, monkeypatch: pytest.MonkeyPatch
+    start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvstow_service.node.survival.roster._COPY_BYTES", 500)
 
@@ -479,10 +473,7 @@ def start_elsewhere(folder: Path, child_environ: dict[str, str]) -> Iterator[Cal
 
 
 def test_a_service_uses_the_keeper_that_others_start_and_starts_none(
-    start: Start,
-    folder: Path,
-    start_elsewhere: Callable[[], subprocess.Popen[bytes]],
-    monkeypatch: pytest.MonkeyPatch,
+    start: Start, folder: Path, start_elsewhere: Callable[[], subprocess.Popen[bytes]]
 ) -> None:
     service = start(None, wait_seconds=0.05)
     service.begin()
