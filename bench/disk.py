@@ -169,7 +169,7 @@ class ModelDisk:
         self.written += len(good)
         while len(self._blocks) > self._places:
             self._blocks.popitem(last=False)
-        self._pieces.append(Piece(transfer.op_id, good, transfer.slots[len(good) :], "refused"))
+        self._pieces.append(Piece(transfer.op_id, good, transfer.slots[len(good) :]))
 
     def cancel(self, op_id: int) -> None: ...
 

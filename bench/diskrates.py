@@ -74,7 +74,7 @@ class _Pool:
         with self._changed:
             for piece in pieces:
                 if piece.bad:
-                    raise RuntimeError(f"{len(piece.bad)} blocks were not moved: {piece.fate}")
+                    raise RuntimeError(f"{len(piece.bad)} blocks were not moved")
                 self._left[piece.op_id] -= len(piece.good)
             self._changed.notify_all()
 

@@ -1208,9 +1208,9 @@ MUTANTS = [
     ),
     Mutant(
         "files_of_a_disk_that_are_removed_are_not_missed",
-        "service/kvstow_service/stores/disk/diskchild.py",
-        "if self._file.are_removed():",
-        "if False:",
+        "service/kvstow_service/stores/disk/diskfiles.py",
+        "        if not (os.fstat(self._records).st_nlink",
+        "        if False and not (os.fstat(self._records).st_nlink",
         "tests/service/stores/disk/test_diskstore.py::test_files_that_somebody_removes_are_made_anew",
     ),
     Mutant(
@@ -2354,30 +2354,38 @@ MUTANTS = [
     Mutant(
         "records_count_before_their_data",
         f"{DISK}/blockfile.py",
-        "            self._write_record(place, Record(DIRTY, place.generation))\n            self._files.write_data(",
-        "            self._files.write_data(",
+        "        self._write_record(place, Record(state=DIRTY, generation=place.generation))\n"
+        "        self._files.write_data(",
+        "        self._files.write_data(",
         f"{DISK_TESTS}/test_blockfile.py::test_a_process_that_is_killed_within_a_write_leaves_no_record",
     ),
     Mutant(
         "a_disk_publishes_for_a_service_that_is_gone",
         f"{DISK}/blockfile.py",
-        "            if not is_lent():\n",
-        "            if False:\n",
+        "        if not is_lent():\n",
+        "        if False:\n",
         f"{DISK_TESTS}/test_blockfile.py::test_what_was_read_from_slots_after_the_service_had_ended_is_not_found",
     ),
     Mutant(
         "a_purge_is_answered_before_it_is_synced",
         f"{DISK}/blockfile.py",
-        "Record(DIRTY, place.generation))\n            self._files.sync_records()\n",
-        "Record(DIRTY, place.generation))\n",
+        "generation=place.generation))\n        self._files.sync_records()\n",
+        "generation=place.generation))\n",
         f"{DISK_TESTS}/test_blockfile.py::test_purged_blocks_stay_purged_after_a_power_cut",
     ),
     Mutant(
         "a_chunk_that_moves_keeps_its_bytes",
         f"{DISK}/blockfile.py",
-        "                if not place_bytes:\n                    self._files.zero_data",
-        "                if False:\n                    self._files.zero_data",
+        "        self._zero_chunk(chunk)\n        self._set_chunk(",
+        "        self._set_chunk(",
         f"{DISK_TESTS}/test_blockfile.py::test_a_chunk_that_moves_holds_nothing_of_before",
+    ),
+    Mutant(
+        "a_chunk_that_was_cut_off_comes_back_with_its_records",
+        f"{DISK}/blockfile.py",
+        "entry if chunk < num_chunks else",
+        "entry if True else",
+        f"{DISK_TESTS}/test_blockfile.py::test_a_chunk_that_a_smaller_size_has_cut_off_comes_back_empty",
     ),
     Mutant(
         "places_of_lost_records_count_as_empty",
@@ -2438,15 +2446,15 @@ MUTANTS = [
     Mutant(
         "a_purge_forgets_what_is_being_written",
         f"{DISK}/diskpath.py",
-        "                    job.is_purged = True\n",
-        "                    pass\n",
+        "                job.is_purged, job.purge = True, purge\n",
+        "                job.purge = purge\n",
         f"{DISK_TESTS}/test_diskpath.py::test_a_purge_waits_for_a_write_that_is_under_way_and_undoes_it",
     ),
     Mutant(
         "the_end_of_a_process_undoes_purges",
         f"{DISK}/diskpath.py",
-        "            if job.is_purged and self.places is not None and job.place is not None:",
-        "            if False and self.places is not None and job.place is not None:",
+        "            if job.is_purged:  # its record may be valid\n",
+        "            if False:\n",
         f"{DISK_TESTS}/test_diskpath.py::test_a_process_that_ends_does_not_bring_a_purged_block_back",
     ),
     Mutant(
@@ -2459,16 +2467,16 @@ MUTANTS = [
     Mutant(
         "a_purge_of_a_disk_in_use_is_forgotten",
         f"{DISK}/diskpath.py",
-        "                self._gone.wishes.append(_Wish(",
-        '                if self.state == "starting":\n                    self._gone.wishes.append(_Wish(',
+        "                self._gone.wishes.append(",
+        '                if self.state == "starting":\n                    self._gone.wishes.append(',
         f"{DISK_TESTS}/test_diskpath.py::"
         "test_a_purge_while_another_process_has_the_files_is_answered_and_done_when_it_has_them_no_longer",
     ),
     Mutant(
         "a_purge_waits_for_files_that_cannot_be_opened",
         f"{DISK}/diskpath.py",
-        '        if state not in ("on", "starting"):\n            self._answer_wishes()\n',
-        "",
+        "        self.state, self.reason = state, reason\n        self._answer_purges()\n",
+        "        self.state, self.reason = state, reason\n",
         f"{DISK_TESTS}/test_diskpath.py::"
         "test_a_purge_while_another_process_has_the_files_is_answered_and_done_when_it_has_them_no_longer",
     ),

@@ -13,7 +13,6 @@ from typing import Any, Literal, NamedTuple
 from kvstow.tier.blockstore import (
     BlockTransfer,
     Expectation,
-    Fate,
     PartCounters,
     PartState,
     Piece,
@@ -27,6 +26,9 @@ from kvstow.tier.blockstore import (
 
 Name = tuple[str, bytes]
 """Fingerprint and key."""
+
+
+Fate = Literal["missing", "corrupt", "failed", "refused"]
 
 
 class StoredBlock(NamedTuple):
@@ -253,7 +255,7 @@ class MemoryStoredPool:
 
     def _end_later(self, transfer: BlockTransfer) -> None:
         self._forget_writing(transfer.namespace, transfer.keys)
-        self.calls.append(lambda: self._on_end([Piece(transfer.op_id, (), tuple(transfer.slots), "cancelled")]))
+        self.calls.append(lambda: self._on_end([Piece(transfer.op_id, (), tuple(transfer.slots))]))
 
     def _forget_writing(self, namespace: StoredNamespace, keys: Iterable[bytes]) -> None:
         self._writing.difference_update((namespace.fingerprint, key) for key in keys)
@@ -275,13 +277,8 @@ class MemoryStoredPool:
             if not is_read:
                 self._forget_writing(now.namespace, now.keys)
         good = tuple(slot for slot, fate in zip(now.slots, fates, strict=True) if fate is None)
-        by_fate: dict[Fate, list[int]] = {}
-        for slot, fate in zip(now.slots, fates, strict=True):
-            if fate is not None:
-                by_fate.setdefault(fate, []).append(slot)
-        pieces = [Piece(now.op_id, good)] if good else []
-        pieces += [Piece(now.op_id, (), tuple(slots), fate, f"injected: {fate}") for fate, slots in by_fate.items()]
-        self._on_end(pieces)
+        bad = tuple(slot for slot, fate in zip(now.slots, fates, strict=True) if fate is not None)
+        self._on_end([Piece(now.op_id, good, bad)])
 
     def _read_one(self, name: Name, slot: int) -> Fate | None:
         store, fate = self._store, self._store.fate(name)

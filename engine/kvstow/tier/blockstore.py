@@ -72,22 +72,14 @@ class BlockTransfer(NamedTuple):
     slots: Sequence[int]
 
 
-Fate = Literal["missing", "corrupt", "failed", "refused", "cancelled"]
-"""Why a block was not moved. `missing`: the store no longer has it. `corrupt`: what was found is not what was written
-under this name. `failed`: an error of the device or of the other side. `refused`: no room, queue, share or budget is
-left for this write. `cancelled`: the transfer was cancelled, or the pool has left."""
-
-
 class Piece(NamedTuple):
     """A part of a transfer that has ended, with the slots that come back. `good`: slots whose blocks were read and
     verified, or were written and are found from now on. `bad`: slots whose blocks were not moved; after a read, they
-    hold any bytes. `fate` and `error` say why."""
+    hold any bytes. Why a block was not moved makes no difference for the caller; the counters of parts show it."""
 
     op_id: int
     good: Sequence[int]
     bad: Sequence[int] = ()
-    fate: Fate = "missing"
-    error: str = ""
 
 
 class Expectation(NamedTuple):
@@ -205,7 +197,7 @@ class StoredPool(Protocol):
 
     def write(self, transfer: BlockTransfer) -> None:
         """Write these blocks from their slots. A block that the store has already counts as good. Blocks that it cannot
-        take now end as `refused`."""
+        take now come back as bad."""
 
     def cancel(self, op_id: int) -> None:
         """End the part of a transfer that has not begun. Ignores a transfer that has ended."""
@@ -228,9 +220,10 @@ class StoredPool(Protocol):
         If the extent was not added, this only calls `then`."""
 
     def leave(self, then: Callable[[], object]) -> None:
-        """Leave the store, because the pool ends. Transfers that have not begun end as `cancelled`, and further
-        transfers do so at once. `then` is called when every slot was given back and no process of the store has memory
-        of the pool mapped. The pool's blocks stay in the store. Idempotent: only the first `then` is called."""
+        """Leave the store, because the pool ends. The slots of transfers that have not begun come back as bad, and
+        those of further transfers do so at once. `then` is called when every slot was given back and no process of the
+        store has memory of the pool mapped. The pool's blocks stay in the store. Idempotent: only the first `then` is
+        called."""
 
 
 class BlockStore(Protocol):
@@ -268,4 +261,4 @@ class BlockStore(Protocol):
     def close(self) -> None:
         """Give up transfers that are under way, and end the processes. Waits for them for a bounded time; a process
         that hangs in the kernel is left behind, with its slots and the witness. Idempotent. Later calls do nothing, and
-        later transfers end as `cancelled`."""
+        the slots of later transfers come back as bad."""

@@ -18,55 +18,43 @@ import signal
 import socket
 import sys
 import threading
-from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from queue import SimpleQueue
-from typing import Any, Final, assert_never
 
 from kvstow.memfd import create_memfd
 from kvstow_service.stores.disk.blockfile import BlockFile, BlockPart, boot_id
 from kvstow_service.stores.disk.diskfiles import DiskFiles, PathBusyError, PathError, facts_of, open_folder
-from kvstow_service.stores.disk.diskformat import FormatError
+from kvstow_service.stores.disk.diskformat import FormatError, padded
 from kvstow_service.stores.disk.diskmessages import (
+    THREADS,
     AddExtent,
-    AddNamespace,
-    Assign,
     BlockAt,
+    ChangeFiles,
     CloseFiles,
     DiskSocket,
     Done,
-    MarkDirty,
     MoveBlocks,
     Open,
     Opened,
-    Overwrite,
-    ProbeFiles,
     Problem,
     RemoveExtent,
-    Request,
     Result,
-    Sync,
-    WriteUses,
 )
 
 _log = logging.getLogger("kvstow.disk")
 
-READERS: Final = 8
-WRITERS: Final = 4
-_KEEPERS = 2
-"""How many threads do work that an answer waits for, such as a purge. One more thread does the other work."""
 _FIRST_PAUSE, _PAUSE_SECONDS = 0.1, 5.0
 
 
 class MappedExtents:
     """Memory of the service's pools. An extent that a thread still uses is unmapped when the thread gives it back."""
 
-    def __init__(self) -> None:
+    def __init__(self, alignment: int) -> None:
+        self._alignment = alignment
         self._lock = threading.Lock()
         self._maps: dict[int, mmap.mmap] = {}
-        self._users: Counter[int] = Counter()
         self._leaving: dict[int, Callable[[], object]] = {}
 
     def add(self, extent: int, fd: int, num_bytes: int) -> None:
@@ -74,66 +62,49 @@ class MappedExtents:
         self._maps[extent] = mmap.mmap(fd, num_bytes)
 
     def remove(self, extent: int, then: Callable[[], object]) -> None:
+        """Unmap an extent, and call `then`."""
         with self._lock:
-            if self._users[extent]:
-                self._leaving[extent] = then
-                return
-            self._unmap(extent)
-        then()
+            self._leaving[extent] = then
+        self._unmap()
 
-    def borrow(self, block: BlockAt, alignment: int) -> list[BlockPart]:
-        """Return the parts of a block, which stay mapped until `give_back`. Raises `LookupError` for an extent that is
-        not mapped, or is too small."""
-        found: list[BlockPart] = []
+    def borrow(self, block: BlockAt) -> list[BlockPart]:
+        """Return the parts of a block, which stay mapped until `give_back`."""
         with self._lock:
-            for part in block.parts:
-                end = part.offset + -(-part.num_bytes // alignment) * alignment
-                if part.extent not in self._maps or part.extent in self._leaving or end > len(self._maps[part.extent]):
-                    raise LookupError(f"extent {part.extent} does not have {end} bytes")
-                found.append(BlockPart(memoryview(self._maps[part.extent])[part.offset : end], part.num_bytes))
-            self._users.update(part.extent for part in block.parts)
-        return found
+            return [
+                BlockPart(
+                    memoryview(self._maps[extent])[offset : offset + padded(num_bytes, self._alignment)], num_bytes
+                )
+                for extent, offset, num_bytes in block.parts
+            ]
 
-    def give_back(self, block: BlockAt, parts: Sequence[BlockPart]) -> None:
-        calls: list[Callable[[], object]] = []
+    def give_back(self, parts: Sequence[BlockPart]) -> None:
         for part in parts:
             part.buffer.release()
+        if self._leaving:
+            self._unmap()
+
+    def _unmap(self) -> None:
+        calls: list[Callable[[], object]] = []
         with self._lock:
-            for extent in [part.extent for part in block.parts]:
-                self._users[extent] -= 1
-                if not self._users[extent] and extent in self._leaving:
-                    calls.append(self._leaving.pop(extent))
-                    self._unmap(extent)
+            for extent in list(self._leaving):
+                try:
+                    self._maps[extent].close()
+                except BufferError:  # a thread uses it
+                    continue
+                del self._maps[extent]
+                calls.append(self._leaving.pop(extent))
         for call in calls:
             call()
-
-    def _unmap(self, extent: int) -> None:
-        found = self._maps.pop(extent, None)
-        if found is not None:
-            found.close()
 
 
 class DiskChild:
     def __init__(self, link: DiskSocket, block_file: BlockFile) -> None:
         self._link, self._file = link, block_file
-        self._extents = MappedExtents()
-        self._reads, self._writes = SimpleQueue[Request | None](), SimpleQueue[Request | None]()
-        self._urgent, self._others = SimpleQueue[Request | None](), SimpleQueue[Request | None]()
-        self._threads = [
-            threading.Thread(target=self._work, args=(queue,), daemon=True)
-            for queue, count in (
-                (self._reads, READERS),
-                (self._writes, WRITERS),
-                (self._urgent, _KEEPERS),
-                (self._others, 1),
-            )
-            for _ in range(count)
-        ]
+        self._extents = MappedExtents(block_file.header.alignment)
+        self._threads = {kind: ThreadPoolExecutor(count) for kind, count in THREADS.items()}
 
     def serve(self) -> None:
         """Handle requests until the service closes its end. Then it raises `EOFError`."""
-        for thread in self._threads:
-            thread.start()
         while True:
             request, fds = self._link.receive()
             match request:
@@ -142,91 +113,48 @@ class DiskChild:
                     os.close(fds[0])
                 case RemoveExtent(number, extent):
                     self._extents.remove(extent, lambda number=number: self._link.send(Done(number)))  # type: ignore[misc]
-                case MoveBlocks():
-                    (self._reads if request.direction == "read" else self._writes).put(request)
-                case Overwrite() | Sync() | WriteUses():
-                    self._others.put(request)
                 case CloseFiles():
-                    self._close()
+                    for threads in self._threads.values():
+                        threads.shutdown()
+                    self._file.close()
+                    os._exit(0)
                 case _:
-                    self._urgent.put(request)
+                    self._threads[request.kind].submit(self._answer, request)
 
-    def _close(self) -> None:
-        for queue, count in (
-            (self._reads, READERS),
-            (self._writes, WRITERS),
-            (self._urgent, _KEEPERS),
-            (self._others, 1),
-        ):
-            for _ in range(count):
-                queue.put(None)
-        for thread in self._threads:
-            thread.join()
-        self._file.close()
-        os._exit(0)
-
-    def _work(self, queue: SimpleQueue[Request | None]) -> None:
+    def _answer(self, request: MoveBlocks | ChangeFiles) -> None:
         try:
-            while (request := queue.get()) is not None:
-                self._link.send(self._answer(request))
-        except BaseException:  # noqa: BLE001 - without this thread, the service would wait for an answer
+            self._link.send(self._move(request) if isinstance(request, MoveBlocks) else self._change(request))
+        except BaseException:  # noqa: BLE001 - the service would wait for an answer
             _log.exception("a thread has failed")
             os._exit(1)
 
-    def _answer(self, request: Any) -> Done:
-        if isinstance(request, MoveBlocks):
-            return self._move(request)
+    def _change(self, request: ChangeFiles) -> Done:
         try:
-            self._do(request)
+            request.method(self._file, *request.arguments)
         except OSError as error:
             return Done(request.number, error=str(error))
         return Done(request.number)
-
-    def _do(self, request: Assign | AddNamespace | MarkDirty | Overwrite | WriteUses | Sync | ProbeFiles) -> None:
-        match request:
-            case Assign():
-                self._file.assign(request.assignment)
-            case AddNamespace():
-                self._file.add_namespace(request.row, request.entry)
-            case MarkDirty():
-                self._file.mark_dirty(request.places)
-            case Overwrite():
-                self._file.overwrite(request.places, request.place_bytes)
-            case WriteUses():
-                self._file.write_uses(request.chunk, request.first, request.times)
-            case Sync():
-                self._file.sync()
-                if self._file.are_removed():
-                    _log.error("somebody has removed its files: it begins anew with empty ones")
-                    os._exit(1)  # the service starts another process, which creates files
-            case ProbeFiles():
-                self._file.probe()
-            case _:
-                assert_never(request)
 
     def _move(self, request: MoveBlocks) -> Done:
         """Read or write blocks. The first error of the disk ends this, so the blocks after it are not touched."""
         results: list[Result] = []
         error = ""
         for block in request.blocks:
-            if error:
-                results.append("failed")
-                continue
             try:
-                results.append(self._move_block(request.direction, block))
+                results.append("failed" if error else self._move_block(block, is_read=request.kind == "read"))
             except OSError as found:
                 error = str(found)
                 results.append("failed")
         return Done(request.number, tuple(results), error)
 
-    def _move_block(self, direction: str, block: BlockAt) -> Result:
-        parts = self._extents.borrow(block, self._file.header.alignment)
+    def _move_block(self, block: BlockAt, *, is_read: bool) -> Result:
+        parts = self._extents.borrow(block)
         try:
-            if direction == "read":
+            if is_read:
                 return self._file.read(block.place, block.name, parts)
             return "written" if self._file.write(block.place, block.name, parts, self._is_served) else "failed"
         finally:
-            self._extents.give_back(block, parts)
+            self._extents.give_back(parts)
 
     def _is_served(self) -> bool:
         """Whether the service still lives, so that the slots are still lent to this process. Another service uses no
@@ -271,7 +199,6 @@ def _open_once(link: DiskSocket, opening: Open) -> BlockFile:
     fd = create_memfd("kvstow-disk-records", len(data))
     os.pwrite(fd, data, 0)
     link.send(Opened(len(data), facts.total_bytes), fd)
-    os.close(fd)
     return block_file
 
 

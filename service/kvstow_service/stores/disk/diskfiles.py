@@ -9,7 +9,7 @@ import os
 import stat
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
 from kvstow_service.stores.disk.diskformat import MIN_ALIGNMENT
 
@@ -43,40 +43,14 @@ class PathBusyError(Exception):
     """Another process has the files."""
 
 
-class PathFiles(Protocol):
-    """The data file and the records file of a path. Thread-safe. All calls but the last may wait for the disk, and
-    raise `OSError`. Buffers, offsets and sizes for the data are multiples of the alignment. A call reads or writes all
-    of the bytes, or raises."""
-
-    def read_data(self, buffers: Sequence[memoryview], at: int) -> None: ...
-
-    def write_data(self, buffers: Sequence[memoryview], at: int) -> None: ...
-
-    def zero_data(self, at: int, num_bytes: int) -> None:
-        """Make these bytes zeros for every reader of the file. Their space stays allocated."""
-
-    def read_records(self, at: int, num_bytes: int) -> bytes:
-        """Return these bytes, which are zeros in a hole and behind the end."""
-
-    def write_records(self, at: int, data: bytes) -> None: ...
-
-    def sync(self) -> None:
-        """Let everything that was written before this survive a power cut; first the data, then the records."""
-
-    def are_removed(self) -> bool:
-        """Whether somebody has removed a file. The open ones still work, but a later start would not find them."""
-
-    def sync_records(self) -> None:
-        """Do what `sync` does for the records alone."""
-
-    def resize(self, data_bytes: int, records_bytes: int) -> None:
-        """Give the data file this size, with all space allocated, and the records file at least this size."""
-
-    def close(self) -> None: ...
+class FilesRemovedError(Exception):
+    """Somebody has removed the files. The open ones still work, but a later start would not find them."""
 
 
 class DiskFiles:
-    """The files on a disk; see `PathFiles`. Data bypasses the page cache in both directions."""
+    """The data file and the records file of a path. Thread-safe. All calls may wait for the disk, and raise `OSError`.
+    Data bypasses the page cache in both directions, so buffers, offsets and sizes for it are multiples of the
+    alignment. A call reads or writes all of the bytes, or raises."""
 
     def __init__(self, folder_fd: int) -> None:
         """Opens the files, and creates them if there are none. The caller keeps `folder_fd`. Raises `PathBusyError`,
@@ -92,7 +66,6 @@ class DiskFiles:
         except BaseException:
             os.close(self._records)
             raise
-        self.is_new = os.fstat(self._records).st_size == 0
         self.alignment = alignment_of(self._data)
 
     def read_data(self, buffers: Sequence[memoryview], at: int) -> None:
@@ -102,9 +75,11 @@ class DiskFiles:
         _require_all(os.pwritev(self._data, buffers, at), buffers)
 
     def zero_data(self, at: int, num_bytes: int) -> None:
+        """Make these bytes zeros for every reader of the file. Their space stays allocated."""
         _fallocate(self._data, _ZERO_RANGE | _KEEP_SIZE, at, num_bytes)
 
     def read_records(self, at: int, num_bytes: int) -> bytes:
+        """Return these bytes, which are zeros in a hole and behind the end."""
         data = os.pread(self._records, num_bytes, at)
         return data.ljust(num_bytes, b"\0")
 
@@ -113,16 +88,19 @@ class DiskFiles:
             raise OSError(errno.EIO, "the records file took only a part of what was written")
 
     def sync(self) -> None:
+        """Let everything that was written before this survive a power cut; first the data, then the records. Raises
+        `FilesRemovedError` if nothing would survive the next start."""
         os.fdatasync(self._data)
         os.fdatasync(self._records)
-
-    def are_removed(self) -> bool:
-        return not (os.fstat(self._records).st_nlink and os.fstat(self._data).st_nlink)
+        if not (os.fstat(self._records).st_nlink and os.fstat(self._data).st_nlink):
+            raise FilesRemovedError("somebody has removed its files: it begins anew with empty ones")
 
     def sync_records(self) -> None:
+        """Do what `sync` does for the records alone."""
         os.fdatasync(self._records)
 
     def resize(self, data_bytes: int, records_bytes: int) -> None:
+        """Give the data file this size, with all space allocated, and the records file at least this size."""
         if os.fstat(self._data).st_size > data_bytes:
             os.ftruncate(self._data, data_bytes)
         _fallocate(self._data, 0, 0, data_bytes)

@@ -5,21 +5,26 @@ answered in any order."""
 
 from __future__ import annotations
 
-import array
-import errno
+import os
 import pickle
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from threading import Lock
-from typing import Any, Literal, NamedTuple
+from typing import Any, Concatenate, Final, Literal, NamedTuple
 
-from kvstow_service.stores.disk.diskformat import NamespaceEntry
-from kvstow_service.stores.disk.places import Assignment, BlockName, Place
+from kvstow_service.stores.disk.blockfile import BlockFile
+from kvstow_service.stores.disk.places import BlockName, Place
 
 MAX_MESSAGE_BYTES = 160 << 10  # less than the kernel's send buffer, 208 KiB, which holds a message whole
 MOST_PLACES = 2000
 """The largest number of places in one message."""
 MOST_USES = 32_768
+
+Direction = Literal["read", "write"]
+THREADS: Final = {"read": 8, "write": 4, "awaited": 2, "other": 1}
+"""How many threads of the child process do each kind of work. Others wait for the answers of the `awaited` kind, such
+as those of a purge."""
 
 
 class Open(NamedTuple):
@@ -75,45 +80,17 @@ class BlockAt(NamedTuple):
 
 class MoveBlocks(NamedTuple):
     number: int
-    direction: Literal["read", "write"]
+    kind: Direction
     blocks: tuple[BlockAt, ...]
 
 
-class Assign(NamedTuple):
+class ChangeFiles(NamedTuple):
+    """Call this method of the `BlockFile`."""
+
     number: int
-    assignment: Assignment
-
-
-class AddNamespace(NamedTuple):
-    number: int
-    row: int
-    entry: NamespaceEntry
-
-
-class MarkDirty(NamedTuple):
-    number: int
-    places: tuple[Place, ...]
-
-
-class Overwrite(NamedTuple):
-    number: int
-    places: tuple[Place, ...]
-    place_bytes: int
-
-
-class WriteUses(NamedTuple):
-    number: int
-    chunk: int
-    first: int
-    times: bytes
-
-
-class Sync(NamedTuple):
-    number: int
-
-
-class ProbeFiles(NamedTuple):
-    number: int
+    kind: Literal["awaited", "other"]
+    method: Callable[Concatenate[BlockFile, ...], None]
+    arguments: tuple[Any, ...]
 
 
 class CloseFiles(NamedTuple):
@@ -132,19 +109,7 @@ class Done(NamedTuple):
     error: str = ""
 
 
-Request = (
-    AddExtent
-    | RemoveExtent
-    | MoveBlocks
-    | Assign
-    | AddNamespace
-    | MarkDirty
-    | Overwrite
-    | WriteUses
-    | Sync
-    | ProbeFiles
-    | CloseFiles
-)
+Request = AddExtent | RemoveExtent | MoveBlocks | ChangeFiles | CloseFiles
 
 
 class DiskSocket:
@@ -154,19 +119,16 @@ class DiskSocket:
         self.end = end
         self._lock = Lock()
 
-    def send(self, message: object, fd: int | None = None, *, waits: bool = True) -> bool:
-        """Send a message. Returns False if the other end was closed or, unless it `waits`, if there is no room for the
-        message now."""
+    def send(self, message: object, *fds: int) -> None:
+        """Send a message, and wait until there is room for it. The descriptors are closed. If the other end was closed,
+        the message is lost."""
         data = pickle.dumps(message)
-        fds = [] if fd is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))]
-        with self._lock:
-            try:
-                self.end.sendmsg([data], fds, 0 if waits else socket.MSG_DONTWAIT)
-            except OSError as error:
-                if error.errno in (errno.EPIPE, errno.ECONNRESET, errno.EAGAIN, errno.EBADF, errno.ENOTCONN):
-                    return False
-                raise
-        return True
+        try:
+            with self._lock, suppress(ConnectionError):
+                socket.send_fds(self.end, [data], fds)
+        finally:
+            for fd in fds:
+                os.close(fd)
 
     def receive(self) -> tuple[Any, Sequence[int]]:
         """Receive a message, and its descriptors, which the caller then owns. Raises `EOFError` if the other end was

@@ -10,11 +10,12 @@ import select
 import socket
 import threading
 import time
-from typing import Protocol
+from functools import partial
 
+from kvstow_service.stores.actionthread import ActionThread
 from kvstow_service.stores.childprocess import IsolatedProcess, pause_after
-from kvstow_service.stores.disk.blockfile import FoundFiles
 from kvstow_service.stores.disk.diskmessages import CloseFiles, DiskSocket, Done, Open, Opened, Problem, Request
+from kvstow_service.stores.disk.diskpath import DiskPath
 
 logger = logging.getLogger("kvstow.disk")
 
@@ -23,33 +24,14 @@ _TICK_SECONDS = 0.5
 _KILL_SECONDS = 2.0
 
 
-class PathUser(Protocol):
-    """What the channel reports to. Its thread makes all calls."""
-
-    def opened(self, found: FoundFiles, file_system_bytes: int) -> None:
-        """The files are open. Requests may be sent from now on."""
-
-    def has_problem(self, problem: Problem) -> None:
-        """The files cannot be opened now."""
-
-    def done(self, answer: Done) -> None: ...
-
-    def ended(self, reason: str) -> None:
-        """The process has ended, so it does not touch the memory that it was lent any more. Another one is started."""
-
-    def tick(self) -> None:
-        """Twice a second."""
-
-
 class PathChannel:
-    """Starts a child process, and another one when it has ended. `send` and `close` may be called by any thread."""
+    """Starts a child process, and another one when it has ended. Reports to the path with the store's lock held."""
 
-    def __init__(self, opening: Open, user: PathUser, witness: int) -> None:
-        self._opening, self._user, self._witness = opening, user, witness
+    def __init__(self, opening: Open, path: DiskPath, lock: threading.Lock, witness: int) -> None:
+        self._opening, self._path, self._lock, self._witness = opening, path, lock, witness
+        self._sender = ActionThread("kvstow-disk-sender")
         self._link: DiskSocket | None = None
         self._child: IsolatedProcess | None = None
-        self._unsent: list[tuple[Request, int | None]] = []
-        self._lock = threading.Lock()
         self._closing = threading.Event()
         self._seconds_to_close = 0.0
         self._starts_without_success = 0
@@ -61,23 +43,14 @@ class PathChannel:
         child = self._child
         return None if child is None else child.pid
 
-    def send(self, request: Request, fd: int | None = None) -> None:
-        """Send a request, without waiting. The caller keeps `fd`. Requests that the process does not get before its end
-        are lost."""
-        with self._lock:
-            if self._link is None:
-                return
-            if not self._unsent and self._link.send(request, fd, waits=False):
-                return
-            self._unsent.append((request, None if fd is None else os.dup(fd)))
-
     def close(self, seconds: float) -> None:
         """End the process, which has `seconds` to sync everything. After that it is killed, and left behind if the
         kernel does not let it end. Idempotent."""
         self._seconds_to_close = seconds
         self._closing.set()
-        self.send(CloseFiles())
+        self._sender.do(self._close_files)
         self._thread.join()
+        self._sender.close()
 
     def _run(self) -> None:
         while not self._closing.is_set():
@@ -90,7 +63,8 @@ class PathChannel:
             if reason is None:
                 return
             try:
-                self._user.ended(reason)
+                with self._lock:
+                    self._path.ended(reason)
             except Exception:
                 logger.exception("the disk %s: unexpected error", self._opening.path)
             self._closing.wait(pause_after(self._starts_without_success))
@@ -106,22 +80,15 @@ class PathChannel:
             return f"no process can be started: {error}"
         finally:
             theirs.close()
-        link = DiskSocket(ours)
-        link.send(self._opening)
-        with self._lock:
-            self._link, self._child = link, child
+        self._child, self._link = child, (link := DiskSocket(ours))
+        self._send(link, self._opening)
         try:
             self._listen(link)
         except EOFError:
             pass
         finally:
-            with self._lock:
-                self._link = None
-                unsent, self._unsent = self._unsent, []
-            for _, fd in unsent:
-                if fd is not None:
-                    os.close(fd)
-            ours.close()
+            ours.shutdown(socket.SHUT_RDWR)  # nothing waits any more to send
+            self._sender.do(partial(self._close_link, link))
             self._end(child)
         if not child.has_ended():
             return None
@@ -138,41 +105,49 @@ class PathChannel:
 
     def _listen(self, link: DiskSocket) -> None:
         poll = select.poll()
+        poll.register(link.end, select.POLLIN)
         next_tick, closes_at = time.monotonic() + _TICK_SECONDS, None
         while True:
-            events = select.POLLIN | (select.POLLOUT if self._unsent else 0)
-            poll.register(link.end, events)
-            ready = poll.poll(max(0.0, next_tick - time.monotonic()) * 1000)
-            if ready and ready[0][1] & select.POLLOUT:
-                self._flush(link)
-            if ready and ready[0][1] & ~select.POLLOUT:
+            if poll.poll(max(0.0, next_tick - time.monotonic()) * 1000):
                 self._take(link)
             now = time.monotonic()
             if now >= next_tick:
                 next_tick = now + _TICK_SECONDS
-                self._user.tick()
+                with self._lock:
+                    self._path.tick()
             if self._closing.is_set():
                 closes_at = closes_at or now + self._seconds_to_close
                 if now >= closes_at:
                     return
-
-    def _flush(self, link: DiskSocket) -> None:
-        with self._lock:
-            while self._unsent and link.send(*self._unsent[0], waits=False):
-                _, fd = self._unsent.pop(0)
-                if fd is not None:
-                    os.close(fd)
 
     def _take(self, link: DiskSocket) -> None:
         message, fds = link.receive()
         match message:
             case Done():
                 self._starts_without_success = 0
-                self._user.done(message)
+                with self._lock:
+                    self._path.done(message)
             case Opened(num_bytes, file_system_bytes):
                 with mmap.mmap(fds[0], num_bytes) as mapped:
                     found = pickle.loads(mapped)
                 os.close(fds[0])
-                self._user.opened(found, file_system_bytes)
-            case Problem():
-                self._user.has_problem(message)
+                with self._lock:
+                    self._path.opened(found, file_system_bytes, partial(self._send, link))
+            case Problem(state, reason):
+                with self._lock:
+                    self._path.set_state(state, reason)
+
+    # -- the thread that sends: it waits for the process if need be -------------------------------------------
+
+    def _send(self, link: DiskSocket, request: Open | Request, *fds: int) -> None:
+        """Send a request later. The caller keeps the descriptors."""
+        self._sender.do(partial(link.send, request, *map(os.dup, fds)))
+
+    def _close_files(self) -> None:
+        if self._link is not None:
+            self._link.send(CloseFiles())
+
+    def _close_link(self, link: DiskSocket) -> None:
+        link.end.close()
+        if self._link is link:
+            self._link = None

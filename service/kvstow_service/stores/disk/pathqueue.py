@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from itertools import count
+from typing import NamedTuple
 
-from kvstow_service.stores.disk.diskchild import READERS, WRITERS
-from kvstow_service.stores.disk.places import PlaceKind
-
-Direction = Literal["read", "write"]
+from kvstow_service.stores.disk.diskformat import PlaceKind
+from kvstow_service.stores.disk.diskmessages import THREADS, Direction, Done, PartAt
+from kvstow_service.stores.disk.places import BlockName
 
 _BATCH_BYTES, _BATCH_BLOCKS = 4 << 20, 16
 """How many bytes and blocks one thread of the child reads or writes at a time."""
@@ -18,64 +18,60 @@ _RATE_SECONDS = 4.0
 """A rate covers about this many of the last seconds with work."""
 
 
-class NamespaceName(NamedTuple):
-    """A namespace as a store knows it. `fingerprint` and `identity` are digests of the texts that name the namespace
-    and the layout of its pool. `label`: its name for people."""
-
-    fingerprint: bytes
-    identity: bytes
-    owner: str
-    label: str
-
-
-class PurgeTicket:
-    """Calls `then` when all paths have done their part. Used with the store's lock held."""
+class Outstanding:
+    """Calls `then` once nobody has anything left to do for it. Used with the store's lock held."""
 
     def __init__(self, then: Callable[[], object]) -> None:
         self._then = then
-        self._left = 1
+        self._left = Counter[object]()
 
-    def add(self) -> None:
-        self._left += 1
+    def add(self, who: object) -> None:
+        self._left[who] += 1
 
-    def done(self) -> None:
-        self._left -= 1
-        if not self._left:
-            self._then()
+    def done(self, who: object) -> None:
+        """Note that somebody has done one thing. Those that have given up have nothing left to do."""
+        if self._left[who]:
+            self._left[who] -= 1
+            self._end()
+
+    def give_up(self, who: object) -> None:
+        """Wait for this one no longer."""
+        if self._left.pop(who, 0):
+            self._end()
+
+    def _end(self) -> None:
+        if not self._left.total():
+            then, self._then = self._then, lambda: None
+            then()
 
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """One block of a transfer. `place`: the place of the block; None for a write that has not begun. `is_over`: whether
-    its slot was given back, or is about to be. `is_purged`: whether this is a write whose block must not be found.
-    `ticket`: the purge that waits for it. `is_counted`: whether it is counted among the blocks that are being
-    written."""
+    """One block of a transfer. `parts`: its slot on each rank. `place`: the place of the block, which a write
+    gets when it begins. `is_over`: whether its slot was given back, or is about to be. `is_purged`: whether this is a
+    write whose block must not be found. `purge`: the purge that waits for it."""
 
     op_id: int
-    is_read: bool
-    name: NamespaceName
+    direction: Direction
+    name: BlockName
     key: bytes
-    digest: bytes
-    slot: int
     kind: PlaceKind
-    place: int | None = None
+    slot: int
+    parts: tuple[PartAt, ...]
+    place: int = -1
     is_over: bool = False
     has_begun: bool = False
-    is_counted: bool = False
     is_purged: bool = False
-    ticket: PurgeTicket | None = None
+    purge: Outstanding | None = None
 
 
-@dataclass(slots=True)
-class UnderWay:
-    """A request that the child has. `jobs`: the jobs of a transfer; empty for any other request. For such a request,
-    `then` is called when it was done, or `or_else` if it has failed."""
+class UnderWay(NamedTuple):
+    """A request that the child has. `jobs`: the jobs of a transfer; empty for any other request. `take`: takes the
+    answer."""
 
     began: float
-    num_bytes: int
     jobs: tuple[Job, ...]
-    then: Callable[[], None] = lambda: None
-    or_else: Callable[[], None] = lambda: None
+    take: Callable[[Done, UnderWay], None]
 
 
 class BusyRate:
@@ -174,9 +170,13 @@ class PathQueue:
     """Reads go first: a write begins only while no read waits. Not locked."""
 
     def __init__(self) -> None:
-        self.lanes: dict[Direction, JobLane] = {"read": JobLane(READERS), "write": JobLane(WRITERS)}
+        self.lanes: dict[Direction, JobLane] = {kind: JobLane(THREADS[kind]) for kind in ("read", "write")}
         self.under_way: dict[int, UnderWay] = {}
         """The requests under way by number, the oldest first."""
+        self.numbers = count(1)
+        """The numbers of requests."""
+        self.again: list[Callable[[], None]] = []
+        """Repeats requests that have failed, when the disk works again."""
 
     def next(self, direction: Direction, is_ready: Callable[[Job], bool]) -> tuple[Job, ...]:
         """Take the jobs that may begin now; there may be none. `is_ready` gives a write its place, and returns False if
@@ -201,31 +201,32 @@ class PathQueue:
                 return tuple(jobs)
         return ()
 
-    def begin(self, number: int, direction: Direction, jobs: tuple[Job, ...], now: float) -> None:
-        num_bytes = sum(job.kind.place_bytes for job in jobs)
+    def begin(self, direction: Direction, jobs: tuple[Job, ...]) -> None:
         for job in jobs:
             job.has_begun = True
         lane = self.lanes[direction]
         lane.num_under_way += 1
-        lane.under_way_bytes += num_bytes
-        self.under_way[number] = UnderWay(now, num_bytes, jobs)
+        lane.under_way_bytes += _bytes_of(jobs)
 
-    def end(self, number: int, direction: Direction, now: float, *, is_good: bool) -> tuple[Job, ...]:
-        done = self.under_way.pop(number)
-        lane = self.lanes[direction]
+    def end(self, direction: Direction, done: UnderWay, now: float, *, is_good: bool) -> None:
+        lane, num_bytes = self.lanes[direction], _bytes_of(done.jobs)
         lane.num_under_way -= 1
-        lane.under_way_bytes -= done.num_bytes
+        lane.under_way_bytes -= num_bytes
         if is_good:
-            lane.rate.note(done.num_bytes, now, began=done.began)
-        return done.jobs
+            lane.rate.note(num_bytes, now, began=done.began)
 
     def read_rate(self, now: float) -> float | None:
         """Return the bytes per second of reads, including reads that are under way; None if no read has ended yet."""
         lane = self.lanes["read"]
-        oldest = next((one for one in self.under_way.values() if one.jobs and one.jobs[0].is_read), None)
+        oldest = next((one for one in self.under_way.values() if one.jobs and one.jobs[0].direction == "read"), None)
         if oldest is None:
             return lane.rate.per_second
         return lane.rate.at_most(lane.under_way_bytes, now, began=oldest.began)
 
-    def oldest(self) -> UnderWay | None:
-        return next(iter(self.under_way.values()), None)
+    @property
+    def jobs_under_way(self) -> list[Job]:
+        return [job for done in self.under_way.values() for job in done.jobs]
+
+
+def _bytes_of(jobs: Sequence[Job]) -> int:
+    return sum(job.kind.place_bytes for job in jobs)

@@ -15,26 +15,21 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
+from kvstow_service.stores.disk.diskformat import PlaceKind, name_digests
+
 OWNER_SECONDS = 3600.0
 """An owner that has neither read nor written for this many seconds has no share that others must leave to it."""
 
 _NONE = -1
+_NO_KIND: Final = PlaceKind("", "", 0)
 _FREE, _TAKEN, _CACHED, _DIRTY = range(4)
 """States of a place. A free place holds zeros, or was never written. A taken one is being written. A dirty one may hold
 bytes of a removed block, and is overwritten with zeros before it is used again."""
 
 
-class PlaceKind(NamedTuple):
-    """What the places of a chunk have in common. `place_bytes`: the size of a block with the parts of all ranks, each
-    padded to the alignment of the file."""
-
-    owner: str
-    place_bytes: int
-
-
 class BlockName(NamedTuple):
-    """The name of a block on a path. `digest`: the 16-byte digest of its namespace and key. `namespace`: the number of
-    its namespace in the path's table. `key_start`: the first 8 bytes of its key, as a number."""
+    """The name of a block on a path. `digest`: the 16-byte digest of its namespace and key. `namespace`: see
+    `namespace_number`. `key_start`: the first 8 bytes of its key, as a number."""
 
     digest: bytes
     namespace: int
@@ -59,17 +54,43 @@ class Place(NamedTuple):
 
 
 class TakenPlace(NamedTuple):
-    """What `take` has found. `place`: None if there is none now. `evicted`: the digests of the blocks that have made
-    room. `assign`: an assignment for the caller to carry out, which then calls `assigned`. `waits`: whether there will
-    be a place as soon as that was called."""
+    """What `take` has found. `place`: None if there is none now. `num_evicted`: how many blocks have made room.
+    `assign`: an assignment for the caller to carry out, which then calls `assigned`. `waits`: whether there will be a
+    place as soon as that was called."""
 
     place: int | None
-    evicted: Sequence[bytes] = ()
+    num_evicted: int = 0
     assign: Assignment | None = None
     waits: bool = False
 
 
-NO_ROOM: Final = TakenPlace(None)
+class Selection(NamedTuple):
+    """The blocks that a purge removes. They belong to this `namespace` or, if it is None, to pools with this
+    `identity`. Unless `keys` is None, only these keys are removed. If there are `prefixes`, only keys that begin with
+    one of them are; of blocks that are written, only the first 8 bytes of the keys are known. If a time is given, only
+    blocks that were written, or last used, at this time or before are removed."""
+
+    identity: str
+    namespace: int | None = None
+    keys: frozenset[bytes] | None = None
+    prefixes: tuple[bytes, ...] = ()
+    written_before: float | None = None
+    used_before: float | None = None
+
+    def takes_write(self, kind: PlaceKind, name: BlockName, key: bytes) -> bool:
+        """Whether the purge removes this block, which is being written and so is younger than any age."""
+        if self.written_before is not None or self.used_before is not None:
+            return False
+        if self.namespace not in (None, name.namespace) or self.identity != kind.identity:
+            return False
+        if self.keys is not None:
+            return key in self.keys
+        return not self.prefixes or key.startswith(self.prefixes)
+
+
+def key_start(key: bytes) -> int:
+    """Return the first 8 bytes of a key, as a number."""
+    return int.from_bytes(key[:8].ljust(8, b"\0"), "big")
 
 
 @dataclass(slots=True)
@@ -80,7 +101,7 @@ class _Chunk:
 
     number: int
     generation: int = 0
-    kind: PlaceKind | None = None
+    kind: PlaceKind = _NO_KIND
     first: int = 0
     count: int = 0
     use_sum: float = 0.0
@@ -146,8 +167,7 @@ class DiskPlaces:
         self._chunk_of = array("i")
         self._before, self._after = array("i"), array("i")
         self._digests: list[bytes | None] = []
-        self._namespaces = array("I")
-        self._key_starts = array("Q")
+        self._namespaces, self._key_starts = array("Q"), array("Q")
         self._written_at, self._used_at = array("d"), array("d")
         self._readers: Counter[int] = Counter()
         self._ranges: dict[int, list[int]] = {}
@@ -160,13 +180,9 @@ class DiskPlaces:
 
     def where(self, place: int) -> Place:
         chunk = self._chunks[self._chunk_of[place]]
-        assert chunk.kind is not None
         index = place - chunk.first
         offset = chunk.number * self.chunk_bytes + index * chunk.kind.place_bytes
         return Place(chunk.number, index, offset, chunk.generation)
-
-    def is_read(self, place: int) -> bool:
-        return place in self._readers
 
     def cached_at(self, where: Place) -> int | None:
         """Return the number of the place that `where` describes. None if it holds no block, or if its chunk was given
@@ -178,49 +194,41 @@ class DiskPlaces:
         return place
 
     def kind_of(self, place: int) -> PlaceKind:
-        kind = self._chunks[self._chunk_of[place]].kind
-        assert kind is not None
-        return kind
+        return self._chunks[self._chunk_of[place]].kind
 
     @property
     def size_bytes(self) -> int:
         return len(self._chunks) * self.chunk_bytes
 
-    def select(
-        self,
-        namespaces: Sequence[int],
-        *,
-        key_starts: Sequence[tuple[int, int]] = (),
-        written_before: float | None = None,
-        used_before: float | None = None,
-    ) -> list[int]:
-        """Return the places of all blocks in these namespaces whose keys begin like one of `key_starts`, and that were
-        written, or last used, at these times or before. Each of `key_starts` is a mask and a value; without any, all
-        keys match."""
-        chosen = np.isin(np.frombuffer(self._namespaces, np.uint32), list(namespaces))
+    def select(self, selection: Selection) -> list[int]:
+        """Return the places of all blocks that a purge removes."""
+        chunks = [one.number for one in self._chunks if one.kind.identity == selection.identity]
+        chosen = np.isin(np.frombuffer(self._chunk_of, np.int32), chunks)
         chosen &= np.frombuffer(self._state, np.uint8) == _CACHED
-        if key_starts:
+        namespaces = np.frombuffer(self._namespaces, np.uint64)
+        if selection.namespace is not None:
+            chosen &= namespaces == np.uint64(selection.namespace)
+        if selection.prefixes:
             starts = np.frombuffer(self._key_starts, np.uint64)
-            matches = np.zeros(len(starts), bool)
-            for mask, value in key_starts:
-                matches |= (starts & np.uint64(mask)) == np.uint64(value)
-            chosen &= matches
-        if written_before is not None:
-            chosen &= np.frombuffer(self._written_at, np.float64) <= written_before
-        if used_before is not None:
-            chosen &= np.frombuffer(self._used_at, np.float64) <= used_before
-        found: list[int] = np.flatnonzero(chosen).tolist()
-        return found
+            lowest = [key_start(prefix) for prefix in selection.prefixes]
+            highest = [key_start(prefix.ljust(8, b"\xff")) for prefix in selection.prefixes]
+            ranges = zip(lowest, highest, strict=True)
+            chosen &= np.logical_or.reduce([(starts >= low) & (starts <= high) for low, high in ranges])
+        if selection.written_before is not None:
+            chosen &= np.frombuffer(self._written_at, np.float64) <= selection.written_before
+        if selection.used_before is not None:
+            chosen &= np.frombuffer(self._used_at, np.float64) <= selection.used_before
+        if selection.keys is None:
+            found: list[int] = np.flatnonzero(chosen).tolist()
+            return found
+        names = np.unique(namespaces[chosen]).tolist()
+        digests = [digest for one in names for digest in name_digests(one, selection.keys)]
+        return [place for one in digests if (place := self.index.get(one)) is not None and chosen[place]]
 
     def uses_of(self, chunk: int) -> Any:
         """Return the times of last use of all places of a chunk, as whole seconds."""
         one = self._chunks[chunk]
         return np.frombuffer(self._used_at, np.float64)[one.first : one.first + one.count].astype("<u4")
-
-    def count_by_namespace(self) -> dict[int, int]:
-        cached = np.frombuffer(self._state, np.uint8) == _CACHED
-        numbers, counts = np.unique(np.frombuffer(self._namespaces, np.uint32)[cached], return_counts=True)
-        return dict(zip(numbers.tolist(), counts.tolist(), strict=True))
 
     # -- blocks ---------------------------------------------------------------------------------------------
 
@@ -234,24 +242,23 @@ class DiskPlaces:
         if group.free:
             place = group.free.pop()
             self._begin(place)
-            return TakenPlace(place, (), assign)
+            return TakenPlace(place, 0, assign)
         if group.assigning:
-            return TakenPlace(None, (), assign, waits=True)
+            return TakenPlace(None, 0, assign, waits=True)
         if (victim := self._chunk_for(group, now)) is not None:
-            evicted = self._empty(victim)
-            return TakenPlace(None, evicted, self._assign(victim.number, group), waits=True)
+            num_evicted = self._empty(victim)
+            return TakenPlace(None, num_evicted, self._assign(victim.number, group), waits=True)
         oldest = group.oldest
         if oldest == _NONE:
-            return NO_ROOM
+            return TakenPlace(None)
         group.evictions += 1
-        digest = self._forget(oldest)
+        self._forget(oldest)
         self._begin(oldest)
-        return TakenPlace(oldest, (digest,))
+        return TakenPlace(oldest, 1)
 
     def assigned(self, chunk: int) -> None:
         """Note that the places of a newly assigned chunk can be used now."""
         one = self._chunks[chunk]
-        assert one.kind is not None
         group = self._groups[one.kind]
         group.assigning -= 1
         group.free.extend(range(one.first + one.count - 1, one.first - 1, -1))
@@ -260,7 +267,6 @@ class DiskPlaces:
     def publish(self, place: int, name: BlockName, now: float) -> None:
         """Note that the block of a taken place is written. It is found from now on, and counts as used last."""
         chunk = self._chunks[self._chunk_of[place]]
-        assert chunk.kind is not None
         self._state[place] = _CACHED
         chunk.busy -= 1
         self._digests[place], self._namespaces[place], self._key_starts[place] = name
@@ -273,7 +279,6 @@ class DiskPlaces:
     def use(self, place: int, now: float) -> None:
         """Note that the block of a place was used."""
         chunk = self._chunks[self._chunk_of[place]]
-        assert chunk.kind is not None
         group = self._groups[chunk.kind]
         self._active_at[chunk.kind.owner] = now
         chunk.use_sum += now - self._used_at[place]
@@ -286,43 +291,42 @@ class DiskPlaces:
         """Note that the block of a place is being read, so the place has to stay as it is."""
         if place not in self._readers:
             chunk = self._chunks[self._chunk_of[place]]
-            assert chunk.kind is not None
             self._unlink(self._groups[chunk.kind], place)
             chunk.busy += 1
         self._readers[place] += 1
 
     def let_go(self, place: int) -> bool:
-        """Note that a read has ended. Returns whether the place has to be overwritten now, because its block was
-        removed meanwhile."""
+        """Note that a read has ended, or that the record of a removed block is dirty. Returns whether the place has to
+        be overwritten now, because its block was removed."""
         self._readers[place] -= 1
         if self._readers[place]:
             return False
         del self._readers[place]
         chunk = self._chunks[self._chunk_of[place]]
-        assert chunk.kind is not None
-        if self._state[place] == _DIRTY:  # which counts as busy, too
-            chunk.busy -= 1
-            return True
         chunk.busy -= 1
+        if self._state[place] == _DIRTY:  # which counts as busy, too
+            return True
         self._append(self._groups[chunk.kind], place)
         return False
 
-    def remove(self, place: int) -> bool:
-        """Remove the block of a place, because it was purged or is corrupt. Returns whether the place can be
-        overwritten at once. If not, `let_go` says when it can."""
+    def remove(self, place: int) -> None:
+        """Remove the block of a place, because it was purged or is corrupt. It is held until its record is dirty; the
+        last `let_go` says that it can be overwritten."""
         self._forget(place)
         self._chunks[self._chunk_of[place]].busy += 1
-        self._state[place] = _DIRTY
-        return place not in self._readers
+        self.abandon(place)
 
     def abandon(self, place: int) -> None:
-        """Note that a taken place holds no block, but perhaps some of its bytes, so it has to be overwritten."""
+        """Note that a taken place holds no block, but perhaps some of its bytes, so it has to be overwritten. It is
+        held as after `remove`."""
         self._state[place] = _DIRTY
+        if place not in self._readers:
+            self._chunks[self._chunk_of[place]].busy += 1
+        self._readers[place] += 1
 
     def clean(self, place: int) -> None:
         """Note that a dirty place was overwritten."""
         chunk = self._chunks[self._chunk_of[place]]
-        assert chunk.kind is not None
         chunk.busy -= 1
         self._state[place] = _FREE
         self._groups[chunk.kind].free.append(place)
@@ -356,7 +360,7 @@ class DiskPlaces:
         dirty = np.asarray(found.dirty, np.int64) + chunk.first
         states = np.frombuffer(self._state, np.uint8)
         states[places], states[dirty] = _CACHED, _DIRTY
-        np.frombuffer(self._namespaces, np.uint32)[places] = found.namespaces
+        np.frombuffer(self._namespaces, np.uint64)[places] = found.namespaces
         np.frombuffer(self._key_starts, np.uint64)[places] = found.key_starts
         np.frombuffer(self._written_at, np.float64)[places] = found.written_at
         np.frombuffer(self._used_at, np.float64)[places] = found.used_at
@@ -384,7 +388,6 @@ class DiskPlaces:
         ]
         for place in dropped:
             chunk = self._chunks[self._chunk_of[place]]
-            assert chunk.kind is not None
             chunk.use_sum -= self._used_at[place]
             chunk.busy += 1
             self._used_at[place], self._digests[place] = 0.0, None
@@ -471,20 +474,21 @@ class DiskPlaces:
         group.chunks.append(chunk.number)
         self._of_owner[group.kind.owner] += 1
 
-    def _empty(self, chunk: _Chunk) -> list[bytes]:
-        """Take a chunk without busy places from its group, and return the digests of its blocks."""
-        assert chunk.kind is not None
+    def _empty(self, chunk: _Chunk) -> int:
+        """Take a chunk without busy places from its group, and return how many blocks it had."""
         group = self._groups[chunk.kind]
         places = range(chunk.first, chunk.first + chunk.count)
-        evicted = [self._forget(place) for place in places if self._state[place] == _CACHED]
+        cached = [place for place in places if self._state[place] == _CACHED]
+        for place in cached:
+            self._forget(place)
         group.free = [place for place in group.free if place not in places]
         group.chunks.remove(chunk.number)
         self._of_owner[chunk.kind.owner] -= 1
         if not self._of_owner[chunk.kind.owner]:
             del self._of_owner[chunk.kind.owner]
         self._ranges.setdefault(chunk.count, []).append(chunk.first)
-        chunk.kind = None
-        return evicted
+        chunk.kind = _NO_KIND
+        return len(cached)
 
     def _number_places(self, count: int) -> int:
         rows = self._ranges.get(count)
@@ -496,8 +500,7 @@ class DiskPlaces:
         self._state.extend(bytes(count))
         for links in (self._chunk_of, self._before, self._after):
             links.frombytes(bytes(4 * count))
-        self._namespaces.frombytes(bytes(4 * count))
-        for values in (self._key_starts, self._written_at, self._used_at):
+        for values in (self._namespaces, self._key_starts, self._written_at, self._used_at):
             values.frombytes(bytes(8 * count))
         self._digests.extend([None] * count)
         return first
@@ -508,11 +511,10 @@ class DiskPlaces:
         self._state[place] = _TAKEN
         self._chunks[self._chunk_of[place]].busy += 1
 
-    def _forget(self, place: int) -> bytes:
-        """Take the block out of a place, which is free then, and return its digest."""
+    def _forget(self, place: int) -> None:
+        """Take the block out of a place, which is free then."""
         chunk = self._chunks[self._chunk_of[place]]
         digest = self._digests[place]
-        assert chunk.kind is not None
         assert digest is not None
         if place not in self._readers:
             self._unlink(self._groups[chunk.kind], place)
@@ -522,7 +524,6 @@ class DiskPlaces:
         self._used_at[place] = 0.0
         self.used_bytes -= chunk.kind.place_bytes
         del self.index[digest]
-        return digest
 
     def _append(self, group: _Group, place: int) -> None:
         self._before[place], self._after[place] = group.newest, _NONE

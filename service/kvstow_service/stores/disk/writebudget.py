@@ -11,7 +11,8 @@ _BUCKET_SECONDS = 3600.0
 _ACTIVE_SECONDS = 3600.0
 _STEP_SECONDS = 600.0
 
-_MOST_NAMES = 1 << 22
+_NUM_NAMES = 1 << 20
+"""How many uses are remembered, in 4 MiB."""
 
 
 class WriteBudget:
@@ -62,15 +63,11 @@ class WriteBudget:
 
 
 class UsedNames:
-    """Remembers which blocks that the disks lack were used before, in about four entries of 4 bytes for each place. If
-    the names of two blocks have the same entry, the later one gets it. Not locked."""
+    """Remembers which blocks that the disks lack were used before. If the names of two blocks have the same entry, the
+    later one gets it. Not locked."""
 
-    def __init__(self, num_places: int) -> None:
-        size = 1024
-        while size < min(_MOST_NAMES, 4 * num_places):
-            size *= 2
-        self._entries = array("I", bytes(4 * size))
-        self._mask = size - 1
+    def __init__(self) -> None:
+        self._entries = array("I", bytes(4 * _NUM_NAMES))
 
     def has(self, digest: bytes) -> bool:
         at, entry = self._find(digest)
@@ -85,7 +82,7 @@ class UsedNames:
 
     def _find(self, digest: bytes) -> tuple[int, int]:
         value = int.from_bytes(digest[:8], "little")
-        return value & self._mask, value >> 32 or 1
+        return value % _NUM_NAMES, value >> 32 or 1
 
 
 class WrittenBytes:

@@ -7,7 +7,7 @@ import logging
 import os
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -18,7 +18,6 @@ from kvstow.errors import CopyError, KvstowError, TierUnavailableError
 from kvstow.tier.blockstore import (
     BlockTransfer,
     Expectation,
-    Fate,
     PartCounters,
     PartState,
     Piece,
@@ -197,20 +196,21 @@ class MooncakeBlocks:
                     return
                 job = self._running[kind] = queue.popleft()
             try:
-                pieces = self._move(kind, job)
-            except Exception as error:
+                moved = self._move(kind, job)
+            except Exception:
                 logger.exception("a %s of %d blocks has failed: unexpected error", kind, len(job.transfer.keys))
-                pieces = [_all_bad(job, "failed", repr(error))]
+                moved = []
             with self.changed:
                 job.pool.forget(job)
-            job.pool.end(pieces)
+            job.pool.end(job, moved)
 
-    def _move(self, kind: Kind, job: _Job) -> list[Piece]:
+    def _move(self, kind: Kind, job: _Job) -> Sequence[int]:
+        """Move a job's blocks. Returns the indices of those that were moved."""
         transfer, pool = job.transfer, job.pool
         if self.is_closed or pool.is_cancelled(transfer.op_id):
-            return [_all_bad(job, "cancelled")]
+            return ()
         left = list(range(len(transfer.keys)))
-        bad: dict[Fate, list[int]] = {}
+        bad = Counter[str]()
         last = len(pool.layout.slot_bytes)
         ranks = (*range(1, last), 0) if kind == "put" else range(last)
         try:
@@ -222,21 +222,13 @@ class MooncakeBlocks:
                 self._log_opened(self._breaker.note_outage(str(outage)))
                 self._count(failed_blocks=len(transfer.keys))
             logger.warning("a %s of %d blocks has failed: %s", kind, len(transfer.keys), outage)
-            return [_all_bad(job, "failed", str(outage))]
-        except CopyError as gone:
-            return [_all_bad(job, "failed", str(gone))]
-        self._note_moved(kind, job, [transfer.keys[index] for index in left], bad)
-        pieces = [Piece(transfer.op_id, [transfer.slots[index] for index in left])] if left else []
-        pieces += [
-            Piece(transfer.op_id, (), [transfer.slots[index] for index in some], fate) for fate, some in bad.items()
-        ]
-        return pieces
+            return ()
+        self._note_moved(kind, job, left, bad)
+        return left
 
-    def _move_rank(
-        self, kind: Kind, job: _Job, rank: int, indices: Sequence[int], bad: dict[Fate, list[int]]
-    ) -> list[int]:
-        """Move the objects of one rank. Returns the indices of the objects that were moved, and adds the others to
-        `bad`."""
+    def _move_rank(self, kind: Kind, job: _Job, rank: int, indices: Sequence[int], bad: Counter[str]) -> list[int]:
+        """Move the objects of one rank. Returns the indices of the objects that were moved, and counts the others in
+        `bad` by what became of them."""
         transfer, layout, rate = job.transfer, job.pool.layout, self._rates[kind]
         num_bytes, num_ranks = layout.slot_bytes[rank], len(layout.slot_bytes)
         objects = [
@@ -253,12 +245,8 @@ class MooncakeBlocks:
             statuses = self._transfers.put(objects, rate.timeout(total))
         else:
             statuses = self._transfers.get(objects, rate.timeout(total))
-        moved: list[int] = []
-        for index, status in zip(indices, statuses, strict=True):
-            if status in ("stored", "found"):
-                moved.append(index)
-            else:
-                bad.setdefault(_FATES[status], []).append(index)
+        moved = [index for index, status in zip(indices, statuses, strict=True) if status in ("stored", "found")]
+        bad.update(status for status in statuses if status not in ("stored", "found"))
         with self.changed:
             if len(moved) == len(objects):
                 rate.observe(total, self._clock() - begun)
@@ -272,19 +260,19 @@ class MooncakeBlocks:
         elif kind == "put":
             self._pause = 0.0
 
-    def _note_moved(self, kind: Kind, job: _Job, keys: Sequence[bytes], bad: dict[Fate, list[int]]) -> None:
-        transfer, num_bytes = job.transfer, len(keys) * sum(job.pool.layout.slot_bytes)
-        corrupt, failed = len(bad.get("corrupt", ())), len(bad.get("failed", ()))
+    def _note_moved(self, kind: Kind, job: _Job, moved: Sequence[int], bad: Counter[str]) -> None:
+        transfer, num_bytes = job.transfer, len(moved) * sum(job.pool.layout.slot_bytes)
+        keys = [transfer.keys[index] for index in moved]
+        corrupt, failed = bad["corrupt"], bad["failed"]
         with self.changed:
             self.answers.note_moved(transfer.namespace.fingerprint, keys)
             if kind == "get":
-                gone = [transfer.keys[index] for some in bad.values() for index in some]
+                gone = set(transfer.keys).difference(keys)
                 self.answers.note(transfer.namespace.fingerprint, gone, present=False)
                 self._count(read_blocks=len(keys), read_bytes=num_bytes, corrupt_blocks=corrupt, failed_blocks=failed)
             else:
-                refused = len(bad.get("refused", ()))
                 self._count(
-                    written_blocks=len(keys), written_bytes=num_bytes, failed_blocks=failed, refused_blocks=refused
+                    written_blocks=len(keys), written_bytes=num_bytes, failed_blocks=failed, refused_blocks=bad["full"]
                 )
             if 2 * failed > len(transfer.keys):
                 reason = f"{failed} of {len(transfer.keys)} blocks could not be moved"
@@ -401,13 +389,6 @@ class MooncakeBlocks:
         self._mapper.close(_END_SECONDS)
 
 
-_FATES: dict[str, Fate] = {"full": "refused", "failed": "failed", "missing": "missing", "corrupt": "corrupt"}
-
-
-def _all_bad(job: _Job, fate: Fate, error: str = "") -> Piece:
-    return Piece(job.transfer.op_id, (), job.transfer.slots, fate, error)
-
-
 class MooncakePool:
     """Mooncake Store as one pool uses it; see `kvstow.tier.blockstore.StoredPool`."""
 
@@ -478,7 +459,8 @@ class MooncakePool:
                 store.queues[kind].extend(_Job(self, part) for part in parts)
                 store.changed.notify_all()
                 return
-        store.do_later(lambda: self.end([_all_bad(_Job(self, part), "cancelled") for part in parts]))
+        for part in parts:
+            store.do_later(partial(self.end, _Job(self, part), ()))
 
     def cancel(self, op_id: int) -> None:
         with self._store.changed:
@@ -489,10 +471,13 @@ class MooncakePool:
         """Whether no further part of the transfer may begin."""
         return self._has_left or op_id in self._cancelled
 
-    def end(self, pieces: Sequence[Piece]) -> None:
-        """Give slots back. Only the store's threads call this."""
+    def end(self, job: _Job, moved: Sequence[int]) -> None:
+        """Give the slots of a job back. `moved`: the indices of the blocks that were moved. Only the store's threads
+        call this."""
+        good = [job.transfer.slots[index] for index in moved]
+        bad = sorted(set(job.transfer.slots).difference(good))
         try:
-            self._on_end(pieces)
+            self._on_end([Piece(job.transfer.op_id, good, bad)])
         except Exception:
             logger.exception("the end of a transfer of pool %s could not be noted", self.layout.pool)
 

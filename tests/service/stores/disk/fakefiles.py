@@ -6,18 +6,19 @@ import errno
 from collections.abc import Callable, Sequence
 from random import Random
 
+from kvstow_service.stores.disk.diskfiles import DiskFiles
+
 PIECE = 4096
 
 
-class FakeFiles:
-    """See `PathFiles`. `power_cut` keeps what was synced, and of each 4 KiB piece any one of the versions since."""
+class FakeFiles(DiskFiles):
+    """`power_cut` keeps what was synced, and of each 4 KiB piece any one of the versions since."""
 
     def __init__(self, data_bytes: int = 0) -> None:
         self.data, self.records = bytearray(data_bytes), bytearray()
         self._pending: dict[str, dict[int, list[bytes]]] = {"data": {}, "records": {}}
         self.on_call: Callable[[str], object] = lambda call: None
         """May raise `OSError`, or look at what has happened so far."""
-        self.is_new = True
         self.alignment = PIECE
         self.is_closed = False
 
@@ -49,9 +50,6 @@ class FakeFiles:
     def sync(self) -> None:
         self.on_call("sync")
         self._pending = {"data": {}, "records": {}}
-
-    def are_removed(self) -> bool:
-        return False
 
     def sync_records(self) -> None:
         self.on_call("sync_records")

@@ -11,15 +11,15 @@ from tests.service.stores.disk.fakefiles import PIECE, FakeFiles
 
 from kvstow_service.stores.disk import diskformat
 from kvstow_service.stores.disk.blockfile import BlockFile, BlockPart, boot_id, chunk_bytes_for
-from kvstow_service.stores.disk.diskformat import FormatError, NamespaceEntry, digest_of
-from kvstow_service.stores.disk.places import Assignment, BlockName, FoundChunk, Place, PlaceKind
+from kvstow_service.stores.disk.diskformat import ChunkEntry, FormatError, PlaceKind, name_digests
+from kvstow_service.stores.disk.places import Assignment, BlockName, FoundChunk, Place
 
 BOOT = b"b" * 16
 SIZES = (5000, 4096)
 PLACE_BYTES = 8192 + 4096
 CHUNK_BYTES = 1 << 20
-NAMESPACE = NamespaceEntry(7, digest_of("fingerprint"), digest_of("identity"), "1000", "label")
-KIND = PlaceKind("1000", PLACE_BYTES)
+KIND = PlaceKind("1000", "identity", PLACE_BYTES)
+SMALL = PlaceKind("1000", "identity", 4096)
 
 
 def opened(files: FakeFiles, boot: bytes = BOOT, size: int | None = 2 * CHUNK_BYTES) -> BlockFile:
@@ -28,7 +28,6 @@ def opened(files: FakeFiles, boot: bytes = BOOT, size: int | None = 2 * CHUNK_BY
 
 def assigned(files: FakeFiles) -> BlockFile:
     block_file = opened(files)
-    block_file.add_namespace(0, NAMESPACE)
     block_file.assign(Assignment(0, KIND, 1))
     block_file.sync()
     return block_file
@@ -39,7 +38,7 @@ def place(index: int, generation: int = 1) -> Place:
 
 
 def name(number: int) -> BlockName:
-    return BlockName(digest_of(f"block {number}"), 7, number)
+    return BlockName(name_digests(7, [b"%d" % number])[0], 7, number)
 
 
 def parts(value: int) -> list[BlockPart]:
@@ -145,11 +144,11 @@ def test_a_chunk_that_moves_holds_nothing_of_before() -> None:
     files = FakeFiles()
     block_file = assigned(files)
     block_file.write(place(1), name(1), parts(1))
-    block_file.assign(Assignment(0, PlaceKind("1000", 4096), 2))
+    block_file.assign(Assignment(0, SMALL, 2))
     assert not any(files.data[:CHUNK_BYTES])
     (chunk,) = block_file.load().chunks
     assert (chunk.assignment, digests_in(chunk), list(chunk.dirty)) == (
-        Assignment(0, PlaceKind("1000", 4096), 2),
+        Assignment(0, SMALL, 2),
         {},
         [],
     )
@@ -166,15 +165,15 @@ def test_a_chunk_whose_move_was_interrupted_is_emptied_at_the_next_start() -> No
 
     files.on_call = die
     with pytest.raises(KeyboardInterrupt):
-        block_file.assign(Assignment(0, PlaceKind("1000", 4096), 2))
+        block_file.assign(Assignment(0, SMALL, 2))
     files.on_call = lambda call: None
     found = opened(files).load()
-    assert (found.chunks, found.generations) == ([], {0: 2})
+    assert (found.chunks, found.header.chunks) == ([], {0: ChunkEntry(2, None)})
     assert not any(files.data)
 
 
 def test_files_of_another_format_are_refused_and_left_alone() -> None:
-    for content in (b"something else" * 1000, diskformat.MAGIC + b"\2\0\0\0" + bytes(5000)):
+    for content in (b"something else" * 1000, diskformat.MAGIC + b"\1\0\0\0" + bytes(5000)):
         files = FakeFiles()
         files.records = bytearray(content)
         with pytest.raises(FormatError):
@@ -182,14 +181,12 @@ def test_files_of_another_format_are_refused_and_left_alone() -> None:
         assert files.records == content
 
 
-@pytest.mark.parametrize("torn", [0, 1])
-def test_a_header_that_was_written_in_part_costs_nothing(torn: int) -> None:
+def test_a_header_that_was_written_in_part_costs_nothing() -> None:
     files = FakeFiles()
     block_file = assigned(files)
     block_file.write(place(1), name(1), parts(1))
-    newest = block_file.header.at
-    if torn:
-        files.records[newest + 8 : newest + 40] = bytes(32)
+    being_written = diskformat.HEADER_BYTES - block_file.header.at
+    files.records[being_written + 8 : being_written + 40] = bytes(32)
     (chunk,) = opened(files).load().chunks
     assert digests_in(chunk) == {1: name(1).digest}
 
@@ -202,14 +199,6 @@ def test_times_of_last_use_order_what_is_found() -> None:
     block_file.write_uses(0, 1, (2**31).to_bytes(4, "little"))
     (chunk,) = block_file.load().chunks
     assert np.argmax(chunk.used_at) == 1
-
-
-def test_a_namespace_that_is_not_in_the_table_has_no_blocks() -> None:
-    files = FakeFiles()
-    block_file = assigned(files)
-    block_file.write(place(1), name(1)._replace(namespace=8), parts(1))
-    (chunk,) = block_file.load().chunks
-    assert (digests_in(chunk), list(chunk.dirty)) == ({}, [1])
 
 
 def test_the_size_can_change() -> None:
@@ -225,32 +214,26 @@ def test_the_size_can_change() -> None:
     assert len(files.data) == CHUNK_BYTES
 
 
+def test_a_chunk_that_a_smaller_size_has_cut_off_comes_back_empty() -> None:
+    files = FakeFiles()
+    block_file = assigned(files)
+    block_file.assign(Assignment(1, KIND, 5))
+    block_file.write(Place(1, 0, CHUNK_BYTES, 5), name(1), parts(1))
+    opened(files, size=CHUNK_BYTES)
+    found = opened(files, size=2 * CHUNK_BYTES).load()
+    assert [one.assignment.chunk for one in found.chunks] == [0]
+    assert found.header.chunks[1] == ChunkEntry(5, None), "records of before stay those of a former generation"
+
+
 def test_a_clean_end_makes_a_power_cut_lose_nothing() -> None:
     files = FakeFiles()
     block_file = assigned(files)
     block_file.write(place(1), name(1), parts(1))
-    block_file.sync()
-    assert block_file.header.is_clean, "nothing was written while everything was synced"
-    block_file.write(place(2), name(2), parts(2))
-    assert not block_file.header.is_clean
     block_file.close()
     again = opened(files.power_cut(Random(1)), boot=b"c" * 16)
     assert again.header.epoch == 0
-
-
-def test_a_write_beside_a_sync_is_not_called_clean() -> None:
-    files = FakeFiles()
-    block_file = assigned(files)
-    block_file.write(place(1), name(1), parts(1))
-
-    def write(call: str) -> None:
-        if call == "sync":
-            files.on_call = lambda call: None
-            block_file.write(place(2), name(2), parts(2))
-
-    files.on_call = write
-    block_file.sync()
-    assert not block_file.header.is_clean
+    assert not again.header.is_clean
+    assert opened(files, boot=b"d" * 16).header.epoch == 0
 
 
 def test_what_a_power_cut_left_half_written_is_no_corruption_and_what_was_written_since_is() -> None:
@@ -304,8 +287,7 @@ def test_a_power_cut_never_gives_wrong_bytes(seeds: range) -> None:
             assert (result == "read" and values == {number + 1}) or result == "missing", (seed, index, result)
         for index, number in safe.items():
             assert read(after, place(index, generation), number) == ("read", {number + 1}), (seed, index)
-        if after.header.epoch:
-            assert set(range(CHUNK_BYTES // PLACE_BYTES)) == set(found) | set(chunk.dirty), "nothing stays unseen"
+        assert set(range(CHUNK_BYTES // PLACE_BYTES)) == set(found) | set(chunk.dirty), "nothing stays unseen"
 
 
 def test_purged_blocks_stay_purged_after_a_power_cut() -> None:

@@ -7,38 +7,38 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
-from kvstow.tier.blockstore import Fate
-from kvstow_service.stores.disk.blockfile import FoundFiles
-from kvstow_service.stores.disk.diskchild import READERS, WRITERS
-from kvstow_service.stores.disk.diskformat import Header, NamespaceEntry, digest_of, name_digests
+from kvstow_service.stores.disk.blockfile import BlockFile, FoundFiles
+from kvstow_service.stores.disk.diskformat import ChunkEntry, Header, PlaceKind, name_digests
 from kvstow_service.stores.disk.diskmessages import (
-    AddNamespace,
-    Assign,
+    THREADS,
+    ChangeFiles,
+    Direction,
     Done,
-    MarkDirty,
     MoveBlocks,
-    Overwrite,
     PartAt,
-    ProbeFiles,
-    Problem,
     Result,
-    Sync,
-    WriteUses,
 )
-from kvstow_service.stores.disk.diskpath import PROBE_SECONDS, STUCK_SECONDS, DiskPath, Selection
-from kvstow_service.stores.disk.pathqueue import Job, NamespaceName, PurgeTicket
-from kvstow_service.stores.disk.places import Assignment, FoundChunk, PlaceKind
+from kvstow_service.stores.disk.diskpath import PROBE_SECONDS, STUCK_SECONDS, DiskPath
+from kvstow_service.stores.disk.pathqueue import Job, Outstanding
+from kvstow_service.stores.disk.places import Assignment, BlockName, FoundChunk, Selection, key_start
 
 MIB = 1 << 20
 PLACE = 2 * MIB
 CHUNK = 64 * MIB
-NAME = NamespaceName(digest_of("fingerprint"), digest_of("identity"), "1000", "label")
-OTHER = NamespaceName(digest_of("another"), digest_of("identity"), "2000", "label")
+NAMESPACE = 7
+KIND, OTHER = PlaceKind("1000", "identity", PLACE), PlaceKind("2000", "another", PLACE)
+ASSIGN, MARK_DIRTY, OVERWRITE = BlockFile.assign, BlockFile.mark_dirty, BlockFile.overwrite
+PROBE, SYNC, WRITE_USES = BlockFile.probe, BlockFile.sync, BlockFile.write_uses
 
 
 def key_of(slot: int) -> bytes:
     return b"\0\0" + slot.to_bytes(32, "big")
+
+
+def digest_of(slot: int) -> bytes:
+    return name_digests(NAMESPACE, [key_of(slot)])[0]
 
 
 class Host:
@@ -47,75 +47,77 @@ class Host:
     def __init__(self, num_chunks: int = 4) -> None:
         self.now = 1000.0
         self.sent: list[Any] = []
-        self.returned: list[tuple[int, Fate | None]] = []
-        self.disk = DiskPath("/disk", self, None, lambda: self.now, lambda: self.now + 1e9)
-        self.found = FoundFiles(Header(1, num_chunks, CHUNK, 4096, 0, False, b"b" * 16), {}, {}, [])
+        self.returned: list[tuple[int, bool]] = []
+        """The slots that were given back, and whether they were as good ones."""
+        self.disk = DiskPath("/disk", self.give_back, None, lambda: self.now, lambda: self.now + 1e9)
+        self.found = FoundFiles(Header(1, num_chunks, CHUNK, 4096, 0, False, b"b" * 16, {}), [])
         self._ops = 0
-        self.disk.opened(self.found, 1 << 40)
+        self.open(self.found)
 
     @property
     def state(self) -> str:
         return self.disk.state
 
-    def parts_of(self, job: Job) -> tuple[PartAt, ...] | None:
-        return (PartAt(1, job.slot * PLACE, PLACE),)
+    def open(self, found: FoundFiles) -> None:
+        self.disk.opened(found, 1 << 40, self.send)
 
-    def give_back(self, jobs: Sequence[Job], fate: Fate | None, error: str = "") -> None:
-        for job in jobs:
-            job.is_over = True
-        self.returned += [(job.slot, fate) for job in jobs]
+    def give_back(self, good: Sequence[Job], bad: Sequence[Job]) -> None:
+        for jobs, is_good in ((good, True), (bad, False)):
+            for job in jobs:
+                job.is_over = True
+                self.returned.append((job.slot, is_good))
 
-    def send(self, request: object) -> None:
+    def send(self, request: object, *fds: int) -> None:
         self.sent.append(request)
 
-    def send_extents(self) -> None:
-        pass
-
-    def write(self, slots: Sequence[int], name: NamespaceName = NAME) -> list[Job]:
-        jobs = [self._job(slot, name, is_read=False) for slot in slots]
+    def write(self, slots: Sequence[int], kind: PlaceKind = KIND) -> list[Job]:
+        jobs = [self._job(slot, kind, "write") for slot in slots]
         self._ops += 1
         for job in jobs:
             self.disk.write(job)
         self.disk.pump()
         return jobs
 
-    def read(self, slots: Sequence[int], name: NamespaceName = NAME) -> list[Job]:
-        jobs = [self._job(slot, name, is_read=True) for slot in slots]
+    def read(self, slots: Sequence[int]) -> list[Job]:
+        jobs = [self._job(slot, KIND, "read") for slot in slots]
         self._ops += 1
         for job in jobs:
-            job.place = self.disk.place_of(job.digest)
-            assert job.place is not None
+            place = self.disk.place_of(job.name.digest)
+            assert place is not None
+            job.place = place
             self.disk.read(job)
         self.disk.pump()
         return jobs
 
-    def _job(self, slot: int, name: NamespaceName, *, is_read: bool) -> Job:
-        key = key_of(slot)
-        return Job(self._ops, is_read, name, key, digest_of(f"{slot}"), slot, PlaceKind(name.owner, PLACE))
+    def _job(self, slot: int, kind: PlaceKind, direction: Direction) -> Job:
+        name = BlockName(digest_of(slot), NAMESPACE, key_start(key_of(slot)))
+        return Job(self._ops, direction, name, key_of(slot), kind, slot, (PartAt(1, slot * PLACE, PLACE),))
 
-    def take(self, kind: type) -> list[Any]:
-        """The requests of this kind that wait for an answer, which the test gives."""
-        found = [one for one in self.sent if isinstance(one, kind)]
-        self.sent = [one for one in self.sent if not isinstance(one, kind)]
+    def take(self, what: object) -> list[Any]:
+        """The transfers (`MoveBlocks`), or the calls of this method, that wait for an answer, which the test gives."""
+        found = [one for one in self.sent if what_of(one) is what]
+        self.sent = [one for one in self.sent if what_of(one) is not what]
         return found
 
-    def answer(self, kind: type, error: str = "") -> int:
-        """Answer all of this kind. How many there were."""
-        found = self.take(kind)
+    def answer(self, what: object, error: str = "") -> int:
+        """Answer all of these. How many there were."""
+        found = self.take(what)
         for one in found:
             results: tuple[Result, ...] = ()
             if isinstance(one, MoveBlocks):
-                good: Result = "read" if one.direction == "read" else "written"
+                good: Result = "read" if one.kind == "read" else "written"
                 results = ("failed" if error else good,) * len(one.blocks)
             self.disk.done(Done(one.number, results, error))
         return len(found)
 
     def run(self) -> None:
         """Answer everything until nothing is asked any more."""
-        while sum(
-            self.answer(kind) for kind in (AddNamespace, Assign, MoveBlocks, MarkDirty, Overwrite, Sync, WriteUses)
-        ):
+        while sum(self.answer(what) for what in (ASSIGN, MoveBlocks, MARK_DIRTY, OVERWRITE, SYNC, WRITE_USES)):
             pass
+
+
+def what_of(request: object) -> object:
+    return request.method if isinstance(request, ChangeFiles) else type(request)
 
 
 @pytest.fixture
@@ -124,20 +126,18 @@ def host() -> Host:
 
 
 def moving(host: Host) -> list[str]:
-    return [one.direction for one in host.sent if isinstance(one, MoveBlocks)]
+    return [one.kind for one in host.sent if isinstance(one, MoveBlocks)]
 
 
-def test_a_write_waits_for_the_namespace_and_the_chunk(host: Host) -> None:
+def test_a_write_waits_for_the_chunk(host: Host) -> None:
     host.write([1])
-    assert [type(one) for one in host.sent] == [AddNamespace]
-    host.answer(AddNamespace)
-    assert [type(one) for one in host.sent] == [Assign]
-    host.answer(Assign)
+    assert [what_of(one) for one in host.sent] == [ASSIGN]
+    host.answer(ASSIGN)
     assert moving(host) == ["write"]
-    assert host.disk.place_of(digest_of("1")) is None, "not found before it is written"
+    assert host.disk.place_of(digest_of(1)) is None, "not found before it is written"
     host.answer(MoveBlocks)
-    assert host.disk.place_of(digest_of("1")) is not None
-    assert host.returned == [(1, None)]
+    assert host.disk.place_of(digest_of(1)) is not None
+    assert host.returned == [(1, True)]
 
 
 def test_reads_go_first(host: Host) -> None:
@@ -147,7 +147,7 @@ def test_reads_go_first(host: Host) -> None:
     for slot in range(0, 80, 2):
         host.read([slot, slot + 1])
     host.write([100, 101])
-    assert moving(host) == ["read"] * READERS
+    assert moving(host) == ["read"] * THREADS["read"]
     while len(host.returned) < 80:
         assert set(moving(host)) == {"read"}, "a read waits, so no write begins"
         one = next(one for one in host.sent if isinstance(one, MoveBlocks))
@@ -157,25 +157,23 @@ def test_reads_go_first(host: Host) -> None:
         if host.disk.queue.lanes["read"].is_empty:
             break
     host.run()
-    assert {slot for slot, fate in host.returned if fate is None} == {*range(80), 100, 101}
+    assert {slot for slot, is_good in host.returned if is_good} == {*range(80), 100, 101}
 
 
 def test_no_more_begins_than_the_process_has_threads(host: Host) -> None:
     host.write(range(60))
-    host.answer(AddNamespace)
-    host.answer(Assign)
-    assert len(moving(host)) == WRITERS
+    host.answer(ASSIGN)
+    assert len(moving(host)) == THREADS["write"]
     assert all(len(one.blocks) * PLACE <= 4 * MIB for one in host.take(MoveBlocks))
 
 
 def test_owners_take_turns(host: Host) -> None:
     host.write(range(60))
     host.write([200, 201], OTHER)
-    host.answer(AddNamespace)
-    host.answer(Assign)
-    assert host.answer(MoveBlocks) == WRITERS
-    owners = [one.blocks[0].name.namespace for one in host.take(MoveBlocks)]
-    assert len(set(owners)) == 2, "the second one does not wait for all of the first one"
+    host.answer(ASSIGN)
+    assert host.answer(MoveBlocks) == THREADS["write"]
+    slots = [one.blocks[0].parts[0].offset // PLACE for one in host.take(MoveBlocks)]
+    assert 200 in slots, "the second one does not wait for all of the first one"
 
 
 def test_a_disk_that_fails_gives_everything_back_and_is_probed(host: Host) -> None:
@@ -185,16 +183,16 @@ def test_a_disk_that_fails_gives_everything_back_and_is_probed(host: Host) -> No
     host.returned.clear()
     host.disk.done(Done(host.take(MoveBlocks)[0].number, ("failed", "failed"), "Input/output error"))
     assert (host.state, host.disk.reason) == ("failed", "Input/output error")
-    assert host.disk.place_of(digest_of("1")) is None
+    assert host.disk.place_of(digest_of(1)) is None
     host.now += PROBE_SECONDS
     host.disk.tick()
-    host.answer(ProbeFiles, "Read-only file system")
+    host.answer(PROBE, "Read-only file system")
     assert host.state == "failed"
     host.now += PROBE_SECONDS
     host.disk.tick()
-    host.answer(ProbeFiles)
+    host.answer(PROBE)
     assert host.state == "on"
-    assert host.disk.place_of(digest_of("1")) is not None
+    assert host.disk.place_of(digest_of(1)) is not None
 
 
 def test_an_operation_that_hangs_stops_what_has_not_begun(host: Host) -> None:
@@ -207,7 +205,7 @@ def test_an_operation_that_hangs_stops_what_has_not_begun(host: Host) -> None:
     host.disk.tick()
     assert host.state == "stuck"
     assert host.disk.part().stuck_slots == under_way
-    assert [fate for _, fate in host.returned] == ["failed"] * (60 - under_way)
+    assert [is_good for _, is_good in host.returned] == [False] * (60 - under_way)
     assert host.disk.part().counters.timeouts == 1
     host.answer(MoveBlocks)
     assert host.state == "on"
@@ -216,31 +214,28 @@ def test_an_operation_that_hangs_stops_what_has_not_begun(host: Host) -> None:
 
 def test_a_failed_assignment_is_repeated_when_the_disk_works_again(host: Host) -> None:
     host.write([1])
-    host.answer(AddNamespace)
-    host.answer(Assign, "No space left on device")
+    host.answer(ASSIGN, "No space left on device")
     assert host.state == "failed"
     host.now += PROBE_SECONDS
     host.disk.tick()
-    host.answer(ProbeFiles)
-    assert host.answer(Assign) == 1
+    host.answer(PROBE)
+    assert host.answer(ASSIGN) == 1
     host.write([2])
     host.run()
-    assert host.disk.place_of(digest_of("2")) is not None
-
-
-def ticket() -> tuple[PurgeTicket, list[bool]]:
-    called: list[bool] = []
-    return PurgeTicket(lambda: called.append(True)), called
+    assert host.disk.place_of(digest_of(2)) is not None
 
 
 def purge(host: Host, selection: Selection) -> tuple[int | None, list[bool]]:
-    wanted, called = ticket()
-    count = host.disk.purge(selection, wanted)
-    wanted.done()
+    """How many blocks were removed, and a list that is no longer empty when the purge has ended."""
+    called: list[bool] = []
+    waiting = Outstanding(lambda: called.append(True))
+    waiting.add(host)
+    count = host.disk.purge(selection, waiting)
+    waiting.done(host)
     return count, called
 
 
-ALL = Selection(identity=NAME.identity)
+ALL = Selection(identity=KIND.identity)
 
 
 def test_a_purge_answers_when_the_records_are_synced_and_overwrites_after_that(host: Host) -> None:
@@ -248,28 +243,25 @@ def test_a_purge_answers_when_the_records_are_synced_and_overwrites_after_that(h
     host.run()
     count, called = purge(host, ALL)
     assert (count, called) == (4, [])
-    assert host.disk.place_of(digest_of("1")) is None
-    assert not host.take(Overwrite)
-    host.answer(MarkDirty)
+    assert host.disk.place_of(digest_of(1)) is None
+    assert not host.take(OVERWRITE)
+    host.answer(MARK_DIRTY)
     assert called == [True]
-    assert host.answer(Overwrite) == 1
+    assert host.answer(OVERWRITE) == 1
 
 
 def test_a_purge_waits_for_a_write_that_is_under_way_and_undoes_it(host: Host) -> None:
     host.write([1])
-    host.answer(AddNamespace)
-    host.answer(Assign)
+    host.answer(ASSIGN)
     assert purge(host, ALL)[0] == 0
     _, called = purge(host, ALL._replace(prefixes=(b"\xff",)))
     assert called == [True], "it is about other keys"
-    wanted, called = ticket()
-    host.disk.purge(ALL._replace(keys=frozenset([key_of(2)])), wanted)
-    wanted.done()
+    _, called = purge(host, ALL._replace(keys=frozenset([key_of(2)])))
     assert called == [True]
     host.answer(MoveBlocks)
-    assert host.disk.place_of(digest_of("1")) is None
-    assert host.returned == [(1, "cancelled")]
-    assert host.answer(MarkDirty) == 1, "its record is valid by now"
+    assert host.disk.place_of(digest_of(1)) is None
+    assert host.returned == [(1, False)]
+    assert host.answer(MARK_DIRTY) == 1, "its record is valid by now"
 
 
 def test_a_purged_place_that_is_being_read_is_overwritten_after_the_read(host: Host) -> None:
@@ -277,59 +269,54 @@ def test_a_purged_place_that_is_being_read_is_overwritten_after_the_read(host: H
     host.run()
     host.read([1])
     purge(host, ALL)
-    host.answer(MarkDirty)
-    assert not host.take(Overwrite)
+    host.answer(MARK_DIRTY)
+    assert not host.take(OVERWRITE)
     host.answer(MoveBlocks)
-    assert len(host.take(Overwrite)) == 1
+    assert len(host.take(OVERWRITE)) == 1
 
 
 @pytest.mark.parametrize("answers_first", [True, False])
 def test_a_process_that_ends_does_not_bring_a_purged_block_back(host: Host, answers_first: bool) -> None:
     """Its record may have become valid before the end."""
     jobs = host.write([1])
-    host.answer(AddNamespace)
-    host.answer(Assign)
+    host.answer(ASSIGN)
     _, called = purge(host, ALL)
     if answers_first:
         host.answer(MoveBlocks)
-    assert jobs[0].place is not None
-    places = host.disk.places
-    assert places is not None
-    where = places.where(jobs[0].place)
+    where = host.disk.places.where(jobs[0].place)
     host.disk.ended("its process has ended")
     assert called == []
     assert host.state == "starting"
-    before = host.disk.places
-    assert before is None
+    assert host.disk.part().blocks is None
     host.sent.clear()
-    host.disk.opened(found_with(host, where.number, jobs[0].digest), 1 << 40)
-    assert host.disk.place_of(jobs[0].digest) is None
-    host.answer(MarkDirty)
+    host.open(found_with(host, where.number, jobs[0].name.digest))
+    assert host.disk.place_of(jobs[0].name.digest) is None
+    host.answer(MARK_DIRTY)
     assert called == [True]
 
 
 def found_with(host: Host, number: int, digest: bytes) -> FoundFiles:
     chunk = FoundChunk(
-        Assignment(0, PlaceKind("1000", PLACE), 1),
+        Assignment(0, KIND, 1),
         np.array([number]),
         digest,
-        np.array([1], np.uint32),
+        np.array([NAMESPACE], np.uint64),
         np.array([0], np.uint64),
         np.array([5.0]),
         np.array([5.0]),
         np.array([], np.int64),
     )
-    entry = NamespaceEntry(1, NAME.fingerprint, NAME.identity, "1000", "label")
-    return host.found._replace(namespaces={0: entry}, generations={0: 1}, chunks=[chunk])
+    header = replace(host.found.header, chunks={0: ChunkEntry(1, KIND)})
+    return FoundFiles(header, [chunk])
 
 
 def test_a_purge_while_the_files_are_opened_is_done_then(host: Host) -> None:
     host.disk.ended("its process has ended")
     count, called = purge(host, ALL)
     assert (count, called) == (None, [])
-    host.disk.opened(found_with(host, 3, digest_of("1")), 1 << 40)
-    assert host.disk.place_of(digest_of("1")) is None
-    host.answer(MarkDirty)
+    host.open(found_with(host, 3, digest_of(1)))
+    assert host.disk.place_of(digest_of(1)) is None
+    host.answer(MARK_DIRTY)
     assert called == [True]
 
 
@@ -338,39 +325,38 @@ def test_a_purge_while_another_process_has_the_files_is_answered_and_done_when_i
     host: Host, purged_first: bool
 ) -> None:
     """It does not hear yet which namespaces the files have."""
-    (named,) = name_digests(NAME.fingerprint, [key_of(1)])
     host.disk.ended("its process has ended")
     selection = ALL._replace(keys=frozenset([key_of(1)]))
     if purged_first:
         count, called = purge(host, selection)
         assert (count, called) == (None, [])
-        host.disk.has_problem(Problem("in use", "another process has its files"))
+        host.disk.set_state("in use", "another process has its files")
     else:
-        host.disk.has_problem(Problem("in use", "another process has its files"))
+        host.disk.set_state("in use", "another process has its files")
         count, called = purge(host, selection)
     assert (count, called) == (None, [True])
-    host.disk.opened(found_with(host, 3, named), 1 << 40)
-    assert host.disk.place_of(named) is None
-    assert host.answer(MarkDirty) == 1
+    host.open(found_with(host, 3, digest_of(1)))
+    assert host.disk.place_of(digest_of(1)) is None
+    assert host.answer(MARK_DIRTY) == 1
 
 
 def test_a_purge_does_not_wait_for_a_disk_that_does_not_work(host: Host) -> None:
     host.write(range(4))
     host.run()
-    host.disk.has_problem(Problem("failed", "it does not work"))
+    host.disk.set_state("failed", "it does not work")
     assert purge(host, ALL) == (4, [True])
     host.now += PROBE_SECONDS
     host.disk.tick()
-    host.answer(ProbeFiles)
-    assert host.disk.place_of(digest_of("1")) is None
-    assert host.answer(MarkDirty) == 1
+    host.answer(PROBE)
+    assert host.disk.place_of(digest_of(1)) is None
+    assert host.answer(MARK_DIRTY) == 1
 
 
 def test_a_purge_says_what_a_disk_that_does_not_work_keeps(host: Host) -> None:
     host.write(range(4))
     host.run()
     assert host.disk.purge_notice(4) == ""
-    host.disk.has_problem(Problem("failed", "Input/output error"))
+    host.disk.set_state("failed", "Input/output error")
     assert host.disk.purge_notice(0) == "", "it has nothing of that"
     assert "is failed (Input/output error) and keeps 4 blocks in its files" in host.disk.purge_notice(4)
     assert "keeps what was chosen" in host.disk.purge_notice(None), "its files are not open, so nobody can count"
@@ -395,15 +381,15 @@ def test_times_of_use_are_written_once_a_minute(host: Host) -> None:
     host.run()
     host.now += 61
     host.disk.tick()
-    assert not host.take(WriteUses), "nothing was used since it was written"
-    assert host.answer(Sync) == 1
-    place = host.disk.place_of(digest_of("2"))
+    assert not host.take(WRITE_USES), "nothing was used since it was written"
+    assert host.answer(SYNC) == 1
+    place = host.disk.place_of(digest_of(2))
     assert place is not None
     host.disk.use(place)
     host.now += 61
     host.disk.tick()
-    (uses,) = host.take(WriteUses)
-    assert int.from_bytes(uses.times[8:12], "little") == int(1e9 + 1061)
+    (uses,) = host.take(WRITE_USES)
+    assert int.from_bytes(uses.arguments[2][8:12], "little") == int(1e9 + 1061)
 
 
 def test_wear_is_known_after_an_hour(host: Host) -> None:
@@ -420,11 +406,11 @@ def test_a_corrupt_block_is_counted_and_removed(host: Host) -> None:
     host.returned.clear()
     host.read([1])
     host.disk.done(Done(host.take(MoveBlocks)[0].number, ("corrupt",)))
-    assert host.returned == [(1, "corrupt")]
+    assert host.returned == [(1, False)]
     assert host.disk.part().counters.corrupt_blocks == 1
-    assert host.disk.place_of(digest_of("1")) is None
-    host.answer(MarkDirty)
-    assert len(host.take(Overwrite)) == 1
+    assert host.disk.place_of(digest_of(1)) is None
+    host.answer(MARK_DIRTY)
+    assert len(host.take(OVERWRITE)) == 1
 
 
 def test_a_drive_that_fails_does_not_fill_the_log(host: Host, caplog: pytest.LogCaptureFixture) -> None:

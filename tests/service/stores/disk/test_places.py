@@ -11,10 +11,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstow_service.stores.disk.places import Assignment, BlockName, DiskPlaces, FoundChunk, PlaceKind, TakenPlace
+from kvstow_service.stores.disk.diskformat import PlaceKind, name_digests
+from kvstow_service.stores.disk.places import (
+    Assignment,
+    BlockName,
+    DiskPlaces,
+    FoundChunk,
+    Selection,
+    TakenPlace,
+    key_start,
+)
 
 CHUNK = 64
-A, B, C = PlaceKind("1000", 4), PlaceKind("1000", 16), PlaceKind("1000", 10)
+A, B, C = PlaceKind("1000", "", 4), PlaceKind("1000", "", 16), PlaceKind("1000", "", 10)
 
 
 def digest(number: int, kind: PlaceKind = A) -> bytes:
@@ -87,7 +96,7 @@ def test_nothing_is_evicted_while_a_chunk_is_on_its_way() -> None:
     chunks = []
     for number in range(40):
         taken = places.take(A, float(number))
-        assert not taken.evicted
+        assert not taken.num_evicted
         if taken.assign is not None:
             chunks.append(taken.assign.chunk)
         if taken.place is None:
@@ -112,6 +121,7 @@ def test_a_block_that_is_being_read_or_written_stays() -> None:
     for number in range(17, 60):
         assert disk.write(number) != taken.place
     disk.places.abandon(taken.place)
+    assert disk.places.let_go(taken.place)
     for number in range(60, 100):
         assert disk.write(number) != taken.place, "dirty places are not used"
     disk.places.clean(taken.place)
@@ -124,16 +134,19 @@ def test_a_block_that_is_removed_while_it_is_read_is_overwritten_after_that() ->
     place = disk.places.index[digest(0)]
     disk.places.hold(place)
     disk.places.hold(place)
-    assert not disk.places.remove(place)
+    disk.places.remove(place)
     assert not disk.has(0)
     assert not disk.places.let_go(place)
+    assert not disk.places.let_go(place), "its record is not dirty yet"
     assert disk.places.let_go(place)
     disk.places.clean(place)
     disk.check()
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(0, 2**32), st.integers(1, 12), st.sampled_from([(A, B), (A, B, C), (A, B, C, PlaceKind("2000", 7))]))
+@given(
+    st.integers(0, 2**32), st.integers(1, 12), st.sampled_from([(A, B), (A, B, C), (A, B, C, PlaceKind("2000", "", 7))])
+)
 def test_several_lengths_never_exceed_one_size(seed: int, num_chunks: int, kinds: tuple[PlaceKind, ...]) -> None:
     random, disk = Random(seed), Disk(num_chunks)
     for _ in range(400):
@@ -141,8 +154,9 @@ def test_several_lengths_never_exceed_one_size(seed: int, num_chunks: int, kinds
         disk.request(random.randrange(40), kind)
         if random.random() < 0.05 and disk.places.index:
             place = random.choice(list(disk.places.index.values()))
-            if disk.places.remove(place):
-                disk.places.clean(place)
+            disk.places.remove(place)
+            assert disk.places.let_go(place)
+            disk.places.clean(place)
         disk.check()
 
 
@@ -184,7 +198,7 @@ def test_lengths_share_the_size_as_one_order_of_use_would(lengths: tuple[PlaceKi
 
 
 def test_a_second_owner_gets_its_share_and_no_more() -> None:
-    disk, other = Disk(8), PlaceKind("2000", 4)
+    disk, other = Disk(8), PlaceKind("2000", "", 4)
     for number in range(200):
         disk.write(number)
     for number in range(4000):
@@ -198,7 +212,7 @@ def test_a_second_owner_gets_its_share_and_no_more() -> None:
 
 
 def test_an_owner_that_has_ended_leaves_its_share_to_others() -> None:
-    disk, other = Disk(8), PlaceKind("2000", 4)
+    disk, other = Disk(8), PlaceKind("2000", "", 4)
     for number in range(200):
         disk.write(number)
     disk.now += 10_000
@@ -214,7 +228,7 @@ def found(chunk: int, kind: PlaceKind, blocks: dict[int, int], dirty: list[int],
         Assignment(chunk, kind, 3),
         np.array(list(blocks), np.int64),
         b"".join(digest(number, kind) for number in blocks.values()),
-        np.ones(len(blocks), np.uint32),
+        np.ones(len(blocks), np.uint64),
         numbers.astype(np.uint64),
         np.full(len(blocks), 4.0),
         used_at + numbers,
@@ -231,10 +245,13 @@ def test_a_start_takes_over_blocks_their_order_and_what_must_be_overwritten() ->
     assert places.where(places.index[digest(3)]).generation == 3
     evicted: list[bytes] = []
     for _ in range(16 + 16 + 16):
+        before = list(places.index)
         taken = places.take(A, 100.0)
         if taken.assign is not None:
             places.assigned(taken.assign.chunk)
-        evicted += taken.evicted
+        gone = [one for one in before if one not in places.index]
+        assert taken.num_evicted == len(gone)
+        evicted += gone
     assert evicted[:3] == [digest(3), digest(7), digest(9)]
 
 
@@ -245,12 +262,28 @@ def test_of_two_places_with_one_block_a_start_keeps_one() -> None:
     assert places.used_bytes == 4
 
 
-def test_blocks_are_selected_by_namespace_start_of_key_and_age() -> None:
-    places = DiskPlaces(2, CHUNK)
-    places.restore([found(0, A, {0: 0x10, 1: 0x11, 2: 0x20}, [])], {0: 3})
-    index = places.index
-    assert places.select([2]) == []
-    assert places.select([1, 2], key_starts=[(0xF0, 0x10)]) == [index[digest(0x10)], index[digest(0x11)]]
-    assert places.select([1], used_before=5.0 + 0x11) == [index[digest(0x10)], index[digest(0x11)]]
-    assert places.select([1], written_before=3.0) == []
-    assert places.count_by_namespace() == {1: 3}
+def test_blocks_are_selected_by_owner_of_the_layout_namespace_start_of_key_and_age() -> None:
+    places, ours = DiskPlaces(2, CHUNK), A._replace(identity="ours")
+    places.restore([found(0, ours, {0: 0x10, 1: 0x11, 2: 0x20}, []), found(1, B, {0: 0x10}, [])], {0: 3, 1: 3})
+    index, every = places.index, Selection("ours")
+    first, second, third = (index[digest(number)] for number in (0x10, 0x11, 0x20))
+    assert places.select(every) == places.select(every._replace(namespace=1)) == [first, second, third]
+    assert places.select(every._replace(namespace=2)) == places.select(Selection("nobody's")) == []
+    zeros = bytes(7)
+    assert places.select(every._replace(prefixes=(zeros + b"\x10", zeros + b"\x20"))) == [first, third]
+    assert places.select(every._replace(prefixes=(b"\0", b"\1"))) == [first, second, third]
+    assert places.select(every._replace(used_before=5.0 + 0x11)) == [first, second]
+    assert places.select(every._replace(written_before=3.0)) == []
+
+
+def test_blocks_are_selected_by_their_keys_in_every_namespace_of_the_pool() -> None:
+    disk, keys = Disk(2), [b"a" * 34, b"b" * 34]
+    for namespace in (7, 8):
+        for key, (name,) in zip(keys, ([one] for one in name_digests(namespace, keys)), strict=True):
+            taken = disk._take(A)
+            taken = disk._take(A) if taken.waits else taken
+            assert taken.place is not None
+            disk.places.publish(taken.place, BlockName(name, namespace, key_start(key)), 1.0)
+    chosen = disk.places.select(Selection("", keys=frozenset([keys[0], b"c" * 34])))
+    assert sorted(chosen) == sorted(disk.places.index[one] for space in (7, 8) for one in name_digests(space, keys[:1]))
+    assert disk.places.select(Selection("", keys=frozenset(keys), used_before=0.5)) == []

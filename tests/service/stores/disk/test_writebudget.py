@@ -67,7 +67,7 @@ def test_what_was_written_in_a_day_is_forgotten_after_it() -> None:
 
 
 def test_an_earlier_use_is_remembered_among_many() -> None:
-    names, random = UsedNames(1000), Random(1)
+    names, random = UsedNames(), Random(1)
     digests = [random.randbytes(16) for _ in range(1000)]
     assert not any(names.has(digest) for digest in digests)
     assert sum(names.note(digest) for digest in digests) == 0
