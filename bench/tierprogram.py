@@ -6,7 +6,6 @@ It answers with a line of JSON: for each subject and direction, the bytes per se
 
 from __future__ import annotations
 
-import ctypes
 import json
 import mmap
 import os
@@ -17,7 +16,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from tests.service.stores.mooncake.cluster import Cluster
 
@@ -41,13 +39,13 @@ Rates = dict[str, list[float]]
 class Ours:
     """KVStow's client for one rank."""
 
-    def __init__(self, cluster: Cluster, fd: int, address: int, slot_bytes: int, num_slots: int) -> None:
+    def __init__(self, cluster: Cluster, fd: int, slot_bytes: int, num_slots: int) -> None:
         store = MooncakeStore(cluster.location)
         reading, writing = os.pipe()
         os.close(reading)
         self._transfers = store.open_transfers(writing)
-        self._transfers.add_memory(MemoryRange(address, slot_bytes * num_slots, fd))
-        self._address, self._slot_bytes = address, slot_bytes
+        self._transfers.add_memory(MemoryRange(0, slot_bytes * num_slots, fd))
+        self._slot_bytes = slot_bytes
 
     def put(self, numbers: range, slots: range) -> bool:
         return set(self._transfers.put(self._objects(numbers, slots), _TIMEOUT)) == {"stored"}
@@ -62,7 +60,8 @@ class Ours:
         return [
             SlotObject(
                 ObjectName("bench", make_key(0, number.to_bytes(32, "big")), 0, 1),
-                self._address + slot * self._slot_bytes,
+                0,
+                slot * self._slot_bytes,
                 self._slot_bytes,
             )
             for number, slot in zip(numbers, slots, strict=True)
@@ -126,8 +125,8 @@ def measure(slot_bytes: int, moved_bytes: int, rounds: int) -> dict[str, Rates]:
     batch = max(1, min(MAX_BATCH_OBJECTS, MAX_BATCH_BYTES // slot_bytes))
     count, num_slots = max(1, moved_bytes // (batch * slot_bytes)), 2 * batch
     found: dict[str, Rates] = {"ours": {"put": [], "get": []}, "bare": {"put": [], "get": []}}
-    with _cluster() as cluster, _memory(slot_bytes * num_slots) as (fd, address):
-        ours, bare = Ours(cluster, fd, address, slot_bytes, num_slots), Bare(cluster, fd, slot_bytes, num_slots)
+    with _cluster() as cluster, _memory(slot_bytes * num_slots) as fd:
+        ours, bare = Ours(cluster, fd, slot_bytes, num_slots), Bare(cluster, fd, slot_bytes, num_slots)
         try:
             _touch_segment(bare, slot_bytes, batch)
             for turn in range(rounds):
@@ -174,17 +173,14 @@ def _cluster() -> Iterator[Cluster]:
 
 
 @contextmanager
-def _memory(num_bytes: int) -> Iterator[tuple[int, int]]:
-    """Yield a memfd with contents, and its address in this process."""
+def _memory(num_bytes: int) -> Iterator[int]:
+    """Yield a memfd with contents."""
     fd = create_memfd("kvstow-bench", num_bytes)
-    memory = mmap.mmap(fd, num_bytes)
-    memory[:] = os.urandom(1 << 16) * (num_bytes >> 16)
-    view: Any = (ctypes.c_char * num_bytes).from_buffer(memory)
+    with mmap.mmap(fd, num_bytes) as memory:
+        memory[:] = os.urandom(1 << 16) * (num_bytes >> 16)
     try:
-        yield fd, ctypes.addressof(view)
+        yield fd
     finally:
-        del view
-        memory.close()
         os.close(fd)
 
 

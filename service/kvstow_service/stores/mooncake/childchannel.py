@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import NamedTuple
 
 from kvstow.errors import InvalidRequestError, TierTimeoutError, TierUnavailableError
 from kvstow_service.stores.childprocess import IsolatedProcess, pause_after
@@ -20,7 +19,7 @@ from kvstow_service.stores.mooncake.childmessages import (
     Lane,
     RemoveMemory,
 )
-from kvstow_service.stores.mooncake.objects import ClientHealth, ClientStats, MemoryRange
+from kvstow_service.stores.mooncake.objects import ClientHealth, MemoryRange
 
 _MODULE = "kvstow_service.stores.mooncake.storechild"
 
@@ -83,14 +82,6 @@ _MEMORY_SECONDS = 120.0  # a network card takes this long to register a terabyte
 _LOOK_SECONDS = 0.5  # how often an idle child that has ended is noticed
 
 
-class _Range(NamedTuple):
-    """Memory that each child gets. The channel owns `fd`."""
-
-    range_id: int
-    memory: MemoryRange
-    fd: int
-
-
 class ChildChannel:
     """A connection to the store that outlives the processes which make it. Thread-safe, but only one thread at a time
     may use a lane.
@@ -117,8 +108,8 @@ class ChildChannel:
         self._starts = self._starts_without_success = self._timeouts = 0
         # Taken before the condition's lock. Held while memory is registered, so that no child misses any.
         self._memory_lock = threading.Lock()
-        self._ranges: tuple[_Range, ...] = ()
-        self._num_ranges = 0
+        self._ranges: dict[int, MemoryRange] = {}
+        """The memory that each child gets, with descriptors of this channel's own."""
         self._thread = threading.Thread(target=self._run, name=f"kvstow-mooncake-{purpose}", daemon=True)
         self._thread.start()
 
@@ -140,53 +131,34 @@ class ChildChannel:
             self._starts_without_success = 0
         return answer
 
-    def stats(self) -> ClientStats:
-        with self._changed:
-            return ClientStats(timeouts=self._timeouts, restarts=max(0, self._starts - 1))
-
     def health(self) -> ClientHealth:
         with self._changed:
+            counts = self._timeouts, max(0, self._starts - 1)
             if self._is_closed:
-                return ClientHealth("closed", "it was closed")
+                return ClientHealth("closed", "it was closed", *counts)
             if self._has_failed:
-                return ClientHealth("failed", self._problem)
-            return ClientHealth("connected") if self._child is not None else ClientHealth("connecting", self._problem)
+                return ClientHealth("failed", self._problem, *counts)
+            if self._child is None:
+                return ClientHealth("starting", self._problem, *counts)
+            return ClientHealth("on", "", *counts)
 
     @property
     def pid(self) -> int | None:
         with self._changed:
             return None if self._child is None else self._child.pid
 
-    def ranges(self) -> list[MemoryRange]:
-        """Return the memory ranges. Raises `TierUnavailableError` once the channel was closed."""
-        if self._is_closed:
-            raise TierUnavailableError("the client was closed")
-        return [one.memory for one in self._ranges]
-
-    def locate(self, address: int) -> tuple[int, int]:
-        """Return the id of the range in which `address` lies, and the offset in it. Raises `InvalidRequestError` if it
-        lies in none."""
-        for one in self._ranges:
-            if one.memory.address <= address < one.memory.address + one.memory.num_bytes:
-                return one.range_id, address - one.memory.address
-        raise InvalidRequestError(f"address {address:#x} lies in no memory range")
-
     def add_memory(self, memory: MemoryRange) -> None:
         with self._memory_lock:
-            added = _Range(self._num_ranges, memory, os.dup(memory.fd))
-            self._num_ranges += 1
-            self._ranges = (*self._ranges, added)
+            added = self._ranges[memory.range_id] = memory._replace(fd=os.dup(memory.fd))
             with suppress(TierUnavailableError), self._use() as child:
                 self._add(child, added)
 
-    def remove_memory(self, memory: MemoryRange) -> None:
+    def remove_memory(self, range_id: int) -> None:
         with self._memory_lock:
-            removed = [one for one in self._ranges if one.memory.address == memory.address]
-            self._ranges = tuple(one for one in self._ranges if one not in removed)
-            for one in removed:
-                with suppress(TierUnavailableError), self._use() as child:
-                    self._change_memory(child, RemoveMemory(one.range_id))
-                os.close(one.fd)
+            removed = self._ranges.pop(range_id)
+            with suppress(TierUnavailableError), self._use() as child:
+                self._change_memory(child, RemoveMemory(range_id))
+            os.close(removed.fd)
 
     def close(self) -> None:
         """End the child, and with it the calls under way. Idempotent."""
@@ -200,9 +172,9 @@ class ChildChannel:
             self._changed.notify_all()
         self._thread.join()
         with self._memory_lock:
-            for one in self._ranges:
+            for one in self._ranges.values():
                 os.close(one.fd)
-            self._ranges = ()
+            self._ranges.clear()
 
     @contextmanager
     def _use(self, end: float = 0.0) -> Iterator[ChildProcess]:
@@ -238,8 +210,8 @@ class ChildChannel:
             self._changed.notify_all()
         return problem
 
-    def _add(self, child: ChildProcess, one: _Range) -> bool:
-        return self._change_memory(child, AddMemory(one.range_id, one.memory.num_bytes, 0), one.fd)
+    def _add(self, child: ChildProcess, one: MemoryRange) -> bool:
+        return self._change_memory(child, AddMemory(one.range_id, one.num_bytes), one.fd)
 
     def _change_memory(self, child: ChildProcess, request: AddMemory | RemoveMemory, *fds: int) -> bool:
         """Let a child change its memory. Returns whether it has done so. If not, the child is killed, so that it has no
@@ -317,7 +289,7 @@ class ChildChannel:
                 self._problem = problem
             return False
         with self._memory_lock:
-            if not all(self._add(child, one) for one in self._ranges):
+            if not all(self._add(child, one) for one in self._ranges.values()):
                 return False
             with self._changed:
                 self._child = child

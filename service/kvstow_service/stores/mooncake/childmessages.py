@@ -10,6 +10,8 @@ import socket
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
+from kvstow_service.stores.mooncake.objects import SlotObject
+
 CORRUPT = -1_000_000
 """A status code of KVStow: an object was found, but it is not the one that was put under its name."""
 MAX_MESSAGE_BYTES = 160 << 10  # less than the kernel's send buffer, 208 KiB, which holds a message whole
@@ -27,30 +29,19 @@ class Connect(NamedTuple):
 
 
 class AddMemory(NamedTuple):
-    """Map and register `num_bytes` of the memfd that comes with this, from `offset` on."""
+    """Map and register the memfd that comes with this."""
 
     range_id: int
     num_bytes: int
-    offset: int
 
 
 class RemoveMemory(NamedTuple):
     range_id: int
 
 
-class SlotPart(NamedTuple):
-    """An object, and its slot: `num_bytes` at `offset` in a memory range."""
-
-    fingerprint: str
-    name: str
-    range_id: int
-    offset: int
-    num_bytes: int
-
-
 class Move(NamedTuple):
     kind: Literal["put", "get"]
-    objects: tuple[SlotPart, ...]
+    objects: tuple[SlotObject, ...]
 
 
 class Exists(NamedTuple):

@@ -12,14 +12,14 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from typing import Literal, NamedTuple
 
-from kvstow.errors import CopyError, KvstowError, TierUnavailableError
+from kvstow.errors import KvstowError, TierUnavailableError
 from kvstow.tier.blockstore import (
     BlockTransfer,
     Expectation,
     PartCounters,
-    PartState,
     Piece,
     Purged,
     PurgeWish,
@@ -56,12 +56,6 @@ _END_SECONDS = 60.0
 """How long `close` waits for transfers under way. Each of them ends within 30 s for each rank."""
 _PROBE_KEY = bytes(34)
 _LOOKUP_WEIGHT = 0.2
-_STATES: dict[str, PartState] = {
-    "connected": "on",
-    "connecting": "starting",
-    "failed": "failed",
-    "closed": "closed",
-}
 KEPT = "Mooncake Store keeps its copies: other nodes may use them, and it drops them when it needs room"
 
 
@@ -113,8 +107,7 @@ class MooncakeBlocks:
         self._lookup_seconds = 0.0
         self._rates: dict[Kind, RecentRate] = {"put": RecentRate(), "get": RecentRate()}
         self._counters = PartCounters()
-        self._num_addresses = 1 << 40
-        """The address at which the next range begins. Addresses mean nothing in this process, which maps no memory."""
+        self._range_ids = count(1)
         self._transfers: TransferClient
         self._lookups: LookupClient
         self._mapper: ActionThread
@@ -159,19 +152,17 @@ class MooncakeBlocks:
                 return Expectation(None, queued, 0.0)
             return Expectation(self._lookup_seconds + (queued + num_bytes) / rate, queued, queued / rate)
 
-    def add_memory(self, num_bytes: int, fd: int) -> MemoryRange:
-        """Give the store's processes memory. Only the thread that may wait calls this. The caller keeps `fd`."""
-        with self.changed:
-            address = self._num_addresses
-            self._num_addresses += num_bytes
-        memory = MemoryRange(address, num_bytes, fd)
-        self._transfers.add_memory(memory)
-        return memory
+    def add_memory(self, num_bytes: int, fd: int) -> int:
+        """Give the store's processes memory, and return its range. Only the thread that may wait calls this. The caller
+        keeps `fd`."""
+        range_id = next(self._range_ids)
+        self._transfers.add_memory(MemoryRange(range_id, num_bytes, fd))
+        return range_id
 
-    def remove_memory(self, memory: MemoryRange) -> None:
+    def remove_memory(self, range_id: int) -> None:
         """Take memory away. Only the thread that may wait calls this. When it returns, no process of the store maps the
         memory."""
-        self._transfers.remove_memory(memory)
+        self._transfers.remove_memory(range_id)
 
     def wait_until_left(self, pool: MooncakePool) -> None:
         """Wait until no transfer of the pool is queued or under way. Only the thread that may wait calls this."""
@@ -234,7 +225,7 @@ class MooncakeBlocks:
         objects = [
             SlotObject(
                 ObjectName(transfer.namespace.fingerprint, transfer.keys[index], rank, num_ranks),
-                job.pool.address(rank, transfer.slots[index]),
+                *job.pool.place_of(rank, transfer.slots[index]),
                 num_bytes,
             )
             for index in indices
@@ -353,26 +344,24 @@ class MooncakeBlocks:
 
     def parts(self) -> Sequence[StorePart]:
         transfers, lookups = self._transfers.health(), self._lookups.health()
-        counts = (self._transfers.stats(), self._lookups.stats())
         with self.changed:
-            counters = replace(self._counters, restarts=counts[0].restarts, timeouts=counts[0].timeouts)
-            asking = PartCounters(restarts=counts[1].restarts, timeouts=counts[1].timeouts)
             return [
                 replace(
-                    self._part("transfers of the node", transfers, counters),
+                    self._part("transfers of the node", transfers, self._counters),
                     queued_read_bytes=sum(job.num_bytes for job in self.queues["get"]),
                     queued_write_bytes=sum(job.num_bytes for job in self.queues["put"]),
                     read_bytes_per_second=self._rates["get"].per_second,
                     write_bytes_per_second=self._rates["put"].per_second,
                 ),
-                self._part("look-ups of the node", lookups, asking),
+                self._part("look-ups of the node", lookups, PartCounters()),
             ]
 
     def _part(self, name: str, health: ClientHealth, counters: PartCounters) -> StorePart:
-        if health.state == "connected" and not self._breaker.is_closed:
+        counters = replace(counters, restarts=health.restarts, timeouts=health.timeouts)
+        if health.state == "on" and not self._breaker.is_closed:
             reason = f"it is left alone until it answers again: {self._breaker.reason}"
             return StorePart(name=name, state="starting", reason=reason, counters=counters)
-        return StorePart(name=name, state=_STATES[health.state], reason=health.reason, counters=counters)
+        return StorePart(name=name, state=health.state, reason=health.reason, counters=counters)
 
     def close(self) -> None:
         with self.changed:
@@ -397,8 +386,8 @@ class MooncakePool:
     ) -> None:
         self.layout = layout
         self._store, self._on_end = store, on_end
-        self._extents: list[dict[int, tuple[StoredExtent, MemoryRange]]] = [{} for _ in layout.slot_bytes]
-        """The extents of each rank and their addresses, by number. One thread replaces the list, any may read it."""
+        self._extents: list[dict[int, tuple[StoredExtent, int]]] = [{} for _ in layout.slot_bytes]
+        """The extents of each rank and their ranges, by number. One thread replaces the list, any may read it."""
         self._writing: set[tuple[str, bytes]] = set()
         self._cancelled: set[int] = set()
         self._has_left = False
@@ -491,12 +480,12 @@ class MooncakePool:
 
     # -- memory: the thread that may wait ---------------------------------------------------------------------
 
-    def address(self, rank: int, slot: int) -> int:
-        """Return the address of a slot. Raises `CopyError` if its extent was not added."""
-        for extent, memory in list(self._extents[rank].values()):
+    def place_of(self, rank: int, slot: int) -> tuple[int, int]:
+        """Return the range in which a slot is, and the offset in it."""
+        for extent, range_id in self._extents[rank].values():
             if extent.first_slot <= slot < extent.first_slot + extent.num_slots:
-                return memory.address + (slot - extent.first_slot) * extent.slot_stride
-        raise CopyError("some of the slots are in memory that the node's transfers do not have")
+                return range_id, (slot - extent.first_slot) * extent.slot_stride
+        raise LookupError(f"slot {slot} is in memory that the node's transfers do not have")
 
     def add_extent(self, rank: int, extent: StoredExtent, fd: int, then: Callable[[str], object]) -> None:
         own = os.dup(fd)
@@ -506,8 +495,8 @@ class MooncakePool:
         problem = "the pool has left the store" if self._has_left else ""
         try:
             if not problem:
-                memory = self._store.add_memory(extent.num_bytes, fd)
-                self._extents[rank] = {**self._extents[rank], extent.extent_id: (extent, memory)}
+                range_id = self._store.add_memory(extent.num_bytes, fd)
+                self._extents[rank] = {**self._extents[rank], extent.extent_id: (extent, range_id)}
         except (OSError, KvstowError) as error:
             problem = f"memory of rank {rank} could not be mapped: {error}"
         finally:

@@ -15,13 +15,12 @@ from urllib.parse import parse_qsl, urlsplit
 
 from kvstow.errors import ConfigError, MissingPackageError, TierUnavailableError
 from kvstow_service.stores.mooncake.childchannel import CONTROL, ChildChannel, ChildProcess
-from kvstow_service.stores.mooncake.childmessages import CORRUPT, Connect, Exists, Move, SlotPart
+from kvstow_service.stores.mooncake.childmessages import CORRUPT, Connect, Exists, Move
 from kvstow_service.stores.mooncake.objects import (
     GetStatus,
     ObjectName,
     PutStatus,
     SlotObject,
-    check_batch,
 )
 
 _log = logging.getLogger("kvstow.tier")
@@ -186,13 +185,7 @@ class MooncakeTransfers(ChildChannel):
         return [get_status(code) for code in self._move("get", objects, timeout)]
 
     def _move(self, kind: Literal["put", "get"], objects: Sequence[SlotObject], timeout: float) -> tuple[int, ...]:
-        check_batch(objects, self.ranges())
-        parts = tuple(
-            SlotPart(one.name.fingerprint, str(one.name), *self.locate(one.address), one.num_bytes) for one in objects
-        )
-        if not parts:
-            return ()
-        codes = self.call(kind, Move(kind, parts), timeout)
+        codes = self.call(kind, Move(kind, tuple(objects)), timeout)
         require_master(codes)
         if INVALID_PARAMS in codes:
             _log.error("Mooncake has refused %d of %d %ss as invalid", codes.count(INVALID_PARAMS), len(codes), kind)

@@ -7,8 +7,8 @@ import mmap
 from collections.abc import Sequence
 from typing import Protocol
 
-from kvstow_service.stores.mooncake.childmessages import SlotPart
 from kvstow_service.stores.mooncake.objectheader import HEADER_BYTES, find_mismatch, pack_header
+from kvstow_service.stores.mooncake.objects import SlotObject
 
 STAGED_BYTES = 256 << 10
 """Slots up to this size are copied, which takes 10 us for 256 KiB. With TCP, Mooncake moves each piece of an object by
@@ -30,15 +30,14 @@ class RegistrationError(Exception):
 class Registered:
     """A piece of memory that Mooncake may read and write. Not locked."""
 
-    def __init__(self, store: MemoryRegistry, fd: int, num_bytes: int, offset: int = 0) -> None:
-        """Map `num_bytes` of `fd` from `offset` on, or of no file if `fd` is -1, and register them. Raises
-        `RegistrationError` or `OSError`."""
-        before = offset % mmap.ALLOCATIONGRANULARITY
+    def __init__(self, store: MemoryRegistry, fd: int, num_bytes: int) -> None:
+        """Map `num_bytes` of `fd`, or of no file if `fd` is -1, and register them. Raises `RegistrationError` or
+        `OSError`."""
         self._store, self.num_bytes = store, num_bytes
-        self._map = mmap.mmap(fd, before + num_bytes, offset=offset - before)
-        self._bytes = (ctypes.c_char * num_bytes).from_buffer(self._map, before)
+        self._map = mmap.mmap(fd, num_bytes)
+        self._bytes = (ctypes.c_char * num_bytes).from_buffer(self._map)
         self.address = ctypes.addressof(self._bytes)
-        self.view = memoryview(self._map)[before:]
+        self.view = memoryview(self._map)
         code = store.register_buffer(self.address, num_bytes)
         if code != 0:
             self._unmap()
@@ -61,14 +60,14 @@ class ChildMemory:
         self._store = store
         self._ranges: dict[int, Registered] = {}
 
-    def add(self, range_id: int, fd: int, num_bytes: int, offset: int) -> None:
+    def add(self, range_id: int, fd: int, num_bytes: int) -> None:
         """Map and register a range. The caller still owns `fd`. Raises `RegistrationError` or `OSError`."""
-        self._ranges[range_id] = Registered(self._store, fd, num_bytes, offset)
+        self._ranges[range_id] = Registered(self._store, fd, num_bytes)
 
     def remove(self, range_id: int) -> None:
         self._ranges.pop(range_id).close()
 
-    def address(self, part: SlotPart) -> int:
+    def address(self, part: SlotObject) -> int:
         """Return the address of a slot. Raises `LookupError` unless the whole slot lies in one registered range,
         because with TCP, Mooncake reads and writes any address."""
         found = self._ranges.get(part.range_id)
@@ -78,7 +77,7 @@ class ChildMemory:
             raise LookupError(f"{part.num_bytes} bytes at {part.offset} do not lie in a range of {found.num_bytes}")
         return found.address + part.offset
 
-    def view(self, part: SlotPart) -> memoryview:
+    def view(self, part: SlotObject) -> memoryview:
         return self._ranges[part.range_id].view[part.offset : part.offset + part.num_bytes]
 
 
@@ -95,13 +94,13 @@ class ObjectBuffers:
         self._headers = Registered(store, -1, num_objects * HEADER_BYTES)
         self._staging = Registered(store, -1, num_objects * (STAGED_BYTES + HEADER_BYTES))
 
-    def fill(self, objects: Sequence[SlotPart]) -> Pieces:
+    def fill(self, objects: Sequence[SlotObject]) -> Pieces:
         """Make the objects of a batch from their slots, and return their pieces. Raises `LookupError`, before it
         touches a slot, for memory that is not registered."""
         pieces = self.place(objects)
         for index, part in enumerate(objects):
             slot = self._memory.view(part)
-            header = pack_header(part.fingerprint, part.name, slot)
+            header = pack_header(part.name.fingerprint, str(part.name), slot)
             if part.num_bytes <= STAGED_BYTES:
                 start = _start(index)
                 self._staging.view[start : start + part.num_bytes] = slot
@@ -110,7 +109,7 @@ class ObjectBuffers:
                 self._headers.view[index * HEADER_BYTES : (index + 1) * HEADER_BYTES] = header
         return pieces
 
-    def place(self, objects: Sequence[SlotPart]) -> Pieces:
+    def place(self, objects: Sequence[SlotObject]) -> Pieces:
         """Return the pieces in which the objects of a batch will be. Raises `LookupError` for memory that is not
         registered."""
         slots = [self._memory.address(part) for part in objects]
@@ -124,17 +123,17 @@ class ObjectBuffers:
                 sizes.append([part.num_bytes, HEADER_BYTES])
         return addresses, sizes
 
-    def take(self, index: int, part: SlotPart) -> str | None:
+    def take(self, index: int, part: SlotObject) -> str | None:
         """Verify an object of a batch that was placed, and copy it to its slot if it is not there already. Returns what
         is wrong with the object, or None."""
         slot = self._memory.view(part)
         if part.num_bytes > STAGED_BYTES:
             header = bytes(self._headers.view[index * HEADER_BYTES : (index + 1) * HEADER_BYTES])
-            return find_mismatch(header, part.fingerprint, part.name, slot)
+            return find_mismatch(header, part.name.fingerprint, str(part.name), slot)
         start, end = _start(index), _start(index) + part.num_bytes
         staged = self._staging.view[start:end]
         header = bytes(self._staging.view[end : end + HEADER_BYTES])
-        mismatch = find_mismatch(header, part.fingerprint, part.name, staged)
+        mismatch = find_mismatch(header, part.name.fingerprint, str(part.name), staged)
         if mismatch is None:
             slot[:] = staged
         return mismatch

@@ -19,8 +19,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
-from kvstow.errors import InvalidRequestError
 from kvstow.keys import GROUP_BYTES, BlockKey, group_of
+from kvstow.tier.blockstore import PartState
 
 MAX_BATCH_OBJECTS = 64
 """How many objects one call of `put` or `get` may have. Larger batches have made a client of Mooncake hang."""
@@ -54,34 +54,30 @@ the slot's bytes mean nothing. `corrupt`: the bytes that were found are others, 
 
 class MemoryRange(NamedTuple):
     """Memory from which slots are lent: the memfd `fd`, which the caller owns and keeps open at least until
-    `add_memory` returns. `address`: the begin of the range in a space of addresses in which ranges do not overlap."""
+    `add_memory` returns. `range_id` is used only once."""
 
-    address: int
+    range_id: int
     num_bytes: int
     fd: int
 
 
 class SlotObject(NamedTuple):
-    """An object and its slot: `num_bytes` at `address`, inside one memory range."""
+    """An object and its slot: `num_bytes` at `offset` of a memory range."""
 
     name: ObjectName
-    address: int
+    range_id: int
+    offset: int
     num_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class ClientHealth:
-    """`state`: `connected`, `connecting` (for the first time or again), `failed` (until an operator acts) or `closed`.
-    `reason`: a sentence, empty while connected."""
+    """`state`: a client that is `starting` connects, for the first time or again; one that has `failed` stays so until
+    an operator acts. `reason`: a sentence, empty while it is `on`. The counters only grow. `restarts`: how often its
+    process was started again."""
 
-    state: Literal["connected", "connecting", "failed", "closed"]
+    state: PartState
     reason: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class ClientStats:
-    """Counters since the client was opened; they only grow. `restarts`: how often its process was started again."""
-
     timeouts: int = 0
     restarts: int = 0
 
@@ -90,10 +86,10 @@ class TransferClient(Protocol):
     """Moves objects between the store and the memory of ranks."""
 
     def add_memory(self, memory: MemoryRange) -> None:
-        """Take memory, which overlaps no other range and whose slots may be lent from now on. It is kept across
-        outages. The call may wait until a network card has registered it."""
+        """Take memory, whose slots may be lent from now on. It is kept across outages. The call may wait until a
+        network card has registered it."""
 
-    def remove_memory(self, memory: MemoryRange) -> None:
+    def remove_memory(self, range_id: int) -> None:
         """Give a range up, none of whose slots is lent. Returns when no process of the client maps it any more."""
 
     def put(self, objects: Sequence[SlotObject], timeout: float) -> list[PutStatus]:
@@ -103,8 +99,6 @@ class TransferClient(Protocol):
         """Copy objects into slots, and verify them."""
 
     def health(self) -> ClientHealth: ...
-
-    def stats(self) -> ClientStats: ...
 
     def close(self) -> None:
         """Give up calls under way, wait until no slot is touched any more, and free everything. Idempotent. Later calls
@@ -119,8 +113,6 @@ class LookupClient(Protocol):
 
     def health(self) -> ClientHealth: ...
 
-    def stats(self) -> ClientStats: ...
-
     def close(self) -> None:
         """Free everything. Idempotent. Later calls raise `TierUnavailableError`."""
 
@@ -132,26 +124,3 @@ class MooncakeClients(Protocol):
         """Open a client for transfers. `witness`: see `BlockStore.start`."""
 
     def open_lookups(self) -> LookupClient: ...
-
-
-def check_batch(objects: Sequence[SlotObject], ranges: Sequence[MemoryRange]) -> None:
-    """Raise `InvalidRequestError` unless each object lies inside one of the ranges, and the batch is not too large.
-
-    Every client calls this before it touches memory, because with TCP, Mooncake itself does not notice an address that
-    was never registered."""
-    if len(objects) > MAX_BATCH_OBJECTS:
-        raise InvalidRequestError(f"a batch of {len(objects)} objects; allowed: {MAX_BATCH_OBJECTS}")
-    total = sum(one.num_bytes for one in objects)
-    if total > MAX_BATCH_BYTES and len(objects) > 1:
-        raise InvalidRequestError(f"a batch of {total} bytes; allowed: {MAX_BATCH_BYTES}, or a single object")
-    for one in objects:
-        if one.num_bytes < 1:
-            raise InvalidRequestError(f"object {one.name} has {one.num_bytes} bytes; allowed: 1 or more")
-        if not any(
-            memory.address <= one.address and one.address + one.num_bytes <= memory.address + memory.num_bytes
-            for memory in ranges
-        ):
-            raise InvalidRequestError(
-                f"object {one.name} is to use {one.num_bytes} bytes at {one.address:#x}; "
-                f"allowed: addresses within one of the {len(ranges)} memory ranges that were added"
-            )

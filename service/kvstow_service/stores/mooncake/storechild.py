@@ -27,11 +27,10 @@ from kvstow_service.stores.mooncake.childmessages import (
     Lane,
     Move,
     RemoveMemory,
-    SlotPart,
 )
 from kvstow_service.stores.mooncake.objectbuffers import ChildMemory, ObjectBuffers, RegistrationError
 from kvstow_service.stores.mooncake.objectheader import HEADER_BYTES
-from kvstow_service.stores.mooncake.objects import MAX_BATCH_OBJECTS
+from kvstow_service.stores.mooncake.objects import MAX_BATCH_OBJECTS, SlotObject
 
 _log = logging.getLogger("kvstow.tier")
 
@@ -72,36 +71,36 @@ class StoreClient:
     def _do(self, request: object, fds: Sequence[int]) -> Sequence[int]:
         match request:
             case Move("put", objects):
-                names = [part.name for part in objects]
+                names = [str(part.name) for part in objects]
                 return list(self._store.batch_put_from_multi_buffers(names, *self._puts.fill(objects), self._config))
             case Move("get", objects):
                 return self._get(objects)
             case Exists(names):
                 return list(self._store.batch_is_exist(list(names)))
-            case AddMemory(range_id, num_bytes, offset):
-                self._memory.add(range_id, fds[0], num_bytes, offset)
+            case AddMemory(range_id, num_bytes):
+                self._memory.add(range_id, fds[0], num_bytes)
             case RemoveMemory(range_id):
                 self._memory.remove(range_id)
             case _:
                 raise LookupError(f"unknown request {request!r}")
         return ()
 
-    def _get(self, objects: Sequence[SlotPart]) -> Sequence[int]:
-        names = [part.name for part in objects]
+    def _get(self, objects: Sequence[SlotObject]) -> Sequence[int]:
+        names = [str(part.name) for part in objects]
         found = self._store.batch_get_into_multi_buffers(names, *self._gets.place(objects))
         return [
             code if code < 0 else self._verify(part, index, code)
             for index, (part, code) in enumerate(zip(objects, found, strict=True))
         ]
 
-    def _verify(self, part: SlotPart, index: int, num_bytes: int) -> int:
+    def _verify(self, part: SlotObject, index: int, num_bytes: int) -> int:
         """Return 0, or `CORRUPT` for a corrupt object. This removes a corrupt object, because the store would keep it
         and refuse a better one."""
         is_whole = num_bytes == part.num_bytes + HEADER_BYTES
         mismatch = self._gets.take(index, part) if is_whole else "length"
         if mismatch is None:
             return 0
-        code = self._store.remove(part.name, True)
+        code = self._store.remove(str(part.name), True)
         _log.error("object %s is corrupt (%s); removing it: code %d", part.name, mismatch, code)
         return CORRUPT
 

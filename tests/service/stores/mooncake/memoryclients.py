@@ -8,14 +8,13 @@ from collections.abc import Callable, Sequence
 
 from kvstow.errors import TierUnavailableError
 from kvstow_service.stores.mooncake.objects import (
+    MAX_BATCH_OBJECTS,
     ClientHealth,
-    ClientStats,
     GetStatus,
     MemoryRange,
     ObjectName,
     PutStatus,
     SlotObject,
-    check_batch,
 )
 
 
@@ -50,10 +49,7 @@ class _Client:
         self._clients, self._is_closed = clients, False
 
     def health(self) -> ClientHealth:
-        return ClientHealth("closed", "it was closed") if self._is_closed else ClientHealth("connected")
-
-    def stats(self) -> ClientStats:
-        return ClientStats()
+        return ClientHealth("closed", "it was closed") if self._is_closed else ClientHealth("on")
 
     def close(self) -> None:
         self._is_closed = True
@@ -68,22 +64,22 @@ class _Client:
 class MemoryTransfers(_Client):
     def __init__(self, clients: MemoryClients) -> None:
         super().__init__(clients)
-        self.memory: dict[MemoryRange, mmap.mmap] = {}
+        self.memory: dict[int, mmap.mmap] = {}
 
     def add_memory(self, memory: MemoryRange) -> None:
-        self.memory[memory] = mmap.mmap(memory.fd, memory.num_bytes)
+        self.memory[memory.range_id] = mmap.mmap(memory.fd, memory.num_bytes)
 
-    def remove_memory(self, memory: MemoryRange) -> None:
-        self.memory.pop(memory).close()
+    def remove_memory(self, range_id: int) -> None:
+        self.memory.pop(range_id).close()
 
     def put(self, objects: Sequence[SlotObject], timeout: float) -> list[PutStatus]:
         self._enter("put", len(objects))
-        check_batch(objects, list(self.memory))
+        assert len(objects) <= MAX_BATCH_OBJECTS
         found: list[PutStatus] = []
         for one in objects:
             status = self._clients.status(one.name)
             if status is None:
-                where, start = self._locate(one)
+                where, start = self.memory[one.range_id], one.offset
                 self._clients.objects.setdefault(str(one.name), where[start : start + one.num_bytes])
                 self._clients.order.append(one.name)
             found.append("stored" if status is None else "full" if status == "full" else "failed")
@@ -91,23 +87,17 @@ class MemoryTransfers(_Client):
 
     def get(self, objects: Sequence[SlotObject], timeout: float) -> list[GetStatus]:
         self._enter("get", len(objects))
-        check_batch(objects, list(self.memory))
+        assert len(objects) <= MAX_BATCH_OBJECTS
         found: list[GetStatus] = []
         for one in objects:
             status, data = self._clients.status(one.name), self._clients.objects.get(str(one.name))
             if status is None and data is not None:
-                where, start = self._locate(one)
+                where, start = self.memory[one.range_id], one.offset
                 where[start : start + len(data)] = data
                 found.append("found")
             else:
                 found.append("corrupt" if status == "corrupt" else "failed" if status == "failed" else "missing")
         return found
-
-    def _locate(self, one: SlotObject) -> tuple[mmap.mmap, int]:
-        for memory, where in self.memory.items():
-            if memory.address <= one.address < memory.address + memory.num_bytes:
-                return where, one.address - memory.address
-        raise LookupError
 
 
 class MemoryLookups(_Client):

@@ -143,9 +143,9 @@ def test_a_get_that_hangs_is_ended_and_its_process_is_gone_when_the_call_ends(cl
     assert node.targets() == blank  # nothing came late
     assert node.get(*range(16)) == ["found"] * 16
     assert all(node.is_right(number) for number in range(16))
-    assert node.transfers.stats().timeouts == 1
-    assert node.transfers.stats().restarts == 1
-    assert node.lookups.stats().restarts == 0
+    assert node.transfers.health().timeouts == 1
+    assert node.transfers.health().restarts == 1
+    assert node.lookups.health().restarts == 0
 
 
 def test_a_put_that_hangs_is_ended_and_publishes_nothing_wrong(cluster: Cluster, node: Node) -> None:
@@ -199,7 +199,7 @@ def test_idle_processes_that_are_killed_are_replaced(node: Node, eventually: Eve
         os.kill(before, signal.SIGKILL)
         eventually(lambda: client.pid not in (None, before), "another process", seconds=90)  # noqa: B023
         assert not is_there(before)
-        assert client.health().state == "connected"
+        assert client.health().state == "on"
     assert node.get(1) == ["found"]
     assert node.is_right(1)
     assert node.exists(1) == [True]
@@ -280,10 +280,10 @@ def test_a_master_that_hangs(cluster: Cluster, node: Node, eventually: Eventuall
         with pytest.raises(TierTimeoutError):
             call(1, timeout=SHORT)
     assert not any(is_there(pid) for pid in pids)
-    assert node.transfers.stats().timeouts == node.lookups.stats().timeouts == 1
+    assert node.transfers.health().timeouts == node.lookups.health().timeouts == 1
     with pytest.raises(TierUnavailableError):
         node.exists(1, timeout=SHORT)  # no process is connected
-    assert node.transfers.health().state == "connecting"
+    assert node.transfers.health().state == "starting"
     cluster.resume(cluster.master)
     eventually(lambda: stored(node, 2), "it answers again", seconds=90)
     node.blank()
@@ -361,7 +361,7 @@ def test_memory_that_was_removed_is_mapped_no_more(node: Node) -> None:
         return "memfd:kvstow-tier-test" in Path(f"/proc/{pid_of(node.transfers)}/maps").read_text()
 
     assert is_mapped()
-    node.transfers.remove_memory(node.slots.range)
+    node.transfers.remove_memory(node.slots.range.range_id)
     assert not is_mapped()
     node.transfers.add_memory(node.slots.range)
     assert is_mapped()
@@ -425,6 +425,6 @@ def test_a_store_that_is_not_there(eventually: Eventually) -> None:
         with pytest.raises(TierUnavailableError, match="not connected to Mooncake"):
             node.put(1, timeout=0.1)
         eventually(lambda: "code -1" in node.lookups.health().reason, "the reason", seconds=90)
-        assert node.lookups.health().state == "connecting"
+        assert node.lookups.health().state == "starting"
     finally:
         node.close()

@@ -11,8 +11,8 @@ from tests.service.stores.mooncake.test_childmemory import FakeStore
 
 from kvstow.memfd import create_memfd
 from kvstow_service.stores.mooncake import objectbuffers
-from kvstow_service.stores.mooncake.childmessages import SlotPart
 from kvstow_service.stores.mooncake.objectbuffers import STAGED_BYTES, ChildMemory, ObjectBuffers
+from kvstow_service.stores.mooncake.objects import ObjectName, SlotObject
 
 LARGE = STAGED_BYTES + 4096
 
@@ -23,17 +23,17 @@ class Objects:
     def __init__(self, fd: int) -> None:
         store = FakeStore()
         self.memory = ChildMemory(store)
-        self.memory.add(0, fd, 4 * LARGE, 0)
+        self.memory.add(0, fd, 4 * LARGE)
         self.buffers = ObjectBuffers(store, self.memory, 4)
 
-    def part(self, slot: int, num_bytes: int, name: str = "name") -> SlotPart:
-        return SlotPart("f", name, 0, slot * LARGE, num_bytes)
+    def part(self, slot: int, num_bytes: int, key: int = 0) -> SlotObject:
+        return SlotObject(ObjectName("f", bytes(33) + bytes([key]), 0, 1), 0, slot * LARGE, num_bytes)
 
-    def put(self, part: SlotPart) -> bytes:
+    def put(self, part: SlotObject) -> bytes:
         addresses, sizes = self.buffers.fill([part])
         return b"".join(map(ctypes.string_at, addresses[0], sizes[0]))
 
-    def get(self, part: SlotPart, contents: bytes) -> str | None:
+    def get(self, part: SlotObject, contents: bytes) -> str | None:
         """What is wrong with the object, if it has these contents."""
         addresses, sizes = self.buffers.place([part])
         for address, size in zip(addresses[0], sizes[0], strict=True):
@@ -60,7 +60,7 @@ def changed_bytes(objects: Objects, num_bytes: int) -> None:
         damaged = bytearray(put)
         damaged[at] ^= 1
         assert objects.get(target, bytes(damaged)) in ("checksum", "magic", "header")
-    assert objects.get(objects.part(2, num_bytes, "other"), put) == "name"
+    assert objects.get(objects.part(2, num_bytes, 1), put) == "name"
 
 
 @pytest.mark.parametrize("num_bytes", [4096, LARGE], ids=["copied", "in place"])
