@@ -15,12 +15,11 @@ import os
 import pickle
 import select
 import signal
-import socket
 import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from kvstow.memfd import create_memfd
@@ -33,7 +32,6 @@ from kvstow_service.stores.disk.diskmessages import (
     BlockAt,
     ChangeFiles,
     CloseFiles,
-    DiskSocket,
     Done,
     MoveBlocks,
     Open,
@@ -42,6 +40,7 @@ from kvstow_service.stores.disk.diskmessages import (
     RemoveExtent,
     Result,
 )
+from kvstow_service.stores.messagesocket import MessageSocket
 
 _log = logging.getLogger("kvstow.disk")
 
@@ -98,7 +97,7 @@ class MappedExtents:
 
 
 class DiskChild:
-    def __init__(self, link: DiskSocket, block_file: BlockFile) -> None:
+    def __init__(self, link: MessageSocket, block_file: BlockFile) -> None:
         self._link, self._file = link, block_file
         self._extents = MappedExtents(block_file.header.alignment)
         self._threads = {kind: ThreadPoolExecutor(count) for kind, count in THREADS.items()}
@@ -123,7 +122,9 @@ class DiskChild:
 
     def _answer(self, request: MoveBlocks | ChangeFiles) -> None:
         try:
-            self._link.send(self._move(request) if isinstance(request, MoveBlocks) else self._change(request))
+            answer = self._move(request) if isinstance(request, MoveBlocks) else self._change(request)
+            with suppress(EOFError):  # the first thread notices it, too
+                self._link.send(answer)
         except BaseException:  # noqa: BLE001 - the service would wait for an answer
             _log.exception("a thread has failed")
             os._exit(1)
@@ -164,7 +165,7 @@ class DiskChild:
         return not poll.poll(0)
 
 
-def _open(link: DiskSocket, opening: Open) -> BlockFile:
+def _open(link: MessageSocket, opening: Open) -> BlockFile:
     """Try until the files are open, and report to the service why they are not."""
     pause = _FIRST_PAUSE
     while True:
@@ -183,7 +184,7 @@ def _open(link: DiskSocket, opening: Open) -> BlockFile:
         pause = min(2 * pause, _PAUSE_SECONDS)
 
 
-def _open_once(link: DiskSocket, opening: Open) -> BlockFile:
+def _open_once(link: MessageSocket, opening: Open) -> BlockFile:
     with ExitStack() as undo:
         folder = open_folder(Path(opening.path))
         undo.callback(os.close, folder)
@@ -199,15 +200,14 @@ def _open_once(link: DiskSocket, opening: Open) -> BlockFile:
     fd = create_memfd("kvstow-disk-records", len(data))
     os.pwrite(fd, data, 0)
     link.send(Opened(len(data), facts.total_bytes), fd)
+    os.close(fd)
     return block_file
 
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal: the service decides when this process ends
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    fd = int(sys.argv[1])
-    os.set_inheritable(fd, False)
-    link = DiskSocket(socket.socket(fileno=fd))
+    link = MessageSocket.inherited(int(sys.argv[1]))
     try:
         opening, _ = link.receive()
         DiskChild(link, _open(link, opening)).serve()

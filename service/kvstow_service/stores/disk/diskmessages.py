@@ -1,22 +1,13 @@
-"""The messages between the service and the child process of a path, over one socket that keeps the borders of messages.
-
-All are pickled, because the child runs this package's code with the service's rights. Requests have numbers, and are
-answered in any order."""
+"""The messages between the service and the child process of a path. Requests have numbers, and are answered in any
+order."""
 
 from __future__ import annotations
 
-import os
-import pickle
-import socket
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from threading import Lock
-from typing import Any, Concatenate, Final, Literal, NamedTuple
+from collections.abc import Callable
+from typing import Any, Final, Literal, NamedTuple
 
-from kvstow_service.stores.disk.blockfile import BlockFile
 from kvstow_service.stores.disk.places import BlockName, Place
 
-MAX_MESSAGE_BYTES = 160 << 10  # less than the kernel's send buffer, 208 KiB, which holds a message whole
 MOST_PLACES = 2000
 """The largest number of places in one message."""
 MOST_USES = 32_768
@@ -85,11 +76,11 @@ class MoveBlocks(NamedTuple):
 
 
 class ChangeFiles(NamedTuple):
-    """Call this method of the `BlockFile`."""
+    """Call this method of `BlockFile`."""
 
     number: int
     kind: Literal["awaited", "other"]
-    method: Callable[Concatenate[BlockFile, ...], None]
+    method: Callable[..., None]
     arguments: tuple[Any, ...]
 
 
@@ -110,33 +101,3 @@ class Done(NamedTuple):
 
 
 Request = AddExtent | RemoveExtent | MoveBlocks | ChangeFiles | CloseFiles
-
-
-class DiskSocket:
-    """One end of the socket. Any thread may send; one thread receives."""
-
-    def __init__(self, end: socket.socket) -> None:
-        self.end = end
-        self._lock = Lock()
-
-    def send(self, message: object, *fds: int) -> None:
-        """Send a message, and wait until there is room for it. The descriptors are closed. If the other end was closed,
-        the message is lost."""
-        data = pickle.dumps(message)
-        try:
-            with self._lock, suppress(ConnectionError):
-                socket.send_fds(self.end, [data], fds)
-        finally:
-            for fd in fds:
-                os.close(fd)
-
-    def receive(self) -> tuple[Any, Sequence[int]]:
-        """Receive a message, and its descriptors, which the caller then owns. Raises `EOFError` if the other end was
-        closed."""
-        try:
-            data, fds, _, _ = socket.recv_fds(self.end, MAX_MESSAGE_BYTES, 1)
-        except ConnectionError:
-            data, fds = b"", []
-        if not data:
-            raise EOFError("the other end was closed")
-        return pickle.loads(data), fds

@@ -10,12 +10,14 @@ import select
 import socket
 import threading
 import time
+from contextlib import suppress
 from functools import partial
 
 from kvstow_service.stores.actionthread import ActionThread
 from kvstow_service.stores.childprocess import IsolatedProcess, pause_after
-from kvstow_service.stores.disk.diskmessages import CloseFiles, DiskSocket, Done, Open, Opened, Problem, Request
+from kvstow_service.stores.disk.diskmessages import CloseFiles, Done, Open, Opened, Problem, Request
 from kvstow_service.stores.disk.diskpath import DiskPath
+from kvstow_service.stores.messagesocket import MessageSocket
 
 logger = logging.getLogger("kvstow.disk")
 
@@ -30,7 +32,7 @@ class PathChannel:
     def __init__(self, opening: Open, path: DiskPath, lock: threading.Lock, witness: int) -> None:
         self._opening, self._path, self._lock, self._witness = opening, path, lock, witness
         self._sender = ActionThread("kvstow-disk-sender")
-        self._link: DiskSocket | None = None
+        self._link: MessageSocket | None = None
         self._child: IsolatedProcess | None = None
         self._closing = threading.Event()
         self._seconds_to_close = 0.0
@@ -80,7 +82,7 @@ class PathChannel:
             return f"no process can be started: {error}"
         finally:
             theirs.close()
-        self._child, self._link = child, (link := DiskSocket(ours))
+        self._child, self._link = child, (link := MessageSocket(ours))
         self._send(link, self._opening)
         try:
             self._listen(link)
@@ -103,7 +105,7 @@ class PathChannel:
         else:
             child.kill()  # it has closed its socket, so no thread of it waits for the disk
 
-    def _listen(self, link: DiskSocket) -> None:
+    def _listen(self, link: MessageSocket) -> None:
         poll = select.poll()
         poll.register(link.end, select.POLLIN)
         next_tick, closes_at = time.monotonic() + _TICK_SECONDS, None
@@ -120,7 +122,7 @@ class PathChannel:
                 if now >= closes_at:
                     return
 
-    def _take(self, link: DiskSocket) -> None:
+    def _take(self, link: MessageSocket) -> None:
         message, fds = link.receive()
         match message:
             case Done():
@@ -139,15 +141,21 @@ class PathChannel:
 
     # -- the thread that sends: it waits for the process if need be -------------------------------------------
 
-    def _send(self, link: DiskSocket, request: Open | Request, *fds: int) -> None:
+    def _send(self, link: MessageSocket, request: Open | Request, *fds: int) -> None:
         """Send a request later. The caller keeps the descriptors."""
-        self._sender.do(partial(link.send, request, *map(os.dup, fds)))
+        self._sender.do(partial(self._send_now, link, request, *map(os.dup, fds)))
+
+    def _send_now(self, link: MessageSocket, request: Open | Request, *fds: int) -> None:
+        with suppress(EOFError):  # the other thread notices it, too
+            link.send(request, *fds)
+        for fd in fds:
+            os.close(fd)
 
     def _close_files(self) -> None:
         if self._link is not None:
-            self._link.send(CloseFiles())
+            self._send_now(self._link, CloseFiles())
 
-    def _close_link(self, link: DiskSocket) -> None:
+    def _close_link(self, link: MessageSocket) -> None:
         link.end.close()
         if self._link is link:
             self._link = None

@@ -12,11 +12,11 @@ from contextlib import contextmanager, suppress
 
 from kvstow.errors import InvalidRequestError, TierTimeoutError, TierUnavailableError
 from kvstow_service.stores.childprocess import IsolatedProcess, pause_after
+from kvstow_service.stores.messagesocket import MessageSocket
 from kvstow_service.stores.mooncake.childmessages import (
     AddMemory,
     Answer,
     Connect,
-    Lane,
     RemoveMemory,
 )
 from kvstow_service.stores.mooncake.objects import ClientHealth, MemoryRange
@@ -42,17 +42,17 @@ class ChildProcess(IsolatedProcess):
         """`lanes`: the names of the lanes, of which the first one is for connecting and for memory. `inherited`:
         descriptors that the process has until it ends; the caller keeps its own. Raises `OSError` if no process can be
         started."""
-        self.lanes: dict[str, Lane] = {}
+        self.lanes: dict[str, MessageSocket] = {}
         theirs = []
         for name in lanes:
             ours, end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            self.lanes[name] = Lane(ours)
+            self.lanes[name] = MessageSocket(ours)
             theirs.append(end)
         try:
             super().__init__(_MODULE, [end.fileno() for end in theirs], inherited, _SETTINGS, _log)
         except BaseException:
             for lane in self.lanes.values():
-                lane.close()
+                lane.end.close()
             raise
         finally:
             for end in theirs:
@@ -62,7 +62,7 @@ class ChildProcess(IsolatedProcess):
         """Send a request, and return its answer. Raises `TimeoutError`, after which the lane must not be used any more,
         or `EOFError` if the process has ended."""
         end = time.monotonic() + timeout
-        self.lanes[lane].send(request, fds=fds, timeout=timeout)
+        self.lanes[lane].send(request, *fds, timeout=timeout)
         answer: Answer = self.lanes[lane].receive(max(0.001, end - time.monotonic()))[0]
         return answer
 
@@ -70,7 +70,7 @@ class ChildProcess(IsolatedProcess):
         """Kill the process and give up its lanes, which no thread may use any more. Idempotent."""
         self.kill()
         for lane in self.lanes.values():
-            lane.close()
+            lane.end.close()
         self.join_reader()
 
 

@@ -11,20 +11,19 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import socket
 import sys
 import threading
 from collections.abc import Sequence
 
 from mooncake.store import MooncakeDistributedStore, ReplicateConfig
 
+from kvstow_service.stores.messagesocket import MessageSocket
 from kvstow_service.stores.mooncake.childmessages import (
     CORRUPT,
     AddMemory,
     Answer,
     Connect,
     Exists,
-    Lane,
     Move,
     RemoveMemory,
 )
@@ -105,7 +104,7 @@ class StoreClient:
         return CORRUPT
 
 
-def serve(lane: Lane, client: StoreClient) -> None:
+def serve(lane: MessageSocket, client: StoreClient) -> None:
     """Answer requests until the lane is closed, and then end the process."""
     try:
         while True:
@@ -121,9 +120,7 @@ def serve(lane: Lane, client: StoreClient) -> None:
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal: the other process decides when this one ends
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    for fd in map(int, sys.argv[1:]):
-        os.set_inheritable(fd, False)
-    first, *others = (Lane(socket.socket(fileno=int(text))) for text in sys.argv[1:])
+    first, *others = (MessageSocket.inherited(int(text)) for text in sys.argv[1:])
     connect, _ = first.receive()
     try:
         client = StoreClient(connect)

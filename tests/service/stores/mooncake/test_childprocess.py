@@ -34,7 +34,7 @@ def test_whoever_else_has_the_pipe_of_the_log_holds_up_nothing(
             assert threads.submit(child.describe_end).result(SECONDS) == "exit status 3"
             threads.submit(child.close).result(SECONDS)
         finally:
-            child.lanes["control"].close()
+            child.lanes["control"].end.close()
     eventually(lambda: not [one for one in threading.enumerate() if one.name == "kvstow-mooncake-log"])
 
 
