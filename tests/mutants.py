@@ -372,6 +372,13 @@ MUTANTS = [
         f"{POOL_TIER_TESTS}::test_a_store_that_brings_nothing_back_is_asked_for_no_more_than_probes",
     ),
     Mutant(
+        "reads_that_were_given_up_count_as_lost",
+        POOL_TIER,
+        "                self._reads[op_id].is_cancelled = True\n",
+        "                pass\n",
+        f"{POOL_TIER_TESTS}::test_a_read_that_was_given_up_says_nothing_about_what_the_store_loses",
+    ),
+    Mutant(
         "what_does_not_pay_is_cheap_to_read",
         POOL_TIER,
         " if estimate.pays else 1.0\n",

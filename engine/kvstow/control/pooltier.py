@@ -100,11 +100,12 @@ class TierWait:
 @dataclass(slots=True, eq=False)
 class _Read:
     """A read under way. `worth`: how many seconds of computing each of its blocks saves. `waits`: the requests that
-    wait for it."""
+    wait for it. `is_cancelled`: whether it was given up, so that it says nothing about what the store loses."""
 
     of: TieredNamespace
     worth: float
     is_prefetch: bool
+    is_cancelled: bool = False
     waits: list[TierWait] = field(default_factory=list)
 
 
@@ -520,7 +521,7 @@ class PoolTier:
             counters.read_blocks += len(piece.good)
             counters.failed_read_blocks += len(piece.bad)
             counters.saved_seconds += read.worth * len(piece.good)
-            if piece.fate != "cancelled":
+            if not read.is_cancelled:
                 read.of.even.note_read(len(piece.good), len(piece.bad))
             now = self._pool.clock()
             for wait in read.waits:
@@ -746,6 +747,8 @@ class PoolTier:
         with self._pool.lock:
             op_ids = {op_id for wait in late for op_id in wait.ops}
             unwanted = [op_id for op_id in op_ids if op_id in self._reads and self._is_unwanted(self._reads[op_id])]
+            for op_id in unwanted:
+                self._reads[op_id].is_cancelled = True
             due = [(of, context) for of in self._namespaces.values() for context in of.due.take_due(now)]
         for op_id in unwanted:
             self.stored_pool.cancel(op_id)

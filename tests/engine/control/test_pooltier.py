@@ -99,6 +99,19 @@ def test_a_store_that_brings_nothing_back_is_asked_for_no_more_than_probes() -> 
     assert declined == [0, 0, 0, 1, 2, 3, 4, 5]
 
 
+def test_a_read_that_was_given_up_says_nothing_about_what_the_store_loses() -> None:
+    tiered = TieredPool()
+    tiered.put(KEYS[:8])
+    tiered.takes(0.06)  # computing takes 0.08
+    request = tiered.look(KEYS[:8])
+    tiered.clock.advance(0.081)
+    tiered.tier.expire()
+    tiered.run()
+    request.end()
+    assert tiered.fetch(KEYS[:8]) == 8
+    assert tiered.of.counters.declined_requests == 0
+
+
 def test_no_key_is_visible_before_its_bytes_have_arrived() -> None:
     tiered = TieredPool()
     tiered.put(KEYS[:8])

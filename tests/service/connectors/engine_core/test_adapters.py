@@ -182,7 +182,7 @@ def write_snapshot(cache: Path, commit: str, weights: str = "weights") -> Path:
 def use_hub(folder: Path, patch: pytest.MonkeyPatch) -> None:
     """The cache of the Hub is in this folder."""
     constants = SimpleNamespace(HF_HUB_CACHE=str(folder))
-    patch.setitem(sys.modules, "huggingface_hub", SimpleNamespace(constants=constants))  # type: ignore[arg-type]
+    patch.setitem(sys.modules, "huggingface_hub", SimpleNamespace(constants=constants))
 
 
 def test_a_repository_is_its_commit_until_its_branch_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
