@@ -414,7 +414,7 @@ class DiskPath:
     def set_state(self, state: PartState, reason: str) -> None:
         if state != self.state:
             self._since = self._clock()
-            log = logger.info if state in ("on", "starting") else logger.warning
+            log = logger.info if state in ("on", "starting", "closed") else logger.warning
             log("disk %s: %s%s", self.name, state, f" ({reason})" if reason else "")
         self.state, self.reason = state, reason
         self._answer_purges()

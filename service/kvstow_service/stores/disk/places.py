@@ -65,10 +65,10 @@ class TakenPlace(NamedTuple):
 
 
 class Selection(NamedTuple):
-    """The blocks that a purge removes. They belong to this `namespace` or, if it is None, to pools with this
-    `identity`. Unless `keys` is None, only these keys are removed. If there are `prefixes`, only keys that begin with
-    one of them are; of blocks that are written, only the first 8 bytes of the keys are known. If a time is given, only
-    blocks that were written, or last used, at this time or before are removed."""
+    """The blocks that a purge removes. Pools with this `identity` have written them and, unless `namespace` is None, in
+    this namespace. Unless `keys` is None, only these keys are removed. If there are `prefixes`, only keys that begin
+    with one of them are; of blocks that are written, only the first 8 bytes of the keys are known. If a time is given,
+    only blocks that were written, or last used, at this time or before are removed."""
 
     identity: str
     namespace: int | None = None
