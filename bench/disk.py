@@ -40,7 +40,6 @@ from kvstow.tier.blockstore import (
     PurgeWish,
     StoredExtent,
     StoredLayout,
-    StoredNamespace,
     StorePart,
 )
 
@@ -115,11 +114,11 @@ class ModelDisk:
             self._on_end([self._pieces.popleft()])
 
     def has(
-        self, namespace: StoredNamespace, keys: Sequence[bytes], on_answer: Callable[[Sequence[bool]], object]
+        self, fingerprint: str, keys: Sequence[bytes], on_answer: Callable[[Sequence[bool]], object]
     ) -> Sequence[bool]:
         return list(map(self._blocks.__contains__, keys))
 
-    def offer(self, namespace: StoredNamespace, keys: Sequence[bytes], *, is_use: bool) -> Sequence[int]:
+    def offer(self, fingerprint: str, keys: Sequence[bytes], *, is_use: bool) -> Sequence[int]:
         blocks = self._blocks
         lacking = [index for index, key in enumerate(keys) if key not in blocks]
         for key in reversed(keys):  # so that the root is the youngest

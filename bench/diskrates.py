@@ -26,7 +26,7 @@ from typing import NamedTuple
 from bench.report import Table, verdict
 from kvstow.keys import make_key
 from kvstow.memfd import create_memfd
-from kvstow.tier.blockstore import BlockTransfer, Piece, StoredExtent, StoredLayout, StoredNamespace
+from kvstow.tier.blockstore import BlockTransfer, Piece, StoredExtent, StoredLayout
 from kvstow_service.stores.disk.diskstore import DiskStore
 from kvstow_service.stores.disk.startcheck import CheckedPath
 
@@ -60,7 +60,7 @@ class _Pool:
         self._left: dict[int, int] = {}
         """How many blocks of each transfer have not come back."""
         self._numbers = count(1)
-        self._namespace = StoredNamespace(f"{os.getpid():032x}", "a namespace")
+        self._fingerprint = f"{os.getpid():032x}"
         self._pool = store.join(StoredLayout("pool", (BLOCK,), "rates", str(os.getuid())), self._on_end)
         self.num_slots = _AT_ONCE * (_TRANSFERS + _TRANSFERS // 2)
         size = self.num_slots * BLOCK
@@ -82,13 +82,13 @@ class _Pool:
         """Read or write these blocks in the slots of this transfer. Reads count as uses, so that no write takes the
         places of these blocks."""
         keys = [make_key(0, block.to_bytes(32, "big")) for block in blocks]
-        self._pool.offer(self._namespace, keys, is_use=True)
+        self._pool.offer(self._fingerprint, keys, is_use=True)
         slots = range(transfer * _AT_ONCE, transfer * _AT_ONCE + len(keys))
         with self._changed:
             number = next(self._numbers)
             self._left[number] = len(keys)
         (self._pool.read if direction == "read" else self._pool.write)(
-            BlockTransfer(number, self._namespace, keys, slots)
+            BlockTransfer(number, self._fingerprint, keys, slots)
         )
         with self._changed:
             if not self._changed.wait_for(lambda: not self._left[number], _PATIENCE):

@@ -20,7 +20,6 @@ from kvstow.tier.blockstore import (
     PurgeWish,
     StoredExtent,
     StoredLayout,
-    StoredNamespace,
     StorePart,
 )
 
@@ -200,21 +199,21 @@ class MemoryStoredPool:
     # -- what the store has -----------------------------------------------------------------------------------
 
     def has(
-        self, namespace: StoredNamespace, keys: Sequence[bytes], on_answer: Callable[[Sequence[bool]], object]
+        self, fingerprint: str, keys: Sequence[bytes], on_answer: Callable[[Sequence[bool]], object]
     ) -> Sequence[bool] | None:
         if self._store.answers_later:
-            self._later(lambda: on_answer(self._known(namespace, keys)))
+            self._later(lambda: on_answer(self._known(fingerprint, keys)))
             return None
-        return self._known(namespace, keys)
+        return self._known(fingerprint, keys)
 
-    def _known(self, namespace: StoredNamespace, keys: Sequence[bytes]) -> list[bool]:
+    def _known(self, fingerprint: str, keys: Sequence[bytes]) -> list[bool]:
         with self._store.lock:
-            return [not self._has_left and (namespace.fingerprint, key) in self._store.blocks for key in keys]
+            return [not self._has_left and (fingerprint, key) in self._store.blocks for key in keys]
 
-    def offer(self, namespace: StoredNamespace, keys: Sequence[bytes], *, is_use: bool) -> Sequence[int]:
+    def offer(self, fingerprint: str, keys: Sequence[bytes], *, is_use: bool) -> Sequence[int]:
         store = self._store
         with store.lock:
-            names = [(namespace.fingerprint, key) for key in keys]
+            names = [(fingerprint, key) for key in keys]
             for name in reversed(names):  # the root is the youngest
                 if name in store.blocks:
                     store.blocks.move_to_end(name)
@@ -234,7 +233,7 @@ class MemoryStoredPool:
 
     def write(self, transfer: BlockTransfer) -> None:
         with self._store.lock:
-            self._writing.update((transfer.namespace.fingerprint, key) for key in transfer.keys)
+            self._writing.update((transfer.fingerprint, key) for key in transfer.keys)
         self._add(self.writes, transfer)
 
     def _add(self, queue: deque[BlockTransfer], transfer: BlockTransfer) -> None:
@@ -254,11 +253,11 @@ class MemoryStoredPool:
         self._store.note_change()
 
     def _end_later(self, transfer: BlockTransfer) -> None:
-        self._forget_writing(transfer.namespace, transfer.keys)
+        self._forget_writing(transfer.fingerprint, transfer.keys)
         self.calls.append(lambda: self._on_end([Piece(transfer.op_id, (), tuple(transfer.slots))]))
 
-    def _forget_writing(self, namespace: StoredNamespace, keys: Iterable[bytes]) -> None:
-        self._writing.difference_update((namespace.fingerprint, key) for key in keys)
+    def _forget_writing(self, fingerprint: str, keys: Iterable[bytes]) -> None:
+        self._writing.difference_update((fingerprint, key) for key in keys)
 
     def move(self, queue: deque[BlockTransfer]) -> None:
         """Move one piece of the oldest transfer. For `MemoryBlockStore.run`."""
@@ -271,11 +270,11 @@ class MemoryStoredPool:
             now = transfer._replace(keys=transfer.keys[:most], slots=transfer.slots[:most])
             is_read = queue is self.reads
             fates = [
-                (self._read_one if is_read else self._write_one)((now.namespace.fingerprint, key), slot)
+                (self._read_one if is_read else self._write_one)((now.fingerprint, key), slot)
                 for key, slot in zip(now.keys, now.slots, strict=True)
             ]
             if not is_read:
-                self._forget_writing(now.namespace, now.keys)
+                self._forget_writing(now.fingerprint, now.keys)
         good = tuple(slot for slot, fate in zip(now.slots, fates, strict=True) if fate is None)
         bad = tuple(slot for slot, fate in zip(now.slots, fates, strict=True) if fate is not None)
         self._on_end([Piece(now.op_id, good, bad)])
@@ -334,8 +333,8 @@ class MemoryStoredPool:
                 self._later(answer)
 
     def _matches(self, wish: PurgeWish, name: Name, block: StoredBlock) -> bool:
-        if wish.namespace is not None:
-            return name[0] == wish.namespace.fingerprint
+        if wish.fingerprint is not None:
+            return name[0] == wish.fingerprint
         if block.identity != self.layout.identity:
             return False
         if wish.keys is not None:

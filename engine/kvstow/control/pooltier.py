@@ -26,7 +26,6 @@ from kvstow.tier.blockstore import (
     Purged,
     PurgeWish,
     StoredLayout,
-    StoredNamespace,
 )
 from kvstow.tier.breakeven import PROBE_BLOCKS, BreakEven, Estimate
 from kvstow.tier.tierstatus import TIER_FAILED, TierCounters, TierStatus
@@ -65,11 +64,11 @@ class LongerHit(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class TieredNamespace:
-    """A namespace of the pool, and how it uses the store. `stored`: its name in the store; None if it does not use the
-    store, and then `off_reason` says why. `model` and the namespace's name are for operators."""
+    """A namespace of the pool, and how it uses the store. `fingerprint`: its name in the store; None if it does not
+    use the store, and then `off_reason` says why. `model` and the namespace's name are for operators."""
 
     namespace: Namespace
-    stored: StoredNamespace | None
+    fingerprint: str | None
     off_reason: str
     model: str
     even: BreakEven
@@ -186,10 +185,9 @@ class PoolTier:
                 self._retire(self._namespaces.pop(other))
             of = self._namespaces.get(namespace)
             if of is None:
-                stored = None if fingerprint is None else StoredNamespace(fingerprint, f"{model} {namespace.name}")
                 even = BreakEven(self._block_tokens, self._pool.clock)
-                of = self._namespaces[namespace] = TieredNamespace(namespace, stored, off_reason, model, even)
-            session.on_stored = partial(self._note_stored, of) if of.stored is not None else None
+                of = self._namespaces[namespace] = TieredNamespace(namespace, fingerprint, off_reason, model, even)
+            session.on_stored = partial(self._note_stored, of) if of.fingerprint is not None else None
         return of
 
     def _retire(self, of: TieredNamespace) -> None:
@@ -197,7 +195,7 @@ class PoolTier:
 
     def is_on(self, of: TieredNamespace) -> bool:
         """Whether the store is used for this namespace. Needs no lock, but the answer may change at any moment."""
-        return of.stored is not None and not self.is_closed and not self.failure and not self._num_purges
+        return of.fingerprint is not None and not self.is_closed and not self.failure and not self._num_purges
 
     def note_prefill(self, of: TieredNamespace, cost: PrefillCost) -> None:
         """Note what it costs an engine of this namespace to compute prompts."""
@@ -221,14 +219,14 @@ class PoolTier:
         looks its keys up again, computes what is not there, and releases `TierWait.leases`.
 
         Each step is for a slice of the keys, so that others have their turns between the steps."""
-        if of.stored is None or not self.is_on(of):
+        if of.fingerprint is None or not self.is_on(of):
             return None
         of.counters.requests += 1
         asked = keys[first:] if first else keys
         has: Sequence[bool] | None = None
         try:
             if self._store.answers_at_once:
-                has = yield from self._ask(of, of.stored, asked, is_run=needs is None)
+                has = yield from self._ask(of, of.fingerprint, asked, is_run=needs is None)
         except Exception as error:  # noqa: BLE001 - the request continues with what the pool has
             self.fail(error)
         if not self.is_on(of):
@@ -241,7 +239,7 @@ class PoolTier:
             self._waits[wait] = None
         try:
             if has is None:
-                has = self.stored_pool.has(of.stored, asked, partial(self._take_answer, wait))
+                has = self.stored_pool.has(of.fingerprint, asked, partial(self._take_answer, wait))
             if has is None:
                 if wait.is_over:
                     of.counters.declined_requests += 1
@@ -260,7 +258,7 @@ class PoolTier:
         return None
 
     def _ask(
-        self, of: TieredNamespace, stored: StoredNamespace, keys: Sequence[bytes], *, is_run: bool
+        self, of: TieredNamespace, fingerprint: str, keys: Sequence[bytes], *, is_run: bool
     ) -> Generator[None, None, Sequence[bool]]:
         """Return which of these keys the store has, and ask it for a slice at a time. `is_run`: whether the hit is a
         leading run, so that keys after the first one that neither the store nor the pool has do not matter."""
@@ -269,7 +267,7 @@ class PoolTier:
             if at:
                 yield
             some = keys[at : at + pool.slice_slots]
-            has = self.stored_pool.has(stored, some, lambda answer: None)
+            has = self.stored_pool.has(fingerprint, some, lambda answer: None)
             assert has is not None
             found += has
             if is_run and not all(has):
@@ -469,7 +467,7 @@ class PoolTier:
         pool, session, namespace = self._pool, self.session, of.namespace
         with pool.lock:
             now = pool.clock()
-            if of.stored is None or not self.is_on(of) or namespace.is_dropped or session.refusal("store", now):
+            if of.fingerprint is None or not self.is_on(of) or namespace.is_dropped or session.refusal("store", now):
                 return False
             if session.ops.stuck_tier_slots > STUCK_SHARE * pool.slots.limit:
                 return False
@@ -490,7 +488,7 @@ class PoolTier:
             if wait is not None and not wait.is_over:
                 self._join(wait, op.op_id)
                 self._lease(wait, [slot for run in present for slot in run], now)
-        self.stored_pool.read(BlockTransfer(op.op_id, of.stored, wanted, op.slots))
+        self.stored_pool.read(BlockTransfer(op.op_id, of.fingerprint, wanted, op.slots))
         self._on_taken()
         return True
 
@@ -576,30 +574,30 @@ class PoolTier:
     def note_context(self, of: TieredNamespace, context: bytes) -> None:
         """Note that a request of this context has ended, or is expected at another time. The pool's contexts have the
         time already."""
-        if of.stored is not None and self.is_on(of):
+        if of.fingerprint is not None and self.is_on(of):
             self._schedule(of, context)
 
     def _offer(self, of: TieredNamespace, keys: Sequence[bytes], *, is_use: bool) -> Generator[None, None, None]:
         """Offer these blocks to the store, and write the blocks that it wants and that are in the pool, as far as they
         may be written now. The end of a long chain is offered first, so that the root counts as used last. The root is
         written first."""
-        stored, size = of.stored, self._pool.slice_slots
-        if stored is None or not self.is_on(of):
+        fingerprint, size = of.fingerprint, self._pool.slice_slots
+        if fingerprint is None or not self.is_on(of):
             return
         wanted = list[list[bytes]]()
         try:
             for start in range((len(keys) - 1) // size * size, -1, -size):
                 some = keys[start : start + size]
-                wanted.append([some[index] for index in self.stored_pool.offer(stored, some, is_use=is_use)])
+                wanted.append([some[index] for index in self.stored_pool.offer(fingerprint, some, is_use=is_use)])
                 if start:
                     yield
             for some in reversed(wanted):
                 if some:
-                    self._write(of, stored, some)
+                    self._write(of, fingerprint, some)
         except Exception as error:  # noqa: BLE001 - the thread that serves engines goes on
             self.fail(error)
 
-    def _write(self, of: TieredNamespace, stored: StoredNamespace, keys: Sequence[bytes]) -> None:
+    def _write(self, of: TieredNamespace, fingerprint: str, keys: Sequence[bytes]) -> None:
         pool, session = self._pool, self.session
         with pool.lock:
             if not self.is_on(of) or session.refusal("load", pool.clock()):
@@ -616,7 +614,7 @@ class PoolTier:
             op: TierOp = session.ops.start_tier("write", of.namespace, [slot for _, slot in found], pool.clock())
             self._writes[op.op_id] = of
             self._num_writing += len(found)
-        self.stored_pool.write(BlockTransfer(op.op_id, stored, [key for key, _ in found], op.slots))
+        self.stored_pool.write(BlockTransfer(op.op_id, fingerprint, [key for key, _ in found], op.slots))
 
     def _take_written(self, piece: Piece) -> None:
         part = self.session.ops.end_part(piece.op_id, piece.good, piece.bad)
@@ -710,7 +708,7 @@ class PoolTier:
 
     def _begin_prefetch(self, of: TieredNamespace, keys: Sequence[bytes]) -> None:
         needs = None if self._needs_of is None else self._needs_of(keys)
-        if of.stored is None or not keys or (needs is None and self._needs_of is not None):
+        if of.fingerprint is None or not keys or (needs is None and self._needs_of is not None):
             return
         keys = keys if needs is not None else keys[: self._pool.slots.limit // 2]
         wait = TierWait(of, self.session, keys, 0, needs, lambda: None, 0.0, 0.0, is_over=True)
@@ -721,7 +719,7 @@ class PoolTier:
                 self._prefetching = _Prefetch(of, list(hit.remote), needs is not None) if hit.remote else None
             self._go_on_prefetching()
 
-        has = self.stored_pool.has(of.stored, keys, begin)
+        has = self.stored_pool.has(of.fingerprint, keys, begin)
         if has is not None:
             begin(has)
 
@@ -795,13 +793,13 @@ class PoolTier:
 
     def _status(self, of: TieredNamespace, reasons: str, *, is_down: bool) -> TierStatus:
         last, prefill = of.even.last, of.even.prefill
-        is_off = of.stored is None or bool(self.failure) or self.is_closed
+        is_off = of.fingerprint is None or bool(self.failure) or self.is_closed
         return TierStatus(
             store=self._store.name,
             pool=self._pool.name,
             namespace=of.namespace.name,
             model=of.model,
-            fingerprint=None if of.stored is None or is_off else of.stored.fingerprint,
+            fingerprint=None if is_off else of.fingerprint,
             state="off" if is_off else "down" if is_down else "on",
             reason=(self.failure or of.off_reason) if is_off else reasons,
             read_seconds=None if last is None else last.read_seconds,

@@ -17,9 +17,11 @@ only the blocks that it had are missing; everything else goes on.
 
 Order. Queued reads go before queued writes.
 
-Names. A block is known by its namespace and its key; all ranks' bytes of it are one block. It is found only if every
-rank's bytes are there, and they are what was written under this very name: a store verifies that before it gives a slot
-back as good.
+Names. A block is known by the fingerprint of its namespace and by its key: blocks with equal names have equal bytes, on
+every node and in every life of the service. A fingerprint (see `kvstow.tier.fingerprint`) covers everything that the
+key does not: the model, its weights and settings, the layout of a slot on all ranks, and the tenant. All ranks' bytes
+of a block are one block. It is found only if every rank's bytes are there, and they are what was written under this
+very name: a store verifies that before it gives a slot back as good.
 """
 
 from __future__ import annotations
@@ -27,17 +29,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
-
-
-class StoredNamespace(NamedTuple):
-    """Blocks with equal keys in equal namespaces have equal bytes, on every node and in every life of the service.
-
-    `fingerprint`: see `kvstow.tier.fingerprint`. It covers everything that the key does not: the model, its weights and
-    settings, the layout of a slot on all ranks, and the tenant. `label`: the name by which operators know it; it is no
-    part of the name in the store."""
-
-    fingerprint: str
-    label: str = ""
 
 
 class StoredLayout(NamedTuple):
@@ -67,7 +58,7 @@ class BlockTransfer(NamedTuple):
     `op_id` is never used again in the life of the service."""
 
     op_id: int
-    namespace: StoredNamespace
+    fingerprint: str
     keys: Sequence[bytes]
     slots: Sequence[int]
 
@@ -95,13 +86,13 @@ class Expectation(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class PurgeWish:
     """Which blocks a purge removes. At most one of the first three is given. `keys`: the blocks with these keys, in all
-    of the pool's namespaces. `key_prefixes`: the blocks whose keys begin with one of these. `namespace`: all blocks of
-    this namespace. If none of the three is given, all blocks that pools with this identity have ever written. The ages,
-    in seconds, restrict the choice to blocks that were written, or last used, at least this long ago."""
+    of the pool's namespaces. `key_prefixes`: the blocks whose keys begin with one of these. `fingerprint`: all blocks
+    of this namespace. If none of the three is given, all blocks that pools with this identity have ever written. The
+    ages, in seconds, restrict the choice to blocks that were written, or last used, at least this long ago."""
 
     keys: Sequence[bytes] | None = None
     key_prefixes: tuple[bytes, ...] | None = None
-    namespace: StoredNamespace | None = None
+    fingerprint: str | None = None
     age_seconds: float | None = None
     idle_seconds: float | None = None
 
@@ -170,7 +161,7 @@ class StoredPool(Protocol):
     # -- what the store has -----------------------------------------------------------------------------------
 
     def has(
-        self, namespace: StoredNamespace, keys: Sequence[bytes], on_answer: Callable[[Sequence[bool]], object]
+        self, fingerprint: str, keys: Sequence[bytes], on_answer: Callable[[Sequence[bool]], object]
     ) -> Sequence[bool] | None:
         """Return for each key whether a read would find it. This is a hint, because the block may be gone by then.
         Returns None if this is not known yet. Then `on_answer` is called once with the answer; if the other side does
@@ -178,7 +169,7 @@ class StoredPool(Protocol):
         keys. The call does not count as a use. If the store `answers_at_once`, callers ask for a part of a long chain
         at a time."""
 
-    def offer(self, namespace: StoredNamespace, keys: Sequence[bytes], *, is_use: bool) -> Sequence[int]:
+    def offer(self, fingerprint: str, keys: Sequence[bytes], *, is_use: bool) -> Sequence[int]:
         """Note that a request uses these blocks (`is_use`), or has just stored them in its pool. They are a chain or a
         part of one, root first. To store a block does not count as a use, because the request's chain is offered as
         used, too. Returns the indices of the blocks that the store wants to be written now: it neither has them nor is

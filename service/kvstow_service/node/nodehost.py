@@ -330,7 +330,7 @@ class NodeHost:
         if self.tier is None or before is None:
             return ResetDone(name)
         session.tier = self.tier.enter(session, session.hello.fleet_weights)
-        if namespace.num_sessions or before.of.stored is None:
+        if namespace.num_sessions or before.of.fingerprint is None:
             return ResetDone(name)
 
         def answer(purged: Purged) -> None:

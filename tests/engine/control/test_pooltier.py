@@ -18,7 +18,7 @@ from kvstow.errors import NotFoundError
 from kvstow.hints import Hints
 from kvstow.prefill import PrefillCost
 from kvstow.results import Needed
-from kvstow.tier.blockstore import Piece, Purged, PurgeWish, StoredNamespace
+from kvstow.tier.blockstore import Piece, Purged, PurgeWish
 from kvstow.tier.breakeven import FIRST_PROBE_SECONDS, PROBE_BLOCKS
 from kvstow.tier.tierstatus import TIER_FAILED
 
@@ -427,9 +427,9 @@ def asked_in(tiered: TieredPool, monkeypatch: pytest.MonkeyPatch, what: str) -> 
     stored, asked = tiered.tier.stored_pool, list[Sequence[bytes]]()
     call = getattr(stored, what)
 
-    def note(namespace: StoredNamespace, keys: Sequence[bytes], *args: object, **options: object) -> object:
+    def note(fingerprint: str, keys: Sequence[bytes], *args: object, **options: object) -> object:
         asked.append(keys)
-        return call(namespace, keys, *args, **options)
+        return call(fingerprint, keys, *args, **options)
 
     monkeypatch.setattr(stored, what, note)
     tiered.pool.slice_slots = tiered.pool.debts.slice_slots = 3

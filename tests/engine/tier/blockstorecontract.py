@@ -21,7 +21,6 @@ from kvstow.tier.blockstore import (
     PurgeWish,
     StoredExtent,
     StoredLayout,
-    StoredNamespace,
     StoredPool,
 )
 
@@ -44,7 +43,7 @@ class Client:
 
     def __init__(self, store: BlockStore, *, identity: str = "", owner: str = "1000") -> None:
         number = next(_numbers)
-        self.namespace = StoredNamespace(f"{os.getpid():08x}{number:024x}", "a namespace")
+        self.fingerprint = f"{os.getpid():08x}{number:024x}"
         self.layout = StoredLayout(f"pool-{number}", SLOT_BYTES, identity or f"identity-{number}", owner)
         self._changed = threading.Condition()
         self._op_ids = count(1)
@@ -90,7 +89,9 @@ class Client:
 
     def begin(self, direction: str, keys: Sequence[bytes], slots: Sequence[int]) -> int:
         op_id = next(self._op_ids)
-        (self.pool.read if direction == "read" else self.pool.write)(BlockTransfer(op_id, self.namespace, keys, slots))
+        (self.pool.read if direction == "read" else self.pool.write)(
+            BlockTransfer(op_id, self.fingerprint, keys, slots)
+        )
         return op_id
 
     def finish(self, op_id: int, num_slots: int) -> tuple[set[int], set[int]]:
@@ -109,9 +110,9 @@ class Client:
     def move(self, direction: str, keys: Sequence[bytes], slots: Sequence[int]) -> tuple[set[int], set[int]]:
         return self.finish(self.begin(direction, keys, slots), len(slots))
 
-    def has(self, keys: Sequence[bytes], namespace: StoredNamespace | None = None) -> list[bool]:
+    def has(self, keys: Sequence[bytes], fingerprint: str | None = None) -> list[bool]:
         def ask(then: Callable[..., object]) -> None:
-            found = self.pool.has(namespace or self.namespace, keys, then)
+            found = self.pool.has(fingerprint or self.fingerprint, keys, then)
             if found is not None:
                 then(found)
 
@@ -120,7 +121,7 @@ class Client:
         return list(found)
 
     def offer(self, keys: Sequence[bytes], *, is_use: bool = False) -> list[int]:
-        return list(self.pool.offer(self.namespace, keys, is_use=is_use))
+        return list(self.pool.offer(self.fingerprint, keys, is_use=is_use))
 
     def purge(self, wish: PurgeWish, *, dry_run: bool = False) -> Purged:
         result = self.wait_for(lambda then: self.pool.purge(wish, then, dry_run=dry_run))
@@ -199,7 +200,7 @@ class BlockStoreContract:
 
     def test_pools_with_equal_fingerprints_find_each_others_blocks(self, client: Client, store: BlockStore) -> None:
         other = Client(store, identity=client.layout.identity)
-        other.namespace = client.namespace
+        other.fingerprint = client.fingerprint
         client.fill(100, 3)
         client.move("write", keys_of(range(1)), [100])
         assert other.move("read", keys_of(range(1)), [163]) == ({163}, set())
@@ -236,7 +237,7 @@ class BlockStoreContract:
         other, keys = Client(store), keys_of(range(3))
         for one in (client, other):
             one.move("write", keys, range(100, 103))
-        assert client.purge(PurgeWish(namespace=client.namespace)).blocks == 3
+        assert client.purge(PurgeWish(fingerprint=client.fingerprint)).blocks == 3
         assert (client.has(keys), other.has(keys)) == ([False] * 3, [True] * 3)
         assert other.purge(PurgeWish()).blocks == 3
         assert other.has(keys) == [False] * 3

@@ -9,7 +9,7 @@ import pytest
 from tests.doubles.memoryblockstore import MemoryBlockStore
 from tests.engine.tier.blockstorecontract import BlockStoreContract, keys_of
 
-from kvstow.tier.blockstore import BlockStore, BlockTransfer, Piece, StoredLayout, StoredNamespace
+from kvstow.tier.blockstore import BlockStore, BlockTransfer, Piece, StoredLayout
 
 
 class TestMemoryBlockStore(BlockStoreContract):
@@ -26,7 +26,7 @@ class TestMemoryBlockStore(BlockStoreContract):
 
 
 def test_nothing_ends_before_it_is_run_and_reads_go_first() -> None:
-    store, names = MemoryBlockStore(places=2), StoredNamespace("f")
+    store, names = MemoryBlockStore(places=2), "f"
     pieces: list[Piece] = []
     pool = store.join(StoredLayout("p", (64,), "i", "o"), pieces.extend)
     keys = keys_of(range(3))

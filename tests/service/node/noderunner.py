@@ -22,7 +22,7 @@ from typing import Any
 from tests.doubles.memoryblockstore import MemoryBlockStore, MemoryStoredPool
 from tests.service.node.wholenode import ample_memory
 
-from kvstow.tier.blockstore import BlockStore, StoredNamespace
+from kvstow.tier.blockstore import BlockStore
 from kvstow.tier.tierstatus import TierStatus
 from kvstow_service.node.node import Node
 from kvstow_service.node.pools.noderecords import NodeRecords
@@ -131,7 +131,7 @@ class HungStore(MemoryBlockStore):
     def join(self, *given: Any) -> MemoryStoredPool:
         pool = super().join(*given)
 
-        def has(namespace: StoredNamespace, keys: Sequence[bytes], on_answer: object) -> list[bool]:
+        def has(fingerprint: str, keys: Sequence[bytes], on_answer: object) -> list[bool]:
             return [True] * len(keys)
 
         setattr(pool, "has", has)  # noqa: B010

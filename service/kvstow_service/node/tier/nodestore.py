@@ -192,7 +192,7 @@ class NodeStore:
     def forget_reset(self, tier: SessionTier, then: Callable[[Purged], object]) -> None:
         """Purge the former namespace of an engine that has reset its cache. No other engine uses this namespace, and it
         has a name in the store. The attach server's thread calls `then` when its blocks are deleted for good."""
-        tier.pool.purge(PurgeWish(namespace=tier.of.stored), lambda purged: self._post(partial(then, purged)))
+        tier.pool.purge(PurgeWish(fingerprint=tier.of.fingerprint), lambda purged: self._post(partial(then, purged)))
 
     def drop_pool(
         self, pool: NodePool, then: Callable[[], object], on_purged: Callable[[Purged], object] | None = None

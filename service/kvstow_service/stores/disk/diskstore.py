@@ -20,7 +20,6 @@ from kvstow.tier.blockstore import (
     PurgeWish,
     StoredExtent,
     StoredLayout,
-    StoredNamespace,
     StorePart,
 )
 from kvstow_service.stores.actionthread import ActionThread
@@ -98,21 +97,21 @@ class DiskPool:
     # -- what the store has ---------------------------------------------------------------------------------
 
     def has(
-        self, namespace: StoredNamespace, keys: Sequence[bytes], on_answer: Callable[[Sequence[bool]], object]
+        self, fingerprint: str, keys: Sequence[bytes], on_answer: Callable[[Sequence[bool]], object]
     ) -> Sequence[bool]:
         if self._leaving is not None:
             return [False] * len(keys)
-        digests = name_digests(namespace_number(namespace.fingerprint), keys)
+        digests = name_digests(namespace_number(fingerprint), keys)
         with self._store.lock:
             indexes = [disk.places.index for disk in self._store.disks if disk.is_on]
             if len(indexes) == 1:
                 return list(map(indexes[0].__contains__, digests))
             return [any(digest in index for index in indexes) for digest in digests]
 
-    def offer(self, namespace: StoredNamespace, keys: Sequence[bytes], *, is_use: bool) -> Sequence[int]:
+    def offer(self, fingerprint: str, keys: Sequence[bytes], *, is_use: bool) -> Sequence[int]:
         if self._leaving is not None:
             return []
-        digests = name_digests(namespace_number(namespace.fingerprint), keys)
+        digests = name_digests(namespace_number(fingerprint), keys)
         store, wanted = self._store, list[int]()
         with store.lock:
             may_write = [
@@ -140,7 +139,7 @@ class DiskPool:
         self._begin(transfer, "write")
 
     def _begin(self, transfer: BlockTransfer, direction: Direction) -> None:
-        namespace, store = namespace_number(transfer.namespace.fingerprint), self._store
+        namespace, store = namespace_number(transfer.fingerprint), self._store
         digests = name_digests(namespace, transfer.keys)
         with store.lock:
             if self._leaving is not None:
@@ -193,7 +192,7 @@ class DiskPool:
     def _selection(self, wish: PurgeWish, now: float) -> Selection:
         return Selection(
             self._layout.identity,
-            None if wish.namespace is None else namespace_number(wish.namespace.fingerprint),
+            None if wish.fingerprint is None else namespace_number(wish.fingerprint),
             None if wish.keys is None else frozenset(wish.keys),
             wish.key_prefixes or (),
             None if wish.age_seconds is None else now - wish.age_seconds,

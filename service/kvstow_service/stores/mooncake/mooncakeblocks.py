@@ -25,7 +25,6 @@ from kvstow.tier.blockstore import (
     PurgeWish,
     StoredExtent,
     StoredLayout,
-    StoredNamespace,
     StorePart,
 )
 from kvstow.tier.rate import RecentRate
@@ -224,7 +223,7 @@ class MooncakeBlocks:
         num_bytes, num_ranks = layout.slot_bytes[rank], len(layout.slot_bytes)
         objects = [
             SlotObject(
-                ObjectName(transfer.namespace.fingerprint, transfer.keys[index], rank, num_ranks),
+                ObjectName(transfer.fingerprint, transfer.keys[index], rank, num_ranks),
                 *job.pool.place_of(rank, transfer.slots[index]),
                 num_bytes,
             )
@@ -256,10 +255,10 @@ class MooncakeBlocks:
         keys = [transfer.keys[index] for index in moved]
         corrupt, failed = bad["corrupt"], bad["failed"]
         with self.changed:
-            self.answers.note_moved(transfer.namespace.fingerprint, keys)
+            self.answers.note_moved(transfer.fingerprint, keys)
             if kind == "get":
                 gone = set(transfer.keys).difference(keys)
-                self.answers.note(transfer.namespace.fingerprint, gone, present=False)
+                self.answers.note(transfer.fingerprint, gone, present=False)
                 self._count(read_blocks=len(keys), read_bytes=num_bytes, corrupt_blocks=corrupt, failed_blocks=failed)
             else:
                 self._count(
@@ -397,24 +396,24 @@ class MooncakePool:
     # -- what the store has -----------------------------------------------------------------------------------
 
     def has(
-        self, namespace: StoredNamespace, keys: Sequence[bytes], on_answer: Callable[[Sequence[bool]], object]
+        self, fingerprint: str, keys: Sequence[bytes], on_answer: Callable[[Sequence[bool]], object]
     ) -> Sequence[bool] | None:
         store = self._store
         with store.changed:
             if self._has_left or not store.is_working:
                 return [False] * len(keys)
-            known = store.answers.known(namespace.fingerprint, keys)
+            known = store.answers.known(fingerprint, keys)
             if None not in known:
                 return [bool(one) for one in known]
             ranks = len(self.layout.slot_bytes)
-            store.questions.append(_Question(ranks, namespace.fingerprint, keys, on_answer))
+            store.questions.append(_Question(ranks, fingerprint, keys, on_answer))
             store.changed.notify_all()
         return None
 
-    def offer(self, namespace: StoredNamespace, keys: Sequence[bytes], *, is_use: bool) -> Sequence[int]:
+    def offer(self, fingerprint: str, keys: Sequence[bytes], *, is_use: bool) -> Sequence[int]:
         """Return the blocks to write. Blocks that this node has put or got before are expected to be in the store. Uses
         are not noted, because Mooncake has its own order of eviction."""
-        store, name = self._store, namespace.fingerprint
+        store, name = self._store, fingerprint
         with store.changed:
             if self._has_left or not store.is_working or store.is_full:
                 return ()
@@ -434,7 +433,7 @@ class MooncakePool:
 
     def write(self, transfer: BlockTransfer) -> None:
         with self._store.changed:
-            self._writing.update((transfer.namespace.fingerprint, key) for key in transfer.keys)
+            self._writing.update((transfer.fingerprint, key) for key in transfer.keys)
         self._queue("put", transfer)
 
     def _queue(self, kind: Kind, transfer: BlockTransfer) -> None:
@@ -472,7 +471,7 @@ class MooncakePool:
 
     def forget(self, job: _Job) -> None:
         """Note that a part of a transfer has ended. The caller holds the store's lock."""
-        name = job.transfer.namespace.fingerprint
+        name = job.transfer.fingerprint
         self._writing.difference_update((name, key) for key in job.transfer.keys)
 
     def purge(self, wish: PurgeWish, then: Callable[[Purged], object], *, dry_run: bool = False) -> None:

@@ -12,12 +12,11 @@ from pathlib import Path
 
 from tests.engine.tier.blockstorecontract import SLOT_BYTES, Client, keys_of
 
-from kvstow.tier.blockstore import StoredNamespace
 from kvstow_service.stores.disk.diskstore import DiskStore
 from kvstow_service.stores.disk.startcheck import CheckedPath
 
 SIZE = 96 << 20
-NAMESPACE = StoredNamespace("0123456789abcdef" * 2, "killed")
+FINGERPRINT = "0123456789abcdef" * 2
 BATCH = 16
 
 
@@ -30,7 +29,7 @@ def open_store(folder: Path) -> tuple[DiskStore, Client]:
     store = DiskStore([CheckedPath(folder)], SIZE)
     store.start(witness)
     client = Client(store, identity="killed")
-    client.namespace = NAMESPACE
+    client.fingerprint = FINGERPRINT
     while store.parts()[0].state != "on":
         time.sleep(0.01)
     return store, client

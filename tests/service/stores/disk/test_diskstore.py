@@ -89,7 +89,7 @@ def filled(store: DiskStore, count: int) -> Client:
 def again(store: DiskStore, before: Client) -> Client:
     """The same pool in another life of the service."""
     client = Client(store, identity=before.layout.identity, owner=before.layout.owner)
-    client.namespace = before.namespace
+    client.fingerprint = before.fingerprint
     return client
 
 

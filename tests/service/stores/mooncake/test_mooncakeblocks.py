@@ -75,7 +75,7 @@ def test_rank_0_puts_its_object_when_the_others_have_put_theirs(client: Client, 
 def test_a_block_is_there_only_if_every_rank_has_its_object(client: Client, clients: MemoryClients) -> None:
     keys = keys_of(range(3))
     client.move("write", keys, (100, 101, 102))
-    del clients.objects[str(ObjectName(client.namespace.fingerprint, keys[1], 1, 2))]
+    del clients.objects[str(ObjectName(client.fingerprint, keys[1], 1, 2))]
     assert client.move("read", keys, (110, 111, 112)) == ({110, 112}, {111})
 
 
