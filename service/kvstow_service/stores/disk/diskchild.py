@@ -18,9 +18,9 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from queue import SimpleQueue
 
 from kvstow.memfd import create_memfd
 from kvstow_service.stores.disk.blockfile import BlockFile, BlockPart, boot_id
@@ -100,10 +100,17 @@ class DiskChild:
     def __init__(self, link: MessageSocket, block_file: BlockFile) -> None:
         self._link, self._file = link, block_file
         self._extents = MappedExtents(block_file.header.alignment)
-        self._threads = {kind: ThreadPoolExecutor(count) for kind, count in THREADS.items()}
+        self._queues = {kind: SimpleQueue[MoveBlocks | ChangeFiles | None]() for kind in THREADS}
+        self._threads = [
+            threading.Thread(target=self._work, args=(self._queues[kind],), daemon=True)
+            for kind, count in THREADS.items()
+            for _ in range(count)
+        ]
 
     def serve(self) -> None:
         """Handle requests until the service closes its end. Then it raises `EOFError`."""
+        for thread in self._threads:
+            thread.start()
         while True:
             request, fds = self._link.receive()
             match request:
@@ -113,18 +120,22 @@ class DiskChild:
                 case RemoveExtent(number, extent):
                     self._extents.remove(extent, lambda number=number: self._link.send(Done(number)))  # type: ignore[misc]
                 case CloseFiles():
-                    for threads in self._threads.values():
-                        threads.shutdown()
+                    for queue in self._queues.values():
+                        queue.put(None)
+                    for thread in self._threads:
+                        thread.join()
                     self._file.close()
                     os._exit(0)
                 case _:
-                    self._threads[request.kind].submit(self._answer, request)
+                    self._queues[request.kind].put(request)
 
-    def _answer(self, request: MoveBlocks | ChangeFiles) -> None:
+    def _work(self, queue: SimpleQueue[MoveBlocks | ChangeFiles | None]) -> None:
         try:
-            answer = self._move(request) if isinstance(request, MoveBlocks) else self._change(request)
-            with suppress(EOFError):  # the first thread notices it, too
-                self._link.send(answer)
+            while (request := queue.get()) is not None:
+                answer = self._move(request) if isinstance(request, MoveBlocks) else self._change(request)
+                with suppress(EOFError):  # the first thread notices it, too
+                    self._link.send(answer)
+            queue.put(None)  # for the next thread
         except BaseException:  # noqa: BLE001 - the service would wait for an answer
             _log.exception("a thread has failed")
             os._exit(1)
