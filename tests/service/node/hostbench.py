@@ -283,6 +283,7 @@ class HostBench:
 
     def close(self) -> None:
         self.memory.close()
+        self.memory.close_records()
         self.memory.memory.close()
 
 

@@ -246,3 +246,8 @@ def test_of_the_processes_that_have_detached_only_so_many_of_a_user_are_watched(
     assert len(os.listdir("/proc/self/fd")) - before == 4
     assert len(bench.budget.clients()) == 5, "the others are believed"
     stays.end()
+
+
+def test_a_process_that_detaches_at_the_end_of_the_service_leaves_no_descriptor(make_bench: MakeBench) -> None:
+    """Its pidfd waits for the thread of the memory. `make_bench` counts the descriptors."""
+    make_bench().start(ONE_RANK).detach()
