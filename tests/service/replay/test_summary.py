@@ -62,6 +62,7 @@ def test_a_result_with_every_kind_of_value_is_written_as_json() -> None:
         found.count_mismatches(["key 01 in block 7, region 3 of rank 1"])
         lives.append(EngineLife(found, Position((1, 2), 3), problem="the service is away", end=end))
     result = AttachedResult([EngineResult("replay-1", lives)], 2.0)
+    assert "; started again: " in dict(result.rows())["replay-1"]
     told = json.loads(json.dumps(result.to_json()))
     assert told["drops"] == {"dropped_no_slot": 8, "dropped_detached": 2}
     assert (told["dropped_stores"], told["restarts"], told["mismatches"]) == (10, 1, 2)
