@@ -51,11 +51,9 @@ class Service:
     """What the fake control plane does for workers: it grants its extents to each rank that joins."""
 
     def __init__(self, node: Node, extents: Sequence[int] = ()) -> None:
-        self.node, self.host = node, node.host
+        self.host = node.host
         self.fds = list(extents)
         self.links: list[FakeSession] = []
-        self.populated = 2 * MIB
-        self.first_id = 1
         node.next_peer = lambda: Peer(os.getpid(), 1000, 1000, os.pidfd_open(os.getpid()))
         self.host.on_join = self._join
 
@@ -66,7 +64,7 @@ class Service:
 
     def _grant(self, number: int) -> ExtentGrant:
         first = EXTENT_SLOTS * number
-        return ExtentGrant(self.first_id + number, number, first, EXTENT_SLOTS, 2 * MIB, self.populated)
+        return ExtentGrant(1 + number, number, first, EXTENT_SLOTS, 2 * MIB, 2 * MIB)
 
     def revoke(self, extent_id: int) -> None:
         self.links[-1].push(RevokedExtents((extent_id,)), rank=0)
