@@ -28,6 +28,7 @@ from kvstow.messages import Completion, Mark, Op, RankReport
 from kvstow.results import Lease
 from kvstow_api import appstate
 from kvstow_api.app import create_app
+from kvstow_api.appstate import AppState
 from kvstow_api.auth import CALLER
 from kvstow_api.directory import EmbeddedDirectory
 from kvstow_api.health import LoopMonitor
@@ -112,10 +113,36 @@ class Ranks:
         return lease
 
 
-class Launch(Protocol):
+class Launch:
+    """Makes applications, each with a client of it. `app`: the last one."""
+
+    app: FastAPI
+
+    def __init__(self, engine: OffloadEngine, clock: FakeClock, stack: AsyncExitStack) -> None:
+        self._engine, self._clock, self._stack = engine, clock, stack
+
+    @property
+    def state(self) -> AppState:
+        """What the routes of the last application share."""
+        state: AppState = self.app.state.kvstow
+        return state
+
     async def __call__(
-        self, prepare: Callable[[FastAPI], object] | None = None, **changes: Any
-    ) -> httpx.AsyncClient: ...
+        self,
+        prepare: Callable[[FastAPI], object] | None = None,
+        *,
+        caller: int | None = CALLER_UID,
+        **changes: Any,
+    ) -> httpx.AsyncClient:
+        """`changes`: of the context. `prepare` may change the application before it starts. `caller`: the uid of a
+        client of the Unix socket; None for one over TCP."""
+        given = {"directory": EmbeddedDirectory(self._engine, 2 * CAPACITY), "version": "1.2.3", "mode": "test"}
+        self.app = create_app(ApiHost(**{**given, "agent_token": AGENT_TOKEN, "clock": self._clock, **changes}))
+        if prepare:
+            prepare(self.app)
+        await self._stack.enter_async_context(self.app.router.lifespan_context(self.app))
+        transport = httpx.ASGITransport(called_by(caller, self.app))
+        return await self._stack.enter_async_context(httpx.AsyncClient(transport=transport, base_url="http://kvstow"))
 
 
 class Eventually(Protocol):
@@ -170,22 +197,8 @@ def called_by(uid: int | None, app: ASGIApp) -> ASGIApp:
 
 @pytest.fixture
 async def launch(engine: OffloadEngine, clock: FakeClock) -> AsyncIterator[Launch]:
-    """Makes an application, with a context that differs by what is given, and a client of it. `prepare` may
-    change the application before it starts. `caller`: the uid of a client of the Unix socket; None for one over TCP."""
     async with AsyncExitStack() as stack:
-
-        async def start(
-            prepare: Callable[[FastAPI], object] | None = None, *, caller: int | None = CALLER_UID, **changes: Any
-        ) -> httpx.AsyncClient:
-            given = {"directory": EmbeddedDirectory(engine, 2 * CAPACITY), "version": "1.2.3", "mode": "test"}
-            app = create_app(ApiHost(**{**given, "agent_token": AGENT_TOKEN, "clock": clock, **changes}))
-            if prepare:
-                prepare(app)
-            await stack.enter_async_context(app.router.lifespan_context(app))
-            client = httpx.AsyncClient(transport=httpx.ASGITransport(called_by(caller, app)), base_url="http://kvstow")
-            return await stack.enter_async_context(client)
-
-        yield start
+        yield Launch(engine, clock, stack)
 
 
 @contextmanager

@@ -250,24 +250,22 @@ async def test_a_verified_certificate_counts_as_an_admin(launch: Any, ranks: Any
     async def with_certificate(app: Any, scope: Any, receive: Any, send: Any) -> None:
         await app(scope | {"state": {"client_certificate": "ops"}}, receive, send)
 
-    apps: list[Any] = []
-    client: httpx.AsyncClient = await launch(apps.append, client_certificates=True, caller=None)
+    client: httpx.AsyncClient = await launch(client_certificates=True, caller=None)
     assert (await client.delete("/v1/drain")).status_code == 401
-    transport = httpx.ASGITransport(partial(with_certificate, apps[0]))
+    transport = httpx.ASGITransport(partial(with_certificate, launch.app))
     async with httpx.AsyncClient(transport=transport, base_url="http://kvstow") as known:
         assert (await known.delete("/v1/drain")).status_code == 200
         elsewhere = {"Origin": "http://evil.example"}  # whose pages a browser would send the certificate with
         assert (await known.delete("/v1/drain", headers=elsewhere)).status_code == 403
-    entries, _ = apps[0].state.kvstow.journal.after(0)
+    entries, _ = launch.state.journal.after(0)
     assert [entry.data["actor"] for entry in entries if entry.type == "change"] == ["certificate:ops"]
 
 
 async def test_certificates_count_only_if_configured(launch: Any, ranks: Any, token_file: Path) -> None:
-    apps: list[Any] = []
-    await launch(apps.append, token_file=token_file)
+    await launch(token_file=token_file)
 
     async def forged(scope: Any, receive: Any, send: Any) -> None:
-        await apps[0](scope | {"state": {"client_certificate": "ops"}}, receive, send)
+        await launch.app(scope | {"state": {"client_certificate": "ops"}}, receive, send)
 
     async with httpx.AsyncClient(transport=httpx.ASGITransport(forged), base_url="http://kvstow") as client:
         assert (await client.delete("/v1/drain")).status_code == 401
@@ -328,12 +326,11 @@ async def test_the_caller_of_the_socket_makes_every_change(
 ) -> None:
     """Even with a token file that is gone: nothing but the kernel says who it is."""
     files = {"token_file": token_file, "viewer_token_file": viewer_file} if has_tokens else {}
-    apps: list[Any] = []
-    client: httpx.AsyncClient = await launch(apps.append, **files)
+    client: httpx.AsyncClient = await launch(**files)
     token_file.unlink()
     for headers in ({}, VIEWER, ADMIN):
         assert refused(await statuses(client, CHANGES_OF_PEOPLE, headers), (200, 202, 404, 409, 422)) == {}
-    entries, _ = apps[0].state.kvstow.journal.after(0)
+    entries, _ = launch.state.journal.after(0)
     assert {entry.data["actor"] for entry in entries if entry.type == "change"} == {f"uid:{CALLER_UID}"}
 
 

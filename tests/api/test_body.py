@@ -6,7 +6,6 @@ from typing import Any
 
 import httpx
 import pytest
-from fastapi import FastAPI
 from starlette.types import Message, Scope
 from tests.api.conftest import CALLER_UID, send_report
 
@@ -128,8 +127,7 @@ async def test_a_body_in_pieces_is_joined(client: httpx.AsyncClient, ranks: Any)
 
 async def test_an_incomplete_body_does_not_reach_the_route(ranks: Any, launch: Any, keys: list[bytes]) -> None:
     ranks.store(keys[:1])
-    apps: list[FastAPI] = []
-    await launch(apps.append)
+    await launch()
     messages: list[Message] = [
         {"type": "http.request", "body": b'{"slots": 1}', "more_body": True},
         {"type": "http.disconnect"},
@@ -149,6 +147,6 @@ async def test_an_incomplete_body_does_not_reach_the_route(ranks: Any, launch: A
         "state": {CALLER: CALLER_UID},
         "headers": [(b"content-type", b"application/json"), (b"content-length", b"100")],
     }
-    await apps[0](scope, receive, send)
+    await launch.app(scope, receive, send)
     assert not sent
     assert ranks.engine.lookup(keys[:1]) == 1

@@ -363,20 +363,19 @@ async def test_the_route_gathers_the_evidence(launch: Any, ranks: Any) -> None:
 async def test_a_token_file_that_was_emptied_is_told_while_nobody_comes_with_a_token(
     launch: Any, ranks: Any, tmp_path: Path
 ) -> None:
-    apps: list[Any] = []
     path = tmp_path / "token"
     path.write_text("admin-token")
     path.chmod(0o600)
-    client = await launch(apps.append, token_file=path)
+    client = await launch(token_file=path)
     path.write_text("")
-    await apps[0].state.kvstow.watch.look()
+    await launch.state.watch.look()
     found = {one["name"]: one for one in (await client.get("/v1/doctor")).json()["conditions"]}
     assert found["token_unusable"]["what"] == (
         "token_file cannot be used: the file must have 1 to 100 lines with one token each"
     )
     assert str(path) not in str(found), "every reader sees it"
     path.write_text("admin-token")
-    await apps[0].state.kvstow.watch.look()
+    await launch.state.watch.look()
     assert "token_unusable" not in {one["name"] for one in (await client.get("/v1/doctor")).json()["conditions"]}
 
 

@@ -229,8 +229,7 @@ async def test_a_watch_that_fails_goes_on(engine: OffloadEngine, monkeypatch: py
 
 
 async def test_operations_and_changes_enter_the_journal(client: httpx.AsyncClient, launch: Any, ranks: Any) -> None:
-    apps: list[Any] = []
-    other = await launch(apps.append)
+    other = await launch()
     await other.post("/v1/pools/host/evict", json={"slots": 1}, params={"wait": 20})
     await other.post("/v1/pools/host/evict", json={"slots": 0})
     await other.post("/v1/lookup", json={"keys": ["00aa"]})
@@ -241,7 +240,7 @@ async def test_operations_and_changes_enter_the_journal(client: httpx.AsyncClien
     await other.post(f"/v1/operations/{over}/cancel")
     await other.patch("/v1/pools/host", json={"policy": "lru", "dry_run": True})
     await send_report(other, ranks.make_report(0))
-    entries, lost = apps[0].state.kvstow.journal.after(0)
+    entries, lost = launch.state.journal.after(0)
     told = [
         (entry.type, entry.data.get("path") or entry.data["state"], entry.data.get("dry_run"))
         for entry in entries

@@ -105,10 +105,9 @@ async def test_a_look_that_fails_is_not_the_last_one(
 async def test_only_those_who_may_change_things_measure_anew_each_time(
     launch: Any, measuring: Measuring, caller: int | None, measured: int
 ) -> None:
-    apps: list[Any] = []
     measuring.go_on.set()
-    client = await launch(apps.append, orphaned_memory=measuring, caller=caller)
-    await apps[0].state.kvstow.watch.look()  # the fixture's clock stands still
+    client = await launch(orphaned_memory=measuring, caller=caller)
+    await launch.state.watch.look()  # the fixture's clock stands still
     before = measuring.begun
     for _ in range(3):
         assert (await client.get("/v1/doctor")).status_code == 200

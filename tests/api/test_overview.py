@@ -152,9 +152,8 @@ async def test_kinds_of_conditions_come_with_the_worst_first(launch: Any, clock:
 
 
 async def test_the_latest_events_are_told_in_words(launch: Any, ranks: Any) -> None:
-    apps: list[Any] = []
-    client = await launch(apps.append)
-    apps[0].state.kvstow.sampler.tick()
+    client = await launch()
+    launch.state.sampler.tick()
     await client.put("/v1/bypass", json={"load": False})
     await client.post("/v1/pools/host/evict", json={"slots": 1}, params={"wait": 20})
     shown = [one.words for one in (await read(client)).events]
@@ -163,9 +162,8 @@ async def test_the_latest_events_are_told_in_words(launch: Any, ranks: Any) -> N
 
 
 async def test_events_are_those_of_the_pool_and_of_the_node(launch: Any, node: FakeNode) -> None:
-    apps: list[Any] = []
-    client = await launch(apps.append, directory=node)
-    apps[0].state.kvstow.sampler.tick()
+    client = await launch(directory=node)
+    launch.state.sampler.tick()
     words = [one.words for one in (await read(client, "b-2")).events]
     assert any(one.startswith("pool b-2 is ready") for one in words)
     assert not any("a-1" in one for one in words)
@@ -174,12 +172,11 @@ async def test_events_are_those_of_the_pool_and_of_the_node(launch: Any, node: F
 async def test_the_document_has_the_store_below_the_pools_and_its_events(
     launch: Any, engine: OffloadEngine, tiered_host: TieredHost, clock: FakeClock, ranks: Any
 ) -> None:
-    apps: list[Any] = []
-    client = await launch(apps.append, directory=tiered_host.directory(16))
+    client = await launch(directory=tiered_host.directory(16))
     number = tiered_host.begin()
-    apps[0].state.kvstow.sampler.tick()
+    launch.state.sampler.tick()
     tiered_host.change(number, state="down", reason="no master")
-    apps[0].state.kvstow.sampler.tick()
+    launch.state.sampler.tick()
     shown = await read(client)
     assert (shown.tier.url, [one.state for one in shown.tier.items]) == (URL, ["down"])
     assert "the store below a1 is down: no master" in [one.words for one in shown.events]

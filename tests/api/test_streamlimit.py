@@ -74,9 +74,8 @@ def _noting(answer: asyncio.Future[Any]) -> Any:
 async def streams(launch: Any, ranks: Any, tmp_path: Path) -> AsyncIterator[Streams]:
     """Of an application whose admin's token is `admin-token`."""
     (tmp_path / "token").write_text("admin-token")
-    apps: list[FastAPI] = []
-    await launch(apps.append, token_file=tmp_path / "token")
-    streams = Streams(apps[0])
+    await launch(token_file=tmp_path / "token")
+    streams = Streams(launch.app)
     yield streams
     await streams.close()
 

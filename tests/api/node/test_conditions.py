@@ -116,9 +116,8 @@ async def test_the_check_of_the_tier_is_there_although_the_tier_comes_after_the_
 
 
 async def test_stores_that_are_dropped_are_told(launch: Any, node: FakeNode) -> None:
-    apps: list[Any] = []
-    client = await launch(apps.append, directory=node)
-    engine, state = node.attach(NAMES[0]), apps[0].state.kvstow
+    client = await launch(directory=node)
+    engine, state = node.attach(NAMES[0]), launch.state
     state.sampler.tick()
     keys = [b"\x00\x00" + bytes([number]) * 4 for number in range(3 * SLOTS)]
     engine.begin_store(keys)
@@ -220,11 +219,10 @@ async def test_the_doctor_tells_the_ranks_of_several_engines_apart(client: httpx
 
 
 async def test_the_doctor_knows_memory_the_keeper_and_who_was_rejected(launch: Any, node: FakeNode) -> None:
-    apps: list[Any] = []
-    client = await launch(apps.append, directory=node)
+    client = await launch(directory=node)
     node.attach(NAMES[0])
     node.memory_status = MemoryStatus(4, 4, keeper="connected", notices=("pool b gets no memory yet: ...",))
-    sampler = apps[0].state.kvstow.sampler
+    sampler = launch.state.sampler
     node.rejected["identity"] = 7
     sampler.tick()
     node.rejected["version"] = 3
@@ -255,10 +253,9 @@ async def test_the_doctor_knows_memory_the_keeper_and_who_was_rejected(launch: A
 
 async def test_a_disk_that_has_changed_bytes_is_told_for_a_day(launch: Any, node: FakeNode) -> None:
     """If it were told for ever, only a restart would end the alert, and may cost the cache."""
-    apps: list[Any] = []
-    client = await launch(apps.append, directory=node)
+    client = await launch(directory=node)
     tiers = node.tier = ShownTiers(NAMES[0])
-    sampler = apps[0].state.kvstow.sampler
+    sampler = launch.state.sampler
     sampler.tick()
 
     async def is_told() -> bool:
@@ -311,9 +308,8 @@ async def test_conditions_are_logged_when_they_begin_and_end(
     launch: Any, node: FakeNode, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A stopped engine changes no state, so only its condition can be in the log."""
-    apps: list[Any] = []
-    await launch(apps.append, directory=node)
-    conditions, engine = apps[0].state.kvstow.conditions, node.attach(NAMES[0])
+    await launch(directory=node)
+    conditions, engine = launch.state.conditions, node.attach(NAMES[0])
     caplog.set_level(logging.INFO, "kvstow.conditions")
     conditions.log_changes()
     assert [one for one in caplog.records if one.name == "kvstow.conditions"] == []
@@ -332,10 +328,9 @@ async def test_conditions_are_logged_when_they_begin_and_end(
 async def test_a_condition_that_comes_and_goes_has_few_lines(
     launch: Any, node: FakeNode, caplog: pytest.LogCaptureFixture
 ) -> None:
-    apps: list[Any] = []
-    await launch(apps.append, directory=node)
+    await launch(directory=node)
     caplog.set_level(logging.INFO, "kvstow.conditions")
-    conditions, engine = apps[0].state.kvstow.conditions, node.attach(NAMES[0])
+    conditions, engine = launch.state.conditions, node.attach(NAMES[0])
     for number in range(20):
         engine.process = "running" if number % 2 else "stopped"
         conditions.log_changes()

@@ -16,9 +16,8 @@ pytestmark = pytest.mark.anyio
 
 
 async def test_curves_are_of_pools_and_end_with_them(launch: Any, node: FakeNode) -> None:
-    apps: list[Any] = []
-    client = await launch(apps.append, directory=node)
-    sampler = apps[0].state.kvstow.sampler
+    client = await launch(directory=node)
+    sampler = launch.state.sampler
     node.attach(NAMES[0]).store(KEYS)
     node.attach(NAMES[1])
     for _ in range(6):
@@ -36,9 +35,8 @@ async def test_curves_are_of_pools_and_end_with_them(launch: Any, node: FakeNode
 
 
 async def test_the_journal_names_pools_and_sessions(launch: Any, node: FakeNode) -> None:
-    apps: list[Any] = []
-    await launch(apps.append, directory=node)
-    state = apps[0].state.kvstow
+    await launch(directory=node)
+    state = launch.state
     node.attach(NAMES[0])
     state.sampler.tick()
     node.attach(NAMES[1]).report(state="degraded", error="no memory")
@@ -59,9 +57,8 @@ async def test_the_journal_names_pools_and_sessions(launch: Any, node: FakeNode)
 
 
 async def test_memory_that_a_pool_gets_after_the_first_is_no_event(launch: Any, node: FakeNode) -> None:
-    apps: list[Any] = []
-    await launch(apps.append, directory=node)
-    state = apps[0].state.kvstow
+    await launch(directory=node)
+    state = launch.state
     engine = node.attach(NAMES[0], reports=False)
 
     def tick(rank_state: str, **changes: Any) -> list[tuple[str, str]]:

@@ -196,9 +196,7 @@ async def test_the_series_of_a_pool_end_with_it(client: httpx.AsyncClient, node:
 
 
 async def test_metrics_of_a_node_s_memory(launch: Any, node: FakeNode, eventually: Any) -> None:
-    apps: list[Any] = []
     client = await launch(
-        apps.append,
         directory=node,
         orphaned_memory=lambda: [OrphanedMemory(1, "a", 1, 5), OrphanedMemory(2, "b", 1, 6)],
     )
@@ -212,7 +210,7 @@ async def test_metrics_of_a_node_s_memory(launch: Any, node: FakeNode, eventuall
         keeper_restarts=2,
     )
     node.rejected["identity"] = 2
-    await apps[0].state.kvstow.watch.look()
+    await launch.state.watch.look()
     families = await scrape(client)
     found = {
         name.removeprefix("kvstow_node_"): sample.value
@@ -241,10 +239,9 @@ async def test_memory_that_cannot_be_measured_has_no_series(launch: Any, node: F
     def refuse() -> list[OrphanedMemory]:
         raise PermissionError("/proc cannot be read")
 
-    apps: list[Any] = []
-    client = await launch(apps.append, directory=node, orphaned_memory=refuse)
+    client = await launch(directory=node, orphaned_memory=refuse)
     for _ in range(2):
-        await apps[0].state.kvstow.watch.look()
+        await launch.state.watch.look()
     assert (await scrape(client))["kvstow_node_orphaned_bytes"].samples == []
     assert (await get(client, "/v1/readiness"))["memory"]["orphaned_bytes"] is None
     assert caplog.text.count("measuring orphaned memory failed") == 1

@@ -40,9 +40,8 @@ async def test_rejected_engines_are_counted_by_reason(client: httpx.AsyncClient,
 
 
 async def test_the_life_of_a_session_is_told(launch: Any, node: FakeNode, clock: FakeClock) -> None:
-    apps: list[Any] = []
-    await launch(apps.append, directory=node)
-    sampler, journal = apps[0].state.kvstow.sampler, apps[0].state.kvstow.journal
+    await launch(directory=node)
+    sampler, journal = launch.state.sampler, launch.state.journal
 
     def told() -> list[Any]:
         last = journal.last
@@ -86,9 +85,8 @@ async def test_what_a_session_copies_now_is_a_rate() -> None:
 
 
 async def test_a_session_has_the_bytes_that_one_rank_copies(launch: Any, node: FakeNode) -> None:
-    apps: list[Any] = []
-    client = await launch(apps.append, directory=node)
-    sampler = apps[0].state.kvstow.sampler
+    client = await launch(directory=node)
+    sampler = launch.state.sampler
     engine = node.attach(NAMES[0])
     sampler.tick()
     engine.report(load_bytes_total=1 << 20, store_bytes_total=1 << 10)
@@ -103,9 +101,8 @@ async def test_a_session_has_the_bytes_that_one_rank_copies(launch: Any, node: F
 
 async def test_what_was_copied_before_the_server_started_is_no_rate(launch: Any, node: FakeNode) -> None:
     """A service that was started again meets ranks that have copied for days."""
-    apps: list[Any] = []
-    client = await launch(apps.append, directory=node)
-    sampler = apps[0].state.kvstow.sampler
+    client = await launch(directory=node)
+    sampler = launch.state.sampler
     engine = node.attach(NAMES[0], reports=False)
     sampler.tick()
     ever = {"load_bytes_total": 12 << 30, "load_busy_seconds": 500.0}
@@ -128,9 +125,8 @@ async def test_what_was_copied_before_the_server_started_is_no_rate(launch: Any,
 async def test_the_log_has_one_line_for_each_change_of_state(
     launch: Any, node: FakeNode, caplog: pytest.LogCaptureFixture
 ) -> None:
-    apps: list[Any] = []
-    await launch(apps.append, directory=node)
-    sampler = apps[0].state.kvstow.sampler
+    await launch(directory=node)
+    sampler = launch.state.sampler
     with caplog.at_level(logging.INFO, "kvstow.api"):
         engine = node.attach(NAMES[0], reports=False)
         for _ in range(20):

@@ -7,7 +7,6 @@ from typing import Any
 
 import httpx
 import pytest
-from fastapi import FastAPI
 from tests.api.conftest import CAPACITY, RANKS, SLOT_BYTES
 from tests.api.fakenode import FakeNode
 from tests.doubles.fakes import FakeClock
@@ -76,9 +75,8 @@ async def test_the_curve_has_sizes_shares_and_what_follows(
 
 async def test_a_sentence_stays_until_it_has_changed(launch: Any, engine: OffloadEngine, ranks: Any) -> None:
     """By two points, or for ten minutes: not with every request."""
-    apps: list[FastAPI] = []
-    client = await launch(prepare=apps.append)
-    sampler = apps[0].state.kvstow.sampler
+    client = await launch()
+    sampler = launch.state.sampler
     engine.admin.set_policy("lru")
     use_loop(engine, 12 * len(LOOP))  # fewer than a window has, so that the next ones change it
     sampler.tick()

@@ -76,9 +76,8 @@ async def test_the_pool_is_shown_with_states_that_add_up(
 
 
 async def test_the_pool_has_its_present_figures(launch: Any, ranks: Any, keys: list[bytes]) -> None:
-    apps: list[Any] = []
-    client = await launch(apps.append)
-    sampler = apps[0].state.kvstow.sampler
+    client = await launch()
+    sampler = launch.state.sampler
     ranks.store(keys[:2])
     sampler.tick()
     ranks.engine.release_lease(ranks.engine.acquire(keys[:4]))
