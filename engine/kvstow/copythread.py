@@ -4,7 +4,8 @@ Guarantees
 - `submit` never blocks, and each submitted op ends in exactly one `done` or `failed` completion.
 - `failed` means that the device no longer reads or writes the op's blocks and slots.
 - The memory of an op's slots is held from before the device uses it until the op is complete.
-- If the thread ends, its ops fail, `failure` says why, and ops submitted later fail immediately.
+- If the thread ends, its ops fail, and ops submitted later fail immediately. `failure` says why if an error ended it,
+  and is None after `close`.
 
 Assumes
 - The control plane does not reuse a slot before the op on it is complete. So ops may overtake one another, and a
@@ -127,8 +128,10 @@ class CopyThread:
     """Owns `device` and closes it. `hold` keeps the memory of the slots below a number in place (`SlotPool.hold`).
     `on_failure` is called on this thread after it has failed.
 
-    Thread-safe. `_lock` guards all fields. Only the thread that holds `_turn` calls the device, without `_lock`. That
-    is this thread, or one that calls `drive`. `_turn` is taken before `_lock`.
+    Thread-safe. `_turn` is taken before `_lock`. Only the thread that holds `_turn` calls the device, sets `_defect`
+    and takes ops out of those that run. That is this thread, or one that calls `drive`. It needs no `_lock` to call the
+    device, to set `_defect`, or to copy the lists of running ops. `_lock` guards all other uses of the fields, except
+    for `_driven_at`.
     """
 
     def __init__(

@@ -117,7 +117,7 @@ def find_huge_pages(evidence: Evidence) -> Found:
         yield make_condition(
             "warning",
             "transparent huge pages are disabled on this machine",
-            "with small pages, registering memory with a GPU takes 10 times as long",
+            "with small pages, registering memory with a GPU takes 1.6 to 1.9 times as long",
             "on the node, echo madvise > /sys/kernel/mm/transparent_hugepage/enabled, for the next start of the engine",
             pinned_bytes=sum(rank.pinned_bytes for rank in evidence.readiness.ranks),
         )

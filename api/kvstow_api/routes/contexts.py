@@ -50,7 +50,8 @@ def change_context(context: Id, body: ContextPatch, pool: ChosenPool) -> Context
 
 @router.delete("/{context}", responses=changing(404, 409, body=False))
 def release_context(context: Id, pool: ChosenPool) -> ContextBlocksView:
-    """Say that no further request of a context is expected. Its blocks that nothing else uses are evicted first."""
+    """Say that no further request of a context is expected. The pool then ranks the blocks that no other request has
+    used since like all blocks that clients have released, and forgets the context. Policy `lru` ignores the rank."""
     return ContextBlocksView(blocks=pool.facade.admin.release_context(context))
 
 

@@ -31,7 +31,7 @@ class _OpenOp:
     seconds: float = 0.0
     """The duration on the slowest rank."""
     is_final: bool = False
-    """The result of the op is in `OpenOps.settled`, or the host has taken it."""
+    """Whether the op's result has been put into `OpenOps.settled`."""
 
     def record(self, rank: int, completion: Completion) -> None:
         """Record what a rank has finished."""
@@ -44,12 +44,12 @@ class _OpenOp:
 
 
 class OpenOps:
-    """Settles ops as early as is safe. Only one thread uses it. Each op costs O(1), except in `end_session`.
+    """Settles ops as early as is safe. Only one thread uses it. `start` is O(ranks), and `complete` is O(1).
 
     A load ends when all ranks have finished it, whatever the service does, because its bytes and slots are fixed. A
-    store returns its blocks when all ranks have read them. Only the service can report that the blocks are stored.
-    Without a service, the store has failed. Ids that the host sees are never reused, even in later sessions, so a late
-    completion of an old session is never reported in a new one.
+    store returns its blocks when all ranks have read them. Only the service can report that the blocks are stored, so
+    a store fails if the service disconnects before that. Ids that the host sees are never reused, even in later
+    sessions, so a late completion of an old session is never reported in a new one.
     """
 
     def __init__(self, num_ranks: int, *, replicated: bool = False) -> None:
@@ -156,8 +156,8 @@ class OpenOps:
         self._forget_if_over(entry)
 
     def _forget_if_over(self, entry: _OpenOp) -> None:
-        """Forget the op if all ranks have finished it. Until then the completions even of a final store are passed on,
-        because the last one ends the quarantine of its slots."""
+        """Forget the op if all ranks have finished it. Until then `complete` passes completions on to the service even
+        if the op is final, because the last completion of an abandoned store ends the quarantine of its slots."""
         if entry.pending:
             return
         del self._open[entry.op.op_id]

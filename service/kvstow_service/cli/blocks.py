@@ -214,8 +214,8 @@ def context_id_of(text: str, salt: str = "") -> str:
 def release(call: Invocation, context: str, salt: str) -> None:
     """Say that no further request of a context will come.
 
-    CONTEXT is an id, as `kvstow get contexts` shows it, or the name that clients use. Its blocks that nothing else uses
-    are evicted before all others.
+    CONTEXT is an id, as `kvstow get contexts` shows it, or the name that clients use. The pool then ranks the blocks
+    that no other request has used since like all blocks that clients have released. Policy lru ignores that.
     """
     from kvstow_api.client import routes
 

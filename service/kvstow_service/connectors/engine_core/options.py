@@ -81,11 +81,13 @@ def default_size(limits: MemoryLimits) -> int:
 
 
 def say_size(options: ConnectorOptions, extra: Mapping[str, Any] | None) -> None:
-    """Log the size of a pool that has the default one."""
+    """Log the size of a pool for which no size is set."""
     if options.attach is None and not {"cpu_bytes_to_use", "cpu_bytes_to_use_per_rank"} & {*(extra or {})}:
         logger.info(
-            "cpu_bytes_to_use is not set: the pool gets %s, a quarter of the memory of this machine or container",
+            "cpu_bytes_to_use is not set: the pool gets %s. The default is a quarter of the memory of this machine or "
+            "container (%s if that is unknown), and at most max_bytes",
             format_size(options.cpu_bytes_to_use),
+            format_size(_DEFAULT_BYTES),
         )
 
 
@@ -163,8 +165,8 @@ class ConnectorOptions:
 
     All ranks of an engine share `cpu_bytes_to_use`, rounded down to whole slots (a data-parallel engine counts as an
     engine of its own). If no size is given, `parse` sets a quarter of the machine's or the container's memory. With
-    `attach`, the socket of the node service, it is the memory that the engine asks for; the default (0) then asks for
-    all of it.
+    `attach`, the socket of the node service, `cpu_bytes_to_use` is the memory that the engine asks the service for. 0,
+    the default then, asks for all of the service's memory.
     """
 
     cpu_bytes_to_use: Annotated[int, size] = _DEFAULT_BYTES
@@ -229,7 +231,7 @@ class ConnectorOptions:
     # All ranks have the same number of slots, so they share bytes in proportion to the size of their slots.
 
     def bytes_of_rank(self, num_ranks: int) -> int:
-        """How much a rank may pin before it knows the size of the other ranks' slots."""
+        """Return how many bytes a rank may pin before it knows the size of the other ranks' slots."""
         return self.cpu_bytes_to_use_per_rank or self.cpu_bytes_to_use // num_ranks
 
     def capacity_slots(self, slot_bytes: Sequence[int]) -> int:

@@ -147,14 +147,15 @@ _OF_TOKENS = {
     "tokenizer.json",
     "vocab.json",
 }
-"""Files that do not count. They decide which tokens there are, and every key covers these, or how tokens are drawn.
-vLLM has read `config.json` into its own configuration, which is part of the identity."""
+"""Files that do not count. Most decide which tokens a prompt has, and keys cover the tokens. `generation_config.json`
+decides how tokens are sampled, which changes no KV. vLLM's own configuration, which is part of the identity, has the
+content of `config.json`."""
 _QUANTIZATION = {"hf_quant_config.json", "quant_config.json", "quantize_config.json"}
 """Files of the quantization."""
 _DEPTH = 3
-"""How many folders deep files are looked for."""
+"""How many levels of folders below a place are searched for files."""
 _MOST_FILES, _MOST_BYTES = 512, 64 << 20
-"""How many files are read at most, and how many bytes of all of them."""
+"""Limits on the files of one model, in all places together: how many are read, and how many bytes in total."""
 
 
 def value_settings(config: Any) -> dict[str, str]:
@@ -308,7 +309,10 @@ def read_model_files(places: Sequence[Path], *, processor: bool, code: bool, loa
             found.append(file)
             size += file.stat().st_size
             if size > _MOST_BYTES or len(found) > _MOST_FILES:
-                raise OSError(f"{place} has more than {_MOST_FILES} files or {_MOST_BYTES >> 20} MiB of them")
+                raise OSError(
+                    f"more than {_MOST_FILES} files, or {_MOST_BYTES >> 20} MiB of them, may change KV in "
+                    f"{', '.join(map(str, places))}"
+                )
             content = file.read_bytes()
             digest.update(f"{name} {len(content)}\n".encode() + hashlib.sha256(content).digest())
             others |= code and _OTHER_REPOSITORY.search(content) is not None
