@@ -219,10 +219,10 @@ class PoolsView:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizeView:
     """A size of a pool, `times` as large as it is now, and the share of blocks that it would have hit (`ratio`, which
-    never falls from one size to the next), give or take `error`. `at_least`: it may hit more in the long run, because
-    such a pool was not full yet when the first of these requests came. `seen_blocks`: how many distinct blocks the pool
-    has seen, up to this size; `seconds_left`: about how long it takes until the size is known, null if it is, or if the
-    pace is unknown. Bytes are of all ranks together."""
+    never falls from one size to the next), give or take `error`. If `at_least` is true, `ratio` is a lower bound:
+    a pool of this size was not full yet when the first of these requests came. `seen_blocks` counts the distinct blocks
+    that the pool has seen, up to this size. `seconds_left` is about how long it takes until `ratio` is no lower bound
+    any more, and null if it is none, or if the pace is unknown. Bytes are of all ranks together."""
 
     num_slots: int
     num_bytes: int
@@ -237,17 +237,17 @@ class SizeView:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolCurveView:
     """What the last `requests` requests, which looked up `blocks` blocks, would have hit in pools of other sizes.
-    `items`: the sizes, the smallest first. The share of the present size is the pool's own. While there is not enough
-    evidence, or without a curve, `items` is empty, all figures below it are null, and `advice` says why; while the pool
-    has not been full, only the figures that say what to do are null. A sentence stays until one of its figures changes
-    by two points, or for ten minutes.
+    `items` are the sizes, the smallest first. The share of the present size is the pool's own. While there is not
+    enough evidence, or without a curve, `items` is empty, all figures below it are null, and `advice` says why. While
+    the pool has not been full, only the figures that say what to do are null. All of this but `saved_seconds_per_hour`
+    stays the same until one of its figures has changed by two points, and for ten minutes at most.
 
-    `slot_bytes` are of one rank, all other bytes of all ranks together. `everything`: the share that the largest size
-    would hit. `advice`: what follows for the size, in a sentence. `disk_advice`: what disks below the memory would add,
-    by the sizes that are eight times the pool and more. `next_useful`: the smallest larger
-    size whose doublings each add two points on the average. `enough`: the smallest smaller size that would lose no
-    more than half a point. `end`: the smallest size, not smaller than the pool, above which less than a point is
-    left. Each is null if there is no such size.
+    `slot_bytes` are of one rank, all other bytes of all ranks together. `everything` is the share that the largest size
+    would hit. `advice` says in a sentence what follows for the size. `disk_advice` says what disks below the memory
+    would add, by the sizes that are at least eight times the pool. `next_useful` is the smallest larger size for which
+    each doubling up to it adds two points on the average. `enough` is the smallest size that would lose no more than
+    half a point. `end` is the smallest size, not smaller than the pool, above which larger ones add less than a point.
+    Each of the three is null if there is no such size.
 
     `saved_seconds_per_hour` is how many seconds of prefill hits have saved per hour in the last five minutes. It is
     null if unknown.

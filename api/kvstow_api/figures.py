@@ -1,7 +1,7 @@
 """Present figures of pools and sessions, and the curves of the status page and of `kvstow top`.
 
-The server samples the counters. A figure compares two samples: neighbours for a point of a curve, and the first and the
-last of the last seconds for a present value. Figures of a pool are defined only in `FIGURES`.
+The server samples the counters every second. A figure compares two samples: for a point of a curve two neighbours, and
+for a present value the ends of the last ten seconds. Figures of a pool are defined only in `FIGURES`.
 """
 
 from __future__ import annotations
@@ -89,10 +89,10 @@ class CurvesView:
 
 class PoolHistory(NamedTuple):
     """Samples of a pool: `recent` ones of the last `NOW_SECONDS`, and `kept` ones that are `CURVE_INTERVAL` apart.
-    `num_bytes` is the size of a slot on all ranks together."""
+    `total_slot_bytes` is the size of a slot on all ranks together."""
 
     num_ranks: int
-    num_bytes: int
+    total_slot_bytes: int
     recent: Sequence[Sample]
     kept: Sequence[Sample]
 
@@ -182,8 +182,8 @@ def headline_of(pools: Sequence[PoolHistory]) -> HeadlineView:
     latest = [(pool, last.stats) for pool, (_, last) in zip(sampled, ends, strict=True)]
     ever_queried = sum(stats.lookups.query_blocks for _, stats in latest)
     ever_hit = sum(stats.lookups.hit_blocks for _, stats in latest)
-    usable = sum(stats.pool.usable_slots * pool.num_bytes for pool, stats in latest)
-    free = sum(stats.pool.slots.free * pool.num_bytes for pool, stats in latest)
+    usable = sum(stats.pool.usable_slots * pool.total_slot_bytes for pool, stats in latest)
+    free = sum(stats.pool.slots.free * pool.total_slot_bytes for pool, stats in latest)
     is_known = any(stats.prefill.hit_tokens for _, stats in latest)
     return HeadlineView(
         hit_ratio=hits / queries if queries else None,

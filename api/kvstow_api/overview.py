@@ -181,8 +181,8 @@ def _bounded(memory: MemoryStatus) -> MemoryStatus:
 
 def _history(app: AppState, pool: HostedPool) -> PoolHistory:
     samples, config = app.sampler.of_pool(pool.name), pool.facade.config
-    num_bytes = pool.stored_slot_bytes or config.total_slot_bytes
-    return PoolHistory(config.num_ranks, num_bytes, samples.recent, samples.kept)
+    total_slot_bytes = pool.stored_slot_bytes or config.total_slot_bytes
+    return PoolHistory(config.num_ranks, total_slot_bytes, samples.recent, samples.kept)
 
 
 def _events(app: AppState, pool: str | None) -> list[EventLine]:

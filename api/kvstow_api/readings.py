@@ -86,8 +86,8 @@ def transfers_view(
     scanned: int | None = None,
     wanted: Callable[[TransferStatus], bool] | None = None,
 ) -> TransfersView:
-    """Return the oldest `most` transfers that are `wanted`. They are searched among the oldest `scanned` of each pool,
-    by default `most`."""
+    """Return the oldest `most` transfers for which `wanted` is true. This looks only at the oldest `scanned` transfers
+    of each pool, by default `most`."""
     items = [
         item for pool in pools for item in pool.facade.transfers(scanned or most) if wanted is None or wanted(item)
     ]
@@ -124,8 +124,8 @@ _NO_CURVE = "the pool follows no curve: its setting `curve` is off"
 
 
 def curve_view(sampler: Sampler, hosted: HostedPool) -> PoolCurveView:
-    """Return what other sizes of a pool would hit. All callers get the same statement until it is outdated. O(sizes),
-    apart from a sum over the pieces of the curve's window."""
+    """Return what other sizes of a pool would hit. All callers get the same view until its figures have changed enough
+    to be told anew (`CurveStatement.is_outdated`). O(sizes), apart from a sum over the pieces of the curve's window."""
     facade, samples = hosted.facade, sampler.of_pool(hosted.name)
     pool, evidence, curve = facade.stats().pool, facade.curve_evidence(), facade.curve()
     if evidence is not None and not evidence.needed_seen:  # the curve has followed no request yet

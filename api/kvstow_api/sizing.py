@@ -1,9 +1,10 @@
 """What the curve of a pool says about its size: the next size that is worth its memory, the smallest that would do, and
 what a disk below the memory would bring.
 
-The one place of these rules and of their words: the API, the doctor, the status page and `kvstow top` read the same.
-Nothing is said of a size before the pool has seen as many distinct blocks, because until then its hits only grow; of
-larger sizes than that, what is known is the least. No web framework.
+This module alone has these rules and their words, so the API, the doctor, the status page and `kvstow top` say the
+same. Until the pool has seen as many distinct blocks as a size has slots, the hits of that size can only grow. So there
+is no advice before the pool has seen enough blocks to fill its own size, and the figures of larger sizes that it has
+not seen enough blocks for are lower bounds. No web framework.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ LOSS = 0.005
 REST = 0.01
 """A size is the end of the curve if all larger ones together would add less than this share."""
 DISK_TIMES = 8
-"""A disk is so many times as large as the memory, or more."""
+"""The advice on disks considers sizes of at least this many times the memory."""
 _MEMORY = {1: "twice the memory", 2: "four times the memory", 3: "eight times the memory"}
 _PARTS = {-1: "half of it", -2: "a quarter of it", -3: "an eighth of it"}
 
 
 def too_early(evidence: CurveEvidence) -> str:
-    """How much is lacking before there is a curve, and about how long that takes."""
+    """Return a sentence: what the pool must see before it has a curve, and about how long that takes."""
     if evidence.seen < evidence.needed_seen:
         words = f"the pool has seen {evidence.seen:,} of {counted(evidence.needed_seen, 'distinct block')} that fill it"
     else:
@@ -50,9 +51,9 @@ def _time_left(seconds: float | None) -> str:
 def with_sizes(
     view: PoolCurveView, curve: SizeCurve, evidence: CurveEvidence, seconds_per_ratio: float | None
 ) -> PoolCurveView:
-    """`view` with what follows from `curve`; as it is if the curve has no point at about its size. The points are a
-    doubling apart. `seconds_per_ratio`: seconds of prefill that all blocks would save in a minute if they hit; None if
-    unknown."""
+    """Return `view` with what follows from `curve`, or `view` as it is if the curve has no point near its size. The
+    points are a doubling apart. `seconds_per_ratio`: how many seconds of prefill would be saved in a minute if all
+    looked-up blocks hit; None if unknown."""
     points = [point for point in curve.points if point.num_slots > 0]
     if not points or view.num_slots < 1:
         return view
@@ -130,8 +131,8 @@ def _parts(view: PoolCurveView, at: int, seconds_per_ratio: float | None) -> lis
 
 
 def _of_disks(sizes: list[SizeView]) -> str | None:
-    """What a disk below the memory would add, from the sizes that are far above it. The first of the `sizes` is that of
-    the pool."""
+    """Return a sentence: what a disk below the memory would add, by the sizes that are far above it. The first of the
+    `sizes` is that of the pool."""
     now, far = sizes[0], [size for size in sizes if size.times >= DISK_TIMES * sizes[0].times]
     if not far:
         return None

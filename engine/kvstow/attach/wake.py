@@ -1,4 +1,4 @@
-"""Wakes a thread that waits for sockets."""
+"""A descriptor by which any thread can wake the thread that waits for a socket."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Wake:
             self.clear()
 
     def fileno(self) -> int:
-        """Can be read once `set` has been called, until `clear` is."""
+        """Return a descriptor to poll. It is readable from a call of `set` until `clear` or `wait` has taken it."""
         return self._fd
 
     def clear(self) -> None:
@@ -40,7 +40,7 @@ class Wake:
             os.eventfd_read(self._fd)
 
     def close(self) -> None:
-        """Close the descriptor. No thread waits any more. Idempotent."""
+        """Close the descriptor. Call it when no thread waits any more. Idempotent."""
         with self._lock:
             if self._fd >= 0:
                 os.close(self._fd)

@@ -1,4 +1,5 @@
-"""64-bit hashes of keys, many at once."""
+"""64-bit hashes of block keys, which numpy computes for many keys at once, because a Python call for each key would be
+slow."""
 
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ def _words_of(width: int) -> np.dtype[np.void]:
 
 
 def join_keys(keys: Sequence[bytes]) -> tuple[bytes, int]:
-    """Return the keys end to end, and the bytes of each. If the keys are shorter than 8 bytes or differ in length, only
-    the last 8 bytes of each are used."""
+    """Return the keys end to end, and how many bytes of that each key takes. If the keys are shorter than 8 bytes or
+    differ in length, that is 8: the key's last 8 bytes, or the whole key behind zeros."""
     data, width = b"".join(keys), len(keys[0]) if keys else _WORD
     if width < _WORD or len(data) != len(keys) * width:
         return b"".join([key[-_WORD:].rjust(_WORD, b"\0") for key in keys]), _WORD

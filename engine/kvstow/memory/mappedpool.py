@@ -84,8 +84,8 @@ class MappedExtent:
         self.populated_bytes = max(self.populated_bytes, num_bytes - num_bytes % HUGE_PAGE_BYTES)
 
     def next_chunk(self, slot: int, num_bytes: int) -> ExtentChunk | None:
-        """Return the chunk that begins with this slot, or None if the chunk is not populated yet. It has at most
-        `num_bytes`, or the smallest possible size."""
+        """Return the chunk that begins with this slot, or None if the chunk is not populated yet. The chunk has at most
+        `num_bytes`, or the size of the smallest chunk if that is more."""
         begin = slot - self.first_slot
         shown = min(self.grid.max_slots, self.populated_bytes // self.grid.slot_stride)
         if shown < self.grid.max_slots:
@@ -195,9 +195,10 @@ class _AddressTable:
 class MappedPool(SlotPool):
     """A pool whose slots lie in extents that the node service grants and populates.
 
-    Each extent has address space of its own, and its slots lie in it back to back. In one range for all slots, the
-    kernel could map huge pages in the first extent only, unless the size of a slot divides 2 MiB. So `addresses` looks
-    up the extent of each slot.
+    Each extent has address space of its own, and its slots lie in it back to back, so `addresses` looks up the extent
+    of each slot. One range of addresses for all slots would need no look-up. But extents after the first would then not
+    begin at a multiple of 2 MiB, unless the size of a slot divides 2 MiB, and the kernel could not map them as huge
+    pages.
 
     Slots become usable from slot 0 on, without a gap. Grants and revocations decide which slots there are. The target
     is for display only, because a grant may arrive before the target that belongs to it. An extent's memory goes back
@@ -340,7 +341,7 @@ class MappedPool(SlotPool):
             self._extents_changed()
 
     def registered_slots(self) -> list[tuple[int, int]]:
-        """Return the id of each granted extent, and how many of its slots are registered and may be used."""
+        """Return pairs: the id of each granted extent, and how many of its slots are registered and may be used."""
         with self._state:
             covered = self._covered()
             return [

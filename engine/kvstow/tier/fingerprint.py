@@ -19,7 +19,8 @@ _DIGITS = 32
 
 
 class Fingerprint(NamedTuple):
-    """`value`: see `ObjectName`; None, with the reason as a sentence, if other nodes cannot know these blocks."""
+    """`value` is 32 hex digits, or None if other nodes cannot know these blocks. Then `reason` says why: a code, a
+    colon and a sentence."""
 
     value: str | None
     reason: str = ""
@@ -59,7 +60,7 @@ def fingerprint(
 
 
 def named_weights(weights_id: str, model: str) -> FleetWeights:
-    """Return the weights to which a user has given this id on all nodes. `model` is `NamespaceIdentity.model`. Only its
-    last part is used, because paths differ between nodes. It is used at all because two models may get the same id,
-    such as `v2`."""
+    """Return the weights to which a user has given this id on all nodes. `model` is `NamespaceIdentity.model`. Its last
+    part tells two models apart that get the same id, such as `v2`. The rest is left out, because paths differ between
+    nodes."""
     return FleetWeights(f"configured {weights_id} of {slug(model)}")

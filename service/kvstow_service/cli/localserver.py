@@ -22,12 +22,11 @@ _FOR_ADMINS = (routes.list_contexts, routes.get_context, routes.list_blocks, rou
 
 
 class LocalServerClient(Client):
-    """Reads over TCP. If the server is on this machine, changes, and reads that need a credential, go through the Unix
-    socket that it names."""
+    """Reads over TCP. Changes and reads that need a credential go through the server's Unix socket if the server is on
+    this machine, because the socket needs no token."""
 
     def __init__(self, endpoint: Endpoint, *, timeout: float) -> None:
         super().__init__(endpoint, timeout=timeout)
-        self._url, self._patience = endpoint.url, timeout
         self._local: Client | None = None
 
     def call(self, route: Route[T], body: Mapping[str, Any] | None = None, **given: Any) -> T:
@@ -67,7 +66,7 @@ class LocalServerClient(Client):
         """Return a client for the server's Unix socket. Returns None if there is none, or if it may be another
         server's: the port may be forwarded from another machine, and any user may listen on a port and name a socket of
         somebody else."""
-        address = urlsplit(self._url)
+        address = urlsplit(self._endpoint.url)
         if not is_loopback(address.hostname or ""):
             return None
         try:
@@ -77,7 +76,7 @@ class LocalServerClient(Client):
         for path in (Path(one.removeprefix(_UNIX)) for one in info.addresses if one.startswith(_UNIX)):
             if not _may_open(path, address.port or (443 if address.scheme == "https" else 80)):
                 continue
-            local = Client(Endpoint.parse(f"{_UNIX}{path}"), timeout=self._patience)
+            local = Client(Endpoint.parse(f"{_UNIX}{path}"), timeout=self._timeout)
             try:
                 if local.call(routes.get_info).engine_id == info.engine_id:
                     return local

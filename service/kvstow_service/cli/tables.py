@@ -24,7 +24,7 @@ from kvstow_api.texts import ABSENT, count, duration, moment, per_second, percen
 Place = Literal["everywhere", "lists", "wide"]
 """Where a column is shown: in `kvstow top` and `kvstow get`, only in `kvstow get`, or only in its -o wide."""
 
-_REPORTS_ARE_FRESH = 5.0  # a younger report counts as current, in seconds; ranks report every second
+_REPORTS_ARE_FRESH = 5.0  # the age in seconds up to which a report counts as current; ranks report every second
 _NAMED_RANKS = 3
 
 _Item = TypeVar("_Item")
@@ -45,7 +45,7 @@ class Column(Generic[_Item]):
 
 class Columns(Generic[_Item]):
     """The columns of one kind of thing, the most important first, because a narrow terminal leaves out the last ones.
-    The first column has the name by which other commands take the thing, and `name` is its field."""
+    Other commands take the thing by the text of the first column. `name` is the field of that column."""
 
     def __init__(self, name: str, *columns: Column[_Item]) -> None:
         self.name, self.columns = name, columns

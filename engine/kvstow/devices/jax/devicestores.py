@@ -34,8 +34,8 @@ _SPARE = 8
 """How many rows of each size are kept for later gathers."""
 
 _COPYING = 2
-"""Pieces that are copied at a time. The copy threads begin the next one before the last has ended, and a load waits
-behind two at most."""
+"""How many pieces are copied to the pool at a time. With two, the copy threads need not wait between pieces. With more,
+a load would wait behind more of them."""
 
 
 class GatheredPiece:
@@ -64,9 +64,8 @@ class GatheredPiece:
 
 
 class StoreTicket:
-    """The fence of a store's copy, which stands for the programs that gather the blocks. Once the store is queued, it
-    is also its ticket, which `DeviceStores.advance` moves on. The host's thread launches pieces, and the copy thread
-    takes them."""
+    """A store, first as the fence that is reached when all its gathers have read their blocks, and from `queue` on also
+    as the op's ticket. The host's thread appends the pieces that it launches, and the copy thread takes them."""
 
     def __init__(self, num_pieces: int) -> None:
         self.num_unlaunched = num_pieces
@@ -85,7 +84,7 @@ class StoreTicket:
         self.error = self.error or error.with_traceback(None)
 
     def query(self) -> bool:
-        """Whether all blocks have been read."""
+        """Whether all blocks have been read, so that the next step may overwrite them."""
         return not self.num_unlaunched and all(piece.is_gathered() for piece in tuple(self.launched))
 
     @property
@@ -115,8 +114,9 @@ class DeviceStores:
         pinned: bool,
         addressable: bool,
     ) -> None:
-        """`pinned`: whether the devices copy to pinned memory. If not, their own memory is the host's. `addressable`:
-        whether the copy thread can read the memory where the bytes arrive. If not, JAX copies them once more."""
+        """`pinned`: whether the devices copy to pinned memory; false for CPU devices, whose memory is the host's.
+        `addressable`: whether the copy thread can read the memory where the bytes arrive. If not, JAX copies them once
+        more."""
         self._kv, self._cell, self._programs, self._buckets = kv, cell, programs, buckets
         self._in_flight, self._copier, self._stopping = in_flight, copier, stopping
         self._addressable = addressable
@@ -262,8 +262,8 @@ class DeviceStores:
         return ranges
 
     def _address(self, piece: GatheredPiece, rows: jax.Array) -> int:
-        """The address of the first row, which the others follow. If the memory is addressable, there is no numpy view
-        of the array, because JAX would keep the view, and copy the array when its memory is reused."""
+        """Return the address of the first row, which the others follow. If the memory is addressable, this makes no
+        numpy view of the array: JAX would keep the view, and copy the array when its memory is reused."""
         if self._addressable:
             return int(rows.unsafe_buffer_pointer())
         piece.host.append(np.ascontiguousarray(rows))

@@ -36,7 +36,7 @@ class ShardedKV:
 
     @classmethod
     def of(cls, arrays: Sequence[jax.Array]) -> ShardedKV:
-        """Raises `ConfigError` for arrays that are not a KV cache that can be offloaded."""
+        """Describe these arrays. Raises `ConfigError` if they are no KV cache that KVStow can offload."""
         if not arrays:
             raise ConfigError("KV arrays", 0, "one or more")
         first = arrays[0]
@@ -85,7 +85,7 @@ class ShardedKV:
         split: list[Shards] = [[] for _ in self.devices]
         for number, array in enumerate(arrays):
             self._check_current(number, array)
-            if len(split) == 1:  # in a quarter of the time
+            if len(split) == 1:  # takes a quarter of the time of the general way below
                 split[0].append(array.addressable_data(0))
                 continue
             by_device = {shard.device: shard.data for shard in array.addressable_shards}
@@ -153,7 +153,7 @@ class ArrayCell:
 
     def peek(self) -> tuple[jax.Array, ...]:
         if self._arrays is None:
-            raise CopyError("the KV arrays were taken, and not put back yet")
+            raise CopyError("the KV arrays were taken and not put back: call `put` with the arrays of that program")
         return self._arrays
 
     def take(self) -> tuple[jax.Array, ...]:

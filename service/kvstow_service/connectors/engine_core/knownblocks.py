@@ -16,7 +16,7 @@ from kvstow_service.connectors.engine_core.kvgroups import KVGroup, KVGroups
 from kvstow_service.connectors.engine_core.trackedrequests import TrackedRequest
 
 _FORGOTTEN_SHARE = 16
-"""If there are too many blocks, one in this many is forgotten at once."""
+"""When the limit is exceeded, a sixteenth of all blocks is forgotten at once, so that this is seldom necessary."""
 
 
 class BlockPlace(NamedTuple):
@@ -37,14 +37,14 @@ class KnownBlocks:
 
     A block that is being stored is often no longer a block of a running request: lazy stores and the backlog find it in
     the GPU's cache, where only its hash is known. So a description is made while the request is there, at the latest
-    when the request ends, and kept for as many blocks as the GPU may cache.
+    when the request ends, and the descriptions of the `most` latest blocks are kept.
     """
 
     def __init__(
         self, groups: KVGroups, requests: Mapping[str, TrackedRequest], most: int, extra_keys: ExtraKeys
     ) -> None:
-        """`requests`: the requests that vLLM has, by name; owned by the caller. `most`: how many blocks are known;
-        those of the oldest requests are forgotten."""
+        """`requests`: the requests that vLLM has, by name; owned by the caller. `most`: how many descriptions are kept.
+        Blocks of the requests that ended first are forgotten first."""
         self._groups, self._requests, self._most, self._extra_keys = groups, requests, most, extra_keys
         first = groups.groups[0]
         self._hash_tokens = first.block_tokens // first.hashes_per_block
@@ -94,8 +94,9 @@ class KnownBlocks:
                     known[key] = description
 
     def follow_all(self, keys: Iterable[bytes]) -> None:
-        """Describe the blocks with these keys, as far as a running request has them: windows give blocks back while
-        their request runs, and recurrent states are stored while it does. O(requests) if one of them is unknown."""
+        """Describe the blocks with these keys, as far as a running request has them. This cannot wait for the end of
+        the request: a sliding window gives blocks back before that, and recurrent states are stored before that.
+        O(requests) if one of the blocks is unknown."""
         if any(key not in self._known for key in keys):
             for tracked in self._requests.values():
                 self.follow(tracked)

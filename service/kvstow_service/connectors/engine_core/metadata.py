@@ -54,9 +54,10 @@ class RankHello(KVConnectorHandshakeMetadata):
 class KVStowMetadata(KVConnectorMetadata):
     """Sent by the scheduler side with every step. `plan` is None until the scheduler side knows all ranks. `admin` is
     the address for the reports of ranks that do not find the engine on their own host. `ticket` is that of the session
-    with the node service, and `hold` has the ranks let its ops through. `launches` are for ranks on JAX: they come
-    before the plan. `lost`: why the step cannot load what it computes with; None if it can. `weight_changes`: how many
-    calls that may change weights the scheduler side knows of, by rank."""
+    with the node service. `hold` asks the ranks to let the session's ops through even after its end. `launches` are for
+    ranks on JAX, which make them before the ops of `plan`. `lost` says why the blocks with which the step computes
+    cannot be loaded, so that it must fail; None otherwise. `weight_changes`: how many calls that may change weights
+    the scheduler side knows of, by rank."""
 
     plan: PlannedStep | None = None
     admin: AdminAddress | None = None
@@ -69,11 +70,10 @@ class KVStowMetadata(KVConnectorMetadata):
 
 class RankUpdate(NamedTuple):
     """What a rank sends after a step. `hello` comes with the first update. `session` is sent when it has changed.
-    `ended_loads` is sent if vLLM does not count the
-    ranks itself, and `staged` by ranks on JAX. `timed_step` is the number of a step that is timed; rank 0 sends it when
-    the step has ended. `layers_off`: why this rank loads nothing by layer any more, sent once.
-    `weight_changes`: how many calls this rank has noticed that may change its weights, and the last one as a sentence;
-    sent if the scheduler side does not know of all."""
+    `ended_loads` is sent if vLLM does not count the ranks itself, and `staged` by ranks on JAX. `timed_step` is the
+    number of a step that is timed; rank 0 sends it when the step has ended. `layers_off` says why this rank cannot load
+    by layer any more, and is sent once. `weight_changes` is how many calls that may change its weights this rank has
+    noticed, with a sentence about the last one; it is sent while the scheduler side does not know of all of them."""
 
     completions: tuple[BootCompletions, ...] = ()
     hello: RankHello | None = None

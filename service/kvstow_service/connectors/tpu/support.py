@@ -16,7 +16,7 @@ _OF_TENSORS = {
     "attach": "works with vLLM on GPUs alone: a JAX engine has memory of its own",
     "weights_id": "needs attach, which works with vLLM on GPUs alone",
     "attach_require_sharing": "needs attach, which works with vLLM on GPUs alone",
-    "copy_strategy": "is for CUDA devices",
+    "copy_strategy": "is for CUDA devices: leave it out on TPUs",
 }
 
 
@@ -47,7 +47,7 @@ def require_supported(config: Any) -> None:
         )
         raise ConfigError("data parallelism", sharding.total_dp_size, allowed)
     if parallel.pipeline_parallel_size > 1:
-        allowed = "1: only the last pipeline stage of tpu-inference hands on what KVStow reports"
+        allowed = "1: tpu-inference passes on KVStow's reports of the last pipeline stage only"
         raise ConfigError("pipeline_parallel_size", parallel.pipeline_parallel_size, allowed)
     if parallel.decode_context_parallel_size > 1:
         raise ConfigError("decode_context_parallel_size", parallel.decode_context_parallel_size, "1")
@@ -66,10 +66,12 @@ def require_kept(groups: KVGroups) -> None:
 
 
 class EndedLoads:
-    """Counts the hosts that have reported the end of a load. vLLM's own count does not work: it would wait for as many
-    workers as there are chips. It also knows only requests, and a request may load more than once.
+    """Counts the hosts that have reported the end of a load. vLLM cannot count them: it would wait for as many workers
+    as there are chips, although a host reports once for all its chips. It also knows only requests, and a request may
+    load more than once.
 
-    A load is expected from its plan on, until each host has reported it. Reports that are repeated or late are `stale`.
+    `expect` adds the loads of a plan, and a load is over when each host has reported it. `stale` counts reports that
+    are repeated or late.
     """
 
     def __init__(self) -> None:

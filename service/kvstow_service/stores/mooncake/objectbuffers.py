@@ -11,8 +11,9 @@ from kvstow_service.stores.mooncake.objectheader import HEADER_BYTES, find_misma
 from kvstow_service.stores.mooncake.objects import SlotObject
 
 STAGED_BYTES = 256 << 10
-"""Slots up to this size are copied, which takes 10 us for 256 KiB. With TCP, Mooncake moves each piece of an object by
-a request of its own, and the request for a header takes 30 us."""
+"""Slots up to this size are copied to or from staging memory, where the header follows the slot, so that an object is
+one piece. The copy takes 10 us for 256 KiB. With TCP, Mooncake makes a request for each piece of an object, and one for
+a header alone takes 30 us."""
 
 
 class MemoryRegistry(Protocol):
@@ -41,7 +42,7 @@ class Registered:
         code = store.register_buffer(self.address, num_bytes)
         if code != 0:
             self._unmap()
-            raise RegistrationError(f"Mooncake registered no memory of {num_bytes} bytes: code {code}")
+            raise RegistrationError(f"Mooncake cannot register {num_bytes} bytes of memory: code {code}")
 
     def close(self) -> None:
         self._store.unregister_buffer(self.address)
