@@ -15,24 +15,9 @@ from kvstow.config import PoolConfig
 from kvstow.memory.hostpool import HostPool
 from kvstow.memory.limits import HugePageLimits, MemoryLimits
 
-Eventually = Callable[[Callable[[], object]], None]
-
 # Else an example that takes 200 ms, on a busy machine, fails its test.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
-
-
-@pytest.fixture
-def eventually() -> Eventually:
-    """Polls until a condition holds; fails after a deadline that no healthy run comes near."""
-
-    def wait(condition: Callable[[], object]) -> None:
-        deadline = time.monotonic() + 60
-        while not condition():
-            assert time.monotonic() < deadline, "the condition did not come true"
-            threading.Event().wait(0.001)
-
-    return wait
 
 
 class MakePool(Protocol):

@@ -1,21 +1,19 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from tests.doubles.fakes import FakeClock, FakeDevice, FakeTicket
+from tests.waiting import eventually
 
 from kvstow import copythread
 from kvstow.copythread import CopyThread
 from kvstow.devices.base import TicketState
 from kvstow.errors import CopyError
 from kvstow.messages import Completion, Direction, Op
-
-if TYPE_CHECKING:
-    Eventually = Callable[[Callable[[], object]], None]
 
 
 class Harness:
@@ -155,7 +153,7 @@ def test_totals_count_done_ops_by_direction(harness: Harness) -> None:
     assert (totals.load_bytes_total, totals.load_busy_seconds) == (100, 0.5)
 
 
-def test_ops_that_do_not_fit_into_the_queue_fail(eventually: Eventually) -> None:
+def test_ops_that_do_not_fit_into_the_queue_fail() -> None:
     harness = Harness(max_queued=2)
     harness.submit(1, 2)
     harness.device.ticket(2)
@@ -188,9 +186,7 @@ def test_the_end_of_the_thread_fails_every_op_and_is_reported(
 
 
 @pytest.mark.parametrize("is_driven", [False, True])
-def test_a_device_in_an_unknown_state_is_closed_before_its_ops_fail(
-    is_driven: bool, harness: Harness, eventually: Eventually
-) -> None:
+def test_a_device_in_an_unknown_state_is_closed_before_its_ops_fail(is_driven: bool, harness: Harness) -> None:
     harness.submit(1)
     harness.device.ticket(1)
     harness.device.advance_error = MemoryError("no room for a list")
@@ -376,7 +372,7 @@ class PollWitness:
         return self._poll()
 
 
-def test_a_host_advances_the_copies_on_its_own_thread(harness: Harness, eventually: Eventually) -> None:
+def test_a_host_advances_the_copies_on_its_own_thread(harness: Harness) -> None:
     harness.submit(1)
     witness = PollWitness(harness.device.ticket(1))
 
@@ -416,9 +412,7 @@ def test_a_host_does_not_wait_for_a_thread_that_has_the_turn(harness: Harness) -
     assert not stuck
 
 
-def test_a_host_that_drives_is_interrupted_less_often(
-    harness: Harness, rounds: list[float], eventually: Eventually
-) -> None:
+def test_a_host_that_drives_is_interrupted_less_often(harness: Harness, rounds: list[float]) -> None:
     harness.submit(1)
     harness.device.ticket(1)
     eventually(lambda: max(rounds, default=0) == 0.2e-3)
@@ -428,7 +422,7 @@ def test_a_host_that_drives_is_interrupted_less_often(
     eventually(lambda: rounds[-1] == 0.2e-3)
 
 
-def test_an_error_during_drive_ends_the_thread_and_not_the_host(harness: Harness, eventually: Eventually) -> None:
+def test_an_error_during_drive_ends_the_thread_and_not_the_host(harness: Harness) -> None:
     harness.submit(1)
     ticket, host = harness.device.ticket(1), threading.get_ident()
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from tests.doubles.fakes import FakeDevice, FakeRegistrar, Latch, rests
+from tests.waiting import eventually
 
 from kvstow.attach.calls import Report
 from kvstow.dataplane import DataPlane
@@ -23,7 +24,6 @@ from kvstow.messages import Completion, DesiredState, Direction, LoadLaunch, Op,
 if TYPE_CHECKING:
     MakePool = Callable[..., HostPool]
     MakeDataPlane = Callable[..., DataPlane]
-    Eventually = Callable[[Callable[[], object]], None]
 
 BLOCKS = 8
 
@@ -42,7 +42,7 @@ def wait_for(plane: DataPlane, *op_ids: int) -> dict[int, Completion]:
 
 
 @pytest.fixture
-def make_data_plane(make_pool: MakePool, eventually: Eventually) -> Iterator[MakeDataPlane]:
+def make_data_plane(make_pool: MakePool) -> Iterator[MakeDataPlane]:
     """Data planes over 16 slots of 4 KiB; not pinned before `pool.start()`, but for a fake device to copy."""
     planes: list[DataPlane] = []
 
@@ -61,7 +61,7 @@ def make_data_plane(make_pool: MakePool, eventually: Eventually) -> Iterator[Mak
 class CpuRank:
     """A data plane over a CPU device whose blocks hold their own number, with a pinned pool."""
 
-    def __init__(self, pool: HostPool, make_data_plane: MakeDataPlane, eventually: Eventually) -> None:
+    def __init__(self, pool: HostPool, make_data_plane: MakeDataPlane) -> None:
         self.kv = torch.arange(BLOCKS, dtype=torch.uint8).repeat_interleave(4096).view(BLOCKS, 4096)
         self.pool = pool
         device = CpuDevice(pool, KVLayout((Region("kv", BLOCKS, 4096, 4096),)), [self.kv])
@@ -74,8 +74,8 @@ class CpuRank:
 
 
 @pytest.fixture
-def make_rank(make_pool: MakePool, make_data_plane: MakeDataPlane, eventually: Eventually) -> Callable[[], CpuRank]:
-    return lambda: CpuRank(make_pool(), make_data_plane, eventually)
+def make_rank(make_pool: MakePool, make_data_plane: MakeDataPlane) -> Callable[[], CpuRank]:
+    return lambda: CpuRank(make_pool(), make_data_plane)
 
 
 def test_ops_of_another_boot_fail_and_those_beside_them_do_not(make_data_plane: MakeDataPlane) -> None:
@@ -91,7 +91,7 @@ def test_ops_of_another_boot_fail_and_those_beside_them_do_not(make_data_plane: 
     assert {done.mark for done in wait_for(plane, 2, 3).values()} == {"done"}
 
 
-def test_a_report_counts_uncollected_completions(make_rank: Callable[[], CpuRank], eventually: Eventually) -> None:
+def test_a_report_counts_uncollected_completions(make_rank: Callable[[], CpuRank]) -> None:
     plane = make_rank().plane
     plane.submit(plan(1, "store", (5,), (0,)))
     eventually(lambda: plane.report().pending_ops == 0)
@@ -269,7 +269,7 @@ def test_the_report_follows_pinning_from_starting_to_ready(make_pool: MakePool, 
 
 @pytest.mark.parametrize(("failing", "slots"), [(0, 0), (2, 8)])
 def test_a_pin_failure_degrades_the_rank_until_another_attempt_is_desired(
-    make_pool: MakePool, make_data_plane: MakeDataPlane, eventually: Eventually, failing: int, slots: int
+    make_pool: MakePool, make_data_plane: MakeDataPlane, failing: int, slots: int
 ) -> None:
     pool = make_pool(FakeRegistrar({failing: PinError("driver", "no more pages")}))
     plane = make_data_plane(pool)
@@ -286,9 +286,7 @@ def test_a_pin_failure_degrades_the_rank_until_another_attempt_is_desired(
     assert plane.report().error is None
 
 
-def test_the_pool_follows_the_desired_capacity_and_pause(
-    make_pool: MakePool, make_data_plane: MakeDataPlane, eventually: Eventually
-) -> None:
+def test_the_pool_follows_the_desired_capacity_and_pause(make_pool: MakePool, make_data_plane: MakeDataPlane) -> None:
     pool = make_pool(max_bytes=32 * 4096)
     plane = make_data_plane(pool)
     pool.start()
@@ -307,7 +305,7 @@ def test_the_pool_follows_the_desired_capacity_and_pause(
 
 
 def test_a_report_counts_slots_after_it_reads_the_applied_state(
-    make_pool: MakePool, make_data_plane: MakeDataPlane, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
+    make_pool: MakePool, make_data_plane: MakeDataPlane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pool = make_pool()
     plane = make_data_plane(pool)
@@ -366,9 +364,7 @@ def test_a_late_desired_state_reverts_nothing(
 
 
 @pytest.mark.parametrize("direction", ["store", "load"])
-def test_memory_under_a_copy_is_freed_only_after_the_copy(
-    make_data_plane: MakeDataPlane, eventually: Eventually, direction: Direction
-) -> None:
+def test_memory_under_a_copy_is_freed_only_after_the_copy(make_data_plane: MakeDataPlane, direction: Direction) -> None:
     """However the pool is made smaller: a device with a copy engine would write to freed memory."""
     device = FakeDevice()
     plane = make_data_plane(device=device)
@@ -391,9 +387,7 @@ def test_a_copy_to_unmapped_memory_fails_before_it_reaches_the_device(make_data_
     assert not device.begun
 
 
-def test_a_capacity_beyond_the_reserved_space_is_met_in_part_and_reported(
-    make_data_plane: MakeDataPlane, eventually: Eventually
-) -> None:
+def test_a_capacity_beyond_the_reserved_space_is_met_in_part_and_reported(make_data_plane: MakeDataPlane) -> None:
     plane = make_data_plane()
     plane.pool.start()
     plane.apply(DesiredState("engine", 17, number=7))

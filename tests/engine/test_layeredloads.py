@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from tests.doubles.fakes import rests
+from tests.waiting import eventually
 
 from kvstow.dataplane import DataPlane
 from kvstow.devices.cpu import CpuDevice
@@ -19,7 +20,6 @@ from kvstow.messages import Op
 
 if TYPE_CHECKING:
     MakePool = Callable[..., HostPool]
-    Eventually = Callable[[Callable[[], object]], None]
 
 
 class Flaky(CpuDevice):
@@ -71,7 +71,7 @@ class Rank:
 
 
 @pytest.fixture
-def rank(make_pool: MakePool, eventually: Eventually) -> Iterator[Rank]:
+def rank(make_pool: MakePool) -> Iterator[Rank]:
     rank = Rank(make_pool())
     rank.plane.start()
     eventually(lambda: rank.pool.pinned_slots == 16)
@@ -83,7 +83,7 @@ def rank(make_pool: MakePool, eventually: Eventually) -> Iterator[Rank]:
 TWO = (Op(1, "load", (3, 4), (0, 1)), Op(2, "load", (7,), (9,)))
 
 
-def test_parts_arrive_in_order_and_the_ops_end_with_the_last_one(rank: Rank, eventually: Eventually) -> None:
+def test_parts_arrive_in_order_and_the_ops_end_with_the_last_one(rank: Rank) -> None:
     load = rank.load(*TWO)
     load.wait(0)
     assert [rank.block(block) for block in (3, 4, 7)] == [({100}, {0}), ({101}, {0}), ({109}, {0})]
@@ -98,7 +98,7 @@ def test_parts_arrive_in_order_and_the_ops_end_with_the_last_one(rank: Rank, eve
     assert completions[1].seconds == pytest.approx(2 * completions[2].seconds)
 
 
-def test_the_memory_of_the_slots_stays_until_the_last_part_was_read(rank: Rank, eventually: Eventually) -> None:
+def test_the_memory_of_the_slots_stays_until_the_last_part_was_read(rank: Rank) -> None:
     load = rank.load(TWO[1])
     rank.pool.set_target(4)
     eventually(lambda: rests(rank.pool))

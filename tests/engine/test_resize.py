@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from tests.waiting import eventually
 
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
@@ -20,7 +21,6 @@ from kvstow.messages import RankReport, StepPlan
 
 if TYPE_CHECKING:
     MakePool = Callable[..., HostPool]
-    Eventually = Callable[[Callable[[], object]], None]
 
 SLOTS, FEW = 16, 4
 KEYS = [bytes([number]) for number in range(SLOTS)]
@@ -29,10 +29,9 @@ KEYS = [bytes([number]) for number in range(SLOTS)]
 class Host:
     """An engine and its one rank, which reports when the test says so."""
 
-    def __init__(self, pool: HostPool, eventually: Eventually) -> None:
+    def __init__(self, pool: HostPool) -> None:
         kv = torch.zeros(SLOTS, 4096, dtype=torch.uint8)
         layout = KVLayout((Region("kv", SLOTS, 4096, 4096),))
-        self.eventually = eventually
         self.engine = OffloadEngine(EngineConfig(slot_bytes=4096, capacity_slots=SLOTS))
         self.plane = DataPlane(0, pool, CpuDevice(pool, layout, [kv]))
         pool.start()
@@ -47,7 +46,7 @@ class Host:
         """The rank receives the shrink, frees its memory, and has not received the growth."""
         self.engine.admin.resize(FEW).run()
         self.beat()
-        self.eventually(lambda: self.plane.report().chunks_done == 1)
+        eventually(lambda: self.plane.report().chunks_done == 1)
         self.engine.admin.resize(SLOTS).run()
 
     def store(self) -> tuple[int, str]:
@@ -64,13 +63,13 @@ class Host:
 
 
 @pytest.fixture
-def host(make_pool: MakePool, eventually: Eventually) -> Iterator[Host]:
-    host = Host(make_pool(), eventually)
+def host(make_pool: MakePool) -> Iterator[Host]:
+    host = Host(make_pool())
     yield host
     host.plane.close(0)
 
 
-def test_freed_slots_are_not_used_before_they_are_pinned_again(host: Host, eventually: Eventually) -> None:
+def test_freed_slots_are_not_used_before_they_are_pinned_again(host: Host) -> None:
     host.beat()
     host.shrink_and_grow()
     assert host.store() == (FEW, "done")

@@ -8,12 +8,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Protocol
 
 import pytest
 from starlette.types import ASGIApp
 from tests.quickstop import servers_stop_at_once
-from tests.service.waiting import eventually
 
 from kvstow_service.admin.server import AdminServer
 from kvstow_service.admin.sockets import AdminSockets, TcpAddress
@@ -50,15 +48,6 @@ def child_environ() -> dict[str, str]:
     """For processes that find the same modules as the tests, and none of the settings of the user who runs them."""
     ours = {key: value for key, value in os.environ.items() if not key.startswith("KVSTOW_")}
     return {**ours, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-
-
-class Eventually(Protocol):
-    def __call__(self, condition: Callable[[], object], what: str = ..., *, seconds: float = ...) -> None: ...
-
-
-@pytest.fixture(name="eventually")
-def eventually_fixture() -> Eventually:
-    return eventually
 
 
 Serving = Callable[..., tuple[AdminServer, AdminSockets]]

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from tests.doubles.fakes import Polled
+from tests.waiting import eventually
 
 from kvstow.config import PoolConfig
 from kvstow.devices.base import Ticket
@@ -458,7 +459,7 @@ def cuda(install_cuda: Callable[[], FakeCuda]) -> FakeCuda:
 
 
 @pytest.fixture
-def make_cuda_rank(cuda: FakeCuda, eventually: Callable[..., None]) -> Iterator[Callable[..., CudaRank]]:
+def make_cuda_rank(cuda: FakeCuda) -> Iterator[Callable[..., CudaRank]]:
     with ExitStack() as undo:
 
         def make(

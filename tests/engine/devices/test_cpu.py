@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.waiting import eventually
 
 from kvstow.config import PoolConfig
 from kvstow.devices.base import Device, Ticket, TicketState
@@ -21,7 +22,6 @@ from kvstow.memory.pinning import PopulateOnly
 
 if TYPE_CHECKING:
     MakePool = Callable[..., HostPool]
-    Eventually = Callable[[Callable[[], object]], None]
 
 
 class Rank:
@@ -61,7 +61,7 @@ class Rank:
 
 
 @pytest.fixture
-def make_rank(eventually: Eventually) -> Any:
+def make_rank() -> Any:
     ranks: list[Rank] = []
 
     def make(
@@ -136,7 +136,7 @@ def test_neighbours_are_merged_only_where_both_ascend_together() -> None:
     assert list(merge_runs([3, 4, 5, 9, 8], [7, 8, 9, 0, 1])) == [Run(3, 7, 3), Run(9, 0, 1), Run(8, 1, 1)]
 
 
-def test_a_kv_cache_made_in_inference_mode_is_written_too(eventually: Eventually, make_pool: MakePool) -> None:
+def test_a_kv_cache_made_in_inference_mode_is_written_too(make_pool: MakePool) -> None:
     pool = make_pool()
     pool.start()
     eventually(lambda: pool.pinned_slots == 16)
@@ -223,7 +223,7 @@ def test_tensors_that_do_not_fit_the_layout_are_refused_by_name(make_pool: MakeP
         assert message in str(caught.value)
 
 
-def test_numpy_arrays_are_a_kv_cache_too(eventually: Eventually, make_pool: MakePool) -> None:
+def test_numpy_arrays_are_a_kv_cache_too(make_pool: MakePool) -> None:
     pool = make_pool()
     pool.start()
     eventually(lambda: pool.pinned_slots == 16)

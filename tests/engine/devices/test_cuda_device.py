@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from tests.doubles.fakes import Latch, Polled
+from tests.waiting import eventually
 
 from kvstow.config import PoolConfig
 from kvstow.devices.base import TicketState
@@ -417,9 +418,7 @@ def test_copies_of_two_chunks_are_never_merged(cuda: Any, make_cuda_rank: MakeRa
 
 
 @strategies
-def test_copies_reach_the_extents_of_a_node_service(
-    options: Any, cuda: Any, make_cuda_rank: MakeRank, eventually: Callable[..., None]
-) -> None:
+def test_copies_reach_the_extents_of_a_node_service(options: Any, cuda: Any, make_cuda_rank: MakeRank) -> None:
     """Neighbouring slots on both sides of the seam of two extents are two copies."""
     rank = make_cuda_rank([4096], gap=0, **options)
     with ExitStack() as undo:

@@ -7,17 +7,16 @@ from typing import Any
 
 import pytest
 from tests.doubles.fakes import rests
+from tests.waiting import eventually
 
 from kvstow.dataplane import DataPlane
 from kvstow.messages import DesiredState, Direction, Op, StepPlan
-
-Eventually = Callable[[Callable[[], object]], None]
 
 SLOTS = 8
 
 
 @pytest.fixture
-def start_copy(cuda: Any, make_cuda_rank: Any, new_fence: Any, eventually: Eventually) -> Iterator[Any]:
+def start_copy(cuda: Any, make_cuda_rank: Any, new_fence: Any) -> Iterator[Any]:
     """A data plane whose device has a copy of the top slot under way, which waits for the host's work."""
 
     ranks: list[Any] = []  # they keep the KV caches
@@ -49,7 +48,7 @@ def _finish(cuda: Any, plane: DataPlane) -> str:
 
 @pytest.mark.parametrize("direction", ["store", "load"])
 def test_a_shrink_waits_for_the_copy(
-    cuda: Any, start_copy: Callable[[Direction], DataPlane], eventually: Eventually, direction: Direction
+    cuda: Any, start_copy: Callable[[Direction], DataPlane], direction: Direction
 ) -> None:
     plane = start_copy(direction)
     plane.apply(DesiredState("engine", 1, number=1))

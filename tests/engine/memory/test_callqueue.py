@@ -1,13 +1,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 
 import pytest
 
 from kvstow.memory.hoststeps import CallQueue, RegisterCall
-
-Eventually = Callable[[Callable[[], object]], None]
 
 
 class Calls:

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.doubles.fakes import FakeClock, FakeRegistrar
+from tests.waiting import eventually
 
 from kvstow.errors import PinError
 from kvstow.memory import hoststeps, pinning
@@ -19,7 +20,6 @@ from kvstow.memory.hostpool import HostPool
 from kvstow.memory.region import HostRegion
 
 MakePool = Callable[..., HostPool]
-Eventually = Callable[[Callable[[], object]], None]
 CHUNK = 4 * 4096  # four slots
 
 
@@ -66,15 +66,15 @@ class Growing:
         self.pool.steps.end()
         return True
 
-    def in_the_middle(self, eventually: Eventually) -> None:
+    def in_the_middle(self) -> None:
         """Some chunks are registered, and more are populated."""
         eventually(lambda: self.pool.status().resident_bytes == 8 * CHUNK)
-        self.steps_until(eventually, lambda: self.pool.pinned_slots)
+        self.steps_until(lambda: self.pool.pinned_slots)
 
-    def steps_until(self, eventually: Eventually, condition: Callable[[], object]) -> None:
+    def steps_until(self, condition: Callable[[], object]) -> None:
         eventually(lambda: self.step() and condition())
 
-    def idle_until(self, eventually: Eventually, state: str = "ready") -> None:
+    def idle_until(self, state: str = "ready") -> None:
         """The host makes no step meanwhile."""
 
         def is_over() -> bool:
@@ -89,11 +89,11 @@ class Growing:
 
 
 def test_the_hosts_thread_registers_all_chunks_and_the_pinning_thread_runs_less_often(
-    make_pool: MakePool, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
+    make_pool: MakePool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     populated = Populated(monkeypatch)
     growing = Growing(make_pool)
-    growing.steps_until(eventually, lambda: growing.pool.status().state == "ready")
+    growing.steps_until(lambda: growing.pool.status().state == "ready")
     assert growing.threads == {threading.current_thread()}
     assert set(growing.registrar.registered.values()) == {CHUNK}
     assert len(growing.registrar.registered) == 40
@@ -101,7 +101,7 @@ def test_the_hosts_thread_registers_all_chunks_and_the_pinning_thread_runs_less_
 
 
 def test_a_growth_has_ended_also_where_the_pinning_thread_did_not_see_its_last_calls(
-    make_pool: MakePool, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
+    make_pool: MakePool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     growing = Growing(make_pool, chunks=6)
     goes_on = growing.pool._goes_on
@@ -113,17 +113,15 @@ def test_a_growth_has_ended_also_where_the_pinning_thread_did_not_see_its_last_c
         return goes_on(growth)
 
     monkeypatch.setattr(growing.pool, "_goes_on", late)
-    growing.steps_until(eventually, lambda: growing.pool.status().state == "ready")
+    growing.steps_until(lambda: growing.pool.status().state == "ready")
     seconds = growing.pool.status().pin_elapsed_seconds
     growing.clock.advance(1000)
     assert growing.pool.status().pin_elapsed_seconds == seconds
 
 
-def test_while_paused_the_host_registers_nothing_and_what_is_populated_stays(
-    make_pool: MakePool, eventually: Eventually
-) -> None:
+def test_while_paused_the_host_registers_nothing_and_what_is_populated_stays(make_pool: MakePool) -> None:
     growing = Growing(make_pool)
-    growing.in_the_middle(eventually)
+    growing.in_the_middle()
     growing.pool.set_paused(True)
     calls = growing.registrar.calls
     eventually(lambda: growing.pool.pinned_slots == calls * 4)
@@ -134,25 +132,25 @@ def test_while_paused_the_host_registers_nothing_and_what_is_populated_stays(
     assert growing.registrar.calls == calls
     assert growing.pool.status().resident_bytes == resident > calls * CHUNK
     growing.pool.set_paused(False)
-    growing.steps_until(eventually, lambda: growing.pool.status().state == "ready")
+    growing.steps_until(lambda: growing.pool.status().state == "ready")
     assert growing.is_settled()
 
 
 @pytest.mark.parametrize("is_paused", [False, True])
-def test_a_smaller_target_ends_the_growth_at_once(make_pool: MakePool, eventually: Eventually, is_paused: bool) -> None:
+def test_a_smaller_target_ends_the_growth_at_once(make_pool: MakePool, is_paused: bool) -> None:
     growing = Growing(make_pool)
-    growing.in_the_middle(eventually)
+    growing.in_the_middle()
     growing.pool.set_paused(is_paused)
     growing.pool.set_target(2)
     calls = growing.registrar.calls
-    growing.steps_until(eventually, lambda: growing.pool.status().resident_bytes == CHUNK)
+    growing.steps_until(lambda: growing.pool.status().resident_bytes == CHUNK)
     assert growing.registrar.calls == calls, "no chunk was registered in vain"
     assert (growing.pool.pinned_slots, len(growing.registrar.registered)) == (2, 1)
 
 
-def test_closing_in_the_middle_of_the_queue_leaves_nothing(make_pool: MakePool, eventually: Eventually) -> None:
+def test_closing_in_the_middle_of_the_queue_leaves_nothing(make_pool: MakePool) -> None:
     growing = Growing(make_pool)
-    growing.in_the_middle(eventually)
+    growing.in_the_middle()
     calls = growing.registrar.calls
     growing.pool.close()
     growing.step()
@@ -161,22 +159,20 @@ def test_closing_in_the_middle_of_the_queue_leaves_nothing(make_pool: MakePool, 
 
 
 @pytest.mark.parametrize("failing", [0, 1, 5, 20])
-def test_a_call_that_fails_keeps_those_before_it_and_gives_the_rest_back(
-    make_pool: MakePool, eventually: Eventually, failing: int
-) -> None:
+def test_a_call_that_fails_keeps_those_before_it_and_gives_the_rest_back(make_pool: MakePool, failing: int) -> None:
     growing = Growing(make_pool, FakeRegistrar({failing: PinError("driver", "refused")}))
-    growing.steps_until(eventually, lambda: growing.pool.status().state == "degraded")
+    growing.steps_until(lambda: growing.pool.status().state == "degraded")
     assert growing.pool.status().error == "refused"
     assert growing.pool.pinned_slots == failing * 4
     assert growing.is_settled()
     growing.pool.retry()
-    growing.steps_until(eventually, lambda: growing.pool.status().state == "ready")
+    growing.steps_until(lambda: growing.pool.status().state == "ready")
     assert growing.is_settled()
 
 
 @pytest.mark.parametrize("fit", [0, 1, 2, 3, 6, 13])
 def test_all_chunks_that_fit_are_pinned_before_growth_fails(
-    make_pool: MakePool, eventually: Eventually, monkeypatch: pytest.MonkeyPatch, fit: int
+    make_pool: MakePool, monkeypatch: pytest.MonkeyPatch, fit: int
 ) -> None:
     commit = HostRegion.commit
 
@@ -187,12 +183,12 @@ def test_all_chunks_that_fit_are_pinned_before_growth_fails(
 
     monkeypatch.setattr(HostRegion, "commit", limited)
     growing = Growing(make_pool)
-    growing.steps_until(eventually, lambda: growing.pool.status().state == "degraded")
+    growing.steps_until(lambda: growing.pool.status().state == "degraded")
     assert (growing.pool.status().error, growing.pool.pinned_slots) == ("no pages", fit * 4)
     assert growing.is_settled()
 
 
-def test_a_signal_in_the_middle_of_a_call_keeps_what_is_registered(make_pool: MakePool, eventually: Eventually) -> None:
+def test_a_signal_in_the_middle_of_a_call_keeps_what_is_registered(make_pool: MakePool) -> None:
     class Interrupted(FakeRegistrar):
         def register(self, address: int, num_bytes: int) -> None:
             if len(self.registered) == 6:
@@ -201,18 +197,18 @@ def test_a_signal_in_the_middle_of_a_call_keeps_what_is_registered(make_pool: Ma
 
     growing = Growing(make_pool, Interrupted())
     with pytest.raises(SystemExit):
-        growing.steps_until(eventually, lambda: False)
+        growing.steps_until(lambda: False)
     eventually(lambda: growing.pool.status().state == "degraded")
     assert "interrupted" in str(growing.pool.status().error)
     assert (growing.pool.pinned_slots, growing.is_settled()) == (24, True)
 
 
-def test_an_idle_host_leaves_the_queue_to_the_pinning_thread(make_pool: MakePool, eventually: Eventually) -> None:
+def test_an_idle_host_leaves_the_queue_to_the_pinning_thread(make_pool: MakePool) -> None:
     growing = Growing(make_pool)
-    growing.in_the_middle(eventually)
+    growing.in_the_middle()
     by_host = growing.registrar.calls
 
-    growing.idle_until(eventually)
+    growing.idle_until()
     assert growing.registrar.calls == 40 > by_host
     assert {thread.name for thread in growing.threads} == {threading.current_thread().name, "kvstow-pin"}
     assert growing.is_settled()
@@ -249,9 +245,7 @@ class Populated:
         monkeypatch.setattr(HostRegion, "decommit", decommitting)
 
 
-def test_beside_an_idle_host_chunks_are_populated_while_others_are_registered(
-    make_pool: MakePool, eventually: Eventually
-) -> None:
+def test_beside_an_idle_host_chunks_are_populated_while_others_are_registered(make_pool: MakePool) -> None:
     ahead: list[int] = []
 
     class Waiting(FakeRegistrar):
@@ -266,13 +260,13 @@ def test_beside_an_idle_host_chunks_are_populated_while_others_are_registered(
     eventually(lambda: growing.pool.pinned_slots == 4)
     growing.pool.set_target(160)
 
-    growing.idle_until(eventually)
+    growing.idle_until()
     assert growing.is_settled()
     assert 1 <= max(ahead) <= 12
 
 
 def test_without_another_thread_the_pinning_thread_populates(
-    make_pool: MakePool, eventually: Eventually, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    make_pool: MakePool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def submit(*_: object, **__: object) -> None:
         raise RuntimeError("can't start new thread")
@@ -281,7 +275,7 @@ def test_without_another_thread_the_pinning_thread_populates(
     growing = Growing(make_pool, is_idle=True)
 
     with caplog.at_level(logging.WARNING):
-        growing.idle_until(eventually)
+        growing.idle_until()
     assert growing.is_settled()
     message = "memory is not populated ahead, so pinning takes longer: can't start new thread"
     assert [record.getMessage() for record in caplog.records] == [message]
@@ -292,7 +286,7 @@ def test_without_another_thread_the_pinning_thread_populates(
     [("close", 1), ("close", 2), ("target", 1), ("target", 2), ("pause", 1), ("pause", 2), ("driver", 1)],
 )
 def test_growth_that_ends_while_chunks_are_populated_gives_those_back(
-    make_pool: MakePool, eventually: Eventually, monkeypatch: pytest.MonkeyPatch, ending: str, number: int
+    make_pool: MakePool, monkeypatch: pytest.MonkeyPatch, ending: str, number: int
 ) -> None:
     """The first time nothing else is left to register, the second time a chunk."""
     populated = Populated(monkeypatch, number)
@@ -335,19 +329,19 @@ def test_growth_that_ends_while_chunks_are_populated_gives_those_back(
     ("error", "state"), [(PinError("out_of_memory", "no pages"), "ready"), (RuntimeError("a defect"), "failed")]
 )
 def test_an_error_while_chunks_are_populated_beside_others_is_not_lost(
-    make_pool: MakePool, eventually: Eventually, monkeypatch: pytest.MonkeyPatch, error: Exception, state: str
+    make_pool: MakePool, monkeypatch: pytest.MonkeyPatch, error: Exception, state: str
 ) -> None:
     """A refusal is tried again on the pinning thread, when all before it are registered."""
     populated = Populated(monkeypatch, error=error)
     populated.go_on.set()
     growing = Growing(make_pool, is_idle=True)
 
-    growing.idle_until(eventually, state)
+    growing.idle_until(state)
     eventually(growing.is_settled)
     assert growing.pool.pinned_slots == (160 if state == "ready" else 4)
 
 
-def test_a_pause_keeps_what_is_populated_beside_the_last_call(make_pool: MakePool, eventually: Eventually) -> None:
+def test_a_pause_keeps_what_is_populated_beside_the_last_call(make_pool: MakePool) -> None:
     class Pausing(FakeRegistrar):
         def register(self, address: int, num_bytes: int) -> None:
             super().register(address, num_bytes)
@@ -358,12 +352,12 @@ def test_a_pause_keeps_what_is_populated_beside_the_last_call(make_pool: MakePoo
     assert (growing.pool.pinned_slots, growing.pool.status().resident_bytes) == (4, 2 * CHUNK)
     growing.pool.set_paused(False)
 
-    growing.idle_until(eventually)
+    growing.idle_until()
     assert growing.is_settled()
 
 
 def test_a_host_that_makes_steps_again_lets_the_pinning_thread_sleep_while_chunks_are_populated(
-    make_pool: MakePool, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
+    make_pool: MakePool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hoststeps, "_CHECK_HOST_SECONDS", 0.001)
     populated = Populated(monkeypatch, 2)
@@ -373,14 +367,14 @@ def test_a_host_that_makes_steps_again_lets_the_pinning_thread_sleep_while_chunk
     growing.pool.retry()  # wakes the pinning thread, as the next pause on a real clock
     eventually(lambda: growing.pool.steps.checks >= 5)
     populated.go_on.set()
-    growing.steps_until(eventually, lambda: growing.pool.status().state == "ready")
+    growing.steps_until(lambda: growing.pool.status().state == "ready")
     assert growing.is_settled()
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.tuples(st.sampled_from(["steps", "idle", "pause", "go on", "target", "fail"]), st.integers(0, 60))))
 def test_whatever_happens_in_the_middle_the_pool_ends_as_asked(
-    make_pool: MakePool, eventually: Eventually, schedule: list[tuple[str, int]]
+    make_pool: MakePool, schedule: list[tuple[str, int]]
 ) -> None:
     growing = Growing(make_pool)
     pool, registrar, target = growing.pool, growing.registrar, 160

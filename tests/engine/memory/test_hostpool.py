@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
 from tests.doubles.fakes import FakeClock, FakeRegistrar
+from tests.waiting import eventually
 
 from kvstow.errors import ConfigError, CopyError, InsufficientMemoryError, PinError
 from kvstow.memory import hostpool
@@ -24,7 +25,6 @@ from kvstow.memory.slotpool import PoolState
 
 if TYPE_CHECKING:
     MakePool = Callable[..., HostPool]
-    Eventually = Callable[[Callable[[], object]], None]
 
 MIB = 1 << 20
 
@@ -60,9 +60,7 @@ def write_cgroup(folder: Path, limit: int) -> MemoryLimits:
 
 
 @pytest.mark.parametrize("slot_bytes", [4096, 12 * 1024, 1000, 100_003])
-def test_the_pool_takes_exactly_the_memory_configured(
-    make_pool: MakePool, eventually: Eventually, slot_bytes: int
-) -> None:
+def test_the_pool_takes_exactly_the_memory_configured(make_pool: MakePool, slot_bytes: int) -> None:
     pool_bytes, chunk_bytes = 10 * MIB + 5, MIB
     pool = make_pool(slot_bytes=slot_bytes, pool_bytes=pool_bytes, max_bytes=40 * MIB, chunk_bytes=chunk_bytes)
     assert resident_bytes(pool) == 0
@@ -74,9 +72,7 @@ def test_the_pool_takes_exactly_the_memory_configured(
     assert status.resident_bytes <= pool_bytes * 1.01 + chunk_bytes
 
 
-def test_the_first_slots_are_usable_long_before_a_large_pool_is_pinned(
-    make_pool: MakePool, eventually: Eventually
-) -> None:
+def test_the_first_slots_are_usable_long_before_a_large_pool_is_pinned(make_pool: MakePool) -> None:
     pool = make_pool(slot_bytes=4096, pool_bytes=64 << 30, chunk_bytes=MIB, pause=3600.0)
     pool.start()
     eventually(lambda: pool.pinned_slots)
@@ -89,7 +85,7 @@ def test_the_first_slots_are_usable_long_before_a_large_pool_is_pinned(
     assert resident_bytes(pool) == 2 * MIB, "the next chunk is populated while the pause lasts"
 
 
-def test_the_pool_grows_at_runtime_and_keeps_what_it_held(make_pool: MakePool, eventually: Eventually) -> None:
+def test_the_pool_grows_at_runtime_and_keeps_what_it_held(make_pool: MakePool) -> None:
     pool = make_pool(max_bytes=64 * 4096)
     pool.start()
     eventually(pinned(pool, 16))
@@ -100,9 +96,7 @@ def test_the_pool_grows_at_runtime_and_keeps_what_it_held(make_pool: MakePool, e
     assert resident_bytes(pool) == pool.status().resident_bytes == 50 * 4096
 
 
-def test_shrinking_frees_whole_chunks_and_hides_the_slots_above_at_once(
-    make_pool: MakePool, eventually: Eventually
-) -> None:
+def test_shrinking_frees_whole_chunks_and_hides_the_slots_above_at_once(make_pool: MakePool) -> None:
     registrar = FakeRegistrar()
     pool = make_pool(registrar)
     pool.start()
@@ -119,7 +113,7 @@ def test_shrinking_frees_whole_chunks_and_hides_the_slots_above_at_once(
     eventually(pinned(pool, 10))
 
 
-def test_held_memory_is_not_freed(make_pool: MakePool, eventually: Eventually) -> None:
+def test_held_memory_is_not_freed(make_pool: MakePool) -> None:
     pool = make_pool()
     pool.start()
     eventually(pinned(pool, 16))
@@ -132,7 +126,7 @@ def test_held_memory_is_not_freed(make_pool: MakePool, eventually: Eventually) -
     eventually(lambda: pool.status().chunks_done == 1)
 
 
-def test_slots_above_the_watermark_cannot_be_held(make_pool: MakePool, eventually: Eventually) -> None:
+def test_slots_above_the_watermark_cannot_be_held(make_pool: MakePool) -> None:
     pool = make_pool()
     with pytest.raises(CopyError, match="slot 0 is not pinned; the pool has 0 slots pinned"), pool.hold(1):
         pass
@@ -147,7 +141,7 @@ def test_slots_above_the_watermark_cannot_be_held(make_pool: MakePool, eventuall
 
 @pytest.mark.parametrize(("failing", "slots"), [(0, 0), (2, 8)])
 def test_a_failed_chunk_stops_growth_keeps_the_rest_and_is_tried_again_on_request(
-    make_pool: MakePool, eventually: Eventually, failing: int, slots: int
+    make_pool: MakePool, failing: int, slots: int
 ) -> None:
     registrar = FakeRegistrar({failing: PinError("driver", "CUDA_ERROR_OUT_OF_MEMORY: out of memory")})
     pool = make_pool(registrar)
@@ -166,7 +160,7 @@ def test_a_failed_chunk_stops_growth_keeps_the_rest_and_is_tried_again_on_reques
 
 
 def test_an_unexpected_error_is_reported_and_does_not_end_the_pinning(
-    make_pool: MakePool, eventually: Eventually, caplog: pytest.LogCaptureFixture
+    make_pool: MakePool, caplog: pytest.LogCaptureFixture
 ) -> None:
     pool = make_pool(FakeRegistrar({1: ZeroDivisionError("oops")}))
     pool.start()
@@ -180,7 +174,7 @@ def test_an_unexpected_error_is_reported_and_does_not_end_the_pinning(
 
 
 def test_an_error_in_the_choice_of_the_next_step_does_not_end_the_pinning(
-    make_pool: MakePool, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
+    make_pool: MakePool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pool = make_pool()
 
@@ -197,7 +191,7 @@ def test_an_error_in_the_choice_of_the_next_step_does_not_end_the_pinning(
 
 @pytest.mark.parametrize("where", ["numa", "clock", "pace", "progress"])
 def test_no_error_around_a_registration_loses_the_chunk(
-    where: str, make_pool: MakePool, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
+    where: str, make_pool: MakePool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A lost chunk would stay registered for good, and its memory could not be registered again."""
     registrar = FakeRegistrar()
@@ -225,7 +219,7 @@ def test_no_error_around_a_registration_loses_the_chunk(
     assert registrar.registered == {}
 
 
-def test_a_new_target_retries_after_a_failure(make_pool: MakePool, eventually: Eventually) -> None:
+def test_a_new_target_retries_after_a_failure(make_pool: MakePool) -> None:
     pool = make_pool(FakeRegistrar({2: PinError("driver", "no")}))
     pool.start()
     eventually(in_state(pool, "degraded"))
@@ -236,9 +230,7 @@ def test_a_new_target_retries_after_a_failure(make_pool: MakePool, eventually: E
     assert pool.status().error is None
 
 
-def test_a_chunk_that_cannot_be_unregistered_stays_and_is_tried_again(
-    make_pool: MakePool, eventually: Eventually
-) -> None:
+def test_a_chunk_that_cannot_be_unregistered_stays_and_is_tried_again(make_pool: MakePool) -> None:
     registrar = FakeRegistrar()
     pool = make_pool(registrar)
     pool.start()
@@ -252,7 +244,7 @@ def test_a_chunk_that_cannot_be_unregistered_stays_and_is_tried_again(
     eventually(lambda: pool.status().chunks_done == 3)
 
 
-def test_a_paused_pool_starts_no_chunk_until_it_is_unpaused(make_pool: MakePool, eventually: Eventually) -> None:
+def test_a_paused_pool_starts_no_chunk_until_it_is_unpaused(make_pool: MakePool) -> None:
     registrar = FakeRegistrar(wait_at=1)
     pool = make_pool(registrar)
     pool.start()
@@ -268,7 +260,7 @@ def test_a_paused_pool_starts_no_chunk_until_it_is_unpaused(make_pool: MakePool,
     eventually(pinned(pool, 16))
 
 
-def test_the_registrar_prepares_the_pinning_thread_once(make_pool: MakePool, eventually: Eventually) -> None:
+def test_the_registrar_prepares_the_pinning_thread_once(make_pool: MakePool) -> None:
     registrar = FakeRegistrar()
     pool = make_pool(registrar)
     pool.start()
@@ -297,7 +289,7 @@ def test_a_pool_larger_than_the_machine_is_refused(make_pool: MakePool) -> None:
 
 @pytest.mark.parametrize("what", ["cgroup", "machine"])
 def test_memory_taken_by_other_processes_stops_growth_with_a_reason(
-    make_pool: MakePool, eventually: Eventually, tmp_path: Path, what: str
+    make_pool: MakePool, tmp_path: Path, what: str
 ) -> None:
     limits = write_cgroup(tmp_path, 1 << 30)
     pool = make_pool(limits=limits)
@@ -318,7 +310,6 @@ def test_memory_taken_by_other_processes_stops_growth_with_a_reason(
 @pytest.mark.parametrize("left", [4 << 30, 1 << 30])
 def test_near_a_limit_the_kernel_populates_and_no_page_is_touched(
     make_pool: MakePool,
-    eventually: Eventually,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     left: int,
@@ -342,9 +333,7 @@ def test_address_space_that_cannot_be_reserved_is_a_pin_error(make_pool: MakePoo
         make_pool(max_bytes=1 << 60)
 
 
-def test_a_chunk_is_populated_during_the_pause_and_registered_after_it(
-    make_pool: MakePool, eventually: Eventually
-) -> None:
+def test_a_chunk_is_populated_during_the_pause_and_registered_after_it(make_pool: MakePool) -> None:
     class Timed(FakeRegistrar):
         populated: ClassVar[list[tuple[int, int]]] = []
 
@@ -359,9 +348,7 @@ def test_a_chunk_is_populated_during_the_pause_and_registered_after_it(
     assert Timed.populated == [(1, 4)], "never ahead of the first chunk, which has nothing to wait for"
 
 
-def test_at_ease_pauses_are_longer_until_start_is_called_without_it(
-    make_pool: MakePool, eventually: Eventually
-) -> None:
+def test_at_ease_pauses_are_longer_until_start_is_called_without_it(make_pool: MakePool) -> None:
     def start(registrar: FakeRegistrar) -> HostPool:
         clock = FakeClock()
         pool = make_pool(registrar, clock=clock, pause=3600.0)
@@ -381,7 +368,7 @@ def test_at_ease_pauses_are_longer_until_start_is_called_without_it(
     assert rested.pinned_slots == 4
 
 
-def test_an_adaptive_pace_follows_the_time_of_the_register_calls(make_pool: MakePool, eventually: Eventually) -> None:
+def test_an_adaptive_pace_follows_the_time_of_the_register_calls(make_pool: MakePool) -> None:
     clock = FakeClock()
 
     class Timed(FakeRegistrar):
@@ -403,9 +390,7 @@ def test_an_adaptive_pace_follows_the_time_of_the_register_calls(make_pool: Make
 
 
 @pytest.mark.parametrize("pace", ["adaptive", "fixed"])
-def test_while_the_host_makes_steps_its_thread_registers_and_unregisters(
-    pace: str, make_pool: MakePool, eventually: Eventually
-) -> None:
+def test_while_the_host_makes_steps_its_thread_registers_and_unregisters(pace: str, make_pool: MakePool) -> None:
     threads: list[threading.Thread] = []
 
     class Looking(FakeRegistrar):
@@ -437,9 +422,7 @@ def test_while_the_host_makes_steps_its_thread_registers_and_unregisters(
     assert len(set(threads)) == 1
 
 
-def test_memory_is_preferred_from_the_node_of_the_device(
-    make_pool: MakePool, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_is_preferred_from_the_node_of_the_device(make_pool: MakePool, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[int, int, int]] = []
 
     def refuse(address: int, num_bytes: int, node: int) -> str | None:
@@ -454,9 +437,7 @@ def test_memory_is_preferred_from_the_node_of_the_device(
     eventually(pinned(pool, 16))
 
 
-def test_memory_is_counted_by_its_node(
-    make_pool: MakePool, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_is_counted_by_its_node(make_pool: MakePool, monkeypatch: pytest.MonkeyPatch) -> None:
     first: list[int] = []
 
     def told(address: int, num_bytes: int) -> Counter[int]:
@@ -475,7 +456,7 @@ def test_memory_is_counted_by_its_node(
     assert pool.status().numa_bytes == {}
 
 
-def test_closing_interrupts_a_running_pin_at_the_next_chunk(make_pool: MakePool, eventually: Eventually) -> None:
+def test_closing_interrupts_a_running_pin_at_the_next_chunk(make_pool: MakePool) -> None:
     registrar = FakeRegistrar(wait_at=1)
     pool = make_pool(registrar)
     pool.start()
@@ -490,7 +471,7 @@ def test_closing_interrupts_a_running_pin_at_the_next_chunk(make_pool: MakePool,
     assert (pool.pinned_slots, resident_bytes(pool)) == (0, 0)
 
 
-def test_closing_does_not_wait_for_the_pause(make_pool: MakePool, eventually: Eventually) -> None:
+def test_closing_does_not_wait_for_the_pause(make_pool: MakePool) -> None:
     pool = make_pool(pause=3600.0)
     pool.start()
     eventually(lambda: pool.pinned_slots == 4)
@@ -498,7 +479,7 @@ def test_closing_does_not_wait_for_the_pause(make_pool: MakePool, eventually: Ev
     assert pool.status().state == "closed"
 
 
-def test_nothing_can_be_held_once_close_has_seen_that_nothing_is(make_pool: MakePool, eventually: Eventually) -> None:
+def test_nothing_can_be_held_once_close_has_seen_that_nothing_is(make_pool: MakePool) -> None:
     class Gap(threading.Condition):
         """Asks for a hold when `close` lets go of the lock after its wait."""
 
@@ -546,7 +527,7 @@ def test_close_is_final_and_may_be_called_concurrently_or_before_start(make_pool
 
 @pytest.mark.parametrize("error", [PinError("driver", "gone"), MemoryError("gone")])
 def test_closing_continues_if_the_driver_refuses_to_unregister(
-    error: Exception, make_pool: MakePool, eventually: Eventually, caplog: pytest.LogCaptureFixture
+    error: Exception, make_pool: MakePool, caplog: pytest.LogCaptureFixture
 ) -> None:
     registrar = FakeRegistrar()
     pool = make_pool(registrar)
@@ -561,7 +542,7 @@ def test_closing_continues_if_the_driver_refuses_to_unregister(
 
 
 def test_listeners_are_called_after_every_chunk_and_one_that_raises_harms_nothing(
-    make_pool: MakePool, eventually: Eventually, caplog: pytest.LogCaptureFixture
+    make_pool: MakePool, caplog: pytest.LogCaptureFixture
 ) -> None:
     heard: list[int] = []
 
@@ -576,7 +557,7 @@ def test_listeners_are_called_after_every_chunk_and_one_that_raises_harms_nothin
     assert caplog.text.count("RuntimeError: a broken listener") == 4
 
 
-def test_progress_is_reported(make_pool: MakePool, eventually: Eventually) -> None:
+def test_progress_is_reported(make_pool: MakePool) -> None:
     pool = make_pool()
     assert pool.status().pin_elapsed_seconds == 0
     pool.start()
@@ -587,7 +568,7 @@ def test_progress_is_reported(make_pool: MakePool, eventually: Eventually) -> No
     assert status.pin_elapsed_seconds == pool.status().pin_elapsed_seconds, "the growth is over"
 
 
-def test_without_lock_the_registrar_is_not_called(make_pool: MakePool, eventually: Eventually) -> None:
+def test_without_lock_the_registrar_is_not_called(make_pool: MakePool) -> None:
     registrar = FakeRegistrar()
     pool = make_pool(registrar, lock=False)
     pool.start()

@@ -1,16 +1,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 
 import pytest
 from tests.doubles.fakes import FakeClock, Latch
+from tests.waiting import eventually
 
 from kvstow.errors import CopyError, PinError
 from kvstow.memory import hoststeps
 from kvstow.memory.hoststeps import IDLE_SECONDS, CallQueue, HostSteps, RegisterCall
-
-Eventually = Callable[[Callable[[], object]], None]
 
 
 class NotedSteps(HostSteps):
@@ -57,7 +55,7 @@ class Calls:
         self.thread = threading.Thread(target=self._offer, daemon=True)
         self.thread.start()
 
-    def wait_for_offer(self, eventually: Eventually) -> None:
+    def wait_for_offer(self) -> None:
         """The next one, after those that were waited for before."""
         before = self._seen
         eventually(lambda: self._host.steps.offered not in (None, before))
@@ -125,17 +123,17 @@ def test_without_steps_of_the_host_the_offering_thread_makes_the_call_at_once(is
     assert calls.made_by == [calls.thread]
 
 
-def test_while_the_host_makes_steps_its_own_thread_makes_the_calls(eventually: Eventually) -> None:
+def test_while_the_host_makes_steps_its_own_thread_makes_the_calls() -> None:
     host = Host()
     host.step(0.020)
     calls = Calls(host, 0.0010, number=1000)
-    calls.wait_for_offer(eventually)
+    calls.wait_for_offer()
     for _ in range(400):
         before = len(calls.made_by)
         host.step(0.020)
         assert len(calls.made_by) <= before + 1
         if len(calls.made_by) > before:
-            calls.wait_for_offer(eventually)
+            calls.wait_for_offer()
     assert set(calls.made_by) == {threading.current_thread()}
     assert len(calls.made_by) == pytest.approx(0.44 * 400, rel=0.02), "fewer than half of the steps have one"
     host.clock.advance(IDLE_SECONDS)
@@ -146,7 +144,7 @@ def test_while_the_host_makes_steps_its_own_thread_makes_the_calls(eventually: E
 
 @pytest.mark.parametrize("ending", ["made", "held", "stopped", "idle"])
 def test_the_pinning_thread_waits_through_its_looks_until_there_is_something_to_do(
-    eventually: Eventually, monkeypatch: pytest.MonkeyPatch, ending: str
+    monkeypatch: pytest.MonkeyPatch, ending: str
 ) -> None:
     monkeypatch.setattr(hoststeps, "_CHECK_HOST_SECONDS", 0.001)
     host, queue = Host(), CallQueue()
@@ -194,15 +192,13 @@ def test_work_whose_end_the_driver_cannot_tell_counts_as_finished() -> None:
 
 
 @pytest.mark.parametrize("is_stepping", [False, True])
-def test_an_error_of_a_call_reaches_the_pinning_thread_and_never_the_host(
-    is_stepping: bool, eventually: Eventually
-) -> None:
+def test_an_error_of_a_call_reaches_the_pinning_thread_and_never_the_host(is_stepping: bool) -> None:
     host, error = Host(), ValueError("refused")
     if is_stepping:
         host.step(0.010)
     calls = Calls(host, 0.0001, error=error)
     if is_stepping:
-        calls.wait_for_offer(eventually)
+        calls.wait_for_offer()
         for _ in range(2):
             host.step(0.010)
     calls.thread.join(60)
@@ -211,7 +207,7 @@ def test_an_error_of_a_call_reaches_the_pinning_thread_and_never_the_host(
     assert host.steps.offered is None
 
 
-def test_a_call_is_made_once_by_the_thread_that_claims_it_first(eventually: Eventually) -> None:
+def test_a_call_is_made_once_by_the_thread_that_claims_it_first() -> None:
     """The host goes idle just as it begins to make the call: the pinning thread waits for it."""
     host, begun, go_on = Host(), threading.Event(), threading.Event()
     made: list[int] = []
@@ -237,12 +233,12 @@ def test_a_call_is_made_once_by_the_thread_that_claims_it_first(eventually: Even
     assert made == [1]
 
 
-def test_a_signal_in_the_middle_of_a_call_ends_the_host_and_not_the_pinning_thread(eventually: Eventually) -> None:
+def test_a_signal_in_the_middle_of_a_call_ends_the_host_and_not_the_pinning_thread() -> None:
     """vLLM ends a worker by a signal handler that raises SystemExit, once."""
     host = Host()
     host.step(0.010)
     calls = Calls(host, 0.0001, error=SystemExit())
-    calls.wait_for_offer(eventually)
+    calls.wait_for_offer()
     with pytest.raises(SystemExit):
         host.step(0.010)
     calls.thread.join(60)
@@ -251,14 +247,12 @@ def test_a_signal_in_the_middle_of_a_call_ends_the_host_and_not_the_pinning_thre
 
 
 @pytest.mark.parametrize("is_claimed", [False, True])
-def test_a_signal_around_the_claim_loses_no_offer(
-    is_claimed: bool, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_signal_around_the_claim_loses_no_offer(is_claimed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """It comes just before or just after the host's thread has claimed the offer."""
     host = Host()
     host.step(0.010)
     calls = Calls(host, 0.0001)
-    calls.wait_for_offer(eventually)
+    calls.wait_for_offer()
     offer = host.steps.offered
     assert offer is not None
     claim = offer.claim
@@ -276,12 +270,12 @@ def test_a_signal_around_the_claim_loses_no_offer(
     assert ([type(error) for error in calls.errors], calls.made_by) == ([PinError], [])
 
 
-def test_a_host_whose_steps_have_no_work_for_the_device_is_idle(eventually: Eventually) -> None:
+def test_a_host_whose_steps_have_no_work_for_the_device_is_idle() -> None:
     """vLLM steps without a forward pass while requests wait for their loads: nothing would make the calls."""
     host = Host()
     host.step(0.010)
     calls = Calls(host, 0.001)
-    calls.wait_for_offer(eventually)
+    calls.wait_for_offer()
     for _ in range(5):
         host.steps.begin()
         host.clock.advance(IDLE_SECONDS / 2)
@@ -291,11 +285,11 @@ def test_a_host_whose_steps_have_no_work_for_the_device_is_idle(eventually: Even
     assert calls.made_by == [calls.thread]
 
 
-def test_nothing_is_called_on_the_hosts_thread_once_the_pool_closes(eventually: Eventually) -> None:
+def test_nothing_is_called_on_the_hosts_thread_once_the_pool_closes() -> None:
     host = Host()
     host.step(0.010)
     calls = Calls(host, 0.0001)
-    calls.wait_for_offer(eventually)
+    calls.wait_for_offer()
     host.steps.close()
     host.step(0.010)
     calls.thread.join(60)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from tests.descriptors import open_descriptors
 from tests.doubles.fakes import FakeClock, FakeRegistrar
+from tests.waiting import eventually
 
 from kvstow.devices.base import TicketState
 from kvstow.devices.cpu import CpuDevice
@@ -27,7 +28,6 @@ from kvstow.memory.pinning import FixedPace
 
 MIB = 1 << 20
 PAGE = 4096
-Eventually = Callable[[Callable[[], object]], None]
 
 
 class Grant(NamedTuple):
@@ -129,7 +129,7 @@ def grant(pool: MappedPool, fd: int, *, first: int = 0, populated: int | None = 
     return granted
 
 
-def test_slots_lie_where_the_service_says(make_pool: MakePool, extents: Extents, eventually: Eventually) -> None:
+def test_slots_lie_where_the_service_says(make_pool: MakePool, extents: Extents) -> None:
     pool = make_pool()
     fds = [extents.create(2 * MIB), extents.create(4 * MIB)]
     for number, fd in enumerate(fds):
@@ -146,7 +146,7 @@ def test_slots_lie_where_the_service_says(make_pool: MakePool, extents: Extents,
 
 
 def test_nothing_above_the_populated_bytes_is_registered_mapped_or_touched(
-    make_pool: MakePool, extents: Extents, eventually: Eventually
+    make_pool: MakePool, extents: Extents
 ) -> None:
     registrar = FakeRegistrar()
     pool = make_pool(registrar, slot_bytes=96 << 10)
@@ -170,9 +170,7 @@ def test_nothing_above_the_populated_bytes_is_registered_mapped_or_touched(
 
 
 @pytest.mark.parametrize("slot_bytes", [4096, 3 * 1024 + 1, 5 * 4096, 100_003, 3 * MIB])
-def test_registrations_tile_the_slots_in_whole_pages(
-    make_pool: MakePool, extents: Extents, eventually: Eventually, slot_bytes: int
-) -> None:
+def test_registrations_tile_the_slots_in_whole_pages(make_pool: MakePool, extents: Extents, slot_bytes: int) -> None:
     registrar = FakeRegistrar()
     pool = make_pool(registrar, slot_bytes=slot_bytes, chunk_bytes=300_000)
     first = 0
@@ -192,7 +190,7 @@ def test_registrations_tile_the_slots_in_whole_pages(
 
 
 def test_memory_is_mapped_where_the_kernel_can_use_huge_pages_and_a_child_inherits_none(
-    make_pool: MakePool, extents: Extents, eventually: Eventually
+    make_pool: MakePool, extents: Extents
 ) -> None:
     pool = make_pool(slot_bytes=100 << 10, chunk_bytes=700 << 10)
     grant(pool, extents.create(4 * MIB), extent_id=1)
@@ -209,7 +207,7 @@ def test_memory_is_mapped_where_the_kernel_can_use_huge_pages_and_a_child_inheri
 
 
 def test_a_revoked_extent_is_used_no_more_and_goes_when_its_copies_have_ended(
-    make_pool: MakePool, extents: Extents, eventually: Eventually
+    make_pool: MakePool, extents: Extents
 ) -> None:
     registrar = FakeRegistrar()
     pool = make_pool(registrar)
@@ -233,9 +231,7 @@ def test_a_revoked_extent_is_used_no_more_and_goes_when_its_copies_have_ended(
     eventually(lambda: pool.pinned_slots == 64)
 
 
-def test_memory_of_the_session_before_is_not_mapped_or_registered_twice(
-    make_pool: MakePool, extents: Extents, eventually: Eventually
-) -> None:
+def test_memory_of_the_session_before_is_not_mapped_or_registered_twice(make_pool: MakePool, extents: Extents) -> None:
     registrar = FakeRegistrar()
     pool = make_pool(registrar)
     fds = [extents.create(2 * MIB) for _ in range(2)]
@@ -254,7 +250,7 @@ def test_memory_of_the_session_before_is_not_mapped_or_registered_twice(
 
 
 def test_memory_that_is_not_granted_again_goes_before_new_memory_is_mapped(
-    make_pool: MakePool, extents: Extents, eventually: Eventually
+    make_pool: MakePool, extents: Extents
 ) -> None:
     registrar = Recorder()
     pool = make_pool(registrar)
@@ -271,7 +267,7 @@ def test_memory_that_is_not_granted_again_goes_before_new_memory_is_mapped(
     assert pool.take_released() == [], "the service before waits for nothing"
 
 
-def test_memory_that_nobody_grants_again_goes(make_pool: MakePool, extents: Extents, eventually: Eventually) -> None:
+def test_memory_that_nobody_grants_again_goes(make_pool: MakePool, extents: Extents) -> None:
     pool = make_pool()
     grant(pool, extents.create(2 * MIB))
     eventually(lambda: pool.pinned_slots == 32)
@@ -281,7 +277,7 @@ def test_memory_that_nobody_grants_again_goes(make_pool: MakePool, extents: Exte
 
 
 def test_slots_of_new_memory_are_not_usable_while_old_memory_is_registered_there(
-    make_pool: MakePool, extents: Extents, eventually: Eventually
+    make_pool: MakePool, extents: Extents
 ) -> None:
     go_on = threading.Event()
 
@@ -304,9 +300,7 @@ def test_slots_of_new_memory_are_not_usable_while_old_memory_is_registered_there
     assert ctypes.string_at(int(pool.addresses(np.zeros(1, np.int64))[0]), 1) == b"\7"
 
 
-def test_memory_in_another_place_than_before_is_registered_anew(
-    make_pool: MakePool, extents: Extents, eventually: Eventually
-) -> None:
+def test_memory_in_another_place_than_before_is_registered_anew(make_pool: MakePool, extents: Extents) -> None:
     registrar = Recorder()
     pool = make_pool(registrar)
     fds = [extents.create(2 * MIB) for _ in range(2)]
@@ -323,9 +317,7 @@ def test_memory_in_another_place_than_before_is_registered_anew(
     assert registrar.most_bytes == 4 * MIB
 
 
-def test_an_extent_arrives_until_those_with_its_slots_are_retired(
-    make_pool: MakePool, extents: Extents, eventually: Eventually
-) -> None:
+def test_an_extent_arrives_until_those_with_its_slots_are_retired(make_pool: MakePool, extents: Extents) -> None:
     pool = make_pool()
     for number, first in ((1, 0), (2, 32)):
         grant(pool, extents.create(2 * MIB), first=first, extent_id=number)
@@ -341,9 +333,7 @@ def test_an_extent_arrives_until_those_with_its_slots_are_retired(
     assert pool.take_released() == [1]
 
 
-def test_an_extent_that_still_arrives_when_a_session_begins_goes(
-    make_pool: MakePool, extents: Extents, eventually: Eventually
-) -> None:
+def test_an_extent_that_still_arrives_when_a_session_begins_goes(make_pool: MakePool, extents: Extents) -> None:
     pool = make_pool()
     grant(pool, extents.create(2 * MIB), extent_id=1)
     eventually(lambda: pool.pinned_slots == 32)
@@ -369,9 +359,7 @@ def test_what_the_service_must_not_grant_is_refused(make_pool: MakePool, extents
     assert len(open_descriptors() - before) == 1
 
 
-def test_an_extent_revoked_before_it_was_mapped_is_let_go_of(
-    make_pool: MakePool, extents: Extents, eventually: Eventually
-) -> None:
+def test_an_extent_revoked_before_it_was_mapped_is_let_go_of(make_pool: MakePool, extents: Extents) -> None:
     pool = make_pool()
     grant(pool, extents.create(2 * MIB, populated=0), populated=0, extent_id=5)
     pool.revoke([5, 99])
@@ -379,7 +367,7 @@ def test_an_extent_revoked_before_it_was_mapped_is_let_go_of(
 
 
 def test_a_failed_chunk_stops_growth_until_it_is_tried_again_and_does_not_stop_giving_back(
-    make_pool: MakePool, extents: Extents, eventually: Eventually
+    make_pool: MakePool, extents: Extents
 ) -> None:
     registrar = FakeRegistrar({3: PinError("driver", "injected"), 4: PinError("driver", "again")})
     pool = make_pool(registrar)
@@ -394,7 +382,7 @@ def test_a_failed_chunk_stops_growth_until_it_is_tried_again_and_does_not_stop_g
     assert (pool.pinned_slots, mapped_bytes()) == (32, 2 * MIB)
 
 
-def test_copies_reach_every_extent(make_pool: MakePool, extents: Extents, eventually: Eventually) -> None:
+def test_copies_reach_every_extent(make_pool: MakePool, extents: Extents) -> None:
     """Blocks that are neighbours on the device, in slots on both sides of a seam."""
     slot_bytes = 96 << 10
     pool = make_pool(slot_bytes=slot_bytes)
@@ -425,7 +413,7 @@ class Stepping:
     """A pool with one extent, whose host makes steps. The pinning thread has mapped several chunks of it. Only a few
     are registered, because this thread is the host's."""
 
-    def __init__(self, extents: Extents, eventually: Eventually, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, extents: Extents, monkeypatch: pytest.MonkeyPatch) -> None:
         for name in ("_FIRST_BYTES", "_MOST_BYTES", "_LEAST_BYTES"):
             monkeypatch.setattr(pinning, name, 2 * MIB)
         self.clock, self.registrar = FakeClock(), FakeRegistrar()
@@ -446,9 +434,9 @@ class Stepping:
 
 
 def test_an_extent_that_is_revoked_while_its_chunks_are_registered_goes_at_once(
-    extents: Extents, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
+    extents: Extents, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stepping = Stepping(extents, eventually, monkeypatch)
+    stepping = Stepping(extents, monkeypatch)
     try:
         calls = stepping.registrar.calls
         stepping.pool.revoke([1])
@@ -459,9 +447,9 @@ def test_an_extent_that_is_revoked_while_its_chunks_are_registered_goes_at_once(
 
 
 def test_a_new_session_ends_the_growth_of_the_one_before_and_registers_the_rest_once_granted(
-    extents: Extents, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
+    extents: Extents, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stepping = Stepping(extents, eventually, monkeypatch)
+    stepping = Stepping(extents, monkeypatch)
     try:
         calls = stepping.registrar.calls
         stepping.pool.begin_session()
@@ -477,7 +465,7 @@ def test_a_new_session_ends_the_growth_of_the_one_before_and_registers_the_rest_
 
 
 def test_chunks_of_two_extents_that_were_populated_in_vain_are_given_back(
-    extents: Extents, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
+    extents: Extents, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("_FIRST_BYTES", "_MOST_BYTES", "_LEAST_BYTES"):
         monkeypatch.setattr(pinning, name, 2 * MIB)
@@ -497,7 +485,7 @@ def test_chunks_of_two_extents_that_were_populated_in_vain_are_given_back(
 
 
 def test_beside_an_idle_host_another_thread_maps_memory_than_the_one_that_registers_it(
-    extents: Extents, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
+    extents: Extents, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An engine that attaches registers what the service has kept, with nothing else to do."""
     chunk, mapping, threads = 2 * MIB, MappedExtent.map, list[str]()

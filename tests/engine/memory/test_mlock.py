@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.waiting import eventually
 
 from kvstow.config import PoolConfig
 from kvstow.errors import PinError
@@ -16,10 +17,9 @@ from kvstow.memory.region import HostRegion
 
 if TYPE_CHECKING:
     MakePool = Callable[..., HostPool]
-    Eventually = Callable[[Callable[[], object]], None]
 
 
-def test_locking_is_counted_and_undone(make_pool: MakePool, eventually: Eventually) -> None:
+def test_locking_is_counted_and_undone(make_pool: MakePool) -> None:
     registrar = MlockRegistrar()
     pool = make_pool(registrar)
     pool.start()
@@ -44,7 +44,7 @@ def test_locking_unmapped_memory_is_an_error() -> None:
     assert registrar.locked_bytes == 0
 
 
-def test_reserved_huge_pages_count_as_locked_and_need_no_limit(make_pool: MakePool, eventually: Eventually) -> None:
+def test_reserved_huge_pages_count_as_locked_and_need_no_limit(make_pool: MakePool) -> None:
     registrar = cpu_registrar(PoolConfig(4096, 4096, huge_pages="reserved"))
     pool = make_pool(registrar)
     pool.start()

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
+from tests.waiting import eventually
 
 from kvstow.errors import PinError
 from kvstow.memfd import open_for_client
@@ -23,7 +24,6 @@ from kvstow.memory.rows import PoolLayout, RankLayout
 MIB = 1 << 20
 EXTENT = 4 * MIB
 
-Eventually = Callable[[Callable[[], object]], None]
 MakeNode = Callable[..., NodeMemory]
 
 
@@ -72,7 +72,7 @@ def closed_bytes(node: NodeMemory) -> int:
     return sum(extent.num_bytes for extent in node.budget.closed.values())
 
 
-def test_memory_is_populated_before_there_is_a_pool_and_then_given(make: MakeNode, eventually: Eventually) -> None:
+def test_memory_is_populated_before_there_is_a_pool_and_then_given(make: MakeNode) -> None:
     node = make()
     assert node.apply() == [Create(number, EXTENT, None) for number in (1, 2, 3, 4)]
     eventually(lambda: node.populator.status().state == "ready")
@@ -104,7 +104,7 @@ def test_the_populator_knows_which_rows_wait_for_extents(make: MakeNode) -> None
     assert set(rows_waited_for(node).values()) == {None}, "nobody waits for a row that was recalled"
 
 
-def test_an_extent_of_before_a_restart_is_the_same_memory(make: MakeNode, eventually: Eventually) -> None:
+def test_an_extent_of_before_a_restart_is_the_same_memory(make: MakeNode) -> None:
     first = Extent.create(EXTENT)
     os.pwrite(first.fd, b"kv", 0)
     node = make(1)
@@ -115,7 +115,7 @@ def test_an_extent_of_before_a_restart_is_the_same_memory(make: MakeNode, eventu
     assert os.pread(node.extents[7].fd, 2, 0) == b"kv"
 
 
-def test_memory_goes_to_another_owner_only_as_fresh_memory(make: MakeNode, eventually: Eventually) -> None:
+def test_memory_goes_to_another_owner_only_as_fresh_memory(make: MakeNode) -> None:
     node = make(2)
     add_pool(node, owner=1)
     node.apply()

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from tests.waiting import eventually
 
 from kvstow.errors import ConfigError, PinError
 from kvstow.memory import extents as populator_module
@@ -15,7 +16,6 @@ from kvstow.memory.limits import MemoryLimits
 
 MIB, GIB = 1 << 20, 1 << 30
 
-Eventually = Callable[[Callable[[], object]], None]
 MakePopulator = Callable[..., Populator]
 MakeExtent = Callable[[int], Extent]
 
@@ -83,7 +83,7 @@ def extent() -> Iterator[MakeExtent]:
 
 
 def test_extents_are_populated_in_the_order_of_adding_and_the_watermark_moves_in_steps(
-    window: FakeWindow, make: MakePopulator, extent: MakeExtent, eventually: Eventually
+    window: FakeWindow, make: MakePopulator, extent: MakeExtent
 ) -> None:
     one, other = extent(STEP_BYTES + 6 * MIB), extent(4 * MIB)
     populator = make(chunk_bytes=40 * MIB)
@@ -105,7 +105,7 @@ def test_extents_are_populated_in_the_order_of_adding_and_the_watermark_moves_in
 
 
 def test_extents_of_a_row_take_turns_lower_rows_first_and_those_without_a_row_last(
-    window: FakeWindow, make: MakePopulator, extent: MakeExtent, eventually: Eventually
+    window: FakeWindow, make: MakePopulator, extent: MakeExtent
 ) -> None:
     spare, later, *ranks = (extent(2 * STEP_BYTES) for _ in range(5))
     for one in ranks:
@@ -126,7 +126,7 @@ def test_extents_of_a_row_take_turns_lower_rows_first_and_those_without_a_row_la
 
 
 def test_a_turn_is_a_whole_step_and_larger_extents_have_more_turns(
-    window: FakeWindow, make: MakePopulator, extent: MakeExtent, eventually: Eventually
+    window: FakeWindow, make: MakePopulator, extent: MakeExtent
 ) -> None:
     large, small = extent(2 * STEP_BYTES), extent(STEP_BYTES)
     populator = make(chunk_bytes=32 * MIB)
@@ -144,7 +144,7 @@ def test_a_turn_is_a_whole_step_and_larger_extents_have_more_turns(
 
 
 def test_an_extent_that_a_pool_gets_meanwhile_goes_before_the_one_under_way(
-    window: FakeWindow, make: MakePopulator, extent: MakeExtent, eventually: Eventually
+    window: FakeWindow, make: MakePopulator, extent: MakeExtent
 ) -> None:
     window.go_on.clear()
     one, other = extent(2 * STEP_BYTES), extent(STEP_BYTES)
@@ -158,7 +158,7 @@ def test_an_extent_that_a_pool_gets_meanwhile_goes_before_the_one_under_way(
     assert [(found is one, start) for found, start, _ in window.ranges] == [(True, 0), (False, 0), (True, STEP_BYTES)]
 
 
-def test_real_memory(make: MakePopulator, extent: MakeExtent, eventually: Eventually) -> None:
+def test_real_memory(make: MakePopulator, extent: MakeExtent) -> None:
     one = extent(STEP_BYTES + 2 * MIB)
     populator = make()
     populator.add(one)
@@ -167,7 +167,7 @@ def test_real_memory(make: MakePopulator, extent: MakeExtent, eventually: Eventu
 
 
 def test_what_the_limits_refuse_is_shown_and_tried_again_on_request(
-    window: FakeWindow, make: MakePopulator, extent: MakeExtent, limits: MemoryLimits, eventually: Eventually
+    window: FakeWindow, make: MakePopulator, extent: MakeExtent, limits: MemoryLimits
 ) -> None:
     limits.meminfo.write_text(f"MemAvailable: {(64 + 64 + 32) << 10} kB\n")  # one step, the reserve, and half a step
     populator = make()
@@ -197,7 +197,6 @@ def test_a_refusal_is_in_the_log_once_however_often_it_is_tried_again(
     window: FakeWindow,
     make: MakePopulator,
     extent: MakeExtent,
-    eventually: Eventually,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """The node tries every 10 s, and the memory that is left differs each time."""
@@ -208,7 +207,7 @@ def test_a_refusal_is_in_the_log_once_however_often_it_is_tried_again(
             populator.retry()
         else:
             populator.add(extent(STEP_BYTES))
-        eventually(lambda number=number: populator.status().error == f"{number} MiB are left")  # type: ignore[misc]
+        eventually(lambda number=number: populator.status().error == f"{number} MiB are left")
     assert caplog.text.count("populating stopped") == 1
     populator.retry()
     eventually(lambda: populator.status().state == "ready")
@@ -219,7 +218,7 @@ def test_a_refusal_is_in_the_log_once_however_often_it_is_tried_again(
 
 
 def test_a_defect_stops_populating_but_neither_the_thread_nor_silently(
-    window: FakeWindow, make: MakePopulator, extent: MakeExtent, eventually: Eventually
+    window: FakeWindow, make: MakePopulator, extent: MakeExtent
 ) -> None:
     window.failures.append(ZeroDivisionError("a defect"))
     populator = make()
@@ -232,7 +231,7 @@ def test_a_defect_stops_populating_but_neither_the_thread_nor_silently(
 
 
 def test_a_refusal_ends_with_the_last_extent_that_needs_memory(
-    window: FakeWindow, make: MakePopulator, extent: MakeExtent, eventually: Eventually
+    window: FakeWindow, make: MakePopulator, extent: MakeExtent
 ) -> None:
     window.failures.append(PinError("hugepages", "no page left"))
     populator = make()
@@ -268,7 +267,7 @@ def test_close_does_not_wait_for_the_pause_nor_for_the_rest_of_a_chunk(
 
 
 def test_a_discarded_extent_is_left_alone_before_discard_returns(
-    window: FakeWindow, make: MakePopulator, extent: MakeExtent, eventually: Eventually
+    window: FakeWindow, make: MakePopulator, extent: MakeExtent
 ) -> None:
     window.go_on.clear()
     populator = make()
@@ -286,7 +285,7 @@ def test_a_discarded_extent_is_left_alone_before_discard_returns(
 
 
 def test_an_adopted_extent_is_populated_from_its_watermark_on(
-    window: FakeWindow, make: MakePopulator, extent: MakeExtent, eventually: Eventually
+    window: FakeWindow, make: MakePopulator, extent: MakeExtent
 ) -> None:
     one = extent(3 * STEP_BYTES)
     one.populated_bytes = 2 * STEP_BYTES
@@ -297,7 +296,7 @@ def test_an_adopted_extent_is_populated_from_its_watermark_on(
 
 
 def test_an_extent_begins_where_its_own_memory_ends(
-    window: FakeWindow, make: MakePopulator, extent: MakeExtent, eventually: Eventually
+    window: FakeWindow, make: MakePopulator, extent: MakeExtent
 ) -> None:
     """Not where one ended that was sealed when it was populated in part, and whose place in memory the object takes."""
     populator = make(chunk_bytes=32 * MIB)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 from tests.doubles.fakes import FakeRegistrar
 from tests.engine.memory.oldkernel import OldKernel
+from tests.waiting import eventually
 
 from kvstow.config import PoolConfig
 from kvstow.errors import InsufficientMemoryError, PinError
@@ -21,7 +22,6 @@ from kvstow.memory.region import HUGE_PAGE_BYTES, HostRegion
 
 if TYPE_CHECKING:
     MakePool = Callable[..., HostPool]
-    Eventually = Callable[[Callable[[], object]], None]
     Reserve = Callable[[int], None]
 
 MIB = 1 << 20
@@ -59,9 +59,7 @@ def holds_its_number(pool: HostPool, slot: int) -> bool:
     return found == bytes([slot + 1]) * pool.slot_bytes
 
 
-def test_a_pool_lies_in_reserved_pages_grows_and_gives_them_back(
-    make_pool: MakePool, eventually: Eventually, reserve: Reserve
-) -> None:
+def test_a_pool_lies_in_reserved_pages_grows_and_gives_them_back(make_pool: MakePool, reserve: Reserve) -> None:
     reserve(8)
     before = free_pages()
     pool = make_pool(
@@ -90,7 +88,7 @@ def test_a_pool_lies_in_reserved_pages_grows_and_gives_them_back(
 
 
 def test_growth_stops_with_a_reason_when_pages_run_out_and_continues_with_more(
-    make_pool: MakePool, eventually: Eventually, reserve: Reserve
+    make_pool: MakePool, reserve: Reserve
 ) -> None:
     reserve(2)
     registrar = FakeRegistrar()
@@ -188,7 +186,6 @@ class PagesOfHugeSize:
 @pytest.mark.parametrize("chunk_bytes", [16 << 10, 2 * MIB, 7 * MIB])
 def test_whole_huge_pages_are_committed_and_all_are_freed(
     make_pool: MakePool,
-    eventually: Eventually,
     monkeypatch: pytest.MonkeyPatch,
     slot_bytes: int,
     chunk_bytes: int,
@@ -205,7 +202,7 @@ def test_whole_huge_pages_are_committed_and_all_are_freed(
     pool.start()
     for target in (pool.max_slots, pool.max_slots // 3, pool.max_slots // 2, 0):
         pool.set_target(target)
-        eventually(lambda slots=target: pool.pinned_slots == slots)  # type: ignore[misc]
+        eventually(lambda slots=target: pool.pinned_slots == slots)
         eventually(lambda: len(region.pages) * HUGE_PAGE_BYTES == pool.status().resident_bytes)
         assert pool.status().resident_bytes >= target * pool.slot_stride
         assert pool.status().error is None

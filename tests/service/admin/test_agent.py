@@ -20,7 +20,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from tests.doubles.fakes import FakeClock
 from tests.doubles.rank import ready_report
-from tests.service.waiting import eventually
+from tests.waiting import eventually
 
 from kvstow.attach.calls import Desired, Report
 from kvstow.attach.channel import Channel

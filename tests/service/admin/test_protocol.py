@@ -22,7 +22,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 from tests.doubles.fakes import FakeClock
-from tests.service.waiting import eventually
+from tests.waiting import eventually
 
 from kvstow_api.auth import ACTOR
 from kvstow_service.admin import server as server_module

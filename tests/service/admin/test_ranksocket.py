@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from tests.doubles.rank import ready_report
-from tests.service.waiting import eventually
+from tests.waiting import eventually
 
 from kvstow.attach.calls import Desired, Report
 from kvstow.attach.channel import Channel, Frame

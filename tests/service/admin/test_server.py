@@ -16,7 +16,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, StreamingResponse
 from starlette.routing import Route
-from tests.service.waiting import eventually
+from tests.waiting import eventually
 
 from kvstow.errors import ConflictError
 from kvstow_service.admin.server import AdminServer

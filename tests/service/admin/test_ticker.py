@@ -4,7 +4,7 @@ import threading
 
 import pytest
 from tests.doubles.fakes import FakeClock
-from tests.service.waiting import eventually
+from tests.waiting import eventually
 
 from kvstow_service.admin.adminhost import Ticker
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 from tests.service.node import isolatedengine
-from tests.service.waiting import eventually
+from tests.waiting import eventually
 
 
 class RealService:

@@ -17,7 +17,7 @@ from tests.service.node.keepers import end_keeper
 from tests.service.node.rawengine import HELLO, POOL, SLOT_BYTES, RawEngine, key_of
 from tests.service.node.realservice import RealService
 from tests.service.stores.disk.loopdisk import LoopDisk, LoopDiskError
-from tests.service.waiting import eventually
+from tests.waiting import eventually
 
 from kvstow.attach.calls import Detach, Prefill, Reset, ResetDone
 from kvstow.attach.identity import FleetWeights

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 from tests.service.node.realservice import RealService
-from tests.service.waiting import eventually
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.process
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from tests.service.node.realservice import RealService
-from tests.service.waiting import eventually
+from tests.waiting import eventually
 
 pytestmark = [pytest.mark.process, pytest.mark.skipif(os.geteuid() != 0, reason="needs root")]
 

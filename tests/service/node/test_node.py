@@ -18,7 +18,7 @@ from tests.service.node.conftest import EngineProcess, Engines
 from tests.service.node.keepers import look
 from tests.service.node.rawengine import SLOT_BYTES, key_of
 from tests.service.node.wholenode import EXTENT, ample_memory, whole_node
-from tests.service.waiting import eventually
+from tests.waiting import eventually
 
 from kvstow.attach.calls import Hold
 from kvstow.errors import ConflictError, KeeperError

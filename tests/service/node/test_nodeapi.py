@@ -13,7 +13,7 @@ from tests.api.conftest import CALLER_UID, called_by
 from tests.service.node.conftest import Engines
 from tests.service.node.rawengine import SLOT_BYTES, RawEngine, key_of
 from tests.service.node.wholenode import EXTENT, whole_node
-from tests.service.waiting import eventually
+from tests.waiting import eventually
 
 from kvstow_api.app import create_app
 from kvstow_api.host import ApiHost

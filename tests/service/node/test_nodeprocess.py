@@ -20,7 +20,7 @@ import httpx
 import pytest
 import trustme
 from tests.service.node.keepers import end_keeper, kinds_held
-from tests.service.waiting import eventually
+from tests.waiting import eventually
 
 from kvstow.errors import InsufficientMemoryError
 from kvstow.memory.limits import RESERVE_BYTES, HugePageLimits, MemoryLimits

@@ -19,7 +19,7 @@ from tests.service.node.keepers import end_keeper, kinds_held, look, lose_at_the
 from tests.service.node.noderunner import EXTENT_BYTES, RunningNode
 from tests.service.node.rawengine import RawEngine, key_of
 from tests.service.node.restartclient import RestartEngine
-from tests.service.waiting import eventually
+from tests.waiting import eventually
 
 from kvstow.attach.calls import Hold
 from kvstow.control.hazards import EVERY

@@ -16,7 +16,7 @@ from tests.doubles.memoryblockstore import MemoryBlockStore, MemoryStoredPool
 from tests.service.node.conftest import Engines
 from tests.service.node.rawengine import HELLO, NAMESPACE, POOL, SLOT_BYTES, RawEngine, key_of
 from tests.service.node.wholenode import EXTENT, whole_node
-from tests.service.waiting import eventually
+from tests.waiting import eventually
 
 from kvstow.attach.calls import Detach, Found, Hold, Lookup, LookupPrompt, Prefill, Reset, ResetDone
 from kvstow.attach.identity import FleetWeights

@@ -17,7 +17,7 @@ import pytest
 from tests.service.node import faultykeeper, noderunner
 from tests.service.node.noderunner import EXTENT_BYTES, RunningNode
 from tests.service.node.restartclient import RestartEngine
-from tests.service.waiting import eventually
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.process
 

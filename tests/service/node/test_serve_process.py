@@ -20,7 +20,7 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.service.waiting import eventually
+from tests.waiting import eventually
 
 from kvstow.attach.peer import overflow_uid
 

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from tests.service.node.keepers import end_keeper
 from tests.service.node.noderunner import RunningNode
 from tests.service.node.rawengine import HELLO, RawEngine, key_of
-from tests.service.waiting import eventually
+from tests.waiting import eventually
 
 from kvstow.attach.calls import Lookup
 from kvstow.attach.identity import FleetWeights

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 from tests.doubles.fakes import FakeClock
-from tests.service.waiting import eventually
+from tests.waiting import eventually
 
 from kvstow_service.process import logwriter
 from kvstow_service.process.logwriter import LogWriter

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.service.waiting import eventually
+from tests.waiting import eventually
 
 from kvstow_service.node.node import Node
 from kvstow_service.node.settings import Settings

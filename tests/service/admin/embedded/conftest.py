@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 from tests.doubles.rank import ready_report
-from tests.service.waiting import eventually
+from tests.waiting import eventually
 
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine

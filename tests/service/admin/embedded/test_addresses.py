@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 from tests.service.admin.embedded.conftest import free_ports
-from tests.service.waiting import eventually
+from tests.waiting import eventually
 
 from kvstow.control.engine import OffloadEngine
 from kvstow_service.admin.adminhost import AdminOptions

@@ -17,7 +17,7 @@ from tests.service.admin.embedded.conftest import (
     over,
     uds_of,
 )
-from tests.service.waiting import eventually
+from tests.waiting import eventually
 
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine

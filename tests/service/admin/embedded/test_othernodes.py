@@ -12,7 +12,7 @@ import httpx
 import pytest
 import trustme
 from tests.service.admin.embedded.conftest import CAPACITY, PinnedRank
-from tests.service.waiting import eventually
+from tests.waiting import eventually
 
 from kvstow.attach.calls import Report
 from kvstow.control.engine import OffloadEngine

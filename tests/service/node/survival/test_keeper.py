@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 from tests.doubles.fakes import FakeClock
 from tests.service.node.keepers import ask, listing_of, look
-from tests.service.waiting import eventually
+from tests.waiting import eventually
 
 from kvstow.errors import KeeperBusyError, KeeperError
 from kvstow_service.node.survival.keeper import (

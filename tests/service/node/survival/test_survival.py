@@ -17,7 +17,7 @@ import pytest
 from tests.doubles.fakes import FakeClock
 from tests.service.node.conftest import NAMESPACE, POOL, WORKER
 from tests.service.node.keepers import end_keeper, kinds_held, look, lose_at_the_keeper
-from tests.service.waiting import eventually
+from tests.waiting import eventually
 
 from kvstow.attach.channel import MAX_HELLO_BYTES
 from kvstow.attach.hello import digest_of

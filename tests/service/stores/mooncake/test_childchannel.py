@@ -10,7 +10,7 @@ from itertools import count
 from typing import Any
 
 import pytest
-from tests.service.conftest import Eventually
+from tests.waiting import eventually
 
 from kvstow.errors import TierTimeoutError, TierUnavailableError
 from kvstow.memfd import create_memfd
@@ -116,7 +116,7 @@ def stage() -> Iterator[Stage]:
     stage.close()
 
 
-def late_call(stage: Stage, eventually: Eventually, before_the_end: Callable[[Future[Any]], object]) -> None:
+def late_call(stage: Stage, before_the_end: Callable[[Future[Any]], object]) -> None:
     """A process is killed because of a call and takes its time to die. `before_the_end` gets the call meanwhile."""
 
     def hang(child: FakeChild) -> None:
@@ -142,13 +142,11 @@ def late_call(stage: Stage, eventually: Eventually, before_the_end: Callable[[Fu
     assert (stage.channel.health().timeouts, stage.channel.health().restarts) == (1, 1)
 
 
-def test_a_call_that_takes_too_long_ends_only_when_its_process_is_gone(stage: Stage, eventually: Eventually) -> None:
-    late_call(stage, eventually, lambda call: None)
+def test_a_call_that_takes_too_long_ends_only_when_its_process_is_gone(stage: Stage) -> None:
+    late_call(stage, lambda call: None)
 
 
-def test_a_call_that_ends_before_its_process_is_noticed(
-    stage: Stage, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_call_that_ends_before_its_process_is_noticed(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     end = ChildChannel._end
 
     def end_behind(self: ChildChannel, child: ChildProcess, what: str, *, timeouts: int = 0) -> str:
@@ -157,10 +155,10 @@ def test_a_call_that_ends_before_its_process_is_noticed(
 
     monkeypatch.setattr(ChildChannel, "_end", end_behind)
     with pytest.raises(AssertionError):
-        late_call(stage, eventually, lambda call: eventually(call.done))
+        late_call(stage, lambda call: eventually(call.done))
 
 
-def test_the_other_calls_of_a_process_that_is_killed_end_when_it_is_gone(stage: Stage, eventually: Eventually) -> None:
+def test_the_other_calls_of_a_process_that_is_killed_end_when_it_is_gone(stage: Stage) -> None:
     stage.prepare = lambda child: setattr(child, "hangs", not stage.children)
     stage.open()
     other = stage.call("a")
@@ -173,7 +171,7 @@ def test_the_other_calls_of_a_process_that_is_killed_end_when_it_is_gone(stage: 
 
 
 def test_the_lines_of_the_library_are_in_the_log_and_not_in_the_reason(
-    stage: Stage, eventually: Eventually, caplog: pytest.LogCaptureFixture
+    stage: Stage, caplog: pytest.LogCaptureFixture
 ) -> None:
     may_start = threading.Event()
 
@@ -192,7 +190,7 @@ def test_the_lines_of_the_library_are_in_the_log_and_not_in_the_reason(
     assert reason.endswith("did not answer for 0.05 s, and was ended")
 
 
-def test_each_process_gets_all_memory_before_any_call(stage: Stage, eventually: Eventually) -> None:
+def test_each_process_gets_all_memory_before_any_call(stage: Stage) -> None:
     channel = stage.open()
     first, second, third = (stage.range() for _ in range(3))
     channel.add_memory(first)
@@ -218,7 +216,7 @@ def test_a_process_that_does_not_give_memory_up_is_killed(stage: Stage) -> None:
     assert child.signalled.is_set()
 
 
-def test_memory_that_cannot_be_registered_stops_the_client(stage: Stage, eventually: Eventually) -> None:
+def test_memory_that_cannot_be_registered_stops_the_client(stage: Stage) -> None:
     stage.prepare = lambda child: setattr(child, "refuses_memory", True)
     channel = stage.open()
     channel.add_memory(stage.range())
@@ -229,7 +227,7 @@ def test_memory_that_cannot_be_registered_stops_the_client(stage: Stage, eventua
     assert all(child.is_dead.is_set() for child in stage.children)
 
 
-def test_calls_fail_at_once_between_attempts_and_say_why(stage: Stage, eventually: Eventually) -> None:
+def test_calls_fail_at_once_between_attempts_and_say_why(stage: Stage) -> None:
     stage.prepare = lambda child: setattr(child, "refuses_to_connect", True)
     stage.open()
     eventually(lambda: len(stage.children) >= 3)
@@ -260,7 +258,7 @@ def test_an_unexpected_error_ends_the_process_and_another_one_starts(
     assert "unexpected" in caplog.text
 
 
-def test_closing_ends_calls(stage: Stage, eventually: Eventually) -> None:
+def test_closing_ends_calls(stage: Stage) -> None:
     stage.prepare = lambda child: setattr(child, "hangs", True)
     channel = stage.open()
     call = stage.call()

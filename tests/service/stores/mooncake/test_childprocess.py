@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from tests.service.conftest import Eventually
+from tests.waiting import eventually
 
 from kvstow_service.stores.mooncake import childchannel
 from kvstow_service.stores.mooncake.childchannel import ChildProcess
@@ -21,9 +21,7 @@ os._exit(3)
 """
 
 
-def test_whoever_else_has_the_pipe_of_the_log_holds_up_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, eventually: Eventually
-) -> None:
+def test_whoever_else_has_the_pipe_of_the_log_holds_up_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "leaves_another.py").write_text(LEAVES_ANOTHER)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(childchannel, "_MODULE", "leaves_another")

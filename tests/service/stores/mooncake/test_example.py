@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 from tests.helm import examples
-from tests.service.conftest import Eventually
 from tests.service.stores.mooncake.clientcontract import TIMEOUT, ClientContract, Slots
+from tests.waiting import eventually
 
 from kvstow_service.stores.mooncake.mooncakestore import MooncakeLocation, MooncakeStore
 from kvstow_service.stores.mooncake.objects import MooncakeClients, ObjectName, TransferClient
@@ -64,7 +64,7 @@ class TestTheExample:
             process.wait()
 
     @pytest.fixture
-    def tier(self, start: Callable[[str], subprocess.Popen[Any]], eventually: Eventually) -> MooncakeClients:
+    def tier(self, start: Callable[[str], subprocess.Popen[Any]]) -> MooncakeClients:
         start("mooncake-master")
         eventually(lambda: '"service_ready":true' in ask("/health"), "a master that serves", seconds=60)
         provider: list[subprocess.Popen[Any]] = []

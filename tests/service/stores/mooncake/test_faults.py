@@ -14,9 +14,9 @@ from pathlib import Path
 from threading import Thread
 
 import pytest
-from tests.service.conftest import Eventually
 from tests.service.stores.mooncake.clientcontract import SLOT, WITNESS, Slots
 from tests.service.stores.mooncake.cluster import Cluster, ElectedCluster
+from tests.waiting import eventually
 
 from kvstow.errors import TierTimeoutError, TierUnavailableError
 from kvstow.keys import make_key
@@ -165,9 +165,7 @@ def test_a_put_that_hangs_is_ended_and_publishes_nothing_wrong(cluster: Cluster,
         assert found[number] != "found" or node.slots.read(FIRST_TARGET + number)[:1] == bytes([number])
 
 
-def test_a_process_of_ours_that_is_killed_during_a_get_is_replaced(
-    cluster: Cluster, node: Node, eventually: Eventually
-) -> None:
+def test_a_process_of_ours_that_is_killed_during_a_get_is_replaced(cluster: Cluster, node: Node) -> None:
     assert node.put(*range(16)) == ["stored"] * 16
     transfers = pid_of(node.transfers)
     cluster.stop(cluster.provider)
@@ -191,7 +189,7 @@ def test_a_process_of_ours_that_is_killed_during_a_get_is_replaced(
     assert pid_of(node.transfers) != transfers
 
 
-def test_idle_processes_that_are_killed_are_replaced(node: Node, eventually: Eventually) -> None:
+def test_idle_processes_that_are_killed_are_replaced(node: Node) -> None:
     assert stored(node, 1)
     assert node.exists(1) == [True]
     for client in (node.transfers, node.lookups):
@@ -205,7 +203,7 @@ def test_idle_processes_that_are_killed_are_replaced(node: Node, eventually: Eve
     assert node.exists(1) == [True]
 
 
-def test_a_provider_that_is_killed(cluster: Cluster, node: Node, eventually: Eventually) -> None:
+def test_a_provider_that_is_killed(cluster: Cluster, node: Node) -> None:
     assert node.put(*range(64)) == ["stored"] * 64
     node.blank()
     cluster.kill(cluster.provider)
@@ -221,7 +219,7 @@ def test_a_provider_that_is_killed(cluster: Cluster, node: Node, eventually: Eve
     assert node.is_right(1)
 
 
-def test_a_master_that_is_killed(cluster: Cluster, node: Node, eventually: Eventually) -> None:
+def test_a_master_that_is_killed(cluster: Cluster, node: Node) -> None:
     assert node.put(1) == ["stored"]
     assert node.exists(1) == [True]
     cluster.kill(cluster.master)
@@ -242,7 +240,7 @@ def test_a_master_that_is_killed(cluster: Cluster, node: Node, eventually: Event
     eventually(exists, "the new master answers look-ups", seconds=90)
 
 
-def test_another_master_takes_over_with_all_objects(alone: None, tmp_path: Path, eventually: Eventually) -> None:
+def test_another_master_takes_over_with_all_objects(alone: None, tmp_path: Path) -> None:
     etcd = shutil.which("etcd")
     if etcd is None:
         pytest.skip("etcd is not installed: apt-get install etcd-server")
@@ -271,7 +269,7 @@ def test_another_master_takes_over_with_all_objects(alone: None, tmp_path: Path,
         cluster.close()
 
 
-def test_a_master_that_hangs(cluster: Cluster, node: Node, eventually: Eventually) -> None:
+def test_a_master_that_hangs(cluster: Cluster, node: Node) -> None:
     assert node.put(1) == ["stored"]
     assert node.exists(1) == [True]
     pids = {pid_of(node.transfers), pid_of(node.lookups)}
@@ -368,7 +366,7 @@ def test_memory_that_was_removed_is_mapped_no_more(node: Node) -> None:
     assert node.get(1) == ["found"]
 
 
-def test_closing_ends_a_call_that_hangs(cluster: Cluster, node: Node, eventually: Eventually) -> None:
+def test_closing_ends_a_call_that_hangs(cluster: Cluster, node: Node) -> None:
     assert node.put(1) == ["stored"]
     pid = pid_of(node.transfers)
     cluster.stop(cluster.provider)
@@ -403,7 +401,7 @@ sys.stdin.read()
 
 
 def test_a_process_of_ours_ends_with_the_process_that_started_it(
-    shared_cluster: Cluster, child_environ: dict[str, str], eventually: Eventually
+    shared_cluster: Cluster, child_environ: dict[str, str]
 ) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", _HOST, shared_cluster.url],
@@ -419,7 +417,7 @@ def test_a_process_of_ours_ends_with_the_process_that_started_it(
     eventually(lambda: has_ended(child), "the end of the process")
 
 
-def test_a_store_that_is_not_there(eventually: Eventually) -> None:
+def test_a_store_that_is_not_there() -> None:
     node = Node(MooncakeLocation.parse("mooncake://127.0.0.1:50049"))
     try:
         with pytest.raises(TierUnavailableError, match="not connected to Mooncake"):

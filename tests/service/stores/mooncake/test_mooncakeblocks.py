@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 from tests.doubles.fakes import FakeClock
 from tests.engine.tier.blockstorecontract import NUM_SLOTS, BlockStoreContract, Client, keys_of
 from tests.service.stores.mooncake.memoryclients import MemoryClients
+from tests.waiting import eventually
 
 from kvstow.errors import TierUnavailableError
 from kvstow.tier.blockstore import BlockStore, PurgeWish
 from kvstow_service.stores.mooncake.breaker import PROBE_SECONDS
 from kvstow_service.stores.mooncake.mooncakeblocks import KEPT, MooncakeBlocks
 from kvstow_service.stores.mooncake.objects import MAX_BATCH_OBJECTS, ObjectName
-
-Eventually = Callable[..., None]
 
 
 @pytest.fixture
@@ -108,7 +107,7 @@ def test_a_full_store_gets_nothing_for_a_while(
 
 
 def test_a_store_that_does_not_answer_is_left_alone_until_a_probe_succeeds(
-    client: Client, clients: MemoryClients, clock: FakeClock, blocks: MooncakeBlocks, eventually: Eventually
+    client: Client, clients: MemoryClients, clock: FakeClock, blocks: MooncakeBlocks
 ) -> None:
     keys = keys_of(range(2))
     client.move("write", keys, (100, 101))
@@ -127,7 +126,7 @@ def test_a_store_that_does_not_answer_is_left_alone_until_a_probe_succeeds(
     assert client.has(keys) == [True, True]
 
 
-def test_a_read_goes_on_while_writes_wait(client: Client, clients: MemoryClients, eventually: Eventually) -> None:
+def test_a_read_goes_on_while_writes_wait(client: Client, clients: MemoryClients) -> None:
     client.move("write", keys_of(range(1)), (100,))
     clients.gate.clear()
     op_id = client.begin("write", keys_of(range(1, 2)), (101,))

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
-from tests.service.conftest import Eventually
 from tests.service.node.keepers import end_keeper
 from tests.service.node.noderunner import RunningNode, is_connected, written_blocks
 from tests.service.node.rawengine import HELLO, RawEngine, key_of
 from tests.service.stores.mooncake.cluster import Cluster
+from tests.waiting import eventually
 
 from kvstow.attach.identity import FleetWeights
 from kvstow_service.node.node import Node
@@ -70,9 +70,7 @@ def test_what_one_node_has_stored_another_one_hits(make_node: MakeNode, engines:
             pool.facade.check_integrity()
 
 
-def test_the_process_of_the_transfers_is_killed_and_the_other_one_lives(
-    make_node: MakeNode, engines: Engines, eventually: Eventually
-) -> None:
+def test_the_process_of_the_transfers_is_killed_and_the_other_one_lives(make_node: MakeNode, engines: Engines) -> None:
     node = make_node()
     engine = engines(node.settings.attach_path)
     engine.wait_for(lambda: is_connected(node))
