@@ -24,7 +24,7 @@ class _Command(NamedTuple):
 
 COMMANDS = {
     "serve": _Command("serve", "Run the node service: the host memory that the engines of this machine share."),
-    "keeper": _Command("keeper", "Hold the memory of the node service while that restarts."),
+    "keeper": _Command("keeper", "Hold the memory of the node service while the service restarts."),
     "replay": _Command("replay", "Replay a request trace, and say what would hit, or move every byte and verify it."),
     "trace": _Command("trace", "Generate request traces, import those of others, or record those of a live pool."),
     "get": _Command("get", "List pools, sessions, ranks, blocks, contexts, transfers, operations, ..."),

@@ -22,10 +22,11 @@ from kvstow_service.node.survival.keeperclient import keeper_command
     help="How long to hold the memory without a service, such as 30s or 1h.",
 )
 def keeper(state: str, keep_timeout: str) -> None:
-    """Hold the memory of the node service while that restarts.
+    """Hold the memory of the node service while the service restarts.
 
-    For `kvstow serve --no-start-keeper`, which finds this process by the folder and starts no keeper of its own: the
-    memory then survives the service's container or pod. Runs until SIGTERM, and serves one service after the other.
+    `kvstow serve --no-start-keeper` finds this process by the folder, and starts no keeper itself. If this process has
+    a container or pod of its own, the memory survives the service's. The keeper runs until SIGTERM, and serves one
+    service after the other.
     """
     with reporting_failures():
         seconds = parse_duration(keep_timeout, "--keep-timeout")

@@ -36,9 +36,10 @@ def top(call: Invocation, interval: float, svg: Path | None) -> None:
 
     Shows what is wrong and what mends it, memory, and a row for each pool and for each engine (session). Of one pool it
     also shows ranks, slots by state, hit ratio, bandwidth, transfers in flight and evictions. Where there are
-    several pools, Tab selects the next one, and everything below the pools is about it alone; a selects all again.
+    several pools, the key Tab selects the next one, and everything below the pools then shows that pool only. The key
+    a selects all pools again, and q or Ctrl-C ends the command.
 
-    Keeps trying if the server does not answer. q or Ctrl-C quits. Without a terminal it prints once.
+    If the server does not answer, the command tries again. Without a terminal it prints the state once.
     """
     interval = max(interval, 0.1)
     connection, pool = call.connection, call.pool

@@ -68,7 +68,9 @@ _MOST_PROBLEMS = 20
     is_flag=True,
     help="Sessions with the same model and equally long tools and system prompts begin with the same blocks.",
 )
-@click.option("--spread", type=TIME, default="12h", show_default=True, help="Sessions start at random within this.")
+@click.option(
+    "--spread", type=TIME, default="12h", show_default=True, help="Sessions start at random moments of this time."
+)
 @click.option("--seed", type=int, default=0, show_default=True, help="The same seed and files give the same trace.")
 @output_flag
 def import_(files: Sequence[str], share_system: bool, spread: float, seed: int, output: str) -> None:
