@@ -47,7 +47,7 @@ def require_supported(config: Any) -> None:
         )
         raise ConfigError("data parallelism", sharding.total_dp_size, allowed)
     if parallel.pipeline_parallel_size > 1:
-        allowed = "1: tpu-inference passes on KVStow's reports of the last pipeline stage only"
+        allowed = "1: only the last pipeline stage of tpu-inference passes on what KVStow reports"
         raise ConfigError("pipeline_parallel_size", parallel.pipeline_parallel_size, allowed)
     if parallel.decode_context_parallel_size > 1:
         raise ConfigError("decode_context_parallel_size", parallel.decode_context_parallel_size, "1")
