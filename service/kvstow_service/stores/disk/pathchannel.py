@@ -10,7 +10,6 @@ import select
 import socket
 import threading
 import time
-from contextlib import suppress
 from functools import partial
 
 from kvstow_service.stores.actionthread import ActionThread
@@ -146,10 +145,14 @@ class PathChannel:
         self._sender.do(partial(self._send_now, link, request, *map(os.dup, fds)))
 
     def _send_now(self, link: MessageSocket, request: Open | Request, *fds: int) -> None:
-        with suppress(EOFError):  # the other thread notices it, too
-            link.send(request, *fds)
-        for fd in fds:
-            os.close(fd)
+        try:
+            if link is self._link:  # it was not closed
+                link.send(request, *fds)
+        except EOFError:
+            pass  # the other thread notices it, too
+        finally:
+            for fd in fds:
+                os.close(fd)
 
     def _close_files(self) -> None:
         if self._link is not None:

@@ -343,8 +343,8 @@ class DiskPlaces:
         for one in found:
             chunk = self._chunks[one.assignment.chunk]
             if self.fits(one.assignment.kind):
-                self._idle.remove(chunk.number)
                 dirty += self._restore_chunk(chunk, one)
+        self._idle = [number for number in self._idle if self._chunks[number].kind == _NO_KIND]
         dirty += self._drop_doubles()
         for group in self._groups.values():
             self._link_all(group)

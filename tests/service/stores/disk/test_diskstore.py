@@ -13,8 +13,10 @@ from pathlib import Path
 import pytest
 from tests.engine.tier.blockstorecontract import SLOT_BYTES, BlockStoreContract, Client, keys_of
 
+from kvstow.memfd import create_memfd
 from kvstow.tier.blockstore import BlockStore, PurgeWish, StoredExtent, StorePart
 from kvstow_service.stores.disk import diskpath
+from kvstow_service.stores.disk.diskpath import DiskPath
 from kvstow_service.stores.disk.diskstore import DiskStore
 from kvstow_service.stores.disk.startcheck import CheckedPath
 
@@ -118,6 +120,26 @@ def test_a_child_that_is_killed_is_started_again_and_finds_everything(disk_folde
         wait_until(lambda: store.pids() != [pid] and is_on(store))
         assert_reads(client, 32)
         assert part_of(store).counters.restarts == 1
+
+
+def test_memory_that_comes_while_a_child_ends_is_not_kept(disk_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = create_memfd("kvstow-comes-late", MIB)
+    ended = DiskPath.ended
+
+    def add_and_end(path: DiskPath, reason: str) -> None:
+        if path.is_open:
+            path.add_extent(1000, memory, MIB)
+        ended(path, reason)
+
+    monkeypatch.setattr(DiskPath, "ended", add_and_end)
+    with running(disk_folder) as store:
+        (child,) = store.pids()
+        assert child is not None
+        os.kill(child, signal.SIGKILL)
+        wait_until(lambda: part_of(store).counters.restarts == 1 and is_on(store))
+    descriptors = [entry.path for entry in os.scandir("/proc/self/fd")]
+    assert sum("kvstow-comes-late" in os.readlink(one) for one in descriptors if os.path.islink(one)) == 1
+    os.close(memory)
 
 
 def test_the_files_are_the_users_alone_and_as_large_as_configured(disk_folder: Path) -> None:
