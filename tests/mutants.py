@@ -2409,6 +2409,27 @@ MUTANTS = [
         f"{DISK_TESTS}/test_blockfile.py::test_a_flipped_bit_is_corruption",
     ),
     Mutant(
+        "a_digest_names_a_block_alone",
+        f"{DISK}/blockfile.py",
+        "BlockName(record.digest, record.namespace, ",
+        "BlockName(record.digest, block.namespace, ",
+        f"{DISK_TESTS}/test_blockfile.py::test_a_block_whose_name_only_has_an_equal_digest_is_missing",
+    ),
+    Mutant(
+        "one_copy_of_the_header_overwrites_the_other",
+        f"{DISK}/diskformat.py",
+        "HEADER_BYTES: Final = 3 << 20",
+        "HEADER_BYTES: Final = 1 << 20",
+        f"{DISK_TESTS}/test_blockfile.py::test_the_header_has_room_for_as_many_kinds_as_chunks",
+    ),
+    Mutant(
+        "memory_that_no_process_gets_is_kept",
+        f"{DISK}/pathchannel.py",
+        "            if link is self._link:",
+        "            if True:",
+        f"{DISK_TESTS}/test_diskstore.py::test_memory_that_comes_while_a_child_ends_is_not_kept",
+    ),
+    Mutant(
         "records_of_a_former_generation_count",
         f"{DISK}/diskformat.py",
         'is_valid & (records["generation"] == generation)',

@@ -193,7 +193,8 @@ class BlockFile:
         record = Record.read(self._files.read_records(at, RECORD_BYTES), place.chunk, place.number)
         if record is None:
             return "corrupt"
-        if (record.state, record.generation, record.digest) != (WRITTEN, place.generation, block.digest):
+        found = BlockName(record.digest, record.namespace, record.key_start)
+        if (record.state, record.generation, found) != (WRITTEN, place.generation, block):
             return "missing"
         self._files.read_data([part.buffer for part in parts], place.offset)
         if checksum_of(block.digest, parts) == record.checksum:

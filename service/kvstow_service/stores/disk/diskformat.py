@@ -23,8 +23,9 @@ import numpy as np
 import xxhash
 
 MAGIC: Final = b"KVSTOWDK"
-VERSION: Final = 2
-HEADER_BYTES: Final = 1 << 20
+VERSION: Final = 3
+HEADER_BYTES: Final = 3 << 20
+"""As many chunks as a file may have fit in, even if each of them has a kind of its own."""
 MOST_CHUNKS: Final = 65_536
 MIN_ALIGNMENT: Final = 4096
 CHUNK_BYTES: Final = 1 << 30

@@ -77,6 +77,14 @@ def test_a_block_under_another_name_is_missing() -> None:
     assert read(block_file, place(4), 1)[0] == "corrupt", "no record at all, where the index says that there is one"
 
 
+@pytest.mark.parametrize("other", [name(1)._replace(namespace=8), name(1)._replace(key_start=2)])
+def test_a_block_whose_name_only_has_an_equal_digest_is_missing(other: BlockName) -> None:
+    """Engines choose the keys, and can find two keys that have one digest in two namespaces."""
+    block_file = assigned(FakeFiles())
+    block_file.write(place(3), name(1), parts(1))
+    assert block_file.read(place(3), other, parts(0)) == "missing"
+
+
 @pytest.mark.parametrize("at", [3 * PLACE_BYTES, 3 * PLACE_BYTES + 4999, 3 * PLACE_BYTES + 8192 + 17])
 def test_a_flipped_bit_is_corruption(at: int) -> None:
     files = FakeFiles()
@@ -189,6 +197,16 @@ def test_a_header_that_was_written_in_part_costs_nothing() -> None:
     files.records[being_written + 8 : being_written + 40] = bytes(32)
     (chunk,) = opened(files).load().chunks
     assert digests_in(chunk) == {1: name(1).digest}
+
+
+def test_the_header_has_room_for_as_many_kinds_as_chunks() -> None:
+    random = Random(1)
+    chunks = {
+        chunk: ChunkEntry(random.getrandbits(32), PlaceKind(f"uid:{chunk}", f"{random.getrandbits(128):032x}", chunk))
+        for chunk in range(diskformat.MOST_CHUNKS)
+    }
+    header = diskformat.Header(1, len(chunks), diskformat.CHUNK_BYTES, PIECE, 0, False, BOOT, chunks)
+    assert len(header.pack()) <= diskformat.HEADER_BYTES
 
 
 def test_times_of_last_use_order_what_is_found() -> None:
