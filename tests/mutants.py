@@ -2423,6 +2423,13 @@ MUTANTS = [
         f"{DISK_TESTS}/test_blockfile.py::test_the_header_has_room_for_as_many_kinds_as_chunks",
     ),
     Mutant(
+        "a_part_of_a_block_may_lie_outside_of_its_extent",
+        f"{DISK}/diskchild.py",
+        "if not 0 <= offset < end <= len(mapped):",
+        "if False:",
+        f"{DISK_TESTS}/test_diskchild.py::test_a_part_that_does_not_lie_in_its_extent_is_not_lent",
+    ),
+    Mutant(
         "memory_that_no_process_gets_is_kept",
         f"{DISK}/pathchannel.py",
         "            if link is self._link:",
@@ -2993,6 +3000,13 @@ MUTANTS = [
         "    if of_fingerprint != _digest_again(fingerprint):\n",
         "    if of_fingerprint is None:\n",
         "tests/service/stores/mooncake/test_objectheader.py",
+    ),
+    Mutant(
+        "more_objects_are_placed_than_there_is_room_for",
+        "service/kvstow_service/stores/mooncake/objectbuffers.py",
+        "        if len(objects) > self._num_objects:\n",
+        "        if False:\n",
+        "tests/service/stores/mooncake/test_objectbuffers.py::test_more_objects_than_there_is_room_for_are_refused",
     ),
     Mutant(
         "addresses_outside_of_the_memory_are_taken",

@@ -67,14 +67,16 @@ class MappedExtents:
         self._unmap()
 
     def borrow(self, block: BlockAt) -> list[BlockPart]:
-        """Return the parts of a block, which stay mapped until `give_back`."""
+        """Return the parts of a block, which stay mapped until `give_back`. Raises `LookupError` unless each part lies
+        in a mapped extent, because a block that is cut off would be written as if it were whole."""
         with self._lock:
-            return [
-                BlockPart(
-                    memoryview(self._maps[extent])[offset : offset + padded(num_bytes, self._alignment)], num_bytes
-                )
-                for extent, offset, num_bytes in block.parts
-            ]
+            return [self._part(*part) for part in block.parts]
+
+    def _part(self, extent: int, offset: int, num_bytes: int) -> BlockPart:
+        mapped, end = self._maps[extent], offset + padded(num_bytes, self._alignment)
+        if not 0 <= offset < end <= len(mapped):
+            raise LookupError(f"extent {extent} has {len(mapped)} bytes, none at {offset} to {end}")
+        return BlockPart(memoryview(mapped)[offset:end], num_bytes)
 
     def give_back(self, parts: Sequence[BlockPart]) -> None:
         for part in parts:

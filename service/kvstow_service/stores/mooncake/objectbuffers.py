@@ -91,7 +91,7 @@ class ObjectBuffers:
 
     def __init__(self, store: MemoryRegistry, memory: ChildMemory, num_objects: int) -> None:
         """Reserve the room. It takes no memory until a batch uses it. Raises `RegistrationError`."""
-        self._memory = memory
+        self._memory, self._num_objects = memory, num_objects
         self._headers = Registered(store, -1, num_objects * HEADER_BYTES)
         self._staging = Registered(store, -1, num_objects * (STAGED_BYTES + HEADER_BYTES))
 
@@ -112,7 +112,9 @@ class ObjectBuffers:
 
     def place(self, objects: Sequence[SlotObject]) -> Pieces:
         """Return the pieces in which the objects of a batch will be. Raises `LookupError` for memory that is not
-        registered."""
+        registered, also if there is no room for that many objects."""
+        if len(objects) > self._num_objects:
+            raise LookupError(f"{len(objects)} objects, and room for {self._num_objects}")
         slots = [self._memory.address(part) for part in objects]
         addresses, sizes = list[list[int]](), list[list[int]]()
         for index, (part, slot) in enumerate(zip(objects, slots, strict=True)):

@@ -64,6 +64,15 @@ def changed_bytes(objects: Objects, num_bytes: int) -> None:
 
 
 @pytest.mark.parametrize("num_bytes", [4096, LARGE], ids=["copied", "in place"])
+def test_more_objects_than_there_is_room_for_are_refused(objects: Objects, num_bytes: int) -> None:
+    """Mooncake would write them behind the room."""
+    part = objects.part(0, num_bytes)
+    objects.buffers.place([part] * 4)
+    with pytest.raises(LookupError):
+        objects.buffers.place([part] * 5)
+
+
+@pytest.mark.parametrize("num_bytes", [4096, LARGE], ids=["copied", "in place"])
 def test_an_object_with_other_bytes_is_refused(objects: Objects, num_bytes: int) -> None:
     changed_bytes(objects, num_bytes)
 
