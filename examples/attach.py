@@ -9,6 +9,7 @@ import time
 
 import numpy as np
 
+from kvstow.attach.calls import Hold
 from kvstow.attach.connection import socket_path
 from kvstow.attach.engine import AttachedEngine
 from kvstow.attach.identity import GroupIdentity, NamespaceIdentity, PoolIdentity, RegionIdentity
@@ -59,11 +60,20 @@ def run(op):
     return ended[0].mark
 
 
-print("store:", run(step_until(lambda: answered(engine.begin_store(keys, range(BLOCKS))).op)))
+def store_missing():
+    """Store the blocks that the pool lacks, and return whether it has all of them. A pool gets its memory piece by
+    piece, so a store may find slots for a part of its blocks only."""
+    grant = answered(engine.begin_store(keys, range(BLOCKS)))
+    if grant.op:
+        print(f"store of {len(grant.op.blocks)} blocks:", run(grant.op))
+    return answered(engine.find(keys, hold=Hold.NOTHING)).leading == BLOCKS
+
+
+step_until(store_missing)
 before = kv.copy()
 kv[:] = 0
 hits = answered(engine.find(keys))
-print("load:", run(answered(engine.begin_load(hits.lease, range(hits.leading)))))
+print(f"load of {hits.leading} blocks:", run(answered(engine.begin_load(hits.lease, range(hits.leading)))))
 print("bytes:", "equal" if np.array_equal(kv, before) else "different")
 worker.close()
 engine.close()

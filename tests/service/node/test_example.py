@@ -19,4 +19,5 @@ def test_the_example_stores_and_loads(tmp_path: Path, child_environ: dict[str, s
         run = subprocess.run(command, env=child_environ, capture_output=True, text=True, timeout=60, check=False)
     finally:
         node.close()
-    assert (run.stdout, run.returncode) == ("store: done\nload: done\nbytes: equal\n", 0), run.stderr
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.endswith("load of 32 blocks: done\nbytes: equal\n")
