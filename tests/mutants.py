@@ -2432,8 +2432,8 @@ MUTANTS = [
     Mutant(
         "memory_that_no_process_gets_is_kept",
         f"{DISK}/pathchannel.py",
-        "            if link is self._link:",
-        "            if True:",
+        "        finally:\n            for fd in fds:",
+        "        if link is self._link:\n            for fd in fds:",
         f"{DISK_TESTS}/test_diskstore.py::test_memory_that_comes_while_a_child_ends_is_not_kept",
     ),
     Mutant(
