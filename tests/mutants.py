@@ -3002,6 +3002,13 @@ MUTANTS = [
         "tests/service/stores/mooncake/test_objectheader.py",
     ),
     Mutant(
+        "the_removal_of_memory_is_not_answered_after_the_end",
+        "service/kvstow_service/stores/mooncake/childchannel.py",
+        "self._ranges.pop(range_id, None)",
+        "self._ranges.pop(range_id)",
+        "tests/service/stores/mooncake/test_childchannel.py::test_memory_is_gone_once_the_channel_was_closed",
+    ),
+    Mutant(
         "more_objects_are_placed_than_there_is_room_for",
         "service/kvstow_service/stores/mooncake/objectbuffers.py",
         "        if len(objects) > self._num_objects:\n",

@@ -155,7 +155,9 @@ class ChildChannel:
 
     def remove_memory(self, range_id: int) -> None:
         with self._memory_lock:
-            removed = self._ranges.pop(range_id)
+            removed = self._ranges.pop(range_id, None)
+            if removed is None:  # the channel was closed, and so no process has it
+                return
             with suppress(TierUnavailableError), self._use() as child:
                 self._change_memory(child, RemoveMemory(range_id))
             os.close(removed.fd)

@@ -216,6 +216,15 @@ def test_a_process_that_does_not_give_memory_up_is_killed(stage: Stage) -> None:
     assert child.signalled.is_set()
 
 
+def test_memory_is_gone_once_the_channel_was_closed(stage: Stage) -> None:
+    """Whoever waits for its removal hears of it even if the service ends before."""
+    channel = stage.open()
+    memory = stage.range()
+    channel.add_memory(memory)
+    channel.close()
+    channel.remove_memory(memory.range_id)
+
+
 def test_memory_that_cannot_be_registered_stops_the_client(stage: Stage) -> None:
     stage.prepare = lambda child: setattr(child, "refuses_memory", True)
     channel = stage.open()
