@@ -13,7 +13,7 @@ from kvstow_api.auth import CALLER
 
 pytestmark = pytest.mark.anyio
 
-EVICT = "/v1/pools/host/evict"
+EVICT = "/v1/pools/host/evict?wait=30"
 LOOKUP = "/v1/lookup"
 JSON = {"Content-Type": "application/json"}
 

@@ -140,7 +140,7 @@ async def test_evict_removes_what_was_asked_for(
     ranks.store(keys[:4])
     clock.advance(5.0)
     ranks.store(keys[4:8])
-    answer = await client.post(f"{HOST}/evict", json=body)
+    answer = await client.post(f"{HOST}/evict?wait=30", json=body)
     assert answer.status_code == 200
     assert answer.json() == {**REMOVED, "evicted_slots": slots, "evicted_bytes": slots * SLOT_BYTES}
     assert ranks.engine.contains(keys[:8]).count(True) == 8 - slots
@@ -152,9 +152,9 @@ async def test_a_dry_run_counts_and_changes_nothing(
     client: httpx.AsyncClient, ranks: Any, keys: list[bytes], verb: str, body: dict[str, Any]
 ) -> None:
     ranks.store(keys[:4])
-    planned = (await client.post(f"{HOST}/{verb}", json={**body, "dry_run": True})).json()
+    planned = (await client.post(f"{HOST}/{verb}?wait=30", json={**body, "dry_run": True})).json()
     assert ranks.engine.lookup(keys[:4]) == 4
-    done = (await client.post(f"{HOST}/{verb}", json=body)).json()
+    done = (await client.post(f"{HOST}/{verb}?wait=30", json=body)).json()
     assert planned == {**done, "dry_run": True}
     assert done["evicted_slots"] >= 1
 
@@ -164,7 +164,7 @@ async def test_evict_spares_leased_blocks(
 ) -> None:
     ranks.store(keys[:4])
     ranks.lease(keys[:1])
-    assert (await client.post(f"{HOST}/evict", json={"slots": 16})).json()["evicted_slots"] == 3
+    assert (await client.post(f"{HOST}/evict?wait=30", json={"slots": 16})).json()["evicted_slots"] == 3
     assert engine.contains(keys[:4]) == [True, False, False, False]
 
 
@@ -194,7 +194,7 @@ async def test_purge_takes_its_selector(
     clock.advance(5.0)
     ranks.report()
     ranks.store(keys[3:4])
-    answer = await client.post(f"{HOST}/purge", json=body)
+    answer = await client.post(f"{HOST}/purge?wait=30", json=body)
     assert answer.status_code == 200
     if "bytes" in body:
         assert answer.json()["evicted_slots"] == engine.contains(keys[:4]).count(False) == 1

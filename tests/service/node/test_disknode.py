@@ -165,7 +165,7 @@ def test_what_is_purged_before_an_engine_comes_back_leaves_the_disk(service: Dis
     engine = service.attach(ONE_RANK)
     store_on_disk(service, engine, keys_of(0, 40))
     engine.workers[0].connection.close(Detach("done"))
-    eventually(lambda: not service.client.get("/v1/sessions").json()["items"], "the end of the session")
+    service.wait_for_sessions(0)
     service.close_engines()
     service.kill_service()
     service.start()
@@ -173,9 +173,11 @@ def test_what_is_purged_before_an_engine_comes_back_leaves_the_disk(service: Dis
     assert service.part()["blocks"] == 40
     path = f"/v1/pools/{pool['name']}"
     if how == "delete":
+        eventually(lambda: service.client.get(path).json()["sessions"] == 0, "the end of the recovered session")
         assert service.client.delete(path).json() == {"stored_blocks": 40, "notice": ""}
     else:
-        assert service.client.post(f"{path}/purge", json={"all": True}).json()["stored_blocks"] == 40
+        purged = service.client.post(f"{path}/purge?wait=30", json={"all": True}).json()
+        assert purged["stored_blocks"] == 40
     assert service.part()["blocks"] == 0
     data = service.disk / "kvstow" / "data"
     eventually(lambda: not any(data.read_bytes()), "zeros in place of the blocks")
