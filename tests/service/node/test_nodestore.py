@@ -23,6 +23,7 @@ from kvstow.attach.identity import FleetWeights
 from kvstow.control import pooltier
 from kvstow.hints import Hints, context_id
 from kvstow.keys import make_key
+from kvstow.tier.blockstore import Purged
 from kvstow_service.node.node import Node
 from kvstow_service.node.tier.nodestore import NodeStore
 
@@ -246,14 +247,14 @@ def test_the_answer_to_a_deletion_waits_for_the_store(make_node: MakeNode, engin
     leave(engine)
     eventually(lambda: not node.host.sessions(), "the end of the session")
     store_of(node).held = {"purge"}
-    deleting = threading.Thread(target=node.delete_pool, args=(only_pool(node).name,))
+    name, answers = only_pool(node).name, list[Purged]()
+    deleting = threading.Thread(target=lambda: answers.append(node.delete_pool(name)))
     deleting.start()
     eventually(lambda: store_of(node).pools[0].removals, "what the store was asked for")
-    assert deleting.is_alive()
     assert not node.host.pools()
     store_of(node).release()
     deleting.join(30)
-    assert not deleting.is_alive()
+    assert [answer.notice for answer in answers] == [""], "it did not wait"
 
 
 def test_the_answer_to_a_reset_waits_for_the_store(make_node: MakeNode, engines: Engines) -> None:
