@@ -36,7 +36,7 @@ class DiskService:
 
     def __init__(self, folder: Path, disk: Path) -> None:
         self._folder = folder
-        self._real = RealService(folder)
+        self.real = RealService(folder)
         self.disk = disk
         try:
             os.close(open_folder(self.disk))
@@ -48,7 +48,7 @@ class DiskService:
     def start(self, *options: str, waits: bool = True) -> None:
         state = ("--state", str(self._folder / "state"))
         disk = ("--disk", str(self.disk), "--disk-size", "64MiB")
-        self.client = self._real.serve(*MEMORY, *disk, *state, *options)
+        self.client = self.real.serve(*MEMORY, *disk, *state, *options)
         if waits:
             self.wait_for_disk()
 
@@ -67,7 +67,7 @@ class DiskService:
         return part
 
     def attach(self, hello: Any = NAMED) -> RawEngine:
-        self.engines.append(RawEngine(self._real.socket, hello))
+        self.engines.append(RawEngine(self.real.socket, hello))
         self.engines[-1].scheduler.send(Prefill((0.01, 0.0, 0.0)))  # so slow that every read pays
         return self.engines[-1]
 
@@ -78,13 +78,13 @@ class DiskService:
             for entry in os.listdir("/proc")
             if entry.isdecimal()
             and b"kvstow_service.stores.disk.diskchild" in command_of(int(entry))
-            and parent_of(int(entry)) == self._real.process.pid
+            and parent_of(int(entry)) == self.real.process.pid
         )
         return pid
 
     def kill_service(self) -> None:
-        self._real.process.send_signal(signal.SIGKILL)
-        self._real.process.wait()
+        self.real.process.send_signal(signal.SIGKILL)
+        self.real.process.wait()
 
     def kill(self) -> None:
         """The service, its keeper and its engines."""
@@ -93,8 +93,8 @@ class DiskService:
         self.close_engines()
 
     def stop(self) -> int:
-        self._real.process.send_signal(signal.SIGTERM)
-        return self._real.process.wait(60)
+        self.real.process.send_signal(signal.SIGTERM)
+        return self.real.process.wait(60)
 
     def close_engines(self) -> None:
         for engine in self.engines:
@@ -103,7 +103,7 @@ class DiskService:
 
     def close(self) -> None:
         self.close_engines()
-        self._real.running.close()
+        self.real.running.close()
         end_keeper(self._folder / "state")
 
 
@@ -162,11 +162,11 @@ def test_blocks_survive_a_service_that_stops_its_keeper_and_engines(service: Dis
 @pytest.mark.parametrize("how", ["purge", "delete"])
 def test_what_is_purged_before_an_engine_comes_back_leaves_the_disk(service: DiskService, how: str) -> None:
     service.start()
-    engine = service.attach(ONE_RANK)
-    store_on_disk(service, engine, keys_of(0, 40))
-    engine.workers[0].connection.close(Detach("done"))
+    process, _ = service.real.engine("--one-rank", "--weights", "digest 1", "--store", 39)  # and one more
+    eventually(lambda: service.part()["counters"]["written_blocks"] == 40, "the writes")
+    process.kill()
+    process.wait()
     service.wait_for_sessions(0)
-    service.close_engines()
     service.kill_service()
     service.start()
     (pool,) = service.client.get("/v1/pools").json()["items"]
