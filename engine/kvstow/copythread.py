@@ -129,7 +129,7 @@ class CopyThread:
     `on_failure` is called on this thread after it has failed.
 
     Thread-safe. `_turn` is taken before `_lock`. Only the thread that holds `_turn` calls the device, sets `_defect`
-    and takes ops out of those that run. That is this thread, or one that calls `drive`. It needs no `_lock` to call the
+    and removes running ops. That is this thread, or a thread that calls `drive`. It needs no `_lock` to call the
     device, to set `_defect`, or to copy the lists of running ops. `_lock` guards all other uses of the fields, except
     for `_driven_at`.
     """

@@ -111,7 +111,7 @@ def test_requests_that_go_on_at_its_end_have_none(made: Recording, clock: FakeCl
 
 def test_of_many_running_requests_the_oldest_have_no_end(made: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recording, "MOST_OPEN", 10)
-    for _ in range(2):  # those that have ended leave no trace
+    for _ in range(2):  # the requests of the first round have ended and leave no trace
         for number in range(12):
             made.add(number, keys(number), 0, None, 101.0 + number)
         assert [line["timestamp"] for line in lines(made)] == [1000, 2000]

@@ -400,7 +400,7 @@ class Node:
 
     @property
     def pools(self) -> dict[str, BookedPool]:
-        """Those that have not been removed."""
+        """The pools that have not been removed."""
         found: dict[str, BookedPool] = {}
         for name in self.owners:
             with suppress(NotFoundError):

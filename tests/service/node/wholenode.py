@@ -20,7 +20,7 @@ def ample_memory(folder: Path) -> MemoryLimits:
 
 
 def whole_node(folder: Path, *, extents: int = 8, socket: str = "attach", **options: Any) -> Node:
-    """A node that has yet to start. `options` are settings, but for those that `Node` takes itself."""
+    """A node that was not started yet. `options`: settings, and arguments of `Node`."""
     given = {name: options.pop(name) for name in ("store", "clock", "on_failure") if name in options}
     settings = Settings(
         memory=extents * EXTENT,

@@ -19,7 +19,7 @@ _RATE_SECONDS = 4.0
 
 
 class Outstanding:
-    """Calls `then` once nobody has anything left to do for it. Used with the store's lock held."""
+    """Counts what each party still has to do, and calls `then` when nothing is left. Used under the store's lock."""
 
     def __init__(self, then: Callable[[], object]) -> None:
         self._then = then
@@ -29,13 +29,13 @@ class Outstanding:
         self._left[who] += 1
 
     def done(self, who: object) -> None:
-        """Note that somebody has done one thing. Those that have given up have nothing left to do."""
+        """Note that a party has done one thing. Does nothing if the party has given up."""
         if self._left[who]:
             self._left[who] -= 1
             self._end()
 
     def give_up(self, who: object) -> None:
-        """Wait for this one no longer."""
+        """Stop waiting for this party."""
         if self._left.pop(who, 0):
             self._end()
 

@@ -195,7 +195,7 @@ class MooncakeBlocks:
             job.pool.end(job, moved)
 
     def _move(self, kind: Kind, job: _Job) -> Sequence[int]:
-        """Move a job's blocks. Returns the indices of those that were moved."""
+        """Move a job's blocks. Returns the indices of the moved blocks."""
         transfer, pool = job.transfer, job.pool
         if self.is_closed or pool.is_cancelled(transfer.op_id):
             return ()

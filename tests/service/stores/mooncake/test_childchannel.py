@@ -217,7 +217,7 @@ def test_a_process_that_does_not_give_memory_up_is_killed(stage: Stage) -> None:
 
 
 def test_memory_is_gone_once_the_channel_was_closed(stage: Stage) -> None:
-    """Whoever waits for its removal hears of it even if the service ends before."""
+    """A caller that waits for the removal is answered even if the channel is closed first."""
     channel = stage.open()
     memory = stage.range()
     channel.add_memory(memory)
