@@ -800,7 +800,7 @@ MUTANTS = [
     Mutant(
         "a_list_of_keys_is_unpacked_in_one_call",
         "engine/kvstow/attach/wire.py",
-        "_PIECE = 256",
+        "_PIECE = 1024",
         "_PIECE = 1 << 15",
         "tests/engine/attach/test_messages.py::test_keys_are_unpacked_in_steps_of_1024",
     ),
@@ -837,7 +837,7 @@ MUTANTS = [
     Mutant(
         "a_lookup_is_one_slice",
         "service/kvstow_service/node/pools/nodesession.py",
-        "    return [items[start : start + CALL_SLICE] for start in range(0, len(items), CALL_SLICE)]",
+        "    return [items[start : start + size] for start in range(0, len(items), size)]",
         "    return [items]",
         "tests/service/node/test_nodehost.py::test_a_lookup_in_slices_finds_and_holds_the_same",
     ),

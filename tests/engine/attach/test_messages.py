@@ -233,10 +233,10 @@ def test_a_list_has_65_536_items_at_most() -> None:
     most = [b"key"] * (1 << 16)
     assert len(calls.Lookup.unpack(calls.Lookup(most).pack()).keys) == 1 << 16
     for kind in (calls.Lookup, calls.LookupPrompt):
-        with pytest.raises(ProtocolError, match=r"length <= 256 - at `\$\[1\]`"):  # pieces of 256 keys
+        with pytest.raises(ProtocolError, match=r"length <= 64 - at `\$\[1\]`"):  # pieces of 1,024 keys
             kind.unpack(kind([*most, b"key"]).pack())
-    with pytest.raises(ProtocolError, match="length <= 256"):
-        calls.Lookup.unpack(in_pieces(calls.Lookup([]).pack(), [b"key"] * 257))
+    with pytest.raises(ProtocolError, match="length <= 1024"):
+        calls.Lookup.unpack(in_pieces(calls.Lookup([]).pack(), [b"key"] * 1025))
     with pytest.raises(ProtocolError, match="length <= 4096"):
         calls.Release.unpack(calls.Release((1,) * 4097).pack())
 

@@ -348,7 +348,7 @@ def test_a_lookup_in_slices_finds_and_holds_the_same(
 
     whole = found_and_held()
     asked.clear()
-    monkeypatch.setattr(nodesession, "CALL_SLICE", 4)
+    monkeypatch.setattr(nodesession, "LOOKUP_SLICE", 4)
     assert found_and_held() == whole
     assert max(asked) <= 4
 
@@ -360,7 +360,7 @@ def test_a_lookup_of_a_session_that_has_ended_meanwhile_finds_nothing_and_is_no_
     """One of its processes has ended, and its scheduler goes on asking; or it ends between two slices."""
     engine = grown(bench)
     engine.store(1, 2, 3)
-    monkeypatch.setattr(nodesession, "CALL_SLICE", 2)
+    monkeypatch.setattr(nodesession, "LOOKUP_SLICE", 2)
     steps = engine.session.lookup_in_steps(Lookup([key_of(number) for number in (1, 2, 3)], hold, counted=False))
     next(steps)
     engine.session.control.lose("a test")

@@ -45,7 +45,7 @@ from kvstow_service.admin.sockets import bind_unix, file_id, require_folder
 from kvstow_service.node.attach.clients import AttachTally, ClientConnection, Clients, client_limit
 from kvstow_service.node.attach.sessionlife import SessionLife, described
 from kvstow_service.node.nodehost import NodeHost
-from kvstow_service.node.pools.nodesession import CALL_SLICE, Later, Member, NodeSession, Steps
+from kvstow_service.node.pools.nodesession import CALL_SLICE, LOOKUP_SLICE, Later, Member, NodeSession, Steps
 from kvstow_service.process.switchinterval import short_switch_interval
 
 logger = logging.getLogger("kvstow.attach")
@@ -68,7 +68,7 @@ _TURN_SECONDS = 0.001
 may take longer."""
 _PAUSED_ABOVE_BYTES = 1 << 20
 """If a client has left more bytes than this unread, the server stops reading from it."""
-_UNPACKED_AT_ONCE_BYTES = 32 << 10
+_UNPACKED_AT_ONCE_BYTES = 64 << 10
 """Longer messages are unpacked in pieces. Other clients have their turns between them."""
 _LAST_READS = 64
 """How many times the server reads from a client that has disconnected, at most. That is more than enough to empty its
@@ -141,7 +141,7 @@ def _answer(
 def _steps_of_long(session: NodeSession, call: Message, later: Later | None) -> Steps[Message | None] | None:
     """Return the steps of a call with more items than are handled at once, or None for any other call."""
     match call:
-        case Lookup(keys) | LookupPrompt(keys) if len(keys) > CALL_SLICE:
+        case Lookup(keys) | LookupPrompt(keys) if len(keys) > LOOKUP_SLICE:
             return session.lookup_in_steps(call, later)
         case Release(lease_ids) if len(lease_ids) > CALL_SLICE:
             return session.release_in_steps(lease_ids)

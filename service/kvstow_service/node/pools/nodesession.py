@@ -129,6 +129,9 @@ class MemoryWaits:
 
 CALL_SLICE = 256
 """How many items of a call are handled before other clients have their turn."""
+LOOKUP_SLICE = 1024
+"""How many keys are looked up before other clients have their turn. It is higher than `CALL_SLICE`, because a look-up
+takes a fraction of the time of other calls, and a prompt of ordinary length should not have to wait between turns."""
 _R = TypeVar("_R")
 _Item = TypeVar("_Item")
 Steps = Generator[None, None, _R]
@@ -145,8 +148,10 @@ def result_of(steps: Steps[_R]) -> _R:
             return result
 
 
-def _parts(items: Sequence[_Item]) -> list[Sequence[_Item]]:
-    return [items[start : start + CALL_SLICE] for start in range(0, len(items), CALL_SLICE)]
+def _parts(items: Sequence[_Item], size: int) -> list[Sequence[_Item]]:
+    if len(items) <= size:
+        return [items] if items else []
+    return [items[start : start + size] for start in range(0, len(items), size)]
 
 
 _OPS_PER_FRAME = 10_000
@@ -302,7 +307,7 @@ class NodeSession(MemoryHolder):
         if later is None or call.hold == Hold.ALL:
             return (yield from self._find(call))
         slots: list[int] = []
-        for part in _parts(call.keys):
+        for part in _parts(call.keys, LOOKUP_SLICE):
             slots += self.control.out_of_reach(part)
             yield
         if slots:
@@ -353,7 +358,7 @@ class NodeSession(MemoryHolder):
         leases: list[Lease] = []
         runs: list[KeyRun] = []
         num_found = 0
-        for start, part in zip(range(0, len(keys), CALL_SLICE), _parts(keys), strict=True):
+        for start, part in zip(range(0, len(keys), LOOKUP_SLICE), _parts(keys, LOOKUP_SLICE), strict=True):
             if start:
                 yield
             most = min(len(keys), control.leases.max_slots)  # a session that has ended between two steps has no limit
@@ -387,7 +392,7 @@ class NodeSession(MemoryHolder):
         result_of(self.release_in_steps(lease_ids))
 
     def release_in_steps(self, lease_ids: Sequence[int]) -> Steps[None]:
-        for part in _parts(lease_ids):
+        for part in _parts(lease_ids, CALL_SLICE):
             self.control.release_leases(part)
             self._free_owed()
             yield

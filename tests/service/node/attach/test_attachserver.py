@@ -387,7 +387,7 @@ def test_a_call_with_many_keys_is_unpacked_between_the_turns_of_others(
     seen: list[int] = []
     monkeypatch.setattr(FakeSession, "admit", lambda session, call: seen.append(refused["malformed"]))
     with node.standing_still():
-        greedy.send(Kind.ADMIT, Admit(0, [b"key"] * 10_000 + [b""], (0, 0)).pack())
+        greedy.send(Kind.ADMIT, Admit(0, [b"key"] * 20_000 + [b""], (0, 0)).pack())
         other.send(Admit(0, [], (0, 0)))
     wait_until(lambda: refused["malformed"] == 1)
     wait_until(lambda: len(seen) == 1)
