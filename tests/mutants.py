@@ -842,6 +842,20 @@ MUTANTS = [
         "tests/service/node/test_nodehost.py::test_a_lookup_in_slices_finds_and_holds_the_same",
     ),
     Mutant(
+        "a_lookup_of_1000_keys_takes_four_turns",
+        "service/kvstow_service/node/pools/nodesession.py",
+        "LOOKUP_SLICE = 1024",
+        "LOOKUP_SLICE = 256",
+        "tests/service/node/test_nodehost.py::test_a_prompt_of_16_000_tokens_is_looked_up_in_one_turn",
+    ),
+    Mutant(
+        "keys_of_an_ordinary_prompt_are_unpacked_in_turns",
+        "service/kvstow_service/node/attach/attachserver.py",
+        "_UNPACKED_AT_ONCE_BYTES = 64 << 10",
+        "_UNPACKED_AT_ONCE_BYTES = 32 << 10",
+        "tests/service/node/test_nodehost.py::test_a_prompt_of_16_000_tokens_is_looked_up_in_one_turn",
+    ),
+    Mutant(
         "a_lookup_of_a_session_that_has_ended_is_an_error",
         "service/kvstow_service/node/pools/nodesession.py",
         "            most = min(len(keys), control.leases.max_slots)",

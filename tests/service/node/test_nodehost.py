@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
@@ -13,13 +14,18 @@ from tests.service.node.rawengine import HELLO, key_of
 from tests.service.node.wholenode import EXTENT
 
 from kvstow.attach.calls import ExtentSlots, Found, Hold, Lookup
+from kvstow.attach.channel import Frame
 from kvstow.attach.hello import TRANSIENT_REFUSALS, Hello
+from kvstow.attach.wire import Kind
 from kvstow.control.namespaces import KeyMap
 from kvstow.errors import AttachRefusedError, ConflictError, InvalidRequestError, NotFoundError
+from kvstow.keys import make_key
 from kvstow.results import NO_LEASE
 from kvstow_service.node import nodehost
+from kvstow_service.node.attach.attachserver import answer_to
 from kvstow_service.node.nodehost import NodeHost
 from kvstow_service.node.pools import nodesession
+from kvstow_service.node.pools.nodesession import Member
 
 
 def test_a_worker_whose_descriptors_cannot_be_sent_gets_them_later(bench: HostBench) -> None:
@@ -317,6 +323,18 @@ def test_at_the_end_workers_are_asked_to_let_go_of_all_memory_and_get_none(bench
         rank: set(grants) for rank, grants in first.grants.items()
     }
     assert late.grants == {}
+
+
+def test_a_prompt_of_16_000_tokens_is_looked_up_in_one_turn(bench: HostBench) -> None:
+    """In several turns, a look-up took twice the time."""
+    engine = grown(bench)
+    engine.store(1)
+    hashes = (hashlib.sha256(bytes([number % 256, number // 256])).digest() for number in range(999))
+    call = Lookup([key_of(1), *(make_key(0, block_hash) for block_hash in hashes)], counted=False)
+    member = Member(engine.session, engine.hello, engine.peer())
+    found = answer_to(bench.host, member, Frame(Kind.LOOKUP, 1, call.pack()))
+    assert isinstance(found, Found), "not a call that goes on in the next turn"
+    assert [tuple(run) for run in found.runs] == [(0, 1)]
 
 
 @pytest.mark.parametrize("hold", Hold)
