@@ -73,7 +73,7 @@ class KeyMap:
         reads memory in order and computes no hash: a lookup among a million slots is three times as fast as with the
         dictionary alone.
         """
-        key_of, get = self._slot_keys.key_of, self.get
+        get = self.get
         if len(keys) < _SHORT:
             few: list[int] = []
             for key in keys:
@@ -83,28 +83,30 @@ class KeyMap:
                 few.append(slot)
             return [few] if few else []
         runs: list[Sequence[int]] = []
-        at, last, last_slot = 0, len(keys) - 1, len(key_of) - 1
-        while at <= last:
+        at, run = 0, 1
+        while at < len(keys):
             slot = get(keys[at])
             if slot is None or slot < 0:
                 break
-            run = 1
-            if at < last and slot < last_slot and key_of[slot + 1] == keys[at + 1]:
-                run = self._run_length(keys, at, slot)
-                if self._slot_keys.has_namespaces:
-                    run = self._length_of_own(slot, run)
+            run = self._run_length(keys, at, slot, max(run, _SHORT))
+            if run > 1 and self._slot_keys.has_namespaces:
+                run = self._length_of_own(slot, run)
             runs.append(range(slot, slot + run))
             at += run
         return runs
 
-    def _run_length(self, keys: Sequence[bytes], at: int, slot: int) -> int:
-        """Return how many keys from `at` on are in the slots from `slot` on. The first two are."""
-        run = window = 2
-        while run == window and at + run < len(keys):  # the whole window matched: try one four times as long
-            window = min(4 * window, len(keys) - at)
-            wanted, found = keys[at + run : at + window], self._slot_keys.key_of[slot + run : slot + window]
-            same = wanted == found  # three times as fast as the search for a difference
-            run = window if same else next(compress(count(run), map(ne, wanted, found)), run + len(found))
+    def _run_length(self, keys: Sequence[bytes], at: int, slot: int, window: int) -> int:
+        """Return how many keys from `at` on are in the slots from `slot` on. The first one is. `window` says how many
+        keys to compare first; the length of the run before is a good guess."""
+        key_of = self._slot_keys.key_of
+        most = min(len(keys) - at, len(key_of) - slot)
+        run = 1
+        while run < most and key_of[slot + run] == keys[at + run]:
+            end = min(run + window, most)
+            wanted, found = keys[at + run : at + end], key_of[slot + run : slot + end]
+            if wanted != found:  # this is three times as fast as the search for the difference
+                return run + next(compress(count(), map(ne, wanted, found)))
+            run, window = end, 4 * window
         return run
 
     def _length_of_own(self, slot: int, length: int) -> int:
@@ -145,8 +147,11 @@ class KeyMap:
     def get(self, key: bytes) -> int | None:
         """Return the slot of a visible key. For a key that is being stored, return the complement of its slot, which is
         negative. None for any other key."""
-        key_of = self._slot_keys.key_of
-        for slot in self._table.slots(hash(key) ^ self._mix):
+        key_of, hashed = self._slot_keys.key_of, hash(key) ^ self._mix
+        slot = self._table.get(hashed)
+        if slot is None or key_of[slot] == key:  # nearly always
+            return slot
+        for slot in self._table.slots(hashed):
             found = key_of[slot]
             if found is None:  # only the hash says that it is this key; if it is another, a store is left out
                 return ~slot
