@@ -178,7 +178,8 @@ class Session:
         """Count one lookup of `queried` blocks with `hits` hits."""
         pool = self.pool
         with pool.lock:
-            pool.counters.count_lookup(queried, hits, self._lease_refusal(pool.clock()))
+            refusal = self._lease_refusal(pool.clock()) if hits < queried else None
+            pool.counters.count_lookup(queried, hits, refusal)
             self.namespace.lookups.add(queried, hits)
 
     def lease(self, keys: Sequence[bytes]) -> Lease | None:
