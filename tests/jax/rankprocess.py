@@ -14,7 +14,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from tests.jax.rank import JaxRank
 
-from kvstow.devices.jax.hostcopies import CopyJob
+from kvstow.devices.jax.hostcopies import CopyJob, RangeCopier
 from kvstow.devices.jax.programs import DevicePrograms
 from kvstow.messages import Completion, DesiredState, LoadLaunch, Op, RankReport, StagedLoad, StepPlan
 from kvstow_service.replay.processes import Pipe
@@ -103,14 +103,13 @@ class RankProcess:
         self.launches += 1
 
     def _gate(self) -> None:
-        copier = self.rank.copier
-        original = copier.start
+        original = RangeCopier.start
 
-        def start(ranges: Any) -> CopyJob:
+        def start(copier: RangeCopier, ranges: Any) -> CopyJob:
             self.may_copy.wait(60)
-            return original(ranges)
+            return original(copier, ranges)
 
-        copier.start = start  # type: ignore[method-assign]
+        RangeCopier.start = start  # type: ignore[assignment, method-assign]
 
     def step(self, step: Step) -> Outcome:
         rank = self.rank
@@ -127,7 +126,6 @@ class RankProcess:
             self.is_booting = True
             rank.boot()
             self.is_booting = False
-            self._gate()
         for op_id in step.loaded:
             op, contents = self.loads[op_id]
             for block, (store, place) in zip(op.blocks, contents, strict=True):

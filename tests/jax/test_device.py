@@ -5,7 +5,9 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,9 +16,9 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from tests.jax.rank import DEADLINE, JaxRank, mesh
 
-from kvstow.devices.jax import ArrayCell, JaxDevice, JaxOptions, ShardedKV, deviceloads, devicestores
-from kvstow.devices.jax.devicestores import StoreTicket
-from kvstow.devices.jax.hostcopies import CopyJob, wait_until
+from kvstow.devices.jax import ArrayCell, JaxDevice, JaxOptions, ShardedKV, device, deviceloads, devicestores
+from kvstow.devices.jax.devicestores import DeviceStores, StoreTicket
+from kvstow.devices.jax.hostcopies import CopyJob, RangeCopier, wait_until
 from kvstow.devices.jax.programs import DevicePrograms, buckets_up_to, copies_rows, pieces_of
 from kvstow.errors import ConfigError, CopyError
 from kvstow.messages import LoadLaunch, Op, StepPlan
@@ -26,6 +28,8 @@ pytestmark = pytest.mark.jax
 MakeRank = Callable[..., JaxRank]
 of_both_memories = pytest.mark.parametrize("host_memory", ["plain", "pinned"])
 DEVICES = len(jax.devices())
+BUFFERS = 8
+"""How many loads of one size a device has memory for."""
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +39,16 @@ def shared_ranks() -> Iterator[dict[str, JaxRank]]:
     yield ranks
     for rank in ranks.values():
         rank.close()
+
+
+def check_round_trip(rank: JaxRank, blocks: Sequence[int], targets: Sequence[int]) -> None:
+    """Store these blocks, have the model write them, and load what was stored to the targets."""
+    before = rank.blocks(blocks)
+    rank.done(rank.store(blocks, blocks))
+    rank.overwrite(blocks)
+    rank.done(rank.load(targets, blocks))
+    rank.put(targets, before)
+    assert rank.wrong_elements() == 0
 
 
 @of_both_memories
@@ -107,7 +121,7 @@ def test_a_load_writes_after_older_steps_and_before_later_ones(make_rank: MakeRa
         op = rank.load([8, 9], [0, 1])
         rank.overwrite([8, 9])  # an older step: the load is not launched yet
         rank.put([8, 9], before)
-        rank.wait_until(rank.loads.news.__len__)
+        rank.wait_until(partial(rank.has_staged, op))
         rank.turn()
         rank.overwrite([9])
         rank.done(op)
@@ -155,13 +169,11 @@ def test_a_buffer_is_written_again_only_when_no_program_reads_it(
     rank.done(rank.store(range(24), range(24)))
     rank.overwrite(range(24))
     loads = [rank.load([block], [23 - block]) for block in range(24)]  # more than there are buffers
-    in_buffers = len(rank.loads._free[rank.loads._buckets[0]])
-    assert in_buffers < len(loads)
     launched = launches(monkeypatch)
-    rank.wait_until(lambda: len(launched) >= in_buffers, rank.turn)
+    rank.wait_until(lambda: len(launched) >= BUFFERS, rank.turn)
     rank.done(rank.store([5], [30]))  # the copy thread has made turns meanwhile
     rank.turn()
-    assert launched == [*(("scatter", (block,)) for block in range(in_buffers)), ("gather", (5,))]
+    assert launched == [*(("scatter", (block,)) for block in range(BUFFERS)), ("gather", (5,))]
     witness.ready = True
     rank.done(*loads)
     rank.put(range(24), [content[::-1] for content in contents])
@@ -181,12 +193,13 @@ def test_a_load_is_written_in_place(make_rank: MakeRank) -> None:
     assert places() == before
 
 
-def test_nothing_is_compiled_after_the_registration_and_16_programs_on_a_device_are_enough(make_rank: MakeRank) -> None:
-    rank = make_rank(num_blocks=300, layers=[(1, 4)], num_slots=300, piece_bytes=1 << 20)
-    assert rank.device._most == 256
-    buckets = 4 if copies_rows(rank.kv) else 8
-    for programs in rank.stores._programs:
-        assert len(programs._gathers) == len(programs._scatters) == buckets
+def test_nothing_is_compiled_after_the_registration_and_16_programs_on_a_device_are_enough(
+    make_rank: MakeRank, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", "kvstow.jax"):
+        rank = make_rank(num_blocks=300, layers=[(1, 4)], num_slots=300, piece_bytes=1 << 20)
+    programs = 8 if copies_rows(rank.kv) else 16
+    assert f"compiled {programs} programs for each of {DEVICES} devices" in caplog.text
     rank.overwrite([1])
     compiled: list[str] = []
 
@@ -234,12 +247,11 @@ def test_another_thread_may_not_launch(make_rank: MakeRank) -> None:
         rank.plane.submit(StepPlan((Op(101, "store", (1,), (1,)), Op(102, "load", (1,), (1,)))))
         rank.turn()
         for call in (lambda: rank.device.gather([1]), lambda: rank.device.expect(103, 1)):
-            with pytest.raises(CopyError, match="thread other may not launch programs"):
+            with pytest.raises(CopyError, match="thread other_0 may not launch programs"):
                 call()
 
-    other = threading.Thread(target=work, name="other")
-    other.start()
-    other.join()
+    with ThreadPoolExecutor(1, "other") as other:
+        other.submit(work).result()
     for op in (load, Op(101, "store", (), ()), Op(102, "load", (), ())):
         assert "may not launch" in rank.failure(op)
     assert rank.cell.peek() is before
@@ -248,19 +260,13 @@ def test_another_thread_may_not_launch(make_rank: MakeRank) -> None:
 def test_a_host_that_has_changed_its_thread_launches_there(make_rank: MakeRank) -> None:
     """Ray registers the KV cache on one thread, and makes steps on another."""
     rank = make_rank()
-    before = rank.blocks([3])
 
     def work() -> None:
         rank.device.follow_host()
-        rank.done(rank.store([3], [3]))
-        rank.overwrite([3])
-        rank.done(rank.load([3], [3]))
+        check_round_trip(rank, [3], [3])
 
-    other = threading.Thread(target=work, name="other")
-    other.start()
-    other.join()
-    rank.put([3], before)
-    assert rank.wrong_elements() == 0
+    with ThreadPoolExecutor(1) as other:
+        other.submit(work).result()
     with pytest.raises(CopyError, match="MainThread may not launch programs"):
         rank.device.gather([1])
 
@@ -285,12 +291,7 @@ def test_no_other_thread_gives_jax_work(make_rank: MakeRank, monkeypatch: pytest
     try:
         rank = make_rank(host_memory=host_memory, layers=[(16, 16, 128)] * 4, piece_bytes=2 << 20)
         for _ in range(3):
-            before = rank.blocks(range(24))
-            rank.done(rank.store(range(24), range(24)))
-            rank.overwrite(range(24))
-            rank.done(rank.load(range(24), range(24)))
-            rank.put(range(24), before)
-        assert rank.wrong_elements() == 0
+            check_round_trip(rank, range(24), range(24))
     finally:
         threading.setprofile(None)
     assert {"kvstow-copy-0", "kvstow-memcpy"} <= threads
@@ -309,13 +310,10 @@ def test_where_jax_does_not_tell_addresses_the_host_s_thread_asks_for_the_bytes(
         original(self)
 
     monkeypatch.setattr(array_type, "copy_to_host_async", copy)
-    rank = make_rank(host_memory="pinned")
-    monkeypatch.setattr(rank.stores, "_addressable", False)
-    before = rank.blocks([1, 2])
-    rank.done(rank.store([1, 2], [1, 2]))
-    rank.done(rank.load([3, 4], [1, 2]))
-    rank.put([3, 4], before)
-    assert rank.wrong_elements() == 0
+    monkeypatch.setattr(
+        device, "DeviceStores", lambda *parts, **how: DeviceStores(*parts, **how | {"addressable": False})
+    )
+    check_round_trip(make_rank(host_memory="pinned"), [1, 2], [3, 4])
     assert asked == [threading.current_thread().name] * DEVICES
 
 
@@ -355,19 +353,18 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[int, ...]
 
 
 class Gate:
-    """Holds the copies of a rank. It opens when the host's thread has begun to wait, or with `open`."""
+    """Holds all copies. It opens when the host's thread has begun to wait, or with `open`."""
 
-    def __init__(self, rank: JaxRank, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.has_waited = False
         self._may_copy = threading.Event()
-        copier = rank.copier
-        start = copier.start
+        start = RangeCopier.start
 
-        def gated(ranges: Any) -> CopyJob:
+        def gated(copier: RangeCopier, ranges: Any) -> CopyJob:
             assert self._may_copy.wait(DEADLINE)
-            return start(ranges)
+            return start(copier, ranges)
 
-        monkeypatch.setattr(copier, "start", gated)
+        monkeypatch.setattr(RangeCopier, "start", gated)
         for module in (deviceloads, devicestores):
             monkeypatch.setattr(module, "wait_until", self._wait_until)
 
@@ -390,7 +387,7 @@ def test_a_load_that_is_not_ready_is_waited_for_in_the_step_that_names_it(
     before = rank.blocks([1, 2])
     rank.done(rank.store([1, 2], [1, 2]))
     launched.clear()
-    gate = Gate(rank, monkeypatch)
+    gate = Gate(monkeypatch)
     op = rank.load([3, 4], [1, 2])
     rank.plane.submit(StepPlan(launches=(LoadLaunch(op.op_id, 2, 0, 1),)))
     assert gate.has_waited
@@ -404,9 +401,9 @@ def test_a_store_beyond_the_memory_in_flight_is_waited_for_in_its_step(
     make_rank: MakeRank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launched = launches(monkeypatch)
-    rank = make_rank(bytes_in_flight=1)  # a piece at a time
+    rank = make_rank(bytes_in_flight=1)  # a piece at a time, though each is larger than that
     before = rank.blocks(range(24))
-    gate = Gate(rank, monkeypatch)
+    gate = Gate(monkeypatch)
     op = rank.store(range(24), range(24))
     assert gate.has_waited
     assert len(launched) == 6
@@ -424,7 +421,7 @@ def test_a_load_that_fails_here_is_launched_and_writes_nothing(
     rank.done(rank.store(range(8), range(8)))
     launched = launches(monkeypatch)
     with monkeypatch.context() as patch:
-        patch.setattr(rank.copier, "start", lambda _: 1 // 0)
+        patch.setattr(RangeCopier, "start", lambda *_: 1 // 0)
         failed = rank.load(range(8, 16), range(8))
         assert "ZeroDivisionError" in rank.failure(failed)
     assert launched == []
@@ -502,21 +499,17 @@ def test_no_piece_of_a_long_load_is_sent_in_a_larger_buffer(
 ) -> None:
     rank = make_rank(num_blocks=40, num_slots=40, piece_bytes=8 * 544)
     rank.done(rank.store(range(16), range(16)))
-    jobs: list[HeldJob] = []
+    sent: list[int] = []
+    scatter = DevicePrograms.scatter
 
-    def start(_: Any) -> HeldJob:
-        jobs.append(HeldJob())
-        return jobs[-1]
+    def spy(self: DevicePrograms, shards: Any, blocks: Any, rows: jax.Array) -> Any:
+        sent.extend([rows.shape[0]] * (self.device == jax.devices()[0]))
+        return scatter(self, shards, blocks, rows)
 
-    monkeypatch.setattr(rank.copier, "start", start)
-    load = rank.load(range(16), range(16))
-    filling = rank.loads._filling
-    rank.wait_until(lambda: len(filling) == 4)
+    monkeypatch.setattr(DevicePrograms, "scatter", spy)
+    rank.done(rank.load(range(16), range(16)))
     half = 8 if copies_rows(rank.kv) else 4  # where padding takes no time there are fewer buckets
-    assert [piece.buffers[0].bucket for piece in filling] == [8, half, 2, 2]
-    for job in jobs:
-        job.ended = True
-    rank.done(load)
+    assert sorted(sent) == sorted([8, half, 2, 2])
 
 
 def test_a_store_that_is_dropped_gives_its_memory_back(make_rank: MakeRank, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -532,16 +525,6 @@ def test_a_store_that_is_dropped_gives_its_memory_back(make_rank: MakeRank, monk
         assert small.gather([4]).launched
     finally:
         small.close()
-
-
-def test_a_piece_larger_than_the_limit_goes_alone(make_rank: MakeRank) -> None:
-    rank = make_rank(bytes_in_flight=1)
-    before = rank.blocks(range(24))
-    rank.done(*[rank.store(range(24), range(24)) for _ in range(3)])
-    rank.overwrite(range(24))
-    rank.done(*[rank.load(range(24), range(24)) for _ in range(3)])
-    rank.put(range(24), before)
-    assert rank.wrong_elements() == 0
 
 
 # -- failures -------------------------------------------------------------------------------------------------
@@ -684,7 +667,7 @@ def test_a_load_is_done_only_when_its_witness_is_ready(
     rank = make_rank(host_memory=host_memory)
     rank.done(rank.store([1], [1]))
     op = rank.load([3], [1])
-    rank.wait_until(lambda: rank.launched, rank.turn)
+    rank.wait_until(lambda: witness.real, rank.turn)
     other = rank.store([5], [5])
     rank.done(other)  # the copy thread has made turns meanwhile
     assert rank.marks(op) == []
@@ -706,7 +689,7 @@ def test_a_program_that_fails_on_the_device_ends_the_data_plane(
 
 def test_bytes_that_do_not_arrive_fail_their_store(make_rank: MakeRank, monkeypatch: pytest.MonkeyPatch) -> None:
     rank = make_rank()
-    monkeypatch.setattr(rank.copier, "start", lambda _: 1 // 0)
+    monkeypatch.setattr(RangeCopier, "start", lambda *_: 1 // 0)
     assert "ZeroDivisionError" in rank.failure(rank.store([1], [1]))
     assert "ZeroDivisionError" in rank.failure(rank.load([1], [1]))
     monkeypatch.undo()
@@ -733,20 +716,19 @@ def test_an_op_that_fails_has_ended_only_when_no_thread_uses_its_slots(
     rank.done(rank.store(range(8), range(8)))
     jobs: list[HeldJob] = []
 
-    def start(_: Any) -> HeldJob:
+    def start(*_: Any) -> HeldJob:
         if jobs:
             raise RuntimeError("injected")
         jobs.append(HeldJob())
         return jobs[0]
 
-    copier = rank.copier
-    original = copier.start
-    monkeypatch.setattr(copier, "start", start)
+    copy = RangeCopier.start
+    monkeypatch.setattr(RangeCopier, "start", start)
     op = rank.submit(direction, range(8), range(8))  # two pieces
     other = rank.store([9], [9])
     assert "injected" in rank.failure(other)  # after the second piece of the op
     assert rank.marks(op) in ([], ["source_free"])
-    monkeypatch.setattr(copier, "start", original)
+    monkeypatch.setattr(RangeCopier, "start", copy)
     rank.done(rank.store([10], [10]))
     assert rank.marks(op) in ([], ["source_free"])
     jobs[0].ended = True
@@ -794,24 +776,23 @@ def test_what_a_slow_copy_reads_is_not_gathered_into(
     rank = make_rank(host_memory=host_memory)
     for _ in range(3):
         rank.done(rank.store(range(4), range(4)))  # leaves memory for later gathers
-    held: list[tuple[HeldJob, Any]] = []
+    held: list[tuple[HeldJob, RangeCopier, Any]] = []
 
-    def start(ranges: Any) -> HeldJob:
-        held.append((HeldJob(), ranges))
+    def start(copier: RangeCopier, ranges: Any) -> HeldJob:
+        held.append((HeldJob(), copier, ranges))
         return held[-1][0]
 
-    copier = rank.copier
-    original = copier.start
-    monkeypatch.setattr(copier, "start", start)
+    copy = RangeCopier.start
+    monkeypatch.setattr(RangeCopier, "start", start)
     before = rank.blocks(range(8))
     slow = rank.store(range(8), range(8))
     rank.wait_until(lambda: len(held) == 2)
     rank.overwrite(range(24))
     later = rank.store(range(8, 24), range(8, 24))
     rank.wait_until(lambda: "source_free" in rank.marks(later))
-    monkeypatch.setattr(copier, "start", original)
-    for job, ranges in held:
-        original(ranges).result()
+    monkeypatch.setattr(RangeCopier, "start", copy)
+    for job, copier, ranges in held:
+        copy(copier, ranges).result()
         job.ended = True
     rank.done(slow, later)
     rank.done(rank.load(range(8), range(8)))
@@ -880,11 +861,12 @@ def test_close_waits_for_programs_that_write_blocks(make_rank: MakeRank, monkeyp
         def block_until_ready(self) -> None:
             ended.append(True)
 
-    with_witness(monkeypatch, Late())
+    witness = Late()
+    with_witness(monkeypatch, witness)
     rank = make_rank()
     rank.done(rank.store([1], [1]))
     op = rank.load([3], [1])
-    rank.wait_until(lambda: rank.launched, rank.turn)
+    rank.wait_until(lambda: witness.real, rank.turn)
     assert rank.plane.close(timeout=0)
     assert ended
     assert rank.marks(op) == ["failed"]
@@ -938,23 +920,13 @@ def test_pinned_memory_that_a_platform_lays_out_in_another_way_is_not_written_in
     rank = make_rank(host_memory="pinned")
     assert rank.device.notice is not None
     assert "loads do not use pinned memory" in rank.device.notice
-    before = rank.blocks([1, 2, 3])
-    rank.done(rank.store([1, 2, 3], [1, 2, 3]))
-    rank.done(rank.load([4, 5, 6], [1, 2, 3]))
-    rank.put([4, 5, 6], before)
-    assert rank.wrong_elements() == 0
+    check_round_trip(rank, [1, 2, 3], [4, 5, 6])
 
 
 @of_both_memories
 def test_the_host_may_have_set_a_mesh(make_rank: MakeRank, host_memory: str) -> None:
     with jax.set_mesh(mesh()):
-        rank = make_rank(host_memory=host_memory)
-        before = rank.blocks([1, 2, 3])
-        rank.done(rank.store([1, 2, 3], [1, 2, 3]))
-        rank.overwrite([4])
-        rank.done(rank.load([4, 5, 6], [1, 2, 3]))
-        rank.put([4, 5, 6], before)
-        assert rank.wrong_elements() == 0
+        check_round_trip(make_rank(host_memory=host_memory), [1, 2, 3], [4, 5, 6])
 
 
 def test_no_torch_is_in_the_process(make_rank: MakeRank) -> None:

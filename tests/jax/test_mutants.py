@@ -16,8 +16,9 @@ from tests.jax.test_processes import STEPS, make_cluster
 
 from kvstow.dataplane import DataPlane
 from kvstow.devices.base import Fence
-from kvstow.devices.jax.deviceloads import DeviceLoads, LoadPiece
-from kvstow.devices.jax.devicestores import DeviceStores, GatheredPiece
+from kvstow.devices.jax import JaxDevice
+from kvstow.devices.jax.deviceloads import LoadPiece
+from kvstow.devices.jax.devicestores import GatheredPiece
 from kvstow.messages import Op, StepPlan
 
 __all__ = ["make_cluster"]  # a fixture
@@ -37,34 +38,39 @@ def gather_after_the_step(patch: pytest.MonkeyPatch) -> None:
 
 
 def gather_rest_after_the_step(patch: pytest.MonkeyPatch) -> None:
-    submit, launch_rest = DataPlane.submit, DeviceStores.launch_rest
+    submit, launch_rest = DataPlane.submit, JaxDevice.launch_rest
+    waiting: list[JaxDevice] = []
 
     def submit_late(self: DataPlane, plan: StepPlan, after: Fence | None = None) -> None:
-        device: Any = self._launcher
-        launch_rest(device._stores)
+        for device in waiting:
+            launch_rest(device)
+        waiting.clear()
         submit(self, plan)
 
-    patch.setattr(DeviceStores, "launch_rest", lambda self: None)
+    patch.setattr(JaxDevice, "launch_rest", lambda self: waiting.append(self))
     patch.setattr(DataPlane, "submit", submit_late)
 
 
 def upload_on_the_copy_thread(patch: pytest.MonkeyPatch) -> None:
-    end_fill = DeviceLoads._end_fill
+    is_written = LoadPiece.is_written
 
-    def upload_too(self: DeviceLoads, piece: LoadPiece) -> None:
-        piece.arrays = [buffer.upload() for buffer in piece.buffers]
-        end_fill(self, piece)
+    def upload_too(self: LoadPiece) -> bool:
+        for buffer in self.buffers:
+            buffer.upload()
+        return is_written(self)
 
-    patch.setattr(DeviceLoads, "_end_fill", upload_too)
+    patch.setattr(LoadPiece, "is_written", upload_too)
 
 
 def download_on_the_copy_thread(patch: pytest.MonkeyPatch) -> None:
-    address = DeviceStores._address
+    has_arrived = GatheredPiece.has_arrived
 
-    def download_too(self: DeviceStores, piece: GatheredPiece, rows: jax.Array) -> int:
-        return address(self, piece, jax.device_put(rows, rows.sharding))
+    def download_too(self: GatheredPiece) -> bool:
+        for rows in self.arriving:
+            jax.device_put(rows, rows.sharding)
+        return has_arrived(self)
 
-    patch.setattr(DeviceStores, "_address", download_too)
+    patch.setattr(GatheredPiece, "has_arrived", download_too)
 
 
 def load_without_witness(patch: pytest.MonkeyPatch) -> None:

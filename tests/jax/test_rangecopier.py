@@ -15,6 +15,13 @@ pytestmark = pytest.mark.jax
 MakeRank = Callable[..., JaxRank]
 
 
+@pytest.fixture
+def loader(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Where the loader of glibc would be, which says how it copies."""
+    monkeypatch.setattr(hostcopies, "_LOADER", str(tmp_path / "loader"))
+    return tmp_path / "loader"
+
+
 @pytest.mark.parametrize(
     ("answer", "cached", "logged"),
     [
@@ -25,17 +32,14 @@ MakeRank = Callable[..., JaxRank]
 )
 def test_a_device_says_how_its_copies_get_past_the_cache(
     make_rank: MakeRank,
-    monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
-    tmp_path: Path,
+    loader: Path,
     answer: str,
     cached: int | None,
     logged: bool,
 ) -> None:
-    loader = tmp_path / "loader"
     loader.write_text(f"#!/bin/sh\necho 'glibc.rtld.nns: 0x4 (min: 0x1, max: 0x10)'\necho '{answer}'\n")
     loader.chmod(0o755)
-    monkeypatch.setattr(hostcopies, "_LOADER", str(loader))
     assert hostcopies.cached_copy_bytes() == cached
     with caplog.at_level("INFO", "kvstow.jax"):
         make_rank(layers=[(64, 64, 128)] * 4, num_blocks=2, num_slots=2, host_memory="pinned")
@@ -53,6 +57,6 @@ def test_the_tunable_of_glibc_is_read_from_the_environment(monkeypatch: pytest.M
     assert hostcopies.cached_copy_bytes() == 1 << 20
 
 
-def test_a_machine_without_that_loader_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hostcopies, "_LOADER", "/nonexistent")
+def test_a_machine_without_that_loader_is_not_asked(loader: Path) -> None:
+    assert not loader.exists()
     assert hostcopies.cached_copy_bytes() is None

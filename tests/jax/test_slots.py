@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -52,15 +51,7 @@ class Host:
         self.settle()
 
 
-@contextmanager
-def queued_saves() -> Iterator[None]:
-    """What was gathered has not arrived in host memory yet."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(GatheredPiece, "has_arrived", lambda self: False)
-        yield
-
-
-def duplicates_get_one_slot(make_rank: Callable[..., JaxRank]) -> None:
+def test_duplicates_in_a_batch_are_not_allocated_twice(make_rank: Callable[..., JaxRank]) -> None:
     host = Host(make_rank(num_slots=4))
     grant = host.store([b"a", b"b", b"a"], [0, 1, 2])
     assert grant.op is not None
@@ -72,11 +63,12 @@ def duplicates_get_one_slot(make_rank: Callable[..., JaxRank]) -> None:
     host.engine.check_integrity()
 
 
-def a_queued_save_keeps_its_slot(make_rank: Callable[..., JaxRank]) -> None:
+def test_a_slot_is_not_rewritten_while_its_last_save_is_queued(make_rank: Callable[..., JaxRank]) -> None:
     rank = make_rank(num_slots=1)
     host = Host(rank)
     contents = rank.blocks([1])
-    with queued_saves():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GatheredPiece, "has_arrived", lambda self: False)
         host.store([b"first"], [0])
         rank.wait_until(lambda: host.engine.take_settled(), host.turn)  # the block may be overwritten
         assert host.store([b"second"], [1]).op is None
@@ -87,14 +79,6 @@ def a_queued_save_keeps_its_slot(make_rank: Callable[..., JaxRank]) -> None:
     rank.put([5], contents)
     assert rank.wrong_elements() == 0
     assert not host.engine.contains([b"first"])[0]
-
-
-def test_duplicates_in_a_batch_are_not_allocated_twice(make_rank: Callable[..., JaxRank]) -> None:
-    duplicates_get_one_slot(make_rank)
-
-
-def test_a_slot_is_not_rewritten_while_its_last_save_is_queued(make_rank: Callable[..., JaxRank]) -> None:
-    a_queued_save_keeps_its_slot(make_rank)
 
 
 def duplicates_allocated_twice(patch: pytest.MonkeyPatch) -> None:
@@ -117,8 +101,8 @@ def saves_end_when_their_blocks_are_read(patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("mutant", "scenario"),
     [
-        (duplicates_allocated_twice, duplicates_get_one_slot),
-        (saves_end_when_their_blocks_are_read, a_queued_save_keeps_its_slot),
+        (duplicates_allocated_twice, test_duplicates_in_a_batch_are_not_allocated_twice),
+        (saves_end_when_their_blocks_are_read, test_a_slot_is_not_rewritten_while_its_last_save_is_queued),
     ],
 )
 def test_taking_out_a_safeguard_is_noticed(
