@@ -48,6 +48,18 @@ def _fail_copy(driver: Any, monkeypatch: pytest.MonkeyPatch, number: int) -> Non
     monkeypatch.setattr(driver, "copy", spoiled)
 
 
+def _fail_call(driver: Any, monkeypatch: pytest.MonkeyPatch, call: str, number: int) -> None:
+    """Have the driver fail the call `number` of this name, counted from 0."""
+    real, calls = driver._call, iter(range(10_000))
+
+    def failing(name: str, *arguments: Any) -> Any:
+        if name == call and next(calls) == number:
+            raise DriverError(name, 2, "CUDA_ERROR_OUT_OF_MEMORY", "injected")
+        return real(name, *arguments)
+
+    monkeypatch.setattr(driver, "_call", failing)
+
+
 @strategies
 @pytest.mark.parametrize("direction", ["store", "load"])
 @pytest.mark.parametrize("number", [0, 3])
@@ -112,15 +124,8 @@ def test_a_device_that_cannot_be_made_leaves_nothing_behind(
     rank = make_rank([1 << 20], staging_bytes=64 << 20, strategy="staged")
     rank.device.close()
     free, _ = torch.cuda.mem_get_info()
-    real, calls = driver._call, iter(range(1000))
-
-    def failing(name: str, *arguments: Any) -> Any:
-        if name == call and next(calls) == (0 if call == "cuModuleLoadData" else 2):
-            raise DriverError(name, 2, "CUDA_ERROR_OUT_OF_MEMORY", "out of memory")
-        return real(name, *arguments)
-
     with monkeypatch.context() as patch:
-        patch.setattr(driver, "_call", failing)
+        _fail_call(driver, patch, call, 0 if call == "cuModuleLoadData" else 2)
         with pytest.raises(DriverError, match=call):
             rank.new_device()
     assert torch.cuda.mem_get_info()[0] == free
@@ -181,15 +186,8 @@ def test_an_op_whose_marks_are_refused_is_over_when_the_device_has_released_it(
 ) -> None:  # fmt: skip
     rank = make_rank([256 << 10] * 4, staging_bytes=1 << 20, strategy=strategy, chunk_bytes=32 << 20)
     assert finish(rank.store(range(16), range(16))) is TicketState.DONE
-    real, calls = driver._call, iter(range(10_000))
-
-    def failing(name: str, *arguments: Any) -> Any:
-        if name == call and next(calls) == number:
-            raise DriverError(name, 1, "CUDA_ERROR_INVALID_VALUE", "injected")
-        return real(name, *arguments)
-
     with monkeypatch.context() as patch:
-        patch.setattr(driver, "_call", failing)
+        _fail_call(driver, patch, call, number)
         op = rank.store if direction == "store" else rank.load
         ticket = op(range(16), range(16))
         if finish(ticket) is TicketState.FAILED:

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from tests.vllm.engines import Reference
 from tests.vllm.models import write_model
+from tests.vllm.nodeservice import NodeService, running_service
 
 NEWEST_ONLY = [
     *("test_attachidentity.py", "test_connector.py", "test_parity.py", "test_scheduling*.py", "test_sharing.py"),
@@ -70,6 +72,13 @@ def hybrid_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def reference() -> Reference:
     """What vLLM answers without a connector."""
     return Reference()
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Iterator[NodeService]:
+    """A node service without a store below its pools."""
+    with running_service(tmp_path) as service:
+        yield service
 
 
 @pytest.fixture

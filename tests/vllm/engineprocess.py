@@ -17,7 +17,6 @@ from typing import Any, cast
 from tests.vllm.engines import SECONDS, Adapter, Answer, Engine, Prompt, Setup, eventually, running
 from tests.vllm.nodeservice import NodeService, is_attached
 
-from kvstow.tier.fingerprint import fingerprint
 from kvstow_service.connectors.engine_core import controlplane
 
 _IDLE_SECONDS = 0.005
@@ -89,11 +88,6 @@ class EngineProcess:
         """One of vLLM's own."""
         self._write("metric", name)
         return float(self._read())
-
-    def fingerprint(self) -> str | None:
-        """What other nodes know its blocks by."""
-        self._write("fingerprint")
-        return cast(str | None, self._read())
 
     def be_patient(self, seconds: float) -> None:
         """Have requests wait so long for the service, which has a tier: on a busy machine a second is no fault. 0: as
@@ -196,20 +190,6 @@ def _ask(
     return [(each.tokens, [list(one.items()) for one in each.logprobs], *each[2:]) for each in answers]
 
 
-def fingerprint_of(engine: Engine) -> str | None:
-    """Its scheduler is in this process."""
-    # Not above: it imports vLLM, of which older versions then log to the output that has the answers.
-    from kvstow_service.connectors.vllm.engineidentity import pool_identity
-
-    host = engine.scheduler_host
-    hellos = [hello for _, hello in sorted(host._hellos.items())]
-    setup = host._setup
-    pool = pool_identity(
-        setup.vllm_config, setup.kv_cache_config, setup.groups, hellos, replicated=setup.process.replicated
-    )
-    return fingerprint(pool, host._find_namespace(), host._model.fleet_weights, "").value
-
-
 def _be_patient(engine: Engine, seconds: float) -> None:
     controlplane.PATIENCE_SECONDS = seconds or 0.25
     controlplane.LONGEST_PATIENCE_SECONDS = seconds or 5.0
@@ -220,7 +200,6 @@ def _be_patient(engine: Engine, seconds: float) -> None:
 _COMMANDS: dict[str, Any] = {
     "ask": _ask,
     "be_patient": _be_patient,
-    "fingerprint": fingerprint_of,
     "forget_gpu": lambda engine: engine.forget_gpu(),
     "metric": lambda engine, name: engine.counter(name),
     "stats": lambda engine, section: engine.stats(section),

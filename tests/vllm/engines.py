@@ -273,6 +273,11 @@ class Engine:
         return True
 
 
+def start_at(patch: pytest.MonkeyPatch, moment: float) -> None:
+    """Have every process have started at this moment, in seconds since the epoch."""
+    patch.setattr(vllmprocess, "_start_of", lambda process: moment)
+
+
 @contextlib.contextmanager
 def running(setup: Setup) -> Iterator[Engine]:
     """A vLLM of this setup, with its pool pinned, or its first slot if that is paced; afterwards none of its threads is
@@ -282,7 +287,7 @@ def running(setup: Setup) -> Iterator[Engine]:
         stack.enter_context(_deadline())
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         began = time.time()  # this process is older than its engines, and than the models that it has written
-        patch.setattr(vllmprocess, "_start_of", lambda process: began)
+        start_at(patch, began)
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", str(int(setup.processes)))
         patch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
         patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1" if setup.tp == 2 else "nobind")

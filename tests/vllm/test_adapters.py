@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from tests.vllm.engineprocess import attached_engine
 from tests.vllm.engines import A_HIT, A, Adapter, Answer, Setup, assert_same, distance, running
 from tests.vllm.models import write_adapter
-from tests.vllm.nodeservice import NodeService, running_service
+from tests.vllm.nodeservice import NodeService
 
 pytestmark = pytest.mark.vllm
 
 LORA = {"enable_lora": True, "max_lora_rank": 8}
 NUMBER = 7
-
-
-@pytest.fixture
-def service(tmp_path: Path) -> Iterator[NodeService]:
-    with running_service(tmp_path) as service:
-        yield service
 
 
 @pytest.fixture(scope="module")

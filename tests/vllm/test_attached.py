@@ -28,19 +28,13 @@ from tests.vllm.engines import (
     prompt,
     running,
 )
-from tests.vllm.nodeservice import NodeService, is_attached, running_service, until_attached
+from tests.vllm.nodeservice import NodeService, is_attached, until_attached
 
 from kvstow.errors import ConfigError
 
 pytestmark = pytest.mark.vllm
 
 StartEngine = Callable[..., EngineProcess]
-
-
-@pytest.fixture
-def service(tmp_path: Path) -> Iterator[NodeService]:
-    with running_service(tmp_path) as service:
-        yield service
 
 
 @pytest.fixture

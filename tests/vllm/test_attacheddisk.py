@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -49,7 +50,7 @@ def live(tmp_path: Path) -> Iterator[Live]:
 
 
 def test_the_first_request_after_everything_was_killed_hits_from_the_disk(
-    model: Path, reference: Reference, live: Live
+    model: Path, reference: Reference, live: Live, tmp_path: Path
 ) -> None:
     expected = dict(zip((A, B, C), reference(model, A, B, C), strict=True))
     before = live(model, "before")
@@ -61,9 +62,13 @@ def test_the_first_request_after_everything_was_killed_hits_from_the_disk(
         return bool(before.part()["blocks"] >= 2 * A_BLOCKS)
 
     eventually(are_written, "the writes", SECONDS)
+    fingerprint = before.tier()["fingerprint"]
     before.kill()
 
-    after = live(model, "after")
+    elsewhere = tmp_path / "model"
+    shutil.copytree(model, elsewhere)
+    after = live(elsewhere, "after")
+    assert after.tier()["fingerprint"] == fingerprint is not None, "the place of the model does not count"
     assert after.part()["blocks"] >= 2 * A_BLOCKS
     answers = after.engine.ask(A)
     assert_same(answers, [expected[A]])

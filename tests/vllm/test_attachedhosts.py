@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,11 +21,13 @@ from kvstow.attach.worker import AttachedWorker
 from kvstow.config import EngineConfig
 from kvstow.errors import ConfigError
 from kvstow_service.connectors.engine_core.controlplane import AttachedControl
+from kvstow_service.connectors.engine_core.kvevents import AttachedBlocks
 from kvstow_service.connectors.engine_core.kvgroups import KVGroup, KVGroups
 from kvstow_service.connectors.engine_core.metadata import KVStowMetadata, RankHello, RankUpdate
 from kvstow_service.connectors.engine_core.options import ConnectorOptions
 from kvstow_service.connectors.engine_core.schedulerhost import EngineSetup
 from kvstow_service.connectors.engine_core.schedulerside import SchedulerSide
+from kvstow_service.connectors.engine_core.workerside import RankDataPlane
 from kvstow_service.connectors.vllm import attachedschedulerhost, engineidentity, tensorhost
 from kvstow_service.connectors.vllm.attachedschedulerhost import (
     JOINING_SECONDS,
@@ -42,7 +45,14 @@ REGIONS = (RegionIdentity("0", PAGE, "a"),)
 class Bench:
     """A scheduler's half whose service answers in the next step."""
 
-    def __init__(self, patch: pytest.MonkeyPatch, *, regions: tuple[RegionIdentity, ...] = REGIONS) -> None:
+    def __init__(
+        self,
+        patch: pytest.MonkeyPatch,
+        *,
+        regions: tuple[RegionIdentity, ...] = REGIONS,
+        nodes: Sequence[str] = ("node",),
+    ) -> None:
+        """`nodes`: those of the ranks."""
         self.clock = FakeClock()
         config = EngineConfig(slot_bytes=PAGE, capacity_slots=8)
         self.service = SlowService(config, 8, clock=self.clock, delay=lambda: 1)
@@ -61,19 +71,23 @@ class Bench:
         }
         for name, identity in identities.items():
             patch.setattr(engineidentity, name, identity)
+        self.has_all_memory: Callable[[], bool]
+
+        def blocks(control: AttachedControl, has_all_memory: Callable[[], bool], clock: FakeClock) -> AttachedBlocks:
+            self.has_all_memory = has_all_memory
+            return AttachedBlocks(control, has_all_memory, clock)
+
+        patch.setattr(attachedschedulerhost, "AttachedBlocks", blocks)
         vllm_config: Any = SimpleNamespace(kv_events_config=None)
         cache: Any = SimpleNamespace(kv_cache_groups=[], hash_block_size=16)
         options = ConnectorOptions(attach=Path("/none"), cpu_bytes_to_use=0)
         groups = KVGroups((KVGroup(0, 16, 1),), 16)
         self.host = AttachedSchedulerHost(
-            EngineSetup(options, make_process(), groups, vllm_config, cache, clock=self.clock)
+            EngineSetup(options, make_process(num_ranks=len(nodes)), groups, vllm_config, cache, clock=self.clock)
         )
-        self.host.add_rank(RankHello(0, PAGE, 0, "node", 0, regions))
         self.host.bind(FakeBlockPool(8))
-
-    @property
-    def has_all_memory(self) -> bool:
-        return bool(self.host._has_all_memory())
+        for rank, node in enumerate(nodes):
+            self.host.add_rank(RankHello(rank, PAGE, 0, node, 0, regions))
 
     def step(self) -> None:
         assert self.host.side is not None
@@ -144,14 +158,14 @@ def test_memory_of_a_session_before_does_not_count(bench: Bench) -> None:
     """A lookup in the new session finds nothing until its ranks have memory."""
     bench.step()
     bench.join(8)
-    assert bench.has_all_memory
+    assert bench.has_all_memory()
     bench.service.lose()
     bench.step()
-    assert not bench.has_all_memory
+    assert not bench.has_all_memory()
     bench.join(0, number=2)
-    assert not bench.has_all_memory
+    assert not bench.has_all_memory()
     bench.join(8, number=2)
-    assert bench.has_all_memory
+    assert bench.has_all_memory()
 
 
 def test_vllms_metrics_say_whether_there_is_host_memory(bench: Bench) -> None:
@@ -236,22 +250,24 @@ def test_a_rank_tells_of_a_session_at_once_and_of_more_memory_from_time_to_time(
     assert told == [RankSession(1, 0), RankSession(1, 4), None, RankSession(1, 6), None, RankSession(2, 6)]
 
 
-def test_a_rank_that_sleeps_has_no_session_and_joins_the_next_one_when_it_wakes(worker: AttachedWorkerHost) -> None:
+def test_a_rank_that_sleeps_has_no_session_and_joins_the_next_one_when_it_wakes(
+    worker: AttachedWorkerHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    joined: list[tuple[RankDataPlane, SessionTicket | None]] = []
+    monkeypatch.setattr(AttachedWorker, "join", lambda plane, ticket: joined.append((plane, ticket)))
     worker.register(kv_caches())
     worker.suspend()
     worker.follow(KVStowMetadata(ticket=SessionTicket(1, "secret")))
     assert worker.news() == RankUpdate()
+    assert joined == []
     worker.resume()
     worker.follow(KVStowMetadata(ticket=SessionTicket(2, "secret")))
-    plane = worker.side.plane
-    assert isinstance(plane, AttachedWorker)
-    assert plane._newest.number == 2
+    assert joined == [(worker.side.plane, SessionTicket(2, "secret"))]
 
 
-def test_ranks_on_two_nodes_cannot_attach(bench: Bench) -> None:
-    hellos = [RankHello(rank, PAGE, 0, f"node-{rank}", 0, (RegionIdentity("0", PAGE),)) for rank in range(2)]
+def test_ranks_on_two_nodes_cannot_attach(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="attach"):
-        bench.host._make_side(FakeBlockPool(8), hellos)
+        Bench(monkeypatch, nodes=("node-0", "node-1"))
 
 
 def test_an_identity_that_cannot_be_found_leaves_vllm_alone(

@@ -29,7 +29,7 @@ from kvstow_service.connectors.engine_core import connector as shared
 from kvstow_service.connectors.engine_core import embeddedschedulerhost
 from kvstow_service.connectors.engine_core.kvgroups import KVGroup, KVGroups
 from kvstow_service.connectors.engine_core.metadata import KVStowMetadata, KVStowWorkerMetadata, RankHello, RankUpdate
-from kvstow_service.connectors.engine_core.stepplan import PlannedStep
+from kvstow_service.connectors.engine_core.stepplan import BootCompletions, PlannedStep
 from kvstow_service.connectors.engine_core.vllmprocess import this_node
 from kvstow_service.connectors.vllm import connector, tensorhost
 
@@ -158,21 +158,22 @@ def raise_memory_error(*_: Any) -> None:
 
 
 @pytest.mark.parametrize("broken", ["update", "settle"])
-def test_no_error_in_a_steps_output_reaches_vllm(monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
+def test_no_error_in_a_steps_output_reaches_vllm(broken: str) -> None:
     """It would end vLLM's process. A request whose load may have failed must not go on."""
     made = make_scheduler(layers="hybrid")
     failures: list[str] = []
     works = {"update": lambda *_: None, "settle": lambda: None}
     methods = {**works, broken: raise_memory_error}
     side = SimpleNamespace(
+        measure=methods["update"],
         settle=methods["settle"],
         release_gpu_blocks=lambda: None,
-        control=SimpleNamespace(fail=failures.append),
+        control=SimpleNamespace(fail=failures.append, complete=lambda *_: None),
     )
     scheduler_host_of(made).side = side
-    monkeypatch.setattr(scheduler_host_of(made), "_process_update", methods["update"])
     output = SimpleNamespace(
-        kv_connector_worker_meta=KVStowWorkerMetadata({0: [RankUpdate()]}), finished_recving={"request"}
+        kv_connector_worker_meta=KVStowWorkerMetadata({0: [RankUpdate(completions=(BootCompletions("boot", ()),))]}),
+        finished_recving={"request"},
     )
     made.update_connector_output(output)
     assert len(failures) == 1
@@ -290,9 +291,14 @@ def test_a_step_that_cannot_load_what_it_computes_with_says_so_apart_from_launch
         make(make_config(setup := Setup("lost"), lock=False), setup, KVConnectorRole.WORKER),
     )
     scheduler_host_of(made).side = SimpleNamespace(
-        plan_step=lambda step: PlannedStep(1, StepPlan(), StepPlan(), (), {})
+        plan_step=lambda step: PlannedStep(1, StepPlan(), StepPlan(), (), {}),
+        find_hit=lambda request, computed: 16,
+        loads_by_layer=lambda request: True,
+        admit=lambda *admission: True,
     )
-    made._num_layered = 1
+    request = SimpleNamespace(request_id="r")
+    assert made.get_num_new_matched_tokens(request, 0) == (16, False)
+    made.update_state_after_alloc(request, SimpleNamespace(get_block_ids=list), 16)
     metadata = made.build_connector_meta(None)
     assert (metadata.lost, metadata.launches) == ("the plan of the step is incomplete", ())
     followed: list[KVStowMetadata] = []

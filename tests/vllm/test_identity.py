@@ -7,7 +7,7 @@ loaded.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -134,7 +134,7 @@ class _Both:
 @pytest.fixture
 def held_loads(shared: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     """Of loads before the step: what a step computes with cannot be held back on a CPU."""
-    monkeypatch.setattr(shared.scheduler_host.side.policy, "_path", "async")
+    monkeypatch.setattr(shared.scheduler_host.side.policy, "off", "the test holds loads")
     gate = Gate(monkeypatch, "launch_load")
     yield gate
     gate.latch.open()
@@ -205,6 +205,18 @@ def test_blocks_of_an_answer_are_kept_too(engine: Engine, reference: Reference) 
     assert answer.tokens == to_come[:40]
 
 
+def answer_after_copies(
+    engine: Engine, patch: pytest.MonkeyPatch, copy: Callable[[cpu.Rows, cpu.Rows], None]
+) -> Answer:
+    """To `A`, whose blocks are loaded by `copy`."""
+    engine.ask(A)
+    engine.forget_gpu()
+    patch.setattr(cpu, "_copy_run", copy)
+    (answer,) = engine.ask(A)
+    assert answer.cached == A_HIT
+    return answer
+
+
 @on("roomy")
 def test_loaded_zeros_are_noticed(engine: Engine, reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: if this passed, equal answers would prove nothing."""
@@ -213,11 +225,7 @@ def test_loaded_zeros_are_noticed(engine: Engine, reference: Reference, monkeypa
         target[:] = 0
 
     expected = reference(engine.setup.model, A)
-    engine.ask(A)
-    engine.forget_gpu()
-    monkeypatch.setattr(cpu, "_copy_run", copy_zeros)
-    (answer,) = engine.ask(A)
-    assert answer.cached == A_HIT
+    answer = answer_after_copies(engine, monkeypatch, copy_zeros)
     assert answer.tokens != expected[0].tokens[: len(answer.tokens)]
     assert distance(answer, expected[0]) > 1000 * NEAR
 
@@ -231,11 +239,7 @@ def test_one_wrong_block_is_noticed(engine: Engine, reference: Reference, monkey
         target[-1] = 0
 
     expected = reference(engine.setup.model, A)
-    engine.ask(A)
-    engine.forget_gpu()
-    monkeypatch.setattr(cpu, "_copy_run", copy_all_but_one)
-    (answer,) = engine.ask(A)
-    assert answer.cached == A_HIT
+    answer = answer_after_copies(engine, monkeypatch, copy_all_but_one)
     assert distance(answer, expected[0]) > 10 * NEAR
 
 

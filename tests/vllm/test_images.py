@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,19 +10,13 @@ import pytest
 from tests.vllm.engineprocess import attached_engine
 from tests.vllm.engines import A, Answer, assert_same, distance
 from tests.vllm.models import write_image_model, write_image_settings
-from tests.vllm.nodeservice import NodeService, running_service
+from tests.vllm.nodeservice import NodeService
 
 pytestmark = pytest.mark.vllm
 
 OTHER_MEAN = [0.1, 0.9, 0.1]
 IMAGE = 1
 WITH_IMAGES = {"skip_tokenizer_init": False, "limit_mm_per_prompt": {"image": 1}}
-
-
-@pytest.fixture
-def service(tmp_path: Path) -> Iterator[NodeService]:
-    with running_service(tmp_path) as service:
-        yield service
 
 
 def test_an_image_that_is_processed_otherwise_is_another_one(service: NodeService, tmp_path: Path) -> None:

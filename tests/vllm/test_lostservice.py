@@ -34,7 +34,7 @@ from tests.vllm.engines import (
     running,
 )
 from tests.vllm.engines import SECONDS as ENGINE_SECONDS
-from tests.vllm.nodeservice import NodeService, is_attached, running_service, until_attached
+from tests.vllm.nodeservice import NodeService, is_attached, until_attached
 
 from kvstow.attach.worker import LONGEST_GRACE_SECONDS, AttachedWorker
 from kvstow_service.connectors.engine_core.controlplane import AttachedControl
@@ -43,12 +43,6 @@ pytestmark = pytest.mark.vllm
 
 SECONDS = 2.5
 """How long a step takes on the device."""
-
-
-@pytest.fixture
-def service(tmp_path: Path) -> Iterator[NodeService]:
-    with running_service(tmp_path) as service:
-        yield service
 
 
 class Bench:

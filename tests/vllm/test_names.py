@@ -6,15 +6,16 @@ compute, and its answers are right.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from tests.service.connectors.engine_core.releases import released, rename, switch
 from tests.vllm.engineprocess import EngineProcess
 from tests.vllm.engines import A_HIT, A, Adapter, Answer, Engine, Setup, assert_same, distance, eventually, running
 from tests.vllm.models import write_adapter, write_model
-from tests.vllm.nodeservice import NodeService, is_attached, running_service, until_attached
+from tests.vllm.nodeservice import NodeService, is_attached, until_attached
 
 pytestmark = pytest.mark.vllm
 
@@ -39,12 +40,6 @@ def versions(tmp_path_factory: pytest.TempPathFactory) -> Versions:
             answers += engine.ask(A)
     assert distance(*answers) > 0.1
     return Versions((models[0], models[1]), (answers[0], answers[1]))
-
-
-@pytest.fixture
-def service(tmp_path: Path) -> Iterator[NodeService]:
-    with running_service(tmp_path) as service:
-        yield service
 
 
 def check_answer(engine: Engine | EngineProcess, expected: Answer, *, cached: int = 0, **how: Any) -> None:
@@ -90,22 +85,10 @@ def test_two_checkpoints_below_one_snapshot_are_two_models(
     check_another_engine(snapshot / names[0], service, tmp_path / "log", versions.answers[0], cached=A_HIT)
 
 
-def released(versions: Versions, folder: Path) -> Path:
+def release(versions: Versions, folder: Path) -> Path:
     """`current` leads to the second version."""
-    for number, model in enumerate(versions.models, 1):
-        copied(model, folder / f"v{number}")
-    (folder / "current").symlink_to("v2")
-    return folder / "current"
-
-
-def switch(link: Path) -> None:
-    (link.parent / "next").symlink_to("v1")
-    (link.parent / "next").rename(link)
-
-
-def rename(link: Path) -> None:
-    link.unlink()
-    (link.parent / "v1").rename(link)
+    models = dict(zip(("v1", "v2"), versions.models, strict=True))
+    return released(folder, lambda place, name: copied(models[name], place)) / "current"
 
 
 @pytest.mark.parametrize("change", [switch, rename])
@@ -113,9 +96,9 @@ def test_a_path_that_leads_elsewhere_after_the_start_names_what_was_loaded(
     versions: Versions, service: NodeService, tmp_path: Path, change: Callable[[Path], None]
 ) -> None:
     """Before the first request, which is when an engine attaches."""
-    current = released(versions, tmp_path / "models")
+    current = release(versions, tmp_path / "models")
     with running(attached(current, service)) as engine:
-        change(current)
+        change(current.parent)
         until_attached(engine, service)
         check_answer(engine, versions.answers[1])
     eventually(lambda: not service.sessions(), "the end of its session")
@@ -129,12 +112,12 @@ def test_a_path_that_leads_elsewhere_while_vllm_loads_is_shared_with_nobody(
     """Either version may have been loaded."""
     from vllm.v1.worker.gpu_worker import Worker
 
-    current = released(versions, tmp_path / "models")
+    current = release(versions, tmp_path / "models")
     load = Worker.load_model
 
     def load_and_switch(worker: Any, **options: Any) -> None:
         load(worker, **options)
-        switch(current)
+        switch(current.parent)
 
     with monkeypatch.context() as patch:
         patch.setattr(Worker, "load_model", load_and_switch)
@@ -148,7 +131,7 @@ def test_a_path_that_leads_elsewhere_while_vllm_loads_is_shared_with_nobody(
 
 
 def test_one_folder_is_one_model_through_any_path(versions: Versions, service: NodeService, tmp_path: Path) -> None:
-    current = released(versions, tmp_path / "models")
+    current = release(versions, tmp_path / "models")
     check_another_engine(current, service, tmp_path / "log", versions.answers[1])
     check_another_engine(current.parent / "v2", service, tmp_path / "log", versions.answers[1], cached=A_HIT)
 
@@ -161,9 +144,7 @@ def test_an_adapter_whose_path_leads_elsewhere_uses_no_host_cache(
     from vllm.lora.request import LoRARequest
 
     model, current = versions.models[0], tmp_path / "adapters" / "current"
-    for seed in (1, 2):
-        write_adapter(current.parent / f"v{seed}", seed)
-    current.symlink_to("v2")
+    released(current.parent, lambda place, name: write_adapter(place, seed=int(name[1:])))
     adapter = Adapter("french", 7, str(current))
     with running(Setup(model, settings=LORA)) as alone:
         expected = alone.ask(A, adapter=adapter)
@@ -172,7 +153,7 @@ def test_an_adapter_whose_path_leads_elsewhere_uses_no_host_cache(
     with running(attached(model, service, settings=LORA)) as engine:
         until_attached(engine, service)
         engine.llm.llm_engine.add_lora(LoRARequest(*adapter[:3]))
-        change(current)
+        change(current.parent)
         check_answer(engine, expected[0], adapter=adapter)
         check_answer(engine, expected[0], adapter=adapter)
     eventually(lambda: not service.sessions(), "the end of its session")

@@ -14,6 +14,7 @@ from tests.engine.control.mutants import (
     first_rank_decides,
     visible_at_submission,
 )
+from tests.service.connectors.engine_core.connectorhosts import rank_host_of
 from tests.vllm.harness.device import SimulatedDevice, SimulatedTicket
 from tests.vllm.harness.run import run
 from tests.vllm.harness.setup import Setup
@@ -23,6 +24,8 @@ from tests.vllm.harness.worker import SteppedWorker
 from kvstow.control.engine import OffloadEngine
 from kvstow.control.pool import Pool
 from kvstow.messages import Completion, Mark, Op, StepPlan
+from kvstow_service.connectors.engine_core.stepplan import FinishedLoads
+from kvstow_service.connectors.engine_core.workerside import WorkerSide
 
 pytestmark = pytest.mark.vllm
 
@@ -99,10 +102,19 @@ def failed_loads_are_done(patch: pytest.MonkeyPatch) -> None:
 
 
 def windows_fail_by_block(patch: pytest.MonkeyPatch) -> None:
-    from kvstow_service.connectors.vllm import KVStowConnector
+    """Failed loads are reported as loads that are done, and their blocks as blocks that are bad."""
+    take, bad = WorkerSide.take_finished_loads, dict[WorkerSide, set[int]]()
 
-    never = property(lambda self: False, lambda self, value: None)
-    patch.setattr(KVStowConnector, "_fails_requests", never, raising=False)
+    def take_as_done(self: WorkerSide) -> FinishedLoads:
+        finished = take(self)
+        bad[self] = finished.bad_blocks
+        return finished._replace(failed=set())
+
+    patch.setattr(WorkerSide, "take_finished_loads", take_as_done)
+    patch.setattr(
+        f"{CONNECTOR}.KVStowConnector.get_block_ids_with_load_errors",
+        lambda self: bad.pop(rank_host_of(self).side, set()),
+    )
 
 
 def windows_lack_a_block(patch: pytest.MonkeyPatch) -> None:

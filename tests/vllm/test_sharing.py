@@ -3,23 +3,29 @@ what is uncertain is shared with nobody."""
 
 from __future__ import annotations
 
-import hashlib
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.vllm.engines import eventually
+from tests.service.connectors.engine_core import releases
+from tests.service.connectors.engine_core.releases import (
+    in_hub,
+    rename,
+    rename_above,
+    rename_and_back,
+    switch,
+    switch_and_back,
+)
+from tests.vllm.engines import eventually, start_at
 from tests.vllm.harness.setup import Setup, make_vllm_config
 
 from kvstow.attach.identity import FleetWeights, NamespaceIdentity, PoolIdentity, RegionIdentity
 from kvstow.tier.fingerprint import fingerprint
-from kvstow_service.connectors.engine_core import pathtrail, vllmprocess
-from kvstow_service.connectors.engine_core.pathtrail import Trail
-from kvstow_service.connectors.vllm import engineidentity, modelpaths, modelweights, valuesettings
+from kvstow_service.connectors.vllm import engineidentity, valuesettings
 from kvstow_service.connectors.vllm.modelpaths import ModelTrails
 
 pytestmark = pytest.mark.vllm
@@ -40,37 +46,17 @@ def _start(monkeypatch: pytest.MonkeyPatch) -> None:
     start_at(monkeypatch, LATER)
 
 
-def start_at(patch: pytest.MonkeyPatch, moment: float) -> None:
-    patch.setattr(vllmprocess, "_start_of", lambda process: moment)
-
-
 def released(config: Any, folder: Path) -> Path:
-    """Have the model lie where a release tool keeps it: `current` is a link to the folder `v2`, and `v1` is older. Each
-    has other weights, of the same sizes and times."""
-    for name in ("v1", "v2"):
-        file = Path(write_model(folder / name)) / "model.safetensors"
+    """Have the model lie where a release tool keeps it. Each version has other weights, of the same sizes and
+    times."""
+
+    def write(place: Path, name: str) -> None:
+        file = Path(write_model(place)) / "model.safetensors"
         file.write_text(f"weights {name}")
         os.utime(file, ns=(10**18, 10**18))
-    (folder / "current").symlink_to("v2")
+
     config.model_config.model = config.model_config.tokenizer = str(folder / "current")
-    return folder
-
-
-def switch(folder: Path) -> None:
-    """As git-sync and Kubernetes do: the new link takes the place of the old one at once."""
-    (folder / "next").symlink_to("v1")
-    (folder / "next").rename(folder / "current")
-
-
-def rename(folder: Path) -> None:
-    (folder / "current").unlink()
-    (folder / "v1").rename(folder / "current")
-
-
-def rename_above(folder: Path) -> None:
-    """The folder above is another one, with the same names in it."""
-    folder.rename(folder.with_name("old"))
-    (folder.with_name("old") / "other").rename(folder)
+    return releases.released(folder, write)
 
 
 def replace_file(folder: Path) -> None:
@@ -88,19 +74,6 @@ def overwrite(folder: Path) -> None:
 
 def add_file(folder: Path) -> None:
     (folder / "v2" / "more.safetensors").write_text("weights")
-
-
-def in_hub(cache: Path, commit: str, files: dict[str, str]) -> Path:
-    """A snapshot as the library of the Hub makes it: links to blobs, which are named by their content."""
-    snapshot = cache / "models--org--name" / "snapshots" / commit
-    blobs = cache / "models--org--name" / "blobs"
-    blobs.mkdir(parents=True, exist_ok=True)
-    for name, content in files.items():
-        blob = blobs / hashlib.sha256(content.encode()).hexdigest()
-        blob.write_text(content)
-        (snapshot / name).parent.mkdir(parents=True, exist_ok=True)
-        (snapshot / name).symlink_to(os.path.relpath(blob, (snapshot / name).parent))
-    return snapshot
 
 
 @pytest.fixture
@@ -287,12 +260,12 @@ def test_files_behind_a_link_that_is_newer_than_vllm_are_shared_with_nobody(
         assert namespace(config, "v1").unshared.startswith("files_changed: ")
 
 
-def test_files_that_cannot_be_read_are_shared_with_nobody(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_that_cannot_be_read_are_shared_with_nobody(config: Any) -> None:
     of_images(config)
     config.model_config.tokenizer = "org/absent"
     assert "org/absent is neither a folder" in namespace(config, "v1").unshared
     config.model_config.tokenizer = config.model_config.model
-    monkeypatch.setattr(valuesettings, "_MOST_BYTES", 1)
+    os.truncate(Path(config.model_config.model) / "preprocessor_config.json", 65 << 20)
     assert namespace(config, "v1").unshared.startswith("files_unknown: ")
 
 
@@ -315,19 +288,6 @@ def test_code_of_another_repository_must_be_a_commit(config: Any) -> None:
 # -- weights --------------------------------------------------------------------------------------------------------
 
 
-def switch_and_back(folder: Path) -> None:
-    switch(folder)
-    (folder / "next").symlink_to("v2")
-    (folder / "next").rename(folder / "current")
-
-
-def rename_and_back(folder: Path) -> None:
-    (folder / "v2").rename(folder / "next")
-    (folder / "v1").rename(folder / "v2")
-    (folder / "v2").rename(folder / "v1")
-    (folder / "next").rename(folder / "v2")
-
-
 @pytest.mark.parametrize("change", [switch_and_back, rename_and_back])
 def test_what_was_there_while_vllm_loaded_is_shared_with_nobody(
     config: Any, tmp_path: Path, change: Callable[[Path], None]
@@ -336,10 +296,9 @@ def test_what_was_there_while_vllm_loaded_is_shared_with_nobody(
     assert namespace(config, while_loading=lambda: change(folder)).unshared.startswith("files_changed: ")
 
 
-CHANGES = [switch, rename, rename_above, replace_file, overwrite, add_file]
-
-
-def check_that_a_change_is_shared_with_nobody(
+@pytest.mark.parametrize("moment", ["while_loading", "afterwards"])
+@pytest.mark.parametrize("change", [switch, rename, rename_above, replace_file, overwrite, add_file])
+def test_what_is_put_behind_the_path_of_the_weights_is_shared_with_nobody(
     config: Any, tmp_path: Path, change: Callable[[Path], None], moment: str
 ) -> None:
     """The engine may have loaded either. Nothing of it is newer than its start."""
@@ -352,14 +311,6 @@ def check_that_a_change_is_shared_with_nobody(
     assert changed.unshared.startswith("files_changed: ")
     assert changed != namespace(config), "which has loaded what is there now"
     assert namespace(config).unshared == ""
-
-
-@pytest.mark.parametrize("moment", ["while_loading", "afterwards"])
-@pytest.mark.parametrize("change", CHANGES)
-def test_what_is_put_behind_the_path_of_the_weights_is_shared_with_nobody(
-    config: Any, tmp_path: Path, change: Callable[[Path], None], moment: str
-) -> None:
-    check_that_a_change_is_shared_with_nobody(config, tmp_path, change, moment)
 
 
 def test_a_name_that_a_user_gives_does_not_depend_on_links(config: Any, tmp_path: Path) -> None:
@@ -453,8 +404,7 @@ def test_a_real_file_in_a_snapshot_is_known_by_its_content(config: Any, tmp_path
 def test_what_vllm_downloads_while_it_loads_is_shared(config: Any, cache: Path) -> None:
     """It finds the configuration before that."""
     config.model_config.trust_remote_code = True
-    snapshot = in_hub(cache, "2" * 40, {"config.json": "{}"})
-    (cache / "models--org--name" / "refs" / "main").write_text("2" * 40)
+    snapshot = in_hub(cache, "2" * 40, {"config.json": "{}"}, is_main=True)
     more = {"model.safetensors": "weights", "more/model.py": "pass"}
     downloaded = namespace(config, while_loading=lambda: in_hub(cache, "2" * 40, more))
     assert (downloaded.unshared, downloaded.weights_source) == ("", "snapshot")
@@ -496,12 +446,9 @@ def test_weights_that_were_replaced_with_their_old_times_are_others(config: Any)
 
 @pytest.fixture
 def cache(tmp_path: Path, config: Any, monkeypatch: pytest.MonkeyPatch) -> Path:
-    return make_cache(tmp_path / "hub", config, monkeypatch)
-
-
-def make_cache(cache: Path, config: Any, patch: pytest.MonkeyPatch) -> Path:
     """The cache of the Hub, with a snapshot of org/name, which is the model."""
-    patch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
+    cache = tmp_path / "hub"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
     move(cache, "1" * 40)
     config.model_config.model = config.model_config.tokenizer = "org/name"
     config.model_config.revision = None
@@ -509,10 +456,7 @@ def make_cache(cache: Path, config: Any, patch: pytest.MonkeyPatch) -> Path:
 
 
 def move(cache: Path, commit: str, weights: str = "weights") -> None:
-    repository = cache / "models--org--name"
-    in_hub(cache, commit, {**FILES, "model.safetensors": weights})
-    (repository / "refs").mkdir(exist_ok=True)
-    (repository / "refs" / "main").write_text(commit)
+    in_hub(cache, commit, {**FILES, "model.safetensors": weights}, is_main=True)
 
 
 def test_a_snapshot_is_what_is_in_it(config: Any, cache: Path) -> None:
@@ -530,11 +474,12 @@ def test_a_revision_that_has_moved_is_shared_with_nobody(
     config: Any, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     described = config.model_config.hf_config.to_dict()
-    config.model_config.hf_config = SimpleNamespace(to_dict=lambda: described, _commit_hash="1" * 40)
+    read = SimpleNamespace(to_dict=lambda: described)
+    config.model_config.hf_config = SimpleNamespace(**vars(read), _commit_hash="1" * 40)
     assert namespace(config).unshared == ""
     move(cache, "2" * 40, "other weights")
     assert namespace(config).unshared.startswith("revision_moved: revision main of org/name")
-    config.model_config.hf_config._commit_hash = None
+    config.model_config.hf_config = read
     assert namespace(config).unshared == "", "the reference is older than vLLM"
     start_at(monkeypatch, 1.0)
     assert namespace(config).unshared.startswith("revision_moved: ")
@@ -568,127 +513,3 @@ def test_weights_that_change_while_the_engine_runs_are_shared_with_nobody(config
 def test_scales_of_an_encoder_without_a_file_are_shared_with_nobody(config: Any) -> None:
     of_images(config, mm_encoder_attn_dtype="fp8")
     assert namespace(config, "v1").unshared.startswith("kv_scales_not_fixed: ")
-
-
-# -- mutants ----------------------------------------------------------------------------------------------------------
-
-Mutate = Callable[[pytest.MonkeyPatch], None]
-
-
-def settings_do_not_count(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(valuesettings, "FIELDS", {})
-
-
-def files_do_not_count(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(engineidentity, "model_files", lambda config, started: None)
-
-
-def newer_files_are_believed(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(valuesettings.ModelFiles, "why_unshared", lambda files, model: "")
-
-
-def what_ranks_have_loaded_is_believed(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(engineidentity, "_why_not_loaded", lambda config, model, loaded: "")
-
-
-def changes_while_loading_are_not_seen(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(modelpaths, "_changed", lambda before, after: "")
-
-
-def links_do_not_count(patch: pytest.MonkeyPatch) -> None:
-    """Only what they lead to."""
-    original = Trail.of
-
-    def of(paths: Iterable[Path]) -> Trail:
-        return Trail({place: stamp for place, stamp in original(paths).stamps.items() if not os.path.islink(place)})
-
-    patch.setattr(Trail, "of", of)
-
-
-def folders_do_not_count(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(pathtrail.Stamp, "may_differ_from", lambda stamp, earlier: not stamp.is_folder and stamp != earlier)
-
-
-def a_commit_names_weights(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(modelweights, "_digest_in_snapshot", lambda files, snapshot: snapshot.commit)
-
-
-def links_in_snapshots_are_believed(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(modelweights, "blob_of", lambda file: file.name)
-
-
-def paths_are_names(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Path, "resolve", lambda path, strict=False: path)
-
-
-def check_a_switch_afterwards(config: Any, tmp_path: Path) -> None:
-    check_that_a_change_is_shared_with_nobody(config, tmp_path, switch, "afterwards")
-
-
-def check_a_switch_while_loading(config: Any, tmp_path: Path) -> None:
-    check_that_a_change_is_shared_with_nobody(config, tmp_path, switch, "while_loading")
-
-
-def check_a_switch_and_back(config: Any, tmp_path: Path) -> None:
-    test_what_was_there_while_vllm_loaded_is_shared_with_nobody(config, tmp_path, switch_and_back)
-
-
-def check_a_rename_and_back(config: Any, tmp_path: Path) -> None:
-    test_what_was_there_while_vllm_loaded_is_shared_with_nobody(config, tmp_path, rename_and_back)
-
-
-def check_checkpoints(config: Any, tmp_path: Path) -> None:
-    test_a_commit_names_no_model(config, tmp_path, ("checkpoint-1000", "checkpoint-2000"), False)
-
-
-def check_real_files(config: Any, tmp_path: Path) -> None:
-    test_a_real_file_in_a_snapshot_is_known_by_its_content(config, tmp_path, "to a real file")
-
-
-def revisions_are_believed(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(engineidentity, "_has_moved", lambda load, model, weights: False)
-
-
-def the_usual_cache_is_believed(patch: pytest.MonkeyPatch) -> None:
-    folder = vllmprocess._folder
-    patch.setattr(vllmprocess, "_folder", lambda repository, cache: folder(repository, None))
-
-
-@pytest.mark.parametrize(
-    ("mutant", "test"),
-    [
-        (files_do_not_count, test_the_processors_files_count_where_there_is_one),
-        (files_do_not_count, test_remote_code_counts_where_it_is_trusted),
-        (newer_files_are_believed, test_files_that_are_newer_than_vllm_are_shared_with_nobody),
-        (what_ranks_have_loaded_is_believed, check_a_switch_afterwards),
-        (what_ranks_have_loaded_is_believed, test_what_no_rank_has_seen_is_shared_with_nobody),
-        (what_ranks_have_loaded_is_believed, test_each_rank_must_have_loaded_the_same),
-        (changes_while_loading_are_not_seen, check_a_switch_while_loading),
-        (links_do_not_count, check_a_switch_and_back),
-        (folders_do_not_count, check_a_rename_and_back),
-        (a_commit_names_weights, check_checkpoints),
-        (links_in_snapshots_are_believed, check_real_files),
-        (paths_are_names, test_one_folder_is_one_model_however_its_path_is_spelled),
-        (revisions_are_believed, test_a_revision_that_has_moved_is_shared_with_nobody),
-        (the_usual_cache_is_believed, test_weights_come_from_the_folder_that_vllm_downloads_to),
-    ],
-    ids=lambda value: value.__name__,
-)
-def test_an_identity_without_one_of_its_protections_is_found_out(
-    mutant: Mutate, test: Callable[..., None], config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    have = {"config": config, "tmp_path": tmp_path, "monkeypatch": monkeypatch}
-    wanted = test.__code__.co_varnames[: test.__code__.co_argcount]
-    if "cache" in wanted:
-        have["cache"] = make_cache(tmp_path / "hub", config, monkeypatch)
-    mutant(monkeypatch)
-    with pytest.raises(AssertionError):
-        test(**{name: have[name] for name in wanted})
-
-
-def test_an_identity_without_its_settings_is_found_out(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings_do_not_count(monkeypatch)
-    of_images(config)
-    change = lambda: of_images(config, mm_processor_kwargs={"size": 1})  # noqa: E731
-    with pytest.raises(AssertionError):
-        assert_differs(config, change)

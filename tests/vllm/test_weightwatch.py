@@ -6,10 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from uuid import uuid4
 
 import pytest
 
-from kvstow_service.connectors.vllm import weightwatch
 from kvstow_service.connectors.vllm.weightwatch import HARMLESS, watch_executors, watch_of, watch_ranks
 
 pytestmark = pytest.mark.vllm
@@ -41,9 +41,8 @@ class Worker:
 
 
 @pytest.fixture
-def config(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(weightwatch, "_watches", {})
-    return SimpleNamespace(instance_id="an engine", kv_transfer_config=object())
+def config() -> Any:
+    return SimpleNamespace(instance_id=uuid4(), kv_transfer_config=object())
 
 
 @pytest.fixture

@@ -22,7 +22,8 @@ from kvstow.memory.hostpool import HostPool
 from kvstow_service.connectors.engine_core.controlplane import AttachedControl
 from kvstow_service.connectors.engine_core.loadpolicy import LoadPolicy
 from kvstow_service.connectors.engine_core.schedulerside import SchedulerSide
-from kvstow_service.connectors.vllm import rankdataplane
+from kvstow_service.connectors.vllm.rankdataplane import KVGeometry, build_plane
+from kvstow_service.connectors.vllm.tensorhost import AttachedWorkerHost
 
 CONNECTOR = "kvstow_service.connectors.vllm"
 SHARED = "kvstow_service.connectors.engine_core"
@@ -77,20 +78,24 @@ class Host:
     def _attach(self, setup: Setup, random: Random, patch: pytest.MonkeyPatch) -> None:
         self.extra_config["attach"] = "unix:/none"
         config = EngineConfig(slot_bytes=_SLOT_BYTES, capacity_slots=setup.slots, num_ranks=setup.ranks)
-        self.service = SlowService(config, setup.slots, clock=self._clock, delay=lambda: random.choice(setup.answers))
+        service = SlowService(config, setup.slots, clock=self._clock, delay=lambda: random.choice(setup.answers))
+        self.service = service
         self.engine = self.service.facade
 
         def connected(*arguments: Any, **options: Any) -> AttachedControl:
             return self.service.connect(lambda: AttachedControl(*arguments, **options))
 
-        def build(host: Any, kv: Any) -> SteppedAttachment:
-            num_bytes = setup.slots * kv.layout.slot_bytes
-            plane = rankdataplane.build_plane(host._process.rank, num_bytes, num_bytes, host._options, kv)
-            self._attached.append(SteppedAttachment(plane, self.service, lambda: random.random() < setup.refusal_rate))
-            return self._attached[-1]
+        attached = self._attached
+
+        class SteppedWorkerHost(AttachedWorkerHost):
+            def _make_plane(self, geometry: KVGeometry) -> Any:
+                num_bytes = setup.slots * geometry.layout.slot_bytes
+                plane = build_plane(self._process.rank, num_bytes, num_bytes, self._options, geometry)
+                attached.append(SteppedAttachment(plane, service, lambda: random.random() < setup.refusal_rate))
+                return attached[-1]
 
         patch.setattr(f"{CONNECTOR}.attachedschedulerhost.AttachedControl", connected)
-        patch.setattr(f"{CONNECTOR}.tensorhost.AttachedWorkerHost._make_plane", build)
+        patch.setattr(f"{CONNECTOR}.tensorhost.AttachedWorkerHost", SteppedWorkerHost)
 
     def exchange_reports(self) -> None:
         """Let a moment pass; every rank reports, and does what is wanted of it."""

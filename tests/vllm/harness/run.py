@@ -20,7 +20,7 @@ from tests.vllm.harness.traffic import Traffic
 
 from kvstow.errors import IntegrityError
 from kvstow_service.connectors.engine_core.loads import SharedLoads
-from kvstow_service.connectors.engine_core.trackedrequests import LoadWait
+from kvstow_service.connectors.engine_core.trackedrequests import TrackedRequest
 
 _PATIENCE = 200  # steps without a token or an end; a load takes 10 at most
 
@@ -83,14 +83,14 @@ class Run:
             self.report.add(f"integrity: {error}")
 
     def _count_waits(self, patch: pytest.MonkeyPatch) -> None:
-        find = SharedLoads._find
+        must_wait = SharedLoads.must_wait
 
-        def note(*arguments: Any) -> LoadWait | None:
-            wait = find(*arguments)
-            self.report.waits += wait is not None
-            return wait
+        def note(loads: SharedLoads, tracked: TrackedRequest, *tokens: int) -> bool:
+            is_first, waits = tracked.load.wait is None, must_wait(loads, tracked, *tokens)
+            self.report.waits += is_first and waits
+            return waits
 
-        patch.setattr(SharedLoads, "_find", note)
+        patch.setattr(SharedLoads, "must_wait", note)
 
     def _count_layered(self, patch: pytest.MonkeyPatch) -> None:
         load = SimulatedDevice.load_layers

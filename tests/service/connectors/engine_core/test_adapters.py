@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from tests.doubles.fakes import FakeClock
+from tests.service.connectors.engine_core.releases import (
+    in_hub,
+    released,
+    rename,
+    rename_above,
+    rename_and_back,
+    switch,
+    switch_and_back,
+)
 from tests.service.connectors.engine_core.vllmhost import (
     ONE_GROUP,
     WITH_SHORT_WINDOW,
@@ -23,10 +31,11 @@ from tests.service.connectors.engine_core.vllmhost import (
 )
 
 from kvstow_service.connectors.engine_core import adapters as module
-from kvstow_service.connectors.engine_core import vllmprocess
+from kvstow_service.connectors.engine_core import schedulerside, vllmprocess
 from kvstow_service.connectors.engine_core.adapters import READ_SECONDS, Adapter, Adapters, EngineStart
 from kvstow_service.connectors.engine_core.gpublocks import KnownHashes
 from kvstow_service.connectors.engine_core.pathtrail import Trail
+from kvstow_service.connectors.engine_core.trackedrequests import TrackedRequest
 
 PROMPT = "abcdefghijkl"
 SETTINGS = "{}"
@@ -34,9 +43,13 @@ SETTINGS = "{}"
 
 def write(folder: Path, weights: str = "weights", config: str = "{}") -> str:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "adapter_config.json").write_text(config)
-    (folder / "adapter_model.safetensors").write_text(weights)
+    for name, content in files_of(weights, config).items():
+        (folder / name).write_text(content)
     return str(folder)
+
+
+def files_of(weights: str, config: str = "{}") -> dict[str, str]:
+    return {"adapter_config.json": config, "adapter_model.safetensors": weights}
 
 
 def lora(path: str, number: int = 1, **more: Any) -> Any:
@@ -61,10 +74,15 @@ class Reader:
 
 
 def make_adapters(
-    started: float | None = None, *, settings: str = SETTINGS, reader: Reader | None = None, clock: Any = None
+    started: float | None = None,
+    *,
+    settings: str = SETTINGS,
+    reader: Reader | None = None,
+    clock: Any = None,
+    folders: Sequence[Path] = (),
 ) -> Adapters:
     """Those of an engine that starts now. Files are read at once, unless there is a `reader`."""
-    moment = EngineStart.now(time.time() + 60 if started is None else started)
+    moment = EngineStart.now(time.time() + 60 if started is None else started, folders)
     start = (lambda target: target()) if reader is None else reader.start
     return Adapters(settings, moment, clock=clock or FakeClock(), start_thread=start)
 
@@ -165,18 +183,9 @@ def test_what_cannot_be_seen_has_no_keys(tmp_path: Path, monkeypatch: pytest.Mon
     assert "in no folder" in ask(adapters, write(tmp_path / "a"), 2, tensorizer_config_dict={"uri": "x"}).reason
 
 
-def write_snapshot(cache: Path, commit: str, weights: str = "weights") -> Path:
+def write_snapshot(folder: Path, commit: str, weights: str = "weights") -> Path:
     """Of org/name, whose branch main is now this commit."""
-    repository = cache / "models--org--name"
-    snapshot, blobs = Path(write(repository / "snapshots" / commit, weights)), repository / "blobs"
-    for folder in (blobs, repository / "refs"):
-        folder.mkdir(exist_ok=True)
-    for file in snapshot.iterdir():
-        blob = blobs / hashlib.sha256(file.read_bytes()).hexdigest()
-        file.rename(blob)
-        file.symlink_to(os.path.relpath(blob, snapshot))
-    (repository / "refs" / "main").write_text(commit)
-    return repository / "snapshots" / commit
+    return in_hub(folder, commit, files_of(weights), is_main=True)
 
 
 def use_hub(folder: Path, patch: pytest.MonkeyPatch) -> None:
@@ -195,15 +204,13 @@ def test_a_repository_is_its_commit_until_its_branch_moves(tmp_path: Path, monke
     assert not ask(adapters, "org/name").is_named
     assert ask(make_adapters(), "org/name").salt not in (b"", adapter.salt)
     assert "since this engine started" in ask(make_adapters(1.0), "org/name").reason
-    start = EngineStart.now(1.0, [tmp_path])
-    late = Adapters(SETTINGS, start, clock=FakeClock(), start_thread=lambda target: target())
+    late, later = (make_adapters(1.0, folders=[tmp_path]) for _ in range(2))
     assert ask(late, str(first)).salt == adapter.salt, "the Hub names what it downloads by its content"
     real = first / "adapter_config.json"
     content = real.read_text()
     real.unlink()
     real.write_text(content)
-    late = Adapters(SETTINGS, start, clock=FakeClock(), start_thread=lambda target: target())
-    assert str(real) in ask(late, str(first)).reason
+    assert str(real) in ask(later, str(first)).reason
 
 
 def test_a_link_of_a_snapshot_that_is_changed_by_hand_is_noticed_once_its_adapter_is_used(
@@ -227,47 +234,17 @@ def let_time_pass(folder: Path) -> None:
         file.write_text("")
 
 
-def released(folder: Path) -> Path:
-    """`current` leads to the newer of two adapters, which are both older than the engine."""
-    write(folder / "v1")
-    write(folder / "v2", "other weights")
-    (folder / "current").symlink_to("v2")
-    return folder
-
-
-def switch(folder: Path) -> None:
-    (folder / "next").symlink_to("v1")
-    (folder / "next").rename(folder / "current")
-
-
-def rename(folder: Path) -> None:
-    (folder / "current").unlink()
-    (folder / "v1").rename(folder / "current")
-
-
 def rename_and_mark(folder: Path) -> None:
     """The new entry hides that the folder was renamed."""
     rename(folder)
     (folder / "current" / "ready").write_text("")
 
 
-def rename_above(folder: Path) -> None:
-    other = released(folder.with_name("other"))
-    folder.rename(folder.with_name("old"))
-    other.rename(folder)
-
-
-def switch_and_back(folder: Path) -> None:
-    switch(folder)
-    (folder / "next").symlink_to("v2")
-    (folder / "next").rename(folder / "current")
-
-
-def rename_and_back(folder: Path) -> None:
-    (folder / "v2").rename(folder / "next")
-    (folder / "v1").rename(folder / "v2")
-    (folder / "v2").rename(folder / "v1")
-    (folder / "next").rename(folder / "v2")
+def released_adapters(folder: Path) -> Path:
+    """Both versions are older than the engine, and so is the folder that `rename_above` puts in their place."""
+    for place in (folder, folder / "other"):
+        released(place, lambda version, name: write(version, f"weights {name}"))
+    return folder
 
 
 CHANGES = [switch, rename, rename_and_mark, rename_above, switch_and_back, rename_and_back]
@@ -278,7 +255,7 @@ def test_another_adapter_that_is_put_behind_the_path_has_no_keys(
     tmp_path: Path, change: Callable[[Path], None]
 ) -> None:
     """The files are older than the engine. A rank may have loaded the adapter before it is first asked for."""
-    folder = released(tmp_path / "adapters")
+    folder = released_adapters(tmp_path / "adapters")
     let_time_pass(tmp_path)
     adapters, path = make_adapters(time.time()), str(folder / "current")
     let_time_pass(tmp_path)
@@ -291,7 +268,7 @@ def test_another_adapter_that_is_put_behind_the_path_has_no_keys(
 def test_an_adapter_that_is_replaced_by_another_path_has_no_keys_any_more(
     tmp_path: Path, change: Callable[[Path], None]
 ) -> None:
-    folder = released(tmp_path / "adapters")
+    folder = released_adapters(tmp_path / "adapters")
     adapters, path = make_adapters(), str(folder / "current")
     adapter = ask(adapters, path)
     assert adapter.is_named
@@ -303,10 +280,9 @@ def test_an_adapter_that_is_replaced_by_another_path_has_no_keys_any_more(
 def test_adapters_may_be_added_beside_others(tmp_path: Path) -> None:
     """A folder that was there when the engine started may get entries, as the folder of all adapters does."""
     path = write(tmp_path / "adapters" / "old")
-    start = EngineStart.now(time.time(), [tmp_path / "adapters"])
+    adapters = make_adapters(time.time(), folders=[tmp_path / "adapters"])
     let_time_pass(tmp_path)
     new = write(tmp_path / "adapters" / "new")
-    adapters = Adapters(SETTINGS, start, clock=FakeClock(), start_thread=lambda target: target())
     assert ask(adapters, path, 1).is_named
     assert "since this engine started" in ask(adapters, new, 2).reason
 
@@ -475,24 +451,25 @@ def test_blocks_that_are_known_by_their_hash_alone_have_the_same_keys(tmp_path: 
     assert keys_in(host) == {*mixed(ask(adapters, path)), *keys_of("ABCDEFGH")}
 
 
-def known_hashes(host: VllmHost) -> KnownHashes:
-    """Return the table in which the host notes the adapter of each hash."""
-    known = host.side._gpu.known_hashes
-    assert known is not None
+def known_hashes(most: int, *prompts: str) -> KnownHashes:
+    """Those of requests without an adapter, which have ended."""
+    known = KnownHashes({}, most)
+    for prompt in prompts:
+        known.add_ended(TrackedRequest(FakeRequest(prompt, prompt), 2))
     return known
 
 
-def test_a_block_of_an_unknown_hash_is_not_stored(tmp_path: Path) -> None:
-    host = VllmHost(adapters=make_adapters(), lazy_blocks=32)
-    run(host, request_with(write(tmp_path / "a")))
-    assert known_hashes(host).mix([b"12345678"]) == [None]
+def test_a_block_of_an_unknown_hash_is_not_stored() -> None:
+    assert known_hashes(8, PROMPT).mix([*hashes_of(PROMPT), b"12345678"]) == [*hashes_of(PROMPT), None]
 
 
-def test_the_hashes_that_are_known_are_bounded(tmp_path: Path) -> None:
-    host = VllmHost(adapters=make_adapters(), gpu_blocks=17, lazy_blocks=4)
-    for number in range(40):
-        run(host, FakeRequest(f"r{number}", f"{number:02}cdefghijkl"))
-    assert len(known_hashes(host)._adapters) <= 2 * 17
+def test_the_hashes_that_are_known_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The GPU has evicted the blocks of the oldest requests by then."""
+    bounds: list[int] = []
+    monkeypatch.setattr(schedulerside, "KnownHashes", lambda requests, most: bounds.append(most))
+    VllmHost(adapters=make_adapters(), gpu_blocks=17)
+    assert bounds == [2 * 17]
+    assert known_hashes(8, "ABCDEFGH", PROMPT).mix(hashes_of("ABCDEFGH")) == [None, None, *hashes_of("ABCDEFGH")[2:]]
 
 
 def test_groups_with_a_window_have_the_adapters_keys(tmp_path: Path) -> None:

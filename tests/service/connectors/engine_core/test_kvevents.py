@@ -14,7 +14,6 @@ from tests.doubles.rank import make_ranks
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
 from kvstow.keys import make_key
-from kvstow_service.connectors.engine_core import kvevents
 from kvstow_service.connectors.engine_core.kvevents import EmbeddedBlocks, EventFeed, GroupKind, Vocabulary
 from kvstow_service.connectors.engine_core.kvgroups import KVGroup, KVGroups
 from kvstow_service.connectors.engine_core.trackedrequests import TrackedRequest
@@ -230,31 +229,40 @@ def test_after_lost_events_a_block_that_is_there_is_announced() -> None:
     assert host.engine.lookup(keys) == 1
 
 
-def test_a_block_that_was_found_is_not_announced_again_by_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kvevents, "_BATCHES_PER_READ", 1)
-    host = Host(event_buffer=2)
-    lose_events(host)
+def test_a_block_that_was_found_is_not_announced_again_by_the_log() -> None:
+    """A step reads 256 batches of the log, and its last one comes with the next step."""
+    host = Host(event_buffer=300)
+    for _ in range(100):
+        lose_events(host)
     host.store(0, 1)
     host.store(1, 2)
     (found,) = [event for event in host.feed.take_events() if 2 in event.block_hashes]
-    assert found.token_ids == [102, 103]
-    assert host.feed.take_events() == []
+    assert found.token_ids == [100, 101, 102, 103]
+    later = host.feed.take_events()
+    assert later, "the rest of the log"
+    assert not [event for event in later if 2 in event.block_hashes]
 
 
-def test_announced_blocks_are_checked_slice_by_slice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kvevents, "_CHECKS_PER_TAKE", 2)
-    host = Host(event_buffer=2)
-    host.store(0, 5)
+MANY = 600
+
+
+def long_request() -> Request:
+    """It has more blocks than one step looks at."""
+    hashes = [number.to_bytes(32, "little") for number in range(MANY)]
+    return Request(hashes, list(range(2 * MANY)))
+
+
+def test_announced_blocks_are_checked_slice_by_slice() -> None:
+    host = Host(slots=MANY, event_buffer=2, most=2 * MANY)
+    host.store(0, MANY, long_request())
     host.feed.take_events()
     host.purge()
     lose_events(host)
-    gone: set[int] = set()
-    takes = 0
+    gone: list[int] = []
     while told := host.feed.take_events():
-        gone |= {block for event in told if isinstance(event, Removed) for block in event.block_hashes}
-        takes += 1
-    assert {1, 2, 3, 4, 5} <= gone
-    assert takes >= 3
+        gone.append(sum(len(event.block_hashes) for event in told if isinstance(event, Removed)))
+    assert sum(gone) >= MANY
+    assert len(gone) >= 3
 
 
 def test_a_request_is_not_kept_by_what_is_known_of_its_blocks(host: Host) -> None:
@@ -279,9 +287,10 @@ def test_known_blocks_are_bounded_and_the_oldest_are_forgotten() -> None:
     assert 1 not in told, "it was forgotten before it was announced"
 
 
-def recover(host: Host, first: int, end: int) -> None:
+def recover(host: Host, first: int, end: int, request: Request | None = None) -> None:
     """Have the pool hold blocks that nobody has described."""
-    keys = [make_key(0, HASHES[number]) for number in range(first, end)]
+    hashes = (request or Request()).block_hashes
+    keys = [make_key(0, hashes[number]) for number in range(first, end)]
     op = host.engine.begin_store(keys, range(len(keys))).op
     assert op is not None
     host.rank.send(op.op_id, "done")
@@ -313,14 +322,14 @@ def test_a_block_that_has_gone_before_its_use_is_told_is_not_announced(host: Hos
     assert host.feed.take_events() == []
 
 
-def test_what_a_request_has_loaded_is_described_slice_by_slice(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kvevents, "_CHECKS_PER_TAKE", 2)
-    recover(host, 0, 5)
+def test_what_a_request_has_loaded_is_described_slice_by_slice() -> None:
+    host, request = Host(slots=MANY, most=2 * MANY), long_request()
+    recover(host, 0, MANY, request)
     host.feed.take_events()
-    host.feed.used(host.tracked(Request()), 0, 10)
+    host.feed.used(host.tracked(request), 0, 2 * MANY)
     assert host.feed.is_behind
-    told = [host.feed.take_events() for _ in range(4)]
-    assert [[event.block_hashes for event in events] for events in told] == [[[1, 2]], [[3, 4]], [[5]], []]
+    told = [[len(event.block_hashes) for event in host.feed.take_events()] for _ in range(4)]
+    assert told == [[256], [256], [MANY - 512], []]
     assert not host.feed.is_behind
 
 

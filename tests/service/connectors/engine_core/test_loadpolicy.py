@@ -348,11 +348,11 @@ def test_before_both_kinds_of_step_were_measured_it_is_computed(clock: Clock) ->
 
 def test_steps_that_load_or_prefill_and_idle_time_are_no_measurement(clock: Clock) -> None:
     policy = make(clock)
-    measured = policy._steps
     policy.begun(Choice(True, "alone"), 10)
-    run_step(policy, clock, 1.0, r=16)
-    run_step(policy, clock, 1.0, r=1000)
+    run_step(policy, clock, 9.0, r=16)
+    run_step(policy, clock, 9.0, r=1000)
     clock.now += 60.0
-    assert (measured.tail, measured.decode) == (0, 0)
-    run_step(policy, clock, 1.0, other=1)
-    assert (measured.tail, measured.decode) == (0, 1.0)
+    run_step(policy, clock, 0.001, other=1)
+    assert not policy.loads_last_block, "no step has computed a last block alone"
+    run_steps(policy, clock, 0.1, "r", tokens=16)
+    assert policy.loads_last_block, "steps that decode take a millisecond"
