@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
+
+from kvstow_service.connectors.vllm import valuesettings
 
 VERDICTS: Final = {
     "identity": "changes KV, and is one of the settings in the identity of a namespace (`valuesettings`)",
@@ -29,10 +31,23 @@ VERDICTS: Final = {
     "building": "how vLLM was built or installed",
 }
 
+PARTS: Final = {
+    "attention_config": "AttentionConfig",
+    "cache_config": "CacheConfig",
+    "diffusion_config": "DiffusionConfig",
+    "ec_transfer_config": "ECTransferConfig",
+    "kernel_config": "KernelConfig",
+    "load_config": "LoadConfig",
+    "mamba_config": "MambaConfig",
+    "model_config": "ModelConfig",
+    "multimodal_config": "MultiModalConfig",
+    "parallel_config": "ParallelConfig",
+    "speculative_config": "SpeculativeConfig",
+}
+"""The classes of the parts in `valuesettings`."""
+
 FIELDS: Final[Mapping[str, Mapping[str, str]]] = {
     "AttentionConfig": {
-        "identity": """backend backend_per_kind disable_flashinfer_q_quantization indexer_kv_dtype
-            indexer_sparse_logits mla_prefill_backend use_non_causal use_prefill_query_quantization""",
         "rounding": """flash_attn_max_num_splits_for_cuda_graph flash_attn_version flex_attn_block_m flex_attn_block_n
             flex_attn_kv_block_size flex_attn_q_block_size indexer_tp_shard_min_rows minimax_m3_indexer_cp
             minimax_m3_msa_decode_backend sparse_mla_force_mqa tokenspeed_mla_min_split_kv
@@ -43,8 +58,6 @@ FIELDS: Final[Mapping[str, Mapping[str, str]]] = {
     "AuxOutputConfig": {"watching": "enable_return_routed_experts max_bytes"},
     "BaseDummyOptions": {"limits": "count"},
     "CacheConfig": {
-        "identity": """kv_cache_dtype_skip_layers kv_cache_layout kv_sharing_fast_prefill mamba_cache_dtype
-            mamba_cache_mode mamba_ssm_cache_dtype swa_bounded_replay use_kda_recoverssm use_replayssm""",
         "pool": """block_size cache_dtype effective_attention_block_size hash_block_size mamba_block_size
             mamba_page_size_padded skip_page_size_padded sliding_window user_specified_block_size
             user_specified_mamba_block_size""",
@@ -70,10 +83,8 @@ FIELDS: Final[Mapping[str, Mapping[str, str]]] = {
         "watching": "compilation_time debug_dump_path encoder_compilation_time",
     },
     "DeviceConfig": {"rounding": "device device_type"},
-    "DiffusionConfig": {"identity": "canvas_length max_denoising_steps"},
     "DynamicShapesConfig": {"rounding": "assume_32_bit_indexing evaluate_guards type"},
     "ECTransferConfig": {
-        "identity": "ec_connector ec_connector_extra_config ec_role",
         "place": """ec_buffer_device ec_buffer_size ec_connector_module_path ec_ip ec_parallel_size ec_port ec_rank
             engine_id mm_encoder_output_widths""",
     },
@@ -98,7 +109,6 @@ FIELDS: Final[Mapping[str, Mapping[str, str]]] = {
             kv_rank""",
     },
     "KernelConfig": {
-        "identity": "linear_backend linear_backend_per_quant moe_backend sparse_indexer_topk_backend",
         "rounding": """enable_cutedsl_warmup enable_flashinfer_autotune enable_jit_warmup
             enable_rocm_segmented_attn_autotune ir_op_priority monokernel""",
     },
@@ -110,14 +120,12 @@ FIELDS: Final[Mapping[str, Mapping[str, str]]] = {
         "limits": "max_cpu_loras max_lora_cls_labels max_lora_rank max_loras",
     },
     "LoadConfig": {
-        "identity": "ignore_patterns model_loader_extra_config",
         "weights": "download_dir load_format",
         "place": """device pt_load_map_location safetensors_load_strategy safetensors_prefetch_block_size
             safetensors_prefetch_num_threads use_tqdm_on_load""",
     },
     "LoggingConfig": {"watching": "configure_logging formatter log_level pylogging_config_file"},
     "MambaConfig": {
-        "identity": "enable_stochastic_rounding stochastic_rounding_philox_rounds",
         "rounding": "backend ssu_algorithm",
     },
     "ModelArchitectureConfig": {
@@ -126,8 +134,6 @@ FIELDS: Final[Mapping[str, Mapping[str, str]]] = {
             text_model_type total_num_attention_heads total_num_hidden_layers total_num_kv_heads vocab_size""",
     },
     "ModelConfig": {
-        "identity": """convert disable_sliding_window dtype model_class_overrides model_impl quantization
-            quantization_config""",
         "weights": "model model_weights revision",
         "model": "config_format hf_config hf_overrides hf_text_config max_model_len seed",
         "files": "code_revision hf_config_path tokenizer tokenizer_revision trust_remote_code",
@@ -144,8 +150,6 @@ FIELDS: Final[Mapping[str, Mapping[str, str]]] = {
             sleep_preserve_parameter_names""",
     },
     "MultiModalConfig": {
-        "identity": """media_io_kwargs mm_device_do_normalize mm_encoder_attn_dtype mm_encoder_fp8_scale_path
-            mm_processor_kwargs video_pruning_method video_pruning_rate""",
         "unshared": "mm_encoder_fp8_scale_save_margin mm_encoder_fp8_scale_save_path",
         "hash": "enable_mm_embeds interleave_mm_strings language_model_only mm_hasher_algorithm",
         "rounding": "mm_encoder_attn_backend mm_encoder_tp_mode",
@@ -162,7 +166,6 @@ FIELDS: Final[Mapping[str, Mapping[str, str]]] = {
     },
     "OffloadConfig": {"place": "offload_backend prefetch uva"},
     "ParallelConfig": {
-        "identity": "all2all_backend worker_cls worker_extension_cls",
         "pool": """cp_kv_cache_interleave_size dcp_kv_cache_interleave_size decode_context_parallel_size
             pipeline_parallel_size tensor_parallel_size""",
         "refused": "distributed_executor_backend prefill_context_parallel_size",
@@ -220,9 +223,6 @@ FIELDS: Final[Mapping[str, Mapping[str, str]]] = {
             watermark""",
     },
     "SpeculativeConfig": {
-        "identity": """attention_backend disable_eagle_block_drop disable_lookahead_block_hashes
-            index_share_for_mtp_iteration kv_cache_dtype method moe_backend parallel_drafting quantization
-            use_heterogeneous_vocab""",
         "weights": "code_revision draft_load_config draft_model_config model revision",
         "part": "target_model_config target_parallel_config",
         "pool": "draft_parallel_config draft_tensor_parallel_size tensor_parallel_size",
@@ -245,7 +245,6 @@ FIELDS: Final[Mapping[str, Mapping[str, str]]] = {
     "UVAOffloadConfig": {"place": "cpu_offload_gb cpu_offload_params"},
     "VideoDummyOptions": {"place": "height num_frames width"},
     "VllmConfig": {
-        "identity": "additional_config",
         "unshared": "weight_transfer_config",
         "model": "quant_config",
         "part": """attention_config aux_output_config cache_config compilation_config device_config diffusion_config
@@ -263,23 +262,10 @@ FIELDS: Final[Mapping[str, Mapping[str, str]]] = {
     },
     "WeightTransferConfig": {"unshared": "backend"},
 }
-"""By class of vLLM's configuration, then by verdict."""
+"""By class of vLLM's configuration, then by verdict. Settings in `valuesettings` are not here: their verdict is
+"identity"."""
 
 VARIABLES: Final[Mapping[str, str]] = {
-    "identity": """VLLM_B12X_MOE_FP4_FORCE_A16 VLLM_BATCH_INVARIANT VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER
-        VLLM_CPU_INT4_W4A8 VLLM_DEEPEPLL_NVFP4_DISPATCH VLLM_DISABLED_KERNELS VLLM_ENABLE_HPC_OPS
-        VLLM_FLASHINFER_MOE_A2A_LOW_PRECISION_COMBINE VLLM_FLOAT32_MATMUL_PRECISION VLLM_HUMMING_INPUT_QUANT_CONFIG
-        VLLM_HUMMING_MOE_GEMM_TYPE VLLM_HUMMING_ONLINE_QUANT_CONFIG VLLM_HUMMING_USE_F16_ACCUM VLLM_KV_CACHE_LAYOUT
-        VLLM_MARLIN_INPUT_DTYPE VLLM_MAX_TOKENS_PER_EXPERT_FP4_MOE VLLM_MLA_DISABLE
-        VLLM_MOE_ROUTING_SIMULATION_STRATEGY VLLM_MXFP4_EMULATION_DEQUANT_AT_LOAD
-        VLLM_MXFP8_EMULATION_DEQUANT_AT_LOAD VLLM_PLUGINS VLLM_PP_LAYER_PARTITION VLLM_ROCM_FP8_MFMA_PAGE_ATTN
-        VLLM_ROCM_MUSE_MOE_ONLINE_QUANT VLLM_ROCM_MUSE_MOE_REDUCE_DTYPE VLLM_ROCM_QUICK_REDUCE_CAST_BF16_TO_FP16
-        VLLM_ROCM_QUICK_REDUCE_MAX_SIZE_BYTES_MB VLLM_ROCM_QUICK_REDUCE_MIN_SIZE_BYTES_MB
-        VLLM_ROCM_QUICK_REDUCE_QUANTIZATION VLLM_ROCM_QUICK_REDUCE_QUANTIZATION_MIN_SIZE_KB
-        VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT VLLM_ROCM_USE_AITER_FP4BMM VLLM_ROCM_USE_AITER_FP4_ASM_GEMM
-        VLLM_ROCM_USE_AITER_FP8BMM VLLM_ROCM_USE_AITER_MOE_A4W4_DSV4 VLLM_ROCM_USE_AITER_MOE_SITUV2
-        VLLM_ROCM_USE_AITER_MOE_SITUV2_A8W4 VLLM_SSM_CONV_STATE_LAYOUT VLLM_TEST_FORCE_LOAD_FORMAT VLLM_USE_DEEP_GEMM
-        VLLM_USE_DEEP_GEMM_E8M0 VLLM_USE_FLASHINFER_MOE_INT4 VLLM_VIDEO_LOADER_BACKEND""",
     "weights": "VLLM_MODEL_REDIRECT_PATH VLLM_USE_MODELSCOPE",
     "pool": "VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE",
     "hash": """VLLM_ENFORCE_STRICT_TOOL_CALLING VLLM_GPT_OSS_HARMONY_SYSTEM_INSTRUCTIONS
@@ -366,7 +352,7 @@ VARIABLES: Final[Mapping[str, str]] = {
         VLLM_DOCKER_BUILD_CONTEXT VLLM_MAIN_CUDA_VERSION VLLM_SKIP_PRECOMPILED_VERSION_SUFFIX
         VLLM_SKIP_VERSION_SUFFIX VLLM_USE_PRECOMPILED VLLM_USE_PRECOMPILED_RUST""",
 }
-"""Variables of the environment that vLLM reads, by verdict."""
+"""Variables of the environment that vLLM reads, by verdict, but for those in `valuesettings`."""
 
 FILES: Final[Mapping[str, str]] = {
     "identity": """custom_video.json modeling_model.py preprocessor_config.json processing_model.py
@@ -390,6 +376,24 @@ def verdicts(table: Mapping[str, str]) -> dict[str, str]:
             assert name not in found, f"{name} has two verdicts"
             found[name] = verdict
     return found
+
+
+def field_verdicts(kind: str) -> dict[str, str]:
+    """The verdict on each field of this class of vLLM's configuration."""
+    own = [name for part, names in valuesettings.FIELDS.items() if PARTS.get(part) == kind for name in names]
+    if kind == "VllmConfig":
+        own += [part for part, names in valuesettings.FIELDS.items() if not names]
+    return _with_identity(FIELDS.get(kind, {}), own)
+
+
+def variable_verdicts() -> dict[str, str]:
+    return _with_identity(VARIABLES, valuesettings.VARIABLES)
+
+
+def _with_identity(table: Mapping[str, str], own: Sequence[str]) -> dict[str, str]:
+    found = verdicts(table)
+    assert not found.keys() & set(own), "these have another verdict, and are in the identity"
+    return found | dict.fromkeys(own, "identity")
 
 
 _NO_FIELDS = ("ClassVar", "InitVar")
@@ -423,6 +427,6 @@ def without_verdict(root: Path) -> list[str]:
     fields = [
         f"{name}.{field}"
         for name, found in config_fields(root).items()
-        for field in found - verdicts(FIELDS.get(name, {})).keys()
+        for field in found - field_verdicts(name).keys()
     ]
-    return sorted([*fields, *(variables(root) - verdicts(VARIABLES).keys())])
+    return sorted([*fields, *(variables(root) - variable_verdicts().keys())])
