@@ -4,6 +4,8 @@ import logging
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from tests.vllm.engines import Reference
@@ -79,6 +81,26 @@ def service(tmp_path: Path) -> Iterator[NodeService]:
     """A node service without a store below its pools."""
     with running_service(tmp_path) as service:
         yield service
+
+
+@pytest.fixture
+def config() -> Any:
+    """A `VllmConfig` of the newest vLLM whose parts tests may change, in a process whose hashes are reproducible."""
+    from tests.vllm.harness.setup import Setup, make_vllm_config
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import init_none_hash
+
+    init_none_hash(sha256)
+    made = make_vllm_config(Setup("identity"), "kvstow_service.connectors.vllm", {})
+    made.model_config = SimpleNamespace(**vars(made.model_config))  # it is shared by all tests
+    made.load_config = SimpleNamespace(load_format="auto")
+    return made
+
+
+@pytest.fixture
+def rendezvous(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Agents look for their server where there is none."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
 
 
 @pytest.fixture

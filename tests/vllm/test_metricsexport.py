@@ -88,14 +88,6 @@ def host() -> Host:
     return Host()
 
 
-def test_stats_are_sent_once(host: Host) -> None:
-    assert not host.take().is_empty()
-    assert host.take() is None
-    host.store(1)
-    assert host.take().data["store_bytes"] == 2 * SLOT
-    assert host.take() is None
-
-
 def test_counters_are_read_ten_times_a_second_and_when_the_last_transfer_has_ended(host: Host) -> None:
     assert host.take() is not None
     take: Any = host.feed.take_stats

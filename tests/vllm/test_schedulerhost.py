@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,7 +32,7 @@ from kvstow_service.connectors.engine_core.vllmprocess import this_node
 from kvstow_service.connectors.engine_core.workerside import wait_until_pinned
 from kvstow_service.connectors.vllm.tensorhost import EmbeddedWorkerHost
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("rendezvous")]
 
 BLOCKS, PAGE = 4, 4096
 GROUPS = KVGroups((KVGroup(0, 16, 1),), 16)
@@ -283,12 +282,6 @@ def test_closing_stops_server_and_engine(admins: list[FakeAdmin]) -> None:
 
 
 # -- both halves ----------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(autouse=True)
-def rendezvous(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Agents look for their server where there is none."""
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
 
 
 def test_ranks_with_slots_of_different_sizes_all_reach_the_capacity(admins: list[FakeAdmin]) -> None:

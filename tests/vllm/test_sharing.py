@@ -21,7 +21,6 @@ from tests.service.connectors.engine_core.releases import (
     switch_and_back,
 )
 from tests.vllm.engines import eventually, start_at
-from tests.vllm.harness.setup import Setup, make_vllm_config
 
 from kvstow.attach.identity import FleetWeights, NamespaceIdentity, PoolIdentity, RegionIdentity
 from kvstow.tier.fingerprint import fingerprint
@@ -77,14 +76,9 @@ def add_file(folder: Path) -> None:
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> Any:
-    from vllm.utils.hashing import sha256
-    from vllm.v1.core.kv_cache_utils import init_none_hash
-
-    init_none_hash(sha256)
-    made = make_vllm_config(Setup("identity"), "kvstow_service.connectors.vllm", {})
-    made.model_config = SimpleNamespace(**vars(made.model_config))  # it is shared by all tests
-    made.load_config = SimpleNamespace(load_format="auto")
+def config(config: Any, tmp_path: Path) -> Any:
+    """The model lies in a folder."""
+    made = config
     made.model_config.model = made.model_config.tokenizer = write_model(tmp_path / "model")
     made.model_config.hf_config_path = made.model_config.multimodal_config = made.model_config.revision = None
     made.model_config.trust_remote_code = False

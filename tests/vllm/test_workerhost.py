@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from tests.service.connectors.engine_core.processes import make_process
 
 from kvstow.dataplane import DataPlane
 from kvstow.errors import ConfigError, InsufficientMemoryError
-from kvstow.messages import DesiredState, Op, StepPlan
+from kvstow.messages import Op, StepPlan
 from kvstow_service.admin.agent import AdminAddress
 from kvstow_service.connectors.engine_core import workerhost as shared
 from kvstow_service.connectors.engine_core.metadata import KVStowMetadata, RankUpdate
@@ -22,15 +21,9 @@ from kvstow_service.connectors.engine_core.stepplan import PlannedStep
 from kvstow_service.connectors.vllm import tensorhost
 from kvstow_service.connectors.vllm.tensorhost import EmbeddedWorkerHost
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("rendezvous")]
 
 BLOCKS, PAGE = 4, 4096
-
-
-@pytest.fixture(autouse=True)
-def rendezvous(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Agents look for their server where there is none."""
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
 
 
 @pytest.fixture
@@ -174,16 +167,6 @@ def test_a_rank_sleeps_only_when_its_data_plane_has_ended(
     worker.resume()
     assert worker.side.plane.boot_id != plane.boot_id
     assert seen == [plane.boot_id] * 2
-
-
-def test_a_rank_that_wakes_pins_the_latest_desired_state(worker: EmbeddedWorkerHost) -> None:
-    worker.register(kv_caches())
-    worker.side.apply(DesiredState("engine", 5, number=1))
-    worker.suspend()
-    worker.side.apply(DesiredState("engine", 3, number=2))
-    worker.resume()
-    report = worker.side.report()
-    assert (report.applied, report.target_slots, report.pinned_slots) == (2, 3, 3)
 
 
 @pytest.mark.parametrize(

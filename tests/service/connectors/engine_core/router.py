@@ -9,7 +9,16 @@ from tests.service.connectors.engine_core.test_kvevents import Removed, Stored
 from tests.service.connectors.engine_core.vllmhost import HASH_TOKENS, hashes_of
 
 from kvstow.keys import make_key
-from kvstow_service.connectors.engine_core.kvevents import BlockSource, EventFeed, GroupKind, Vocabulary
+from kvstow_service.connectors.engine_core.kvevents import BlockSource, EmbeddedBlocks, EventFeed, GroupKind, Vocabulary
+
+
+class LaterBlocks:
+    """The blocks of an engine that is made after the feed."""
+
+    blocks: EmbeddedBlocks
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.blocks, name)
 
 
 def make_feed(source: BlockSource, num_groups: int = 1) -> EventFeed:

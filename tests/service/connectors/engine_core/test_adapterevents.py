@@ -6,20 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.service.connectors.engine_core.router import LaterBlocks, make_feed
 from tests.service.connectors.engine_core.test_adapters import PROMPT, ask, make_adapters, mixed, request_with, write
-from tests.service.connectors.engine_core.test_kvevents import Removed, Stored
 from tests.service.connectors.engine_core.vllmhost import VllmHost, hashes_of
 
-from kvstow_service.connectors.engine_core.kvevents import EmbeddedBlocks, EventFeed, GroupKind, Vocabulary
-
-
-class Source:
-    """The blocks of an engine that is made after the feed."""
-
-    blocks: EmbeddedBlocks
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.blocks, name)
+from kvstow_service.connectors.engine_core.kvevents import EmbeddedBlocks
 
 
 def hashes_in(events: list[Any]) -> list[bytes]:
@@ -29,9 +20,8 @@ def hashes_in(events: list[Any]) -> list[bytes]:
 @pytest.mark.parametrize("lazy_blocks", [None, 32], ids=["eager", "lazy"])
 def test_events_have_vllms_hashes(lazy_blocks: int | None, tmp_path: Path) -> None:
     adapters, path = make_adapters(), write(tmp_path / "a")
-    source: Any = Source()
-    vocabulary = Vocabulary(Stored, Removed, lambda block_hash: block_hash, lambda *span: None)
-    feed = EventFeed(source, [GroupKind("full")], vocabulary)
+    source: Any = LaterBlocks()
+    feed = make_feed(source)
     host = VllmHost(adapters=adapters, lazy_blocks=lazy_blocks, events=feed)
     source.blocks = EmbeddedBlocks(host.engine)
     request: Any = request_with(path)

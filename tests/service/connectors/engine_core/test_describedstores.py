@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tests.service.connectors.engine_core.router import Router, indexed, make_feed
+from tests.service.connectors.engine_core.router import LaterBlocks, Router, indexed, make_feed
 from tests.service.connectors.engine_core.vllmhost import (
     ONE_GROUP,
     WITH_SHORT_WINDOW,
@@ -20,15 +20,6 @@ from kvstow_service.connectors.engine_core.kvevents import EmbeddedBlocks, Event
 from kvstow_service.connectors.engine_core.kvgroups import KVGroups
 
 PROMPT, OTHER = "abcdefghijkl", "abcdmnopqrst"
-
-
-class LaterBlocks:
-    """The blocks of an engine that is made after the feed."""
-
-    blocks: EmbeddedBlocks
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.blocks, name)
 
 
 class RoutedHost(VllmHost):

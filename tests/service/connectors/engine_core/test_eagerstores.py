@@ -23,16 +23,6 @@ def blocks_of(plan: PlannedStep) -> list[int]:
     return [block for op in plan.stores.ops for block in op.blocks]
 
 
-def test_a_prompt_of_one_step_is_stored_when_it_ends() -> None:
-    host, request = VllmHost(), FakeRequest("r", PROMPT)
-    host.run(request)
-    host.finish(request)
-    assert host.side.has_pending_stores
-    host.step()
-    assert host.stored() == set(keys_of(PROMPT))
-    assert not host.side.has_pending_stores
-
-
 def test_each_block_is_offered_once() -> None:
     """A chunked prefill and a decode, with tokens that end in and between blocks."""
     host, request = VllmHost(), FakeRequest("r", PROMPT)
@@ -73,15 +63,6 @@ def test_a_block_of_the_gpu_that_the_pool_has_lost_is_stored_again() -> None:
     host.finish(second)
     host.step()
     assert host.stored() == set(keys_of(PROMPT))
-
-
-def test_a_block_that_another_request_computes_in_this_step_is_not_stored_yet() -> None:
-    """vLLM lets a request share blocks from the moment they are handed out."""
-    host, first, second = VllmHost(), FakeRequest("1", PROMPT), FakeRequest("2", PROMPT + "i")
-    host.admit(first, 8)
-    host.admit(second, 1, local=8)
-    plan = host.step({first: 8, second: 1})
-    assert blocks_of(plan) == []
 
 
 def test_the_first_step_of_a_request_stores_nothing_of_what_it_found_on_the_gpu() -> None:
@@ -204,14 +185,6 @@ def test_blocks_that_vllm_names_late_are_offered_late() -> None:
         request.tokens += more
         counts.append(len(blocks_of(host.step({request: 1}))))
     assert counts == [6, 0, 2, 0]
-
-
-def test_blocks_that_left_the_window_are_stored_as_long_as_they_are_cached() -> None:
-    host, request = VllmHost(WITH_SHORT_WINDOW), FakeRequest("r", PROMPT)
-    host.run(request)
-    request.tokens += "i"
-    host.step({request: 1})
-    assert host.stored() == {*keys_of(PROMPT), *keys_of(PROMPT, SHORT_WINDOW)}
 
 
 def test_a_block_that_left_the_window_and_belongs_to_another_request_is_not_stored() -> None:

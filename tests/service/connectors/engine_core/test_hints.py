@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given
@@ -14,6 +14,7 @@ from tests.service.connectors.engine_core.vllmhost import FakeRequest, VllmHost,
 from kvstow.attach.calls import Admit
 from kvstow.hints import Hints, context_id
 from kvstow.stats import HINTS_IGNORED
+from kvstow_service.connectors.engine_core.controlplane import EmbeddedControl
 from kvstow_service.connectors.engine_core.hints import UnstoredHashes, hints_of
 from kvstow_service.connectors.engine_core.trackedrequests import TrackedRequest
 
@@ -145,42 +146,36 @@ def test_no_hint_is_an_error(params: Any, session: Any, salt: str | None) -> Non
 # -- what the pool gets ------------------------------------------------------------------------------------------------
 
 
-class Spy:
-    """Notes the hints of each admission."""
-
-    def __init__(self, host: VllmHost, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.hints: list[Hints | None] = []
-        admit = host.control.admit
-
-        def noted(keys: Any, *, looked_up: Any, hints: Hints | None, salt: bytes) -> int:
-            self.hints.append(hints)
-            number: int = admit(keys, looked_up=looked_up, hints=hints, salt=salt)
-            return number
-
-        monkeypatch.setattr(host.control, "admit", noted)
+class Admitted(NamedTuple):
+    keys: list[bytes]
+    hints: Hints | None
 
 
-def test_hints_come_with_the_admission_and_count_from_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def admitted(monkeypatch: pytest.MonkeyPatch) -> list[Admitted]:
+    """What control planes are told of each request when it is admitted."""
+    told: list[Admitted] = []
+    admit = EmbeddedControl.admit
+
+    def noted(control: EmbeddedControl, keys: Any, *, hints: Hints | None, **rest: Any) -> int | None:
+        told.append(Admitted(list(keys), hints))
+        return admit(control, keys, hints=hints, **rest)
+
+    monkeypatch.setattr(EmbeddedControl, "admit", noted)
+    return told
+
+
+def test_hints_come_with_the_admission_and_count_from_the_end(admitted: list[Admitted]) -> None:
     host = VllmHost(step_blocks=3)
-    spy = Spy(host, monkeypatch)
     request = request_with({"context": "trip", "resume_in": 10, "when": 3}, PROMPT + "ijkl")
     host.run(request)
     host.step()
     host.clock.advance(4)
     host.finish(request)
-    assert [hints and hints.resume_in for hints in spy.hints] == [10.0]
+    assert [told.hints and told.hints.resume_in for told in admitted] == [10.0]
     assert host.engine.stats().hints_ignored["unknown"] == 1
     (context,) = host.engine.contexts().contexts
     assert context.resume_in_seconds == 10.0
-
-
-def test_a_request_without_hints_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    host = VllmHost()
-    spy = Spy(host, monkeypatch)
-    request = FakeRequest("r", PROMPT)
-    host.run(request)
-    host.finish(request)
-    assert spy.hints == [None]
 
 
 def test_hints_without_a_context_come_beside_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,17 +227,8 @@ def test_it_loads_and_others_store_what_they_share() -> None:
     assert host.stored() == set(keys_of(PROMPT))
 
 
-def test_its_use_ends_where_it_has_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_use_ends_where_it_has_computed(admitted: list[Admitted]) -> None:
     host = VllmHost()
-    used: list[list[bytes]] = []
-    admit = host.control.admit
-
-    def noted(keys: Any, **options: Any) -> int:
-        used.append(list(keys))
-        number: int = admit(keys, **options)
-        return number
-
-    monkeypatch.setattr(host.control, "admit", noted)
     host.store(*keys_of(PROMPT[:4]))
     request = unstored()
     host.ask(request)
@@ -251,7 +237,7 @@ def test_its_use_ends_where_it_has_computed(monkeypatch: pytest.MonkeyPatch) -> 
     host.resume(request, run=4)
     host.step({request: 4})
     finish(host, request)
-    assert used == [keys_of(PROMPT[:4])]
+    assert [told.keys for told in admitted] == [keys_of(PROMPT[:4])]
 
 
 def test_the_backlog_stores_none_of_its_blocks() -> None:

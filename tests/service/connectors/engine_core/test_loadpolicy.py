@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from tests.doubles.fakes import FakeClock
 
 from kvstow.prefill import PromptPart
 from kvstow.stats import LOAD_CHOICES
@@ -14,21 +15,13 @@ from kvstow_service.connectors.engine_core.trackedrequests import Choice
 MIB = 1 << 20
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
+def clock() -> FakeClock:
+    return FakeClock()
 
 
 def make(
-    clock: Clock, path: LoadPath = "auto", budget: float = 0.01, *, layer: float = 1000, whole: float = 1000
+    clock: FakeClock, path: LoadPath = "auto", budget: float = 0.01, *, layer: float = 1000, whole: float = 1000
 ) -> LoadPolicy:
     """Slots of 1 MiB, of which a link brings so many a second by layer, and before the step."""
     policy = LoadPolicy(path, budget, MIB, clock)
@@ -47,13 +40,13 @@ def plan(policy: LoadPolicy, **scheduled: int) -> int:
     return number
 
 
-def run_step(policy: LoadPolicy, clock: Clock, seconds: float, **scheduled: int) -> None:
+def run_step(policy: LoadPolicy, clock: FakeClock, seconds: float, **scheduled: int) -> None:
     number = plan(policy, **scheduled)
-    clock.now += seconds
+    clock.advance(seconds)
     policy.step_ended(number)
 
 
-def run_steps(policy: LoadPolicy, clock: Clock, seconds: float, *running: str, tokens: int = 1) -> None:
+def run_steps(policy: LoadPolicy, clock: FakeClock, seconds: float, *running: str, tokens: int = 1) -> None:
     for _ in range(50):
         run_step(policy, clock, seconds, **dict.fromkeys(running, tokens))
 
@@ -62,23 +55,23 @@ def choose(policy: LoadPolicy, num_blocks: int, *, is_whole: bool = False) -> Ch
     return policy.choose("new", num_blocks, is_whole=is_whole)
 
 
-def test_a_load_beside_nothing_goes_by_layer_however_long_it_is(clock: Clock) -> None:
+def test_a_load_beside_nothing_goes_by_layer_however_long_it_is(clock: FakeClock) -> None:
     assert choose(make(clock), 100_000) == (True, "alone")
 
 
 @pytest.mark.parametrize("path", ["auto", "layer"])
-def test_a_whole_prompt_never_goes_by_layer(path: LoadPath, clock: Clock) -> None:
+def test_a_whole_prompt_never_goes_by_layer(path: LoadPath, clock: FakeClock) -> None:
     assert choose(make(clock, path), 10, is_whole=True) == (False, "whole_prompt")
 
 
-def test_beside_others_a_load_may_add_the_budget_to_their_step(clock: Clock) -> None:
+def test_beside_others_a_load_may_add_the_budget_to_their_step(clock: FakeClock) -> None:
     policy = make(clock)
     run_steps(policy, clock, 0.02, "other")
     assert choose(policy, 29) == (True, "budget")
     assert choose(policy, 32) == (False, "budget")
 
 
-def test_without_a_budget_no_load_goes_by_layer_beside_others(clock: Clock) -> None:
+def test_without_a_budget_no_load_goes_by_layer_beside_others(clock: FakeClock) -> None:
     policy = make(clock, budget=0.0)
     run_steps(policy, clock, 1.0, "other")
     assert choose(policy, 1) == (False, "budget")
@@ -86,13 +79,13 @@ def test_without_a_budget_no_load_goes_by_layer_beside_others(clock: Clock) -> N
     assert choose(policy, 1) == (True, "alone")
 
 
-def test_a_request_that_comes_back_is_no_other_one(clock: Clock) -> None:
+def test_a_request_that_comes_back_is_no_other_one(clock: FakeClock) -> None:
     policy = make(clock, budget=0.0)
     run_steps(policy, clock, 1.0, "new")
     assert choose(policy, 1) == (True, "alone")
 
 
-def test_of_a_burst_the_first_load_goes_by_layer(clock: Clock) -> None:
+def test_of_a_burst_the_first_load_goes_by_layer(clock: FakeClock) -> None:
     policy = make(clock)
     for expected in (Choice(True, "alone"), Choice(False, "burst"), Choice(False, "burst")):
         assert choose(policy, 100) == expected
@@ -101,7 +94,7 @@ def test_of_a_burst_the_first_load_goes_by_layer(clock: Clock) -> None:
     assert policy.counts == {(True, "alone"): 1, (False, "burst"): 2}
 
 
-def test_a_burst_after_long_steps_is_a_burst_all_the_same(clock: Clock) -> None:
+def test_a_burst_after_long_steps_is_a_burst_all_the_same(clock: FakeClock) -> None:
     """Those that wait for its loads are its own requests, and their steps are short."""
     policy = make(clock)
     run_steps(policy, clock, 0.5, "other")
@@ -110,7 +103,7 @@ def test_a_burst_after_long_steps_is_a_burst_all_the_same(clock: Clock) -> None:
     assert choose(policy, 12) == (False, "burst")
 
 
-def test_of_the_last_steps_the_shortest_counts(clock: Clock) -> None:
+def test_of_the_last_steps_the_shortest_counts(clock: FakeClock) -> None:
     policy = make(clock)
     run_steps(policy, clock, 0.5, "other")
     run_step(policy, clock, 0.01, other=1)
@@ -118,7 +111,7 @@ def test_of_the_last_steps_the_shortest_counts(clock: Clock) -> None:
     assert choose(policy, 20) == (True, "budget")
 
 
-def test_what_is_queued_on_the_link_counts(clock: Clock) -> None:
+def test_what_is_queued_on_the_link_counts(clock: FakeClock) -> None:
     policy = make(clock)
     policy.begun(Choice(False, "burst"), 100)
     assert choose(policy, 1) == (False, "burst")
@@ -126,7 +119,7 @@ def test_what_is_queued_on_the_link_counts(clock: Clock) -> None:
     assert choose(policy, 1) == (True, "alone")
 
 
-def test_loads_whose_slots_come_late_count(clock: Clock) -> None:
+def test_loads_whose_slots_come_late_count(clock: FakeClock) -> None:
     policy = make(clock)
     policy.waits(8)
     assert choose(policy, 4) == (False, "burst")
@@ -134,7 +127,7 @@ def test_loads_whose_slots_come_late_count(clock: Clock) -> None:
     assert choose(policy, 4) == (True, "alone")
 
 
-def test_small_loads_of_one_step_share_the_budget(clock: Clock) -> None:
+def test_small_loads_of_one_step_share_the_budget(clock: FakeClock) -> None:
     policy = make(clock)
     run_steps(policy, clock, 0.0, "other")
     for _ in range(2):
@@ -146,20 +139,20 @@ def test_small_loads_of_one_step_share_the_budget(clock: Clock) -> None:
 
 
 @pytest.mark.parametrize("path", ["auto", "layer"])
-def test_a_rank_that_failed_ends_loads_by_layer(path: LoadPath, clock: Clock) -> None:
+def test_a_rank_that_failed_ends_loads_by_layer(path: LoadPath, clock: FakeClock) -> None:
     policy = make(clock, path)
     policy.off = "rank 1: CopyError"
     assert choose(policy, 1) == (False, "rank")
 
 
-def test_the_setting_decides(clock: Clock) -> None:
+def test_the_setting_decides(clock: FakeClock) -> None:
     assert choose(make(clock, "async"), 1) == (False, "setting")
     policy = make(clock, "layer")
     run_steps(policy, clock, 0.001, "other")
     assert choose(policy, 100_000) == (True, "setting")
 
 
-def test_short_loads_do_not_count_as_a_measurement(clock: Clock) -> None:
+def test_short_loads_do_not_count_as_a_measurement(clock: FakeClock) -> None:
     policy = make(clock)
     run_steps(policy, clock, 0.0, "other")
     for by_layer in (True, False):
@@ -182,7 +175,7 @@ def test_short_loads_do_not_count_as_a_measurement(clock: Clock) -> None:
     ],
 )
 def test_the_way_that_takes_less_is_taken(
-    layer: float, whole: float, tokens: int, expected: tuple[bool, str], clock: Clock
+    layer: float, whole: float, tokens: int, expected: tuple[bool, str], clock: FakeClock
 ) -> None:
     """For 100 slots; steps take 25 ms, and 0.1 ms for each token of more than 250."""
     policy = make(clock, layer=layer, whole=whole)
@@ -192,14 +185,14 @@ def test_the_way_that_takes_less_is_taken(
     assert policy.choose("new", 100, is_whole=False, rest=PromptPart(tokens)) == expected
 
 
-def test_beside_others_a_slow_way_is_not_taken_either(clock: Clock) -> None:
+def test_beside_others_a_slow_way_is_not_taken_either(clock: FakeClock) -> None:
     policy = make(clock, budget=1.0, layer=100, whole=1000)
     run_steps(policy, clock, 0.02, "other")
     assert choose(policy, 50) == (False, "rate")
     assert choose(policy, 1) == (True, "budget")
 
 
-def test_where_others_wait_no_long_load_goes_by_layer(clock: Clock) -> None:
+def test_where_others_wait_no_long_load_goes_by_layer(clock: FakeClock) -> None:
     policy = make(clock)
     policy.requests = cast(Any, {"new": None, "another": None})
     assert choose(policy, 100) == (False, "burst")
@@ -208,7 +201,7 @@ def test_where_others_wait_no_long_load_goes_by_layer(clock: Clock) -> None:
     assert choose(policy, 100) == (True, "alone")
 
 
-def test_a_load_before_the_step_is_tried_once_if_none_was_measured(clock: Clock) -> None:
+def test_a_load_before_the_step_is_tried_once_if_none_was_measured(clock: FakeClock) -> None:
     policy = LoadPolicy("auto", 0.01, MIB, clock)
     assert choose(policy, 100) == (True, "alone")
     policy.measured(100 * MIB, 0.1, by_layer=True)
@@ -218,11 +211,11 @@ def test_a_load_before_the_step_is_tried_once_if_none_was_measured(clock: Clock)
     assert choose(policy, 100) == (True, "alone")
 
 
-def test_loads_by_layer_that_were_slower_are_tried_again_every_minute(clock: Clock) -> None:
+def test_loads_by_layer_that_were_slower_are_tried_again_every_minute(clock: FakeClock) -> None:
     policy = make(clock, layer=500)
-    clock.now = 59.0
+    clock.advance(59.0)
     assert choose(policy, 100) == (False, "rate")
-    clock.now = 60.0
+    clock.advance(1.0)
     assert choose(policy, 10) == (False, "rate"), "too small to measure"
     assert choose(policy, 100) == (True, "trial")
     policy.begun(Choice(True, "trial"), 100)
@@ -240,7 +233,7 @@ def is_worth_it(policy: LoadPolicy, tokens: int, rest: int, num_blocks: int) -> 
 
 
 @pytest.fixture
-def steady(clock: Clock) -> LoadPolicy:
+def steady(clock: FakeClock) -> LoadPolicy:
     """A launch takes 26 ms, and each token of more than 260 0.1 ms."""
     policy = make(clock)
     run_steps(policy, clock, 0.026, "r", tokens=16)
@@ -263,7 +256,7 @@ def test_alone_a_load_that_takes_longer_than_computing_is_not_made(
     assert steady.take_news() is None
 
 
-def test_a_prompt_that_no_graph_holds_is_loaded_where_computing_it_takes_longer(clock: Clock) -> None:
+def test_a_prompt_that_no_graph_holds_is_loaded_where_computing_it_takes_longer(clock: FakeClock) -> None:
     """An H200 with graphs of up to 512 tokens: 46 ms to compute 519 tokens, 17 ms for the seven behind a hit."""
     policy = make(clock)
     for tokens in (7, 512):
@@ -280,7 +273,7 @@ def test_a_prompt_that_no_graph_holds_is_loaded_where_computing_it_takes_longer(
     assert not is_worth_it(policy, 512, 7, 32)
 
 
-def test_a_step_that_also_decodes_says_nothing_of_its_size(steady: LoadPolicy, clock: Clock) -> None:
+def test_a_step_that_also_decodes_says_nothing_of_its_size(steady: LoadPolicy, clock: FakeClock) -> None:
     for _ in range(3):
         run_step(steady, clock, 1.0, r=200, other=1)
     for name in ("r", "other"):
@@ -288,27 +281,27 @@ def test_a_step_that_also_decodes_says_nothing_of_its_size(steady: LoadPolicy, c
     assert not is_worth_it(steady, 200, 7, 30)
 
 
-def test_beside_others_a_load_is_always_made(steady: LoadPolicy, clock: Clock) -> None:
+def test_beside_others_a_load_is_always_made(steady: LoadPolicy, clock: FakeClock) -> None:
     """Computing would be theirs as well."""
     run_steps(steady, clock, 0.026, "other")
     assert is_worth_it(steady, 200, 7, 12)
 
 
-def test_before_it_is_known_what_computing_costs_a_load_is_made(clock: Clock) -> None:
+def test_before_it_is_known_what_computing_costs_a_load_is_made(clock: FakeClock) -> None:
     assert is_worth_it(make(clock), 200, 7, 12)
 
 
 @pytest.mark.parametrize("path", ["auto", "layer"])
-def test_what_found_no_room_in_a_step_goes_before_the_next(path: LoadPath, clock: Clock) -> None:
+def test_what_found_no_room_in_a_step_goes_before_the_next(path: LoadPath, clock: FakeClock) -> None:
     assert make(clock, path).choose("new", 1, is_whole=False, had_no_room=True) == (False, "no_room")
 
 
-def test_an_engine_that_cannot_load_by_layer_says_so(clock: Clock) -> None:
+def test_an_engine_that_cannot_load_by_layer_says_so(clock: FakeClock) -> None:
     policy = LoadPolicy("layer", 0.01, MIB, clock, is_possible=False)
     assert choose(policy, 1) == (False, "engine")
 
 
-def test_every_choice_has_a_label(clock: Clock) -> None:
+def test_every_choice_has_a_label(clock: FakeClock) -> None:
     for choice in LOAD_CHOICES:
         path, reason = choice.split("_", 1)
         assert Choice(path == "layer", reason).label == choice
@@ -317,7 +310,7 @@ def test_every_choice_has_a_label(clock: Clock) -> None:
 # -- the last block alone ---------------------------------------------------------------------------------------
 
 
-def measured_steps(clock: Clock, tail: float, decode: float, delay: float) -> LoadPolicy:
+def measured_steps(clock: FakeClock, tail: float, decode: float, delay: float) -> LoadPolicy:
     policy = make(clock)
     run_steps(policy, clock, tail, "r", tokens=16)
     run_steps(policy, clock, decode, "r")
@@ -327,17 +320,17 @@ def measured_steps(clock: Clock, tail: float, decode: float, delay: float) -> Lo
     return policy
 
 
-def test_the_last_block_alone_is_loaded_where_that_takes_less_than_computing_it(clock: Clock) -> None:
+def test_the_last_block_alone_is_loaded_where_that_takes_less_than_computing_it(clock: FakeClock) -> None:
     """tp8 with CUDA graphs on an H200: 71.9 ms to compute it, 29.5 ms with it."""
     assert measured_steps(clock, tail=0.072, decode=0.030, delay=0.005).loads_last_block
 
 
 @pytest.mark.parametrize(("tail", "decode", "delay"), [(0.020, 0.019, 0.005), (0.030, 0.020, 0.012)])
-def test_otherwise_it_is_computed(tail: float, decode: float, delay: float, clock: Clock) -> None:
+def test_otherwise_it_is_computed(tail: float, decode: float, delay: float, clock: FakeClock) -> None:
     assert not measured_steps(clock, tail, decode, delay).loads_last_block
 
 
-def test_before_both_kinds_of_step_were_measured_it_is_computed(clock: Clock) -> None:
+def test_before_both_kinds_of_step_were_measured_it_is_computed(clock: FakeClock) -> None:
     policy = make(clock)
     assert not policy.loads_last_block
     run_steps(policy, clock, 0.1, "r", tokens=16)
@@ -346,12 +339,12 @@ def test_before_both_kinds_of_step_were_measured_it_is_computed(clock: Clock) ->
     assert policy.loads_last_block
 
 
-def test_steps_that_load_or_prefill_and_idle_time_are_no_measurement(clock: Clock) -> None:
+def test_steps_that_load_or_prefill_and_idle_time_are_no_measurement(clock: FakeClock) -> None:
     policy = make(clock)
     policy.begun(Choice(True, "alone"), 10)
     run_step(policy, clock, 9.0, r=16)
     run_step(policy, clock, 9.0, r=1000)
-    clock.now += 60.0
+    clock.advance(60.0)
     run_step(policy, clock, 0.001, other=1)
     assert not policy.loads_last_block, "no step has computed a last block alone"
     run_steps(policy, clock, 0.1, "r", tokens=16)

@@ -48,10 +48,6 @@ def test_the_first_changes_include_the_configuration(engine: OffloadEngine) -> N
     assert changes["cpu_cache_usage_perc"] == 0
 
 
-def test_nothing_changed_is_empty(engine: OffloadEngine) -> None:
-    assert changes_between(read(engine), read(engine)) == {}
-
-
 def test_a_store_and_a_load(engine: OffloadEngine) -> None:
     before = read(engine)
     op = engine.begin_store(KEYS[:3], [7, 8, 9]).op

@@ -37,12 +37,6 @@ def test_a_request_that_ends_before_its_admission_releases_its_hit() -> None:
     assert host.leases == 0
 
 
-def test_an_admission_without_load_releases_the_hit() -> None:
-    host, request = holding_host()
-    host.admit(request, 9)
-    assert host.leases == 0
-
-
 def test_a_reset_releases_hits_and_the_request_is_a_miss() -> None:
     host, request = holding_host()
     assert host.side.reset()

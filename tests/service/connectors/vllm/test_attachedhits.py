@@ -91,15 +91,6 @@ def test_an_answer_that_takes_too_long_is_a_miss_and_holds_nothing_when_it_comes
     assert host.leases == 0
 
 
-def test_a_request_that_ends_meanwhile_leaves_no_lease() -> None:
-    host = holding_lookups()
-    request = asked(host)
-    host.side.finish(request, [[]])
-    host.service.answer_held()
-    host.step()
-    assert host.leases == 0
-
-
 def test_a_request_that_does_not_wait_is_answered_before_one_that_does() -> None:
     host = holding_lookups()
     first = asked(host, "first")

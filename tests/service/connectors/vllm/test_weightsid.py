@@ -53,12 +53,6 @@ def test_files_count_by_name_size_time_and_inode(folder: Path) -> None:
     assert len(seen) == 5
 
 
-def test_a_single_file_is_a_model_too(folder: Path) -> None:
-    file = folder / "model.gguf"
-    file.write_text("weights")
-    assert identify(file).source == "files"
-
-
 def test_parts_of_a_file_and_a_projector_beside_it_count(folder: Path) -> None:
     names = ("m-00001-of-00002.gguf", "m-00002-of-00002.gguf", "mmproj-m.gguf")
     for name in (*names, "other.gguf"):
@@ -78,11 +72,6 @@ def test_a_snapshot_has_one_name_however_it_is_given(tmp_path: Path) -> None:
     found = identify(place)
     assert found == identify_weights("meta-llama/Llama-3.1-8B", "main", None, lambda *_: place)
     assert (found.model, found.source, found.commit) == ("meta-llama/Llama-3.1-8B", "snapshot", COMMIT)
-
-
-def test_what_is_configured_comes_first(folder: Path) -> None:
-    found = identify_weights(str(folder), None, "v7", not_cached)
-    assert (found.weights_id, found.source) == ("v7", "configured")
 
 
 def test_in_the_fleet_the_same_weights_have_the_same_id_where_files_differ(folder: Path, tmp_path: Path) -> None:
