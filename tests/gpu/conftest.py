@@ -181,6 +181,18 @@ def succeed(ticket: Ticket) -> None:
 
 
 @pytest.fixture
+def check_torch() -> Iterator[Callable[[], None]]:
+    """Says whether torch works, and does so after the test, too."""
+
+    def check() -> None:
+        assert torch.arange(1000, device="cuda").sum().item() == 499_500
+        torch.cuda.synchronize()
+
+    yield check
+    check()
+
+
+@pytest.fixture
 def undo() -> Iterator[ExitStack]:
     with ExitStack() as stack:
         yield stack

@@ -22,15 +22,8 @@ from kvstow.messages import Completion, Op, StepPlan
 MakeRank = Callable[..., Any]
 Finish = Callable[[Any], TicketState]
 
+pytestmark = pytest.mark.usefixtures("check_torch")
 strategies = pytest.mark.parametrize("strategy", ["staged", "direct"])
-
-
-@pytest.fixture(autouse=True)
-def torch_works_afterwards() -> Any:
-    yield
-    values = torch.arange(1000, device="cuda")
-    assert values.sum().item() == 499_500
-    torch.cuda.synchronize()
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ import torch
 from kvstow.dataplane import DataPlane
 from kvstow.devices.base import TicketState
 from kvstow.devices.cuda import CudaDevice, CudaFence, DriverError
+from kvstow.devices.cuda.context import primary_context
 from kvstow.layeredloads import LayeredLoads
 from kvstow.layout import Part, Span
 from kvstow.messages import Op, StepPlan
@@ -48,6 +49,12 @@ def make_stored(make_rank: MakeRank, finish: Finish) -> MakeStored:
         return rank, expected
 
     return make
+
+
+@pytest.fixture
+def a_launch_for_each_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise parts as small as those of a test share one."""
+    monkeypatch.setattr("kvstow.devices.cuda.layerloader._LAUNCH_BYTES", 1)
 
 
 @contextmanager
@@ -134,9 +141,8 @@ def test_parts_may_divide_a_region(make_rank: MakeRank, finish: Finish) -> None:
 
 @pytest.mark.parametrize(("waits", "wrong"), [(True, 0), (False, _ROUNDS)], ids=["waits", "control"])
 def test_a_layer_attends_after_its_pages_came(
-    waits: bool, wrong: int, make_stored: MakeStored, latch: Any, monkeypatch: pytest.MonkeyPatch
+    waits: bool, wrong: int, make_stored: MakeStored, latch: Any, a_launch_for_each_part: None
 ) -> None:
-    monkeypatch.setattr("kvstow.devices.cuda.layerloader._LAUNCH_BYTES", 1)
     rank, expected = make_stored()
     seen: list[Any] = []
 
@@ -197,13 +203,13 @@ def _first(count: int) -> tuple[int, ...]:
 
 @pytest.mark.parametrize("number", [0, 2, 3])
 def test_a_launch_that_fails_leaves_the_load_to_the_staged_way(
-    number: int, make_stored: MakeStored, monkeypatch: pytest.MonkeyPatch
+    number: int, make_stored: MakeStored, a_launch_for_each_part: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvstow.devices.cuda.layerloader._LAUNCH_BYTES", 1)
     rank, expected = make_stored(stored=8)
     rank.scramble()
     loader, left = rank.device._layers, [number]
-    launch = loader._driver.launch
+    driver = primary_context(0).driver
+    launch = driver.launch
 
     def launch_once_less(function: Any, *arguments: Any) -> None:
         if function is loader._fetch.function:
@@ -212,7 +218,7 @@ def test_a_launch_that_fails_leaves_the_load_to_the_staged_way(
                 raise DriverError("cuLaunchKernel", 701, "CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES", "injected")
         launch(function, *arguments)
 
-    monkeypatch.setattr(loader._driver, "launch", launch_once_less)
+    monkeypatch.setattr(driver, "launch", launch_once_less)
     with _plane_of(rank) as (_, layered):
         assert layered.load((Op(1, "load", _first(8), _first(8)),), None) is None
         assert np.array_equal(rank.blocks(range(8)), expected)

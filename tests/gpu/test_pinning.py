@@ -9,14 +9,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from kvstow.config import PoolConfig
 from kvstow.devices.cuda import CudaRegistrar
@@ -30,6 +29,7 @@ CAPTURES = 300
 _libc = ctypes.CDLL(None, use_errno=True)
 
 MakePool = Callable[..., HostPool]
+pytestmark = pytest.mark.usefixtures("check_torch")
 
 
 @pytest.fixture
@@ -43,17 +43,6 @@ def make_pool(undo: ExitStack) -> MakePool:
         return pool
 
     return make
-
-
-@pytest.fixture(autouse=True)
-def torch_works_afterwards() -> Iterator[None]:
-    yield
-    check_torch()
-
-
-def check_torch() -> None:
-    assert torch.arange(1000, device="cuda").sum().item() == 499_500
-    torch.cuda.synchronize()
 
 
 def eventually(pool: HostPool, condition: Callable[[PoolStatus], object]) -> PoolStatus:
@@ -121,7 +110,7 @@ def test_shrinking_unregisters_and_growing_registers_again(make_pool: MakePool) 
 
 
 def test_a_registration_that_the_driver_refuses_degrades_the_pool_alone(
-    make_pool: MakePool, monkeypatch: pytest.MonkeyPatch
+    make_pool: MakePool, check_torch: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     driver = primary_context(0).driver
     register, calls = driver.register_host, iter(range(1000))
@@ -142,7 +131,9 @@ def test_a_registration_that_the_driver_refuses_degrades_the_pool_alone(
     eventually(pool, lambda status: status.state == "ready")
 
 
-def test_memory_that_cannot_be_registered_leaves_no_error_behind(make_pool: MakePool) -> None:
+def test_memory_that_cannot_be_registered_leaves_no_error_behind(
+    make_pool: MakePool, check_torch: Callable[[], None]
+) -> None:
     """A real refusal of the driver: access to the third chunk was taken away."""
 
     class Spoiling(CudaRegistrar):

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any, cast
 
 import pytest
 from tests.doubles.fakes import FakeClock
-from tests.service.connectors.engine_core.test_kvevents import Removed, Stored
+from tests.service.connectors.engine_core.test_kvevents import Removed, Request, Stored
 from tests.service.connectors.vllm.slowservice import SlowService
 
 from kvstow.attach.calls import EventPage
@@ -38,15 +37,8 @@ def keys_of(*numbers: int) -> list[bytes]:
     return [make_key(0, bytes([number]) * 32) for number in numbers]
 
 
-@dataclass
-class FakeRequest:
-    block_hashes: list[bytes] = field(default_factory=lambda: HASHES)
-    all_token_ids: list[int] = field(default_factory=lambda: TOKENS)
-    lora_request: None = None
-
-
 def tracked() -> TrackedRequest:
-    return TrackedRequest(cast(Any, FakeRequest()), 1)
+    return TrackedRequest(cast(Any, Request(HASHES, TOKENS)), 1)
 
 
 class Bench:

@@ -186,12 +186,6 @@ def test_any_order_of_dimensions_is_read_from_its_strides(order: list[str], kern
     assert len(geometry.layout.regions) == num_runs(case)
 
 
-def test_layers_that_share_memory_are_counted_once() -> None:
-    tensor = zeros(BLOCKS, TOKENS, WIDTH)
-    geometry = kv_geometry({"first": tensor, "second": tensor}, BLOCKS)
-    assert geometry.layout.slot_bytes == TOKENS * WIDTH * 2
-
-
 @pytest.mark.parametrize("shape", [(BLOCKS + 1, 4), (4, BLOCKS), (BLOCKS + 1,), (3, BLOCKS, 4)])
 def test_a_tensor_that_is_not_cut_into_blocks_is_refused(shape: tuple[int, ...]) -> None:
     with pytest.raises(ConfigError, match=f"KV cache of layer odd.*a first dimension of {BLOCKS} blocks"):
