@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from kvstow.config import PoolConfig
+from kvstow.config import EngineConfig, PoolConfig
+from kvstow.control.engine import OffloadEngine
 from kvstow.control.launchorder import LaunchOrder
 from kvstow.dataplane import DataPlane
 from kvstow.devices.jax import ArrayCell, JaxDevice, JaxOptions, ShardedKV
@@ -196,6 +197,26 @@ class JaxRank:
         num_bytes = math.prod(shape) * self.dtype.itemsize
         values: np.ndarray = self.generator.integers(0, 256, num_bytes, np.uint8).view(self.dtype)
         return values.reshape(shape)
+
+
+class Host:
+    """The real control plane over a rank."""
+
+    def __init__(self, rank: JaxRank, num_slots: int) -> None:
+        self.rank = rank
+        self.engine = OffloadEngine(EngineConfig(slot_bytes=rank.slot_bytes, capacity_slots=num_slots))
+        for _ in range(2):  # the second report says that the desired state is applied
+            rank.plane.apply(self.engine.report(rank.plane.report()))
+
+    def collect(self) -> None:
+        self.engine.complete(0, self.rank.plane.boot_id, self.rank.collect())
+
+    def turn(self) -> None:
+        self.collect()
+        self.rank.launch()
+
+    def settle(self) -> None:
+        self.rank.wait_until(lambda: not self.engine.open_transfers, self.turn)
 
 
 def _in_jax_memory(arrays: Sequence[np.ndarray], shardings: Any) -> list[jax.Array]:

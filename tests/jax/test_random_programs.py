@@ -7,10 +7,8 @@ from collections.abc import Callable
 import jax
 import numpy as np
 import pytest
-from tests.jax.rank import JaxRank
+from tests.jax.rank import Host, JaxRank
 
-from kvstow.config import EngineConfig
-from kvstow.control.engine import OffloadEngine
 from kvstow.messages import Op, StepPlan
 
 pytestmark = pytest.mark.jax
@@ -19,23 +17,17 @@ PROGRAMS, STEPS = 200, 12
 KEYS, SLOTS, BLOCKS = 40, 16, 24
 
 
-class Host:
+class Model(Host):
     """Computes blocks, stores and loads them. It overwrites the blocks of a store as soon as the plan is submitted: all
     gathers fit into memory in flight, so they are launched by then."""
 
     def __init__(self, rank: JaxRank, seed: int) -> None:
-        self.rank, self.random = rank, np.random.default_rng(seed)
-        config = EngineConfig(slot_bytes=rank.slot_bytes, capacity_slots=SLOTS)
-        self.engine = OffloadEngine(config)
-        self.exchange_reports()
+        super().__init__(rank, SLOTS)
+        self.random = np.random.default_rng(seed)
         self.stored: dict[bytes, list[np.ndarray]] = {}
         """By key: the contents of its block, by layer."""
         self.loading: dict[int, tuple[Op, tuple[bytes, ...]]] = {}
         self.verified = self.blocks_stored = 0
-
-    def exchange_reports(self) -> None:
-        for _ in range(2):  # the second says that the desired state is applied
-            self.rank.plane.apply(self.engine.report(self.rank.plane.report()))
 
     def step(self) -> None:
         ops: list[Op] = []
@@ -84,12 +76,8 @@ class Host:
                     self.rank.put([block], self.stored[key])
                     self.verified += 1
 
-    def turn(self) -> None:
-        self.collect()
-        self.rank.launch()
-
     def finish(self) -> None:
-        self.rank.wait_until(lambda: not self.engine.open_transfers, self.turn)
+        self.settle()
         assert self.rank.wrong_elements() == 0
         self.engine.check_integrity()
 
@@ -99,7 +87,7 @@ def test_random_programs_leave_no_wrong_element(make_rank: Callable[..., JaxRank
     rank = make_rank(num_slots=SLOTS, num_blocks=BLOCKS, host_memory=host_memory, seed=len(jax.devices()))
     verified = stored = 0
     for seed in range(PROGRAMS):
-        host = Host(rank, seed)
+        host = Model(rank, seed)
         for _ in range(STEPS):
             host.step()
         host.finish()

@@ -7,10 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.jax.rank import JaxRank
+from tests.jax.rank import Host, JaxRank
 
-from kvstow.config import EngineConfig
-from kvstow.control.engine import OffloadEngine
 from kvstow.control.namespaces import KeySelection, Namespace
 from kvstow.control.ops import OpsInFlight
 from kvstow.devices.jax.devicestores import GatheredPiece
@@ -20,27 +18,17 @@ from kvstow.results import StoreGrant
 pytestmark = pytest.mark.jax
 
 
-class Host:
-    """A scheduler and its only rank."""
+class Scheduler(Host):
+    """Of one rank, whose slots it has all."""
 
     def __init__(self, rank: JaxRank) -> None:
-        self.rank = rank
-        self.engine = OffloadEngine(EngineConfig(slot_bytes=rank.slot_bytes, capacity_slots=rank.num_slots))
-        for _ in range(2):  # the second report says that the desired state is applied
-            rank.plane.apply(self.engine.report(rank.plane.report()))
+        super().__init__(rank, rank.num_slots)
 
     def store(self, keys: list[bytes], blocks: list[int]) -> StoreGrant:
         grant = self.engine.begin_store(keys, blocks)
         if grant.op is not None:
             self.rank.plane.submit(StepPlan((grant.op,)))
         return grant
-
-    def turn(self) -> None:
-        self.engine.complete(0, self.rank.plane.boot_id, self.rank.collect())
-        self.rank.launch()
-
-    def settle(self) -> None:
-        self.rank.wait_until(lambda: not self.engine.open_transfers, self.turn)
 
     def load(self, key: bytes, block: int) -> None:
         lease = self.engine.lease([key])
@@ -52,7 +40,7 @@ class Host:
 
 
 def test_duplicates_in_a_batch_are_not_allocated_twice(make_rank: Callable[..., JaxRank]) -> None:
-    host = Host(make_rank(num_slots=4))
+    host = Scheduler(make_rank(num_slots=4))
     grant = host.store([b"a", b"b", b"a"], [0, 1, 2])
     assert grant.op is not None
     assert len(grant.op.slots) == 2
@@ -65,7 +53,7 @@ def test_duplicates_in_a_batch_are_not_allocated_twice(make_rank: Callable[..., 
 
 def test_a_slot_is_not_rewritten_while_its_last_save_is_queued(make_rank: Callable[..., JaxRank]) -> None:
     rank = make_rank(num_slots=1)
-    host = Host(rank)
+    host = Scheduler(rank)
     contents = rank.blocks([1])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(GatheredPiece, "has_arrived", lambda self: False)

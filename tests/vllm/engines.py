@@ -162,6 +162,7 @@ class Engine:
         hints: Mapping[str, Any] | None = None,
         transfer: Mapping[str, Any] | None = None,
     ) -> str:
+        """`image`: the seed of an image before the prompt. `transfer`: for connectors."""
         from vllm import SamplingParams
         from vllm.lora.request import LoRARequest
         from vllm.sampling_params import RequestOutputKind
@@ -206,15 +207,10 @@ class Engine:
         *prompts: Prompt,
         tokens: int = 24,
         meanwhile: Callable[[], object] = lambda: None,
-        adapter: Adapter | None = None,
-        image: int | None = None,
-        salt: str | None = None,
-        session: str | None = None,
-        transfer: Mapping[str, Any] | None = None,
+        **how: Any,
     ) -> list[Answer]:
-        """Answers of requests that run at once. `image`: the seed of an image before the prompt. `transfer`: for
-        connectors."""
-        names = [self.add(each, tokens, adapter, image, salt, session, transfer=transfer) for each in prompts]
+        """Answers of requests that run at once. `how`: see `add`."""
+        names = [self.add(each, tokens, **how) for each in prompts]
         answers = self.run(meanwhile)
         return [answers[name] for name in names]
 
