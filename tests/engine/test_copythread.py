@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -16,11 +16,21 @@ from kvstow.errors import CopyError
 from kvstow.messages import Completion, Direction, Op
 
 
+class CountingClock(FakeClock):
+    """Counts how often it is read."""
+
+    reads = 0
+
+    def __call__(self) -> float:
+        self.reads += 1
+        return super().__call__()
+
+
 class Harness:
     """A copy thread over a fake device. Slots are of 100 bytes."""
 
     def __init__(self, max_queued: int = 100) -> None:
-        self.device, self.clock, self.failed = FakeDevice(), FakeClock(), threading.Event()
+        self.device, self.clock, self.failed = FakeDevice(), CountingClock(), threading.Event()
         self.held: list[int] = []
         self.copies = CopyThread(
             "kvstow-copy-test", self.device, self.hold, 100, max_queued, self.clock, self.failed.set
@@ -312,48 +322,13 @@ def test_a_device_that_does_not_close_is_logged_and_delays_nothing(
     assert harness.completions(1)[0].mark == "failed"
 
 
-def test_close_reports_a_copy_that_hangs(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstow.copythread._STUCK_GRACE", 0.01)
-    hanging, go_on = threading.Event(), threading.Event()
-
-    def hang(*_: object) -> None:
-        hanging.set()
-        go_on.wait(60)
-
-    monkeypatch.setattr(harness.device, "launch_store", hang)
+def test_an_idle_thread_does_not_spin(harness: Harness) -> None:
     harness.submit(1)
-    assert hanging.wait(60)
-    assert not harness.copies.close(0)
-    assert not harness.device.closed
-    go_on.set()
-    assert harness.copies.close(10)
-
-
-@pytest.fixture
-def rounds(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The pauses that the thread makes between two turns, as they come."""
-    rounds: list[float] = []
-    wait = harness.copies._wait_for_work
-
-    def counted(pause: float) -> bool:
-        rounds.append(pause)
-        return wait(pause)
-
-    monkeypatch.setattr(harness.copies, "_wait_for_work", counted)
-    return rounds
-
-
-def test_an_idle_thread_does_not_spin(harness: Harness, rounds: list[float]) -> None:
-    harness.submit(1)
-    ticket = harness.device.ticket(1)
-    del rounds[:]
-    ticket.finish()
+    harness.device.ticket(1).finish()
     harness.completions(1)
+    reads = harness.clock.reads
     assert not harness.copies.wait_completions(0.05)
-    assert len([pause for pause in rounds if pause == 0]) <= 1, "only the round after the last completion"
-    before = len(rounds)
-    assert not harness.copies.wait_completions(0.05)
-    assert len(rounds) == before
+    assert harness.clock.reads <= reads + 1, "each turn reads the clock, and only the turn under way is not over"
 
 
 # -- a host that drives the copies ----------------------------------------------------------------------------
@@ -412,14 +387,23 @@ def test_a_host_does_not_wait_for_a_thread_that_has_the_turn(harness: Harness) -
     assert not stuck
 
 
-def test_a_host_that_drives_is_interrupted_less_often(harness: Harness, rounds: list[float]) -> None:
+def test_a_host_that_drives_is_interrupted_less_often(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float | None] = [None]
+    wait_for = threading.Condition.wait_for
+
+    def noted(work: threading.Condition, is_over: Callable[[], bool], timeout: float | None = None) -> bool:
+        if threading.current_thread().name == "kvstow-copy-test":
+            pauses.append(timeout)
+        return wait_for(work, is_over, timeout)
+
+    monkeypatch.setattr(threading.Condition, "wait_for", noted)
     harness.submit(1)
     harness.device.ticket(1)
-    eventually(lambda: max(rounds, default=0) == 0.2e-3)
+    eventually(lambda: pauses[-1] == 0.2e-3)
     harness.copies.drive()
-    eventually(lambda: max(rounds) == 1e-3)
+    eventually(lambda: pauses[-1] == 1e-3)
     harness.clock.advance(1)
-    eventually(lambda: rounds[-1] == 0.2e-3)
+    eventually(lambda: pauses[-1] == 0.2e-3)
 
 
 def test_an_error_during_drive_ends_the_thread_and_not_the_host(harness: Harness) -> None:

@@ -456,6 +456,7 @@ def test_the_pool_outlives_a_copy_that_hangs(
     with caplog.at_level(logging.ERROR):
         plane.close(0)
     assert plane.pool.status().state != "closed"
+    assert not device.closed
     assert "a copy hangs in the device; its pool is not freed" in caplog.text
     go_on.set()
     monkeypatch.undo()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import resource
 import select
 import socket
 from array import array
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,20 @@ def files(tmp_path: Path) -> Iterator[list[int]]:
     yield fds
     for fd in fds:
         os.close(fd)
+
+
+@pytest.fixture
+def few_descriptors() -> Iterator[Callable[[], None]]:
+    """When it is called, the process may open one more descriptor until the test ends."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    def lower() -> None:
+        lowest_free = os.dup(0)
+        os.close(lowest_free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free + 1, before[1]))
+
+    yield lower
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def read_and_close(fds: tuple[int, ...]) -> list[str]:
@@ -209,11 +224,11 @@ def test_half_a_frame_does_not_collect_descriptors_without_end(
 
 
 def test_lost_descriptors_are_explained(
-    sockets: tuple[socket.socket, socket.socket], files: list[int], monkeypatch: pytest.MonkeyPatch
+    sockets: tuple[socket.socket, socket.socket], files: list[int], few_descriptors: Callable[[], None]
 ) -> None:
-    monkeypatch.setattr("kvstow.attach.channel._FD_SPACE", socket.CMSG_SPACE(4))
     there = Channel(sockets[1], accepts_fds=True)
     send_raw(sockets[0], encode_header(1, 0, 0, 3), files)
+    few_descriptors()
     with pytest.raises(ProtocolError, match=r"SELinux forbids.*limit of open files") as caught:
         there.receive()
     assert caught.value.reason == "fds_lost"

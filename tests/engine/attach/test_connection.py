@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import select
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -293,14 +294,16 @@ def test_a_wait_of_microseconds_is_not_rounded_up(
     assert waits == [pytest.approx(0.0003)]
 
 
-def test_a_descriptor_that_select_does_not_take_is_waited_for_with_poll(
-    client: Client, service: FakeService, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    client.attach(service)
+def test_a_descriptor_that_select_does_not_take_is_waited_for_with_poll(client: Client, service: FakeService) -> None:
+    with ExitStack() as opened:
+        while (fd := os.dup(0)) < 1024:
+            opened.callback(os.close, fd)
+        os.close(fd)
+        assert client.connection.poll() == []
+    assert client.connection.fileno() >= 1024
+    client.greet(service)
     call = client.connection.call(Reset())
     service.send(ResetDone("a"), service.receive().request_id)
-    monkeypatch.setattr("kvstow.attach.connection._SELECTABLE", 0)
-    monkeypatch.delattr(select, "select")
     assert client.connection.wait(call, 10)
 
 

@@ -1,13 +1,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from tests.doubles.fakes import FakeClock
+from tests.engine.attach.fakeservice import FakeService
+from tests.waiting import eventually
 
 from kvstow.attach.calls import (
     Desired,
@@ -19,7 +22,7 @@ from kvstow.attach.calls import (
 )
 from kvstow.attach.channel import Frame
 from kvstow.attach.connection import Answer
-from kvstow.attach.hello import Welcome, unique_id
+from kvstow.attach.hello import Hello, SessionTicket, Welcome, unique_id
 from kvstow.attach.opgate import OpGate
 from kvstow.attach.rankreports import GAP_SECONDS, REPORT_SECONDS, RankReports
 from kvstow.attach.wire import MOST_LISTED, Kind
@@ -54,7 +57,7 @@ class Wire:
 class Rank:
     """A pool and its data plane."""
 
-    rank = 0
+    rank = pending_ops = 0
     boot_id = "boot"
     layered = launched = drive = begin_step = end_step = None
 
@@ -89,6 +92,11 @@ class Rank:
 
     def add_listener(self, listener: object) -> None: ...
 
+    def start(self, *, at_ease: bool) -> None: ...
+
+    def close(self, timeout: float) -> bool:
+        return True
+
     def apply(self, desired: DesiredState) -> None:
         self.applied.append(desired)
 
@@ -113,18 +121,6 @@ def reports(rank: Rank, wire: Wire, clock: FakeClock) -> RankReports:
     connection: Any = wire
     either: Any = rank
     return RankReports(connection, either, either, clock)
-
-
-@pytest.fixture
-def worker(rank: Rank, wire: Wire, clock: FakeClock) -> Iterator[AttachedWorker]:
-    """Without its thread."""
-    either: Any = rank
-    made = AttachedWorker(Path("/none"), either, either, engine="engine", clock=clock)
-    connection: Any = wire
-    made._connection = connection
-    made._begin_session(Welcome(session_id="1"))
-    yield made
-    made._wake.close()
 
 
 def test_the_first_slots_are_told_at_once_and_later_ones_after_a_gap(
@@ -200,13 +196,47 @@ def test_an_answer_of_another_kind_ends_the_session(reports: RankReports, wire: 
         reports.apply_answers()
 
 
-ALL = Frame(Kind.EXTENTS, 0, GrantedExtents(4096, (), True).pack())
+def test_grants_of_a_session_that_has_ended_change_nothing(rank: Rank, tmp_path: Path) -> None:
+    """They arrive with the end of the connection, which the worker notices first, as it sends a report."""
+    has_begun, may_report = threading.Event(), threading.Event()
+
+    def report() -> RankReport:
+        if service.channel is not None:  # and not for the hello
+            has_begun.set()
+            assert may_report.wait(30)
+        return RankReport.without_pool(0, "boot", "ready", 4096)
+
+    either: Any = rank
+    rank.report = report  # type: ignore[method-assign]
+    service = FakeService(tmp_path / "socket")
+    worker = AttachedWorker(tmp_path / "socket", either, either, engine="engine")
+    try:
+        worker.join(SessionTicket(1, "token"))
+        worker.start()
+        accept(service)
+        service.send(Welcome(session_id="1", service="test"))
+        assert has_begun.wait(30)
+        service.send(GrantedExtents(4096, (), True))
+        service.hang_up()
+        may_report.set()
+        assert accept(service).is_farewell
+        assert rank.said == []
+    finally:
+        may_report.set()
+        worker.close()
+        service.close()
 
 
-def test_grants_of_a_session_that_has_ended_change_nothing(worker: AttachedWorker, rank: Rank) -> None:
-    worker._end_session()
-    worker._take_frame(ALL)
-    assert rank.said == []
+def accept(service: FakeService) -> Hello:
+    found: list[Hello] = []
+
+    def has_come() -> bool:
+        with suppress(BlockingIOError):
+            found.append(service.accept())
+        return bool(found)
+
+    eventually(has_come)
+    return found[0]
 
 
 def test_a_load_that_takes_long_to_start_locks_nobody_out_and_the_gate_is_not_quiet_meanwhile() -> None:
@@ -225,7 +255,8 @@ def test_a_load_that_takes_long_to_start_locks_nobody_out_and_the_gate_is_not_qu
     assert has_begun.wait(30)
     shutting.start()
     shutting.join(10)
-    was_shut, was_quiet = not shutting.is_alive(), gate._lock.locked() or gate.is_quiet()
+    was_shut = not shutting.is_alive()
+    was_quiet = was_shut and gate.is_quiet()  # if it is not shut, the load has the lock
     may_end.set()
     loading.join()
     shutting.join()

@@ -49,12 +49,17 @@ def forget_an_orphan(pool: Pool) -> None:
     pool.index.held.clear([orphan])
 
 
-def add_a_key_to_a_store(pool: Pool) -> None:
-    pool.sessions[0].namespace.pending_stores._num_slots += 1
+def lose_the_key_of_a_store(pool: Pool) -> None:
+    slot = pool.sessions[0].namespace.keys.get(b"E")
+    assert slot is not None
+    pool.index.slot_keys.table.unlink([~slot])
 
 
-def add_a_holder_to_a_free_slot(pool: Pool) -> None:
-    pool.index.held._num_held += 1
+def count_the_end_of_a_hold_twice(pool: Pool) -> None:
+    held = pool.index.held
+    slot = min(held.slots())
+    held.clear([slot, slot])
+    held.increment([slot])
 
 
 def take_a_slot_from_its_namespace(pool: Pool) -> None:
@@ -118,8 +123,8 @@ def keep_blocks_above_the_usable_slots(pool: Pool) -> None:
         (miscount_the_absent_blocks_of_a_part, "the count of a part's absent blocks is wrong"),
         (give_a_part_to_a_request_that_lacks_it, "a part is of a request that does not have it"),
         (forget_an_orphan, "the count of orphans is not that of held slots without a key"),
-        (add_a_key_to_a_store, "the keys and slots that are being stored do not match"),
-        (add_a_holder_to_a_free_slot, "the count of held slots is wrong"),
+        (lose_the_key_of_a_store, "the keys and slots that are being stored do not match"),
+        (count_the_end_of_a_hold_twice, "the count of held slots is wrong"),
         (take_a_slot_from_its_namespace, "the count of keys is wrong"),
         (miscount_leased_slots, "the count of leased slots is wrong"),
         (miscount_sessions, "the count of a namespace's sessions is wrong"),

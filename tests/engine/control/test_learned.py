@@ -6,7 +6,10 @@ import gc
 import random
 import weakref
 from collections.abc import Callable, Sequence
+from heapq import heappush
+from itertools import count
 from math import isclose
+from typing import Any
 
 import pytest
 from tests.doubles.fakes import FakeClock
@@ -14,7 +17,7 @@ from tests.doubles.rank import FakeRank, make_ranks, store_keys, use_keys
 from tests.engine.control.sharedhost import Host
 
 from kvstow.config import EngineConfig
-from kvstow.control.chains import Chains, FoundKeys, WatchList
+from kvstow.control.chains import Chains, FoundKeys
 from kvstow.control.engine import OffloadEngine
 from kvstow.control.hazards import (
     LOWER,
@@ -94,23 +97,21 @@ class Traffic:
             self.serve(chain, 1.0, ANSWER)
 
 
-def test_a_bin_that_ends_between_two_floats_is_left(make_traffic: Callable[..., Traffic], clock: FakeClock) -> None:
+def test_a_bin_that_ends_between_two_floats_is_left(
+    make_traffic: Callable[..., Traffic], clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Where `now` is rounded, a list that was due and had nothing to move was queued again for ever."""
     start = 7.887233511355132
     assert start + UPPER[0] - UPPER[0] < start
-    traffic, keys, queued = make_traffic(8), make_keys(3), 0
+    traffic, keys, queued = make_traffic(8), make_keys(3), count()
     clock.advance(start)
     number = traffic.begin(keys)
-    chains = traffic.engine.pool.index.chains
-    put = chains._queue
 
-    def queue(watches: WatchList) -> None:
-        nonlocal queued
-        queued += 1
-        assert queued < 100, "it goes on for ever"
-        put(watches)
+    def queue(due: list[Any], entry: Any) -> None:
+        assert next(queued) < 100, "it goes on for ever"
+        heappush(due, entry)
 
-    chains._queue = queue  # type: ignore[method-assign]
+    monkeypatch.setattr("kvstow.control.chains.heappush", queue)
     clock.advance(UPPER[0])
     assert clock() == start + UPPER[0]
     traffic.engine.tick()

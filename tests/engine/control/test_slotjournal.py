@@ -51,6 +51,13 @@ class WatchedJournal(IndexJournal):
         super()._store(rows, words, values)
         self.watch()
 
+    def recovered(self) -> RecoveredIndex:
+        """What the next process would find now."""
+        again = copy(self)
+        again.watch = lambda: None
+        again._records = self._records.copy()
+        return again.recover()
+
 
 @pytest.fixture(autouse=True)
 def no_journal_is_left() -> Iterator[None]:
@@ -58,14 +65,6 @@ def no_journal_is_left() -> Iterator[None]:
     yield
     while WatchedJournal.opened:
         WatchedJournal.opened.pop().close()
-
-
-def recovered(journal: WatchedJournal) -> RecoveredIndex:
-    """What the next process would find now."""
-    again = copy(journal)
-    again.watch = lambda: None
-    again._records = journal._records.copy()
-    return again.recover()
 
 
 def names(journal: IndexJournal) -> dict[int, str]:
@@ -85,7 +84,7 @@ class JournaledEngines(Engines):
         return pool
 
     def check_bytes(self) -> None:
-        found = recovered(self.journal)
+        found = self.journal.recovered()
         names_now = names(self.journal)
         for tag, blocks in found.blocks.items():
             for key, slot in blocks.items():
@@ -107,7 +106,7 @@ class JournaledEngines(Engines):
         super().books_balance()
         if not hasattr(self, "engines"):
             return
-        found, names_now = recovered(self.journal), names(self.journal)
+        found, names_now = self.journal.recovered(), names(self.journal)
         visible = {names_now[tag]: blocks for tag, blocks in found.blocks.items() if tag in names_now}
         index = self.pool.index
         key_of = index.slot_keys.key_of
@@ -174,7 +173,7 @@ class RestartedEngines(JournaledEngines):
     def restart(self) -> None:
         self.writes_left = None
         before, self.sweep = self.pool, None
-        found = recovered(self.journal)
+        found = self.journal.recovered()
         before.journal, before.earlier = None, None
         self.journal = WatchedJournal.open(os.dup(self.journal.fd))
         self.pool = SharedPool(before.config, clock=self.clock, slice_slots=2, journal=self.journal)
@@ -228,7 +227,7 @@ def test_keys_that_do_not_fit_into_the_journal_are_refused_before_anything_chang
     assert host.counts["free"] == 8
     assert client.session.begin_store([], []).op is None
     client.store([b"ab", b"cd"])
-    assert recovered(journal).blocks == {0: {b"ab": 0, b"cd": 1}}
+    assert journal.recovered().blocks == {0: {b"ab": 0, b"cd": 1}}
 
 
 def test_a_dropped_namespace_is_not_recovered_although_its_blocks_are_still_there() -> None:
@@ -242,7 +241,7 @@ def test_a_dropped_namespace_is_not_recovered_although_its_blocks_are_still_ther
     assert names(journal) == {1: "other", 0: "old"}, "the first ones are the most important"
     host.pool.drop_namespace("old")  # nobody runs the sweep
     assert names(journal) == {1: "other"}
-    assert list(recovered(journal).blocks) == [0]
+    assert list(journal.recovered().blocks) == [0]
 
 
 def test_a_dropped_block_that_is_still_read_keeps_its_slot_over_a_restart() -> None:

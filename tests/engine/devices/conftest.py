@@ -395,11 +395,6 @@ class CudaRank:
         undo.callback(self.device.close)
         self.pool.start()
 
-    @property
-    def layers(self) -> Any:
-        """What loads by layer, if there are parts."""
-        return self.device._layers
-
     def new_device(self) -> CudaDevice:
         tensors: list[Any] = [FakeTensor(tensor) for tensor in self.tensors]
         options = CudaOptions(**self.options)
@@ -410,7 +405,7 @@ class CudaRank:
             memory.random_(0, 256)
 
     def block(self, block: int) -> bytes:
-        return b"".join(bytes(tensor[block].tolist()) for tensor in self.tensors)
+        return b"".join(tensor[block].numpy().tobytes() for tensor in self.tensors)
 
     def slot(self, slot: int) -> bytes:
         (address,) = self.pool.addresses(np.array([slot])).tolist()

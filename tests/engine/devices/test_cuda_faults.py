@@ -146,7 +146,12 @@ class Host:
 
 def _left(cuda: FakeCuda) -> list[str]:
     """Remaining resources, without the events that the context keeps for later fences."""
-    idle = primary_context(0)._idle_events
+    cuda.failures.clear()
+    context, idle, created = primary_context(0), set[Any](), cuda.calls.get("cuEventCreate", 0)
+    while cuda.calls.get("cuEventCreate", 0) == created:  # the last one is new
+        idle.add(context.take_event())
+    for event in idle:
+        context.give_back(event)
     return sorted(kind for handle, kind in cuda.live.items() if handle not in idle)
 
 

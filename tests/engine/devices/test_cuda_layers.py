@@ -9,7 +9,6 @@ import pytest
 
 from kvstow.devices.base import TicketState
 from kvstow.devices.cuda import DriverError
-from kvstow.devices.cuda.layerloader import LayerLoader
 from kvstow.errors import ConfigError, CopyError
 from kvstow.layout import KVLayout, Part, Region, Span
 
@@ -127,22 +126,15 @@ def test_a_stream_waits_for_a_launch_once(cuda: Any, rank: Any, compute: Any) ->
     assert len(compute.work) == 2
 
 
-@pytest.mark.parametrize(("blocks", "launches"), [(1, 4), (4, 8), (16, 16), (64, 16)])
-def test_a_load_has_launches_as_the_root_of_its_bytes(
-    blocks: int, launches: int, make_cuda_rank: MakeRank, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvstow.devices.cuda.layerloader._LAUNCH_BYTES", 4096)
-    loader = make_cuda_rank([4096] * 16, layers=True).layers
-    ends = loader._launch_ends(blocks)
-    assert (len(ends), ends[-1]) == (launches, 16)
-
-
-def test_small_parts_share_a_launch(cuda: Any, rank: Any) -> None:
-    load = rank.device.load_layers([4, 5, 6, 7], range(4), None)
-    assert [name for stream in cuda.streams for name in stream.names].count("fetch") == 1
-    assert load.launches == [0] * len(_PAGES)
-    cuda.run()
-    assert [rank.block(block) for block in (4, 5, 6, 7)] == rank.expected
+def test_a_load_has_launches_as_the_root_of_its_bytes(cuda: Any, make_cuda_rank: MakeRank) -> None:
+    """A block has the bytes of one launch here, in four layers."""
+    rank = make_cuda_rank([640 << 10] * 4, blocks=25, slots=25, layers=True)
+    for blocks, launches in ((1, [0] * 4), (4, [0, 0, 1, 1]), (16, [0, 1, 2, 3]), (25, [0, 1, 2, 3])):
+        load = rank.device.load_layers(range(blocks), range(blocks), None)
+        assert load.launches == launches
+        assert [name for stream in cuda.streams for name in stream.names].count("fetch") == launches[-1] + 1
+        cuda.run()
+        rank.device.advance()
 
 
 def test_blocks_are_written_after_the_work_before_the_fence(cuda: Any, rank: Any, new_fence: Callable[[], Any]) -> None:
@@ -250,6 +242,8 @@ def test_parts_must_cover_each_byte_once(parts: list[Part]) -> None:
         layout.require_parts(parts)
 
 
-def test_without_parts_the_device_has_no_memory_for_loads_by_layer(make_cuda_rank: MakeRank) -> None:
-    assert make_cuda_rank(_PAGES).layers is None
-    assert isinstance(make_cuda_rank(_PAGES, layers=True).layers, LayerLoader)
+def test_without_parts_the_device_has_no_memory_for_loads_by_layer(cuda: Any, make_cuda_rank: MakeRank) -> None:
+    make_cuda_rank(_PAGES)
+    without = list(cuda.live.values()).count("memory")
+    make_cuda_rank(_PAGES, layers=True)
+    assert list(cuda.live.values()).count("memory") > 2 * without

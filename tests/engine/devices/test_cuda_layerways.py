@@ -18,7 +18,8 @@ from kvstow.messages import LayerFigures
 MakeRank = Callable[..., Any]
 KIB, MIB = 1 << 10, 1 << 20
 
-_PAGES = [4096] * 8
+_PAGE = 128 * KIB
+_PAGES = [_PAGE] * 8
 _BLOCKS = [9, 4, 7, 6, 5]
 _SLOTS = [3, 0, 4, 1, 2]
 
@@ -33,9 +34,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
 @pytest.fixture
 def make_rank(cuda: Any, make_cuda_rank: MakeRank, monkeypatch: pytest.MonkeyPatch) -> MakeRank:
     """Groups have two layers, and a staging buffer one slot. The slots have what the first blocks had."""
-    monkeypatch.setattr("kvstow.devices.cuda.layergroups._CONTIGUOUS", 8192)
     monkeypatch.setattr("kvstow.devices.cuda.layergroups._STAGING", 1)
-    monkeypatch.setattr("kvstow.devices.cuda.layertrial._SPAN", 4096)
     monkeypatch.setattr("kvstow.devices.cuda.layertrial._SLOTS", 4)
 
     def make(fetch: float, copy: float) -> Any:
@@ -102,7 +101,7 @@ def test_each_layer_waits_for_its_group_and_for_none_behind_it(
     seen = []
 
     def read() -> bool:
-        seen.append([bytes(slow.tensors[part][block].tolist()) for part in (0, 1, 2) for block in _BLOCKS])
+        seen.append([slow.tensors[part][block].numpy().tobytes() for part in (0, 1, 2) for block in _BLOCKS])
         return True
 
     compute.work.append(("layer", read, []))
@@ -111,7 +110,7 @@ def test_each_layer_waits_for_its_group_and_for_none_behind_it(
         assert any(stream.step() for stream in (compute, kernels, *cuda.streams))
         if seen:
             assert kernels.names.count("scatter") >= 2 * 2, "groups behind it are not awaited"
-    assert seen == [[each[part * 4096 : (part + 1) * 4096] for part in (0, 1, 2) for each in slow.expected]]
+    assert seen == [[each[part * _PAGE : (part + 1) * _PAGE] for part in (0, 1, 2) for each in slow.expected]]
     cuda.run()
 
 
@@ -230,7 +229,7 @@ def test_layers_must_lie_together_in_a_slot(parts: Any, ends: list[int] | None) 
 def test_a_slot_of_one_group_leaves_the_kernel_alone(make_cuda_rank: MakeRank) -> None:
     layout = KVLayout(tuple(Region(str(number), 4, 64 * KIB, 64 * KIB) for number in range(7)))
     assert not may_use_engine(layout, layout.parts)
-    rank = make_cuda_rank(_PAGES, layers=True)
+    rank = make_cuda_rank([4096] * 8, layers=True)
     assert rank.device.layer_figures == LayerFigures(layer_way="kernel")
 
 

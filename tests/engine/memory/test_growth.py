@@ -14,7 +14,6 @@ from tests.doubles.fakes import FakeClock, FakeRegistrar
 from tests.waiting import eventually
 
 from kvstow.errors import PinError
-from kvstow.memory import hoststeps, pinning
 from kvstow.memory.growth import Growth
 from kvstow.memory.hostpool import HostPool
 from kvstow.memory.region import HostRegion
@@ -24,9 +23,8 @@ CHUNK = 4 * 4096  # four slots
 
 
 @pytest.fixture(autouse=True)
-def small_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_FIRST_BYTES", "_MOST_BYTES", "_LEAST_BYTES"):
-        monkeypatch.setattr(pinning, name, CHUNK)
+def small_calls(calls_of: Callable[[int], None]) -> None:
+    calls_of(CHUNK)
 
 
 class Growing:
@@ -357,9 +355,8 @@ def test_a_pause_keeps_what_is_populated_beside_the_last_call(make_pool: MakePoo
 
 
 def test_a_host_that_makes_steps_again_lets_the_pinning_thread_sleep_while_chunks_are_populated(
-    make_pool: MakePool, monkeypatch: pytest.MonkeyPatch
+    make_pool: MakePool, quick_checks: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hoststeps, "_CHECK_HOST_SECONDS", 0.001)
     populated = Populated(monkeypatch, 2)
     growing = Growing(make_pool, is_idle=True)
     assert populated.begun.wait(30)

@@ -17,6 +17,7 @@ from tests.waiting import eventually
 
 from kvstow.errors import ConfigError, CopyError, InsufficientMemoryError, PinError
 from kvstow.memory import hostpool
+from kvstow.memory.chunks import ChunkGrid
 from kvstow.memory.hostpool import HostPool
 from kvstow.memory.limits import MemoryLimits
 from kvstow.memory.pinning import FixedPace, PinProgress
@@ -178,11 +179,11 @@ def test_an_error_in_the_choice_of_the_next_step_does_not_end_the_pinning(
 ) -> None:
     pool = make_pool()
 
-    def fail() -> None:
+    def fail(*_: object) -> None:
         monkeypatch.undo()
         raise MemoryError
 
-    monkeypatch.setattr(pool, "_next_step", fail)
+    monkeypatch.setattr(ChunkGrid, "next_chunk", fail)
     pool.start()
     eventually(in_state(pool, "failed"))
     pool.retry()
@@ -479,11 +480,14 @@ def test_closing_does_not_wait_for_the_pause(make_pool: MakePool) -> None:
     assert pool.status().state == "closed"
 
 
-def test_nothing_can_be_held_once_close_has_seen_that_nothing_is(make_pool: MakePool) -> None:
+def test_nothing_can_be_held_once_close_has_seen_that_nothing_is(
+    make_pool: MakePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusals: list[CopyError] = []
+
     class Gap(threading.Condition):
         """Asks for a hold when `close` lets go of the lock after its wait."""
 
-        refusals = 0
         has_waited = False
 
         def wait_for(self, predicate: Callable[[], Any], timeout: float | None = None) -> Any:
@@ -497,15 +501,17 @@ def test_nothing_can_be_held_once_close_has_seen_that_nothing_is(make_pool: Make
             self.has_waited = False
             try:
                 pool.hold(4).close()
-            except CopyError:
-                self.refusals += 1
+            except CopyError as error:
+                refusals.append(error)
 
-    pool = make_pool()
-    pool._state = gap = Gap()
+    registrar = FakeRegistrar()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading, "Condition", Gap)
+        pool = make_pool(registrar)
     pool.start()
     eventually(pinned(pool, 16))
     pool.close()
-    assert gap.refusals == 1, "memory was given back although it was held"
+    assert len(refusals) == 1, "memory was given back although it was held"
 
 
 def test_close_is_final_and_may_be_called_concurrently_or_before_start(make_pool: MakePool) -> None:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -21,7 +21,6 @@ from kvstow.devices.cpu import CpuDevice
 from kvstow.errors import ConflictError, CopyError, InvalidRequestError, PinError
 from kvstow.layout import KVLayout, Region
 from kvstow.memfd import create_memfd
-from kvstow.memory import pinning
 from kvstow.memory.extents import EXTENT_NAME
 from kvstow.memory.mappedpool import MappedExtent, MappedPool
 from kvstow.memory.pinning import FixedPace
@@ -409,13 +408,19 @@ def test_copies_reach_every_extent(make_pool: MakePool, extents: Extents) -> Non
     device.close()
 
 
+@pytest.fixture
+def stepping(extents: Extents, calls_of: Callable[[int], None]) -> Iterator[Stepping]:
+    calls_of(2 * MIB)
+    made = Stepping(extents)
+    yield made
+    made.pool.close()
+
+
 class Stepping:
     """A pool with one extent, whose host makes steps. The pinning thread has mapped several chunks of it. Only a few
     are registered, because this thread is the host's."""
 
-    def __init__(self, extents: Extents, monkeypatch: pytest.MonkeyPatch) -> None:
-        for name in ("_FIRST_BYTES", "_MOST_BYTES", "_LEAST_BYTES"):
-            monkeypatch.setattr(pinning, name, 2 * MIB)
+    def __init__(self, extents: Extents) -> None:
         self.clock, self.registrar = FakeClock(), FakeRegistrar()
         self.pool = MappedPool(64 << 10, self.registrar, clock=self.clock, cpu_clock=self.clock)
         self.fd = extents.create(64 * MIB)
@@ -433,42 +438,31 @@ class Stepping:
         return True
 
 
-def test_an_extent_that_is_revoked_while_its_chunks_are_registered_goes_at_once(
-    extents: Extents, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stepping = Stepping(extents, monkeypatch)
-    try:
-        calls = stepping.registrar.calls
-        stepping.pool.revoke([1])
-        eventually(lambda: stepping.step() and stepping.pool.take_released() == [1])
-        assert (stepping.registrar.calls, stepping.registrar.registered, mapped_bytes()) == (calls, {}, 0)
-    finally:
-        stepping.pool.close()
+def test_an_extent_that_is_revoked_while_its_chunks_are_registered_goes_at_once(stepping: Stepping) -> None:
+    calls = stepping.registrar.calls
+    stepping.pool.revoke([1])
+    eventually(lambda: stepping.step() and stepping.pool.take_released() == [1])
+    assert (stepping.registrar.calls, stepping.registrar.registered, mapped_bytes()) == (calls, {}, 0)
 
 
 def test_a_new_session_ends_the_growth_of_the_one_before_and_registers_the_rest_once_granted(
-    extents: Extents, monkeypatch: pytest.MonkeyPatch
+    stepping: Stepping,
 ) -> None:
-    stepping = Stepping(extents, monkeypatch)
-    try:
-        calls = stepping.registrar.calls
-        stepping.pool.begin_session()
-        for _ in range(50):
-            stepping.step()
-        eventually(lambda: mapped_bytes() == calls * 2 * MIB)
-        assert stepping.registrar.calls == calls
-        grant(stepping.pool, stepping.fd)
-        eventually(lambda: stepping.step() and stepping.pool.pinned_slots == 1024)
-        assert stepping.registrar.calls == 32
-    finally:
-        stepping.pool.close()
+    calls = stepping.registrar.calls
+    stepping.pool.begin_session()
+    for _ in range(50):
+        stepping.step()
+    eventually(lambda: mapped_bytes() == calls * 2 * MIB)
+    assert stepping.registrar.calls == calls
+    grant(stepping.pool, stepping.fd)
+    eventually(lambda: stepping.step() and stepping.pool.pinned_slots == 1024)
+    assert stepping.registrar.calls == 32
 
 
 def test_chunks_of_two_extents_that_were_populated_in_vain_are_given_back(
-    extents: Extents, monkeypatch: pytest.MonkeyPatch
+    extents: Extents, calls_of: Callable[[int], None]
 ) -> None:
-    for name in ("_FIRST_BYTES", "_MOST_BYTES", "_LEAST_BYTES"):
-        monkeypatch.setattr(pinning, name, 2 * MIB)
+    calls_of(2 * MIB)
     clock = FakeClock()
     pool = MappedPool(64 << 10, FakeRegistrar(), clock=clock, cpu_clock=clock)
     try:
@@ -485,12 +479,11 @@ def test_chunks_of_two_extents_that_were_populated_in_vain_are_given_back(
 
 
 def test_beside_an_idle_host_another_thread_maps_memory_than_the_one_that_registers_it(
-    extents: Extents, monkeypatch: pytest.MonkeyPatch
+    extents: Extents, calls_of: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An engine that attaches registers what the service has kept, with nothing else to do."""
     chunk, mapping, threads = 2 * MIB, MappedExtent.map, list[str]()
-    for name in ("_FIRST_BYTES", "_MOST_BYTES", "_LEAST_BYTES"):
-        monkeypatch.setattr(pinning, name, chunk)
+    calls_of(chunk)
 
     def noted(extent: MappedExtent, start: int, end: int) -> None:
         threads.append(threading.current_thread().name)

@@ -78,7 +78,7 @@ def test_bytes_are_counted_by_the_node_of_each_sampled_page(monkeypatch: pytest.
 
         def syscall(self, number: object, node: Any, mask: object, bits: object, address: Any, flags: Any) -> int:
             assert flags.value == 3
-            node._obj.value = int(address.value >= 3 << 20)
+            ctypes.cast(node, ctypes.POINTER(ctypes.c_int)).contents.value = int(address.value >= 3 << 20)
             return -1 if address.value >= 8 << 20 else 0
 
     monkeypatch.setattr(numa, "quick", Telling())
