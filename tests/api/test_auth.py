@@ -389,12 +389,14 @@ async def test_changes_are_refused_while_the_token_file_is_missing(
     assert (await guarded.delete("/v1/drain", headers=ADMIN)).status_code == 200
 
 
-@pytest.mark.parametrize("content", [b"", b"\n", b"two words"])
-def test_a_token_file_without_a_token_is_refused(tmp_path: Path, content: bytes) -> None:
+@pytest.mark.parametrize("content", [b"", b"\n", b"two words", b"token\n" * 101])
+def test_a_token_file_has_a_hundred_tokens_at_most_and_one_at_least(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "token"
     path.write_bytes(content)
     with pytest.raises(ConfigError, match="1 to 100 lines"):
         TokenFile(path)
+    path.write_bytes(b"token\n" * 100)
+    assert TokenFile(path).accepts(b"token")
 
 
 def test_a_token_file_is_reloaded_only_when_it_changes(tmp_path: Path) -> None:
@@ -412,31 +414,6 @@ def test_a_token_file_is_reloaded_only_when_it_changes(tmp_path: Path) -> None:
     assert tokens.accepts(b"two")
 
 
-def make_pipe(path: Path) -> None:
-    os.mkfifo(path)
-
-
-def make_huge(path: Path) -> None:
-    path.touch()
-    os.truncate(path, 500 << 20)
-
-
-def make_folder(path: Path) -> None:
-    path.mkdir()
-
-
-def make_device(path: Path) -> None:
-    path.symlink_to("/dev/zero")
-
-
-NO_TOKEN_FILES = [
-    (make_pipe, "not a regular file"),
-    (make_huge, "larger than 1048576 bytes"),
-    (make_folder, "not a regular file"),
-    (make_device, "not a regular file"),
-]
-
-
 async def test_a_missing_token_file_is_logged_once_a_minute(
     guarded: httpx.AsyncClient, token_file: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -448,16 +425,20 @@ async def test_a_missing_token_file_is_logged_once_a_minute(
     assert "a token file is not usable: token_file" in line.getMessage()
 
 
-def test_a_token_file_has_at_most_a_hundred_tokens(tmp_path: Path) -> None:
-    path = tmp_path / "token"
-    path.write_text("token\n" * 101)
-    with pytest.raises(ConfigError, match="1 to 100 lines"):
-        TokenFile(path)
-    path.write_text("token\n" * 100)
-    assert TokenFile(path).accepts(b"token")
+def make_huge(path: Path) -> None:
+    path.touch()
+    os.truncate(path, 500 << 20)
 
 
-@pytest.mark.parametrize(("make", "reason"), NO_TOKEN_FILES)
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (os.mkfifo, "not a regular file"),
+        (make_huge, "larger than 1048576 bytes"),
+        (Path.mkdir, "not a regular file"),
+        (lambda path: path.symlink_to("/dev/zero"), "not a regular file"),
+    ],
+)
 async def test_pipes_and_devices_as_token_files_are_refused_without_blocking(
     guarded: httpx.AsyncClient, token_file: Path, make: Any, reason: str
 ) -> None:

@@ -83,11 +83,6 @@ async def test_a_body_without_a_length_is_refused_without_reading_it(client: htt
     assert answer.json()["detail"] == "the request has a Transfer-Encoding; send its body with a Content-Length"
 
 
-async def test_a_body_of_the_largest_size_is_read(client: httpx.AsyncClient, ranks: Any) -> None:
-    content = b'{"slots": 1}'.ljust(1 << 20)
-    assert (await client.post(EVICT, content=content, headers=JSON)).status_code == 200
-
-
 async def test_reads_of_viewers_have_a_lower_limit(launch: Any, tmp_path: Path) -> None:
     (tmp_path / "viewers").write_text("viewer-token")
     (tmp_path / "admins").write_text("admin-token")

@@ -24,11 +24,6 @@ async def test_probes_answer_ok_in_plain_text(client: httpx.AsyncClient, ranks: 
     assert answer.headers["content-type"].startswith("text/plain")
 
 
-@pytest.mark.parametrize("probe", PROBES)
-async def test_probes_answer_head(client: httpx.AsyncClient, ranks: Any, probe: str) -> None:
-    assert (await client.head(probe)).status_code == 200
-
-
 async def test_verbose_names_every_check_and_marks_informational_ones(client: httpx.AsyncClient, ranks: Any) -> None:
     lines = (await client.get("/readyz?verbose")).text.splitlines()
     assert lines == [

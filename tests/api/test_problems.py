@@ -133,6 +133,7 @@ async def test_an_invalid_field_is_named_with_its_value(client: httpx.AsyncClien
     ("method", "path", "body", "field", "allowed"),
     [
         ("PATCH", "/v1/pools/host", {"size": 1}, "size", "capacity_slots, capacity_bytes, policy, pinning_paused"),
+        ("PATCH", "/v1/pools/host", {"policy": 10**400}, "policy", "auto, lru"),
         ("GET", "/v1/operations?page=1", None, "page", "page_size, page_token, pool, kind, state"),
         ("POST", "/v1/pools/host/purge", {"keys": ["0000", "zz"]}, "keys.1", "hex"),
         ("POST", "/v1/pools/host/evict", {"context": "00"}, "context", "32 hex digits"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import httpx
@@ -155,24 +155,6 @@ async def test_a_repeated_query_parameter_is_refused(client: httpx.AsyncClient, 
     assert (await client.delete("/v1/sessions/absent?kill=true")).status_code == 404
     reading = await client.get("/v1/transfers?pool=host&slowest=5&slowest=6")
     assert {one["field"] for one in reading.json()["errors"]} == {"slowest"}
-
-
-async def test_a_policy_that_is_a_number_beyond_every_float_is_refused(client: httpx.AsyncClient) -> None:
-    answer = await client.patch("/v1/pools/host", json={"policy": 10**400})
-    (error,) = answer.json()["errors"]
-    allowed = "auto, lru"
-    assert (answer.status_code, error["field"], error["allowed"]) == (422, "policy", allowed)
-    assert error["message"] == f"this is not a policy; allowed: {allowed}"
-
-
-async def test_the_body_of_a_get_is_refused_without_reading_it(client: httpx.AsyncClient) -> None:
-    async def never() -> AsyncIterator[bytes]:
-        pytest.fail("the body was read")
-        yield b""
-
-    for headers, status in (({}, 411), ({"Content-Length": "1"}, 400)):
-        answer = await client.request("GET", "/v1/pools", content=never(), headers=headers)
-        assert answer.status_code == status
 
 
 @pytest.mark.parametrize(

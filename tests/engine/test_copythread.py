@@ -29,12 +29,10 @@ class CountingClock(FakeClock):
 class Harness:
     """A copy thread over a fake device. Slots are of 100 bytes."""
 
-    def __init__(self, max_queued: int = 100) -> None:
+    def __init__(self) -> None:
         self.device, self.clock, self.failed = FakeDevice(), CountingClock(), threading.Event()
         self.held: list[int] = []
-        self.copies = CopyThread(
-            "kvstow-copy-test", self.device, self.hold, 100, max_queued, self.clock, self.failed.set
-        )
+        self.copies = CopyThread("kvstow-copy-test", self.device, self.hold, 100, 100, self.clock, self.failed.set)
         self.seen: list[Completion] = []
 
     def hold(self, end_slot: int) -> ExitStack:
@@ -161,19 +159,6 @@ def test_totals_count_done_ops_by_direction(harness: Harness) -> None:
     totals = harness.copies.statistics()
     assert (totals.store_bytes_total, totals.store_busy_seconds) == (100, 1.5)
     assert (totals.load_bytes_total, totals.load_busy_seconds) == (100, 0.5)
-
-
-def test_ops_that_do_not_fit_into_the_queue_fail() -> None:
-    harness = Harness(max_queued=2)
-    harness.submit(1, 2)
-    harness.device.ticket(2)
-    harness.submit(3, 4, 5)
-    assert harness.completions(1) == [
-        Completion(5, "failed", "QueueFullError: 2 ops are queued; no more are taken"),
-    ]
-    harness.device.ticket(1).finish()
-    harness.device.ticket(3)
-    harness.copies.close(0)
 
 
 def test_the_end_of_the_thread_fails_every_op_and_is_reported(

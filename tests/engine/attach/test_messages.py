@@ -301,6 +301,20 @@ def test_values_out_of_range_are_malformed() -> None:
         calls.CountLookup.unpack(calls.CountLookup(0, 1).pack())
     with pytest.raises(ProtocolError, match="the looked-up blocks begin at 9 and end at 8"):
         calls.Admit.unpack(calls.Admit(1, [], (9, 8)).pack())
+    with pytest.raises(ProtocolError, match="1 blocks and 0 slots"):
+        StoreBegun.unpack(StoreBegun(1, (0,), ()).pack())
+    with pytest.raises(ProtocolError, match="shorter than its slots"):
+        GrantedExtents.unpack(GrantedExtents(4096, (ExtentGrant(1, 0, 0, 2, 4096, 0),), True).pack())
+    for name in ("seconds", "queue_seconds"):
+        for seconds in (float("nan"), -1.0, float("inf"), 1e9):
+            done: Any = {name: seconds}
+            with pytest.raises(ProtocolError, match="op 1 has moved 0 bytes in"):
+                Completions.unpack(Completions(0, "", (Completion(1, "done", **done),)).pack())
+    for wrong in (Completion(-1, "done"), Completion(1, "done", None, -1)):
+        with pytest.raises(ProtocolError, match="has moved"):
+            Completions.unpack(Completions(0, "", (wrong,)).pack())
+    with pytest.raises(ProtocolError, match="Invalid enum value 'lost'"):
+        Completions.unpack(msgspec.msgpack.encode([0, "", [{"op_id": 1, "mark": "lost"}]]))
 
 
 @pytest.mark.parametrize(
@@ -321,20 +335,6 @@ def test_values_out_of_range_are_malformed() -> None:
 def test_hints_have_limits(hints: Hints) -> None:
     with pytest.raises(ProtocolError, match="admit: "):
         calls.Admit.unpack(calls.Admit(1, [], (0, 0), hints).pack())
-    with pytest.raises(ProtocolError, match="1 blocks and 0 slots"):
-        StoreBegun.unpack(StoreBegun(1, (0,), ()).pack())
-    with pytest.raises(ProtocolError, match="shorter than its slots"):
-        GrantedExtents.unpack(GrantedExtents(4096, (ExtentGrant(1, 0, 0, 2, 4096, 0),), True).pack())
-    for name in ("seconds", "queue_seconds"):
-        for seconds in (float("nan"), -1.0, float("inf"), 1e9):
-            done: Any = {name: seconds}
-            with pytest.raises(ProtocolError, match="op 1 has moved 0 bytes in"):
-                Completions.unpack(Completions(0, "", (Completion(1, "done", **done),)).pack())
-    for wrong in (Completion(-1, "done"), Completion(1, "done", None, -1)):
-        with pytest.raises(ProtocolError, match="has moved"):
-            Completions.unpack(Completions(0, "", (wrong,)).pack())
-    with pytest.raises(ProtocolError, match="Invalid enum value 'lost'"):
-        Completions.unpack(msgspec.msgpack.encode([0, "", [{"op_id": 1, "mark": "lost"}]]))
 
 
 def test_many_completions_are_sent_in_several_messages() -> None:

@@ -377,7 +377,7 @@ def test_what_was_fetched_is_a_class_of_its_own_until_the_next_hit(make_traffic:
     order = traffic.engine.namespace.order
     store_keys(traffic.engine, traffic.ranks, keys)
     with pool.lock:
-        slots = [slot for slot in traffic.engine.namespace.keys.slots_of(keys) if slot is not None]
+        slots = slots_of(traffic, keys)
         pool.index.chains.remove(slots)
         pool.index.chains.publish(order, keys, slots, pool.clock(), fetched=True)
     traffic.serve(keys, 1.0, Ending("abort"))  # the request that has fetched them
@@ -421,28 +421,8 @@ def test_what_is_cheap_to_read_has_a_low_place() -> None:
     hazards = Hazards()
     fetched, other = (hazards.first_cell(state, USED_ONCE) for state in (FETCHED, OTHER))
     hazards.fetch_cost = 0.25
-    due = None
-    while due is None:
-        due = hazards.count_request()
-    hazards.install(compute(due))
+    refresh(hazards)
     assert isclose(hazards.places.place[fetched], 0.25 * hazards.places.place[other])
-
-
-def test_a_request_that_ends_for_another_one_changes_nothing(make_traffic: MakeTraffic) -> None:
-    """What the next request has started with is running."""
-    traffic = make_traffic(64)
-    chain = make_keys(4)
-    first = traffic.begin(chain)
-    traffic.clock.advance(5.0)
-    second = traffic.begin(chain)
-    traffic.end(first, chain, Ending("length"))
-    traffic.clock.advance(5.0)
-    traffic.end(second, chain, Ending("abort"))
-    traffic.clock.advance(5.0)
-    traffic.begin(chain)
-    assert sum(seen(traffic, Endings().state_of(Ending("length"))[0], past_of(0.0))[1]) == 0
-    assert isclose(sum(seen(traffic, Endings().state_of(Ending("abort"))[0], past_of(0.0))[1]), 1.0)
-    traffic.engine.check_integrity()
 
 
 def test_a_request_may_take_back_what_another_one_has_taken_meanwhile(make_traffic: MakeTraffic) -> None:

@@ -467,16 +467,11 @@ def test_a_long_chain_is_offered_in_slices_its_root_last_and_written_root_first(
     tiered.store.wants = lambda key, is_use: is_use
     tiered.store_blocks(KEYS[:8])
     offered = asked_in(tiered, monkeypatch, "offer")
-    written = asked_in_transfers(tiered, monkeypatch)
+    written = list[Sequence[bytes]]()
+    monkeypatch.setattr(tiered.tier.stored_pool, "write", lambda transfer: written.append(list(transfer.keys)))
     assert steps_of(tiered.tier.note_use(tiered.of, KEYS[:8])) == 3
     assert offered == [KEYS[6:8], KEYS[3:6], KEYS[:3]]
     assert written == [KEYS[:3], KEYS[3:6], KEYS[6:8]]
-
-
-def asked_in_transfers(tiered: TieredPool, monkeypatch: pytest.MonkeyPatch) -> list[Sequence[bytes]]:
-    stored, written = tiered.tier.stored_pool, list[Sequence[bytes]]()
-    monkeypatch.setattr(stored, "write", lambda transfer: written.append(list(transfer.keys)))
-    return written
 
 
 # -- namespaces -------------------------------------------------------------------------------------------------------
@@ -543,11 +538,8 @@ def test_a_read_is_cut_to_a_hit_that_the_pool_has_room_for(slots: int, blocks: i
     assert read_of_groups(slots, [*FULL, *WINDOW]) == blocks
 
 
-def test_lengths_that_are_no_hit_are_passed_over() -> None:
+def test_lengths_that_are_no_hit_are_passed_over_and_blocks_of_the_hit_itself_make_no_room() -> None:
     assert read_of_groups(6, [*FULL, WINDOW[1], WINDOW[5]]) == 2
-
-
-def test_blocks_of_the_hit_itself_make_no_room() -> None:
     assert read_of_groups(5, [*FULL, *WINDOW], [*FULL[:2], WINDOW[1]]) == 4
 
 
@@ -555,6 +547,14 @@ def test_blocks_of_the_hit_itself_make_no_room() -> None:
 
 
 CONTEXT = b"c" * 16
+
+
+def pool_and_store() -> TieredPool:
+    """Both have eight blocks."""
+    tiered = TieredPool(slots=400)
+    tiered.store_blocks(KEYS[:8])
+    tiered.run()
+    return tiered
 
 
 def use_in_context(tiered: TieredPool, keys: Sequence[bytes], hints: Hints) -> None:
@@ -570,9 +570,7 @@ def end_in_context(tiered: TieredPool, keys: Sequence[bytes]) -> None:
 
 
 def test_what_a_context_has_used_is_read_before_its_next_request() -> None:
-    tiered = TieredPool(slots=400)
-    tiered.store_blocks(KEYS[:8])
-    tiered.run()
+    tiered = pool_and_store()
     end_in_context(tiered, KEYS[:8])
     tiered.pool.admin.evict(slots=1000).run()
     assert tiered.tier.prefetch(CONTEXT) == 8
@@ -583,9 +581,7 @@ def test_what_a_context_has_used_is_read_before_its_next_request() -> None:
 
 
 def test_nothing_is_prefetched_while_anything_is_queued() -> None:
-    tiered = TieredPool(slots=400)
-    tiered.store_blocks(KEYS[:8])
-    tiered.run()
+    tiered = pool_and_store()
     end_in_context(tiered, KEYS[:8])
     tiered.pool.admin.evict(slots=1000).run()
     tiered.takes(0.0, queued=1)
@@ -602,9 +598,7 @@ def test_nothing_is_prefetched_while_anything_is_queued() -> None:
 def test_a_context_is_prefetched_shortly_before_it_is_expected_if_it_has_come_back_before(
     turns: int, blocks: int
 ) -> None:
-    tiered = TieredPool(slots=400)
-    tiered.store_blocks(KEYS[:8])
-    tiered.run()
+    tiered = pool_and_store()
     for _ in range(turns):
         tiered.clock.advance(100.0)
         use_in_context(tiered, KEYS[:8], Hints(context=CONTEXT, resume_in=100.0))
@@ -621,9 +615,7 @@ def test_a_context_is_prefetched_shortly_before_it_is_expected_if_it_has_come_ba
 
 @pytest.mark.parametrize("said", [None, 1000.0])
 def test_an_operator_who_says_when_a_context_comes_back_moves_its_prefetch(said: float | None) -> None:
-    tiered = TieredPool(slots=400)
-    tiered.store_blocks(KEYS[:8])
-    tiered.run()
+    tiered = pool_and_store()
     for _ in range(2):
         use_in_context(tiered, KEYS[:8], Hints(context=CONTEXT, resume_in=said))
     tiered.pool.admin.evict(slots=1000).run()
@@ -639,9 +631,7 @@ def test_an_operator_who_says_when_a_context_comes_back_moves_its_prefetch(said:
 
 
 def test_who_wants_blocks_kept_for_a_time_does_not_say_when_it_comes_back() -> None:
-    tiered = TieredPool(slots=400)
-    tiered.store_blocks(KEYS[:8])
-    tiered.run()
+    tiered = pool_and_store()
     for _ in range(2):
         tiered.clock.advance(100.0)
         use_in_context(tiered, KEYS[:8], Hints(context=CONTEXT, keep_for=100.0))

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.doubles.fakes import Latch, Polled
+from tests.doubles.fakes import Latch
 from tests.waiting import eventually
 
 from kvstow.config import PoolConfig
@@ -352,32 +352,21 @@ def test_a_context_that_cannot_be_entered_does_not_fail_the_copies(cuda: Any, ma
 
 def test_bad_slots_and_blocks_are_refused_before_anything_is_queued(cuda: Any, make_cuda_rank: MakeRank) -> None:
     rank = make_cuda_rank()
-    for blocks, slots, what in (([0], [8], "slots 8 to 8"), ([8], [0], "blocks 8 to 8"), ([0, 1], [0], "2 blocks")):
+    cases = (
+        ([0], [8], "slots 8 to 8"),
+        ([0], [-1], "slots -1"),
+        ([8], [0], "blocks 8 to 8"),
+        ([0, 1], [0], "2 blocks"),
+    )
+    for blocks, slots, what in cases:
         with pytest.raises(CopyError, match=what):
             rank.store(blocks, slots)
-    with pytest.raises(CopyError, match="slots -1"):
-        rank.load([-1], [0])
-    with pytest.raises(CopyError, match="blocks 8 to 8"):
-        rank.load([0], [8])
-    assert _queued(cuda) == []
-
-
-def test_a_load_whose_launch_fails_leaves_nothing_behind(cuda: Any, make_cuda_rank: MakeRank) -> None:
-    rank = make_cuda_rank()
-    for blocks, what in (([8], "blocks 8 to 8"), ([0, 1], "2 blocks")):
         with pytest.raises(CopyError, match=what):
-            rank.device.launch_load(1, blocks, [0], None)
+            rank.load(slots, blocks)
     assert _queued(cuda) == []
     expected = rank.slot(0)
-    assert _finish(cuda, Polled(rank.device, rank.device.launch_load(1, [1], [0], None))) is DONE
+    assert _finish(cuda, rank.load([0], [1])) is DONE
     assert rank.block(1) == expected
-
-
-def test_a_closed_device_launches_no_load(make_cuda_rank: MakeRank) -> None:
-    rank = make_cuda_rank()
-    rank.device.close()
-    with pytest.raises(CopyError, match="closed"):
-        rank.device.launch_load(1, [0], [0], None)
 
 
 def test_an_op_of_no_blocks_is_done(make_cuda_rank: MakeRank) -> None:
@@ -396,8 +385,9 @@ def test_closing_waits_for_what_is_under_way_and_fails_the_rest(cuda: Any, make_
     assert [ticket.poll() for ticket in (short, long, never_begun)] == [DONE, FAILED, FAILED]
     assert rank.slot(1) == expected
     assert "closed" in str(long.error)
-    with pytest.raises(CopyError, match="closed"):
-        rank.store([0], [0])
+    for launch in (rank.device.launch_store, rank.device.launch_load):
+        with pytest.raises(CopyError, match="closed"):
+            launch(1, [0], [0], None)
 
 
 def test_closing_frees_everything_that_the_device_held(cuda: Any, make_cuda_rank: MakeRank) -> None:

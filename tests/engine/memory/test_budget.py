@@ -10,7 +10,7 @@ from tests.seeds import few_and_many
 
 from kvstow.errors import ConfigError, ConflictError, InvalidRequestError, NotFoundError
 from kvstow.memory.budget import Close, Create, Give, MemoryBudget, Recall, RowExtent, Step, TakeBack
-from kvstow.memory.rows import UNIT_BYTES, BookedPool, PoolLayout, RankLayout, fair_shares
+from kvstow.memory.rows import UNIT_BYTES, BookedPool, PoolLayout, RankLayout
 
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -31,19 +31,19 @@ def held(budget: MemoryBudget, pool: str) -> int:
     return sum(row.num_bytes for row in budget.pool(pool).rows.values() if not row.recalled)
 
 
-def test_a_whole_row_is_an_extent_of_the_usual_size_for_each_rank() -> None:
-    pool = layout(3 * MIB, 3 * MIB, extent=64 * MIB)
-    assert (pool.row_slots, pool.sizes(21), pool.row_bytes) == (21, [64 * MIB, 64 * MIB], 128 * MIB)
-
-
-def test_ranks_with_smaller_slots_have_smaller_extents_with_as_many_slots() -> None:
-    pool = layout(4 * MIB, 3 * MIB, extent=64 * MIB)
-    assert (pool.row_slots, pool.sizes(16), pool.sizes(1)) == (16, [64 * MIB, 48 * MIB], [4 * MIB, 4 * MIB])
-
-
-def test_a_slot_that_is_larger_than_an_extent_has_a_larger_one() -> None:
-    pool = layout(65 * MIB, extent=64 * MIB)
-    assert (pool.row_slots, pool.sizes(1)) == (1, [66 * MIB])
+@pytest.mark.parametrize(
+    ("strides", "slots", "row", "one"),
+    [
+        ((3 * MIB, 3 * MIB), 21, [64 * MIB, 64 * MIB], [4 * MIB, 4 * MIB]),
+        ((4 * MIB, 3 * MIB), 16, [64 * MIB, 48 * MIB], [4 * MIB, 4 * MIB]),
+        ((65 * MIB,), 1, [66 * MIB], [66 * MIB]),
+    ],
+)
+def test_a_whole_row_is_an_extent_for_each_rank_with_as_many_slots(
+    strides: tuple[int, ...], slots: int, row: list[int], one: list[int]
+) -> None:
+    pool = layout(*strides, extent=64 * MIB)
+    assert (pool.row_slots, pool.sizes(slots), pool.sizes(1), pool.row_bytes) == (slots, row, one, sum(row))
 
 
 @pytest.mark.parametrize("strides", [(4096,), (3 * MIB + 512, MIB), (64 * MIB,), (100 * MIB, 1)])
@@ -53,12 +53,6 @@ def test_slots_within_is_the_most_that_fit(strides: tuple[int, ...]) -> None:
         slots = pool.slots_within(size)
         assert slots == 0 or sum(pool.sizes(slots)) <= size
         assert slots == pool.row_slots or sum(pool.sizes(slots + 1)) > size
-
-
-def test_fair_shares() -> None:
-    assert fair_shares(12, {"a": 100, "b": 100, "c": 100}) == {"a": 4, "b": 4, "c": 4}
-    assert fair_shares(12, {"a": 2, "b": 100, "c": 4}) == {"a": 2, "c": 4, "b": 6}
-    assert fair_shares(12, {}) == {}
 
 
 def test_extents_exist_before_there_is_a_pool_and_the_last_one_is_smaller() -> None:

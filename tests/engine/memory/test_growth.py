@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.doubles.fakes import FakeClock, FakeRegistrar
+from tests.engine.memory.measured import make_step
 from tests.waiting import eventually
 
 from kvstow.errors import PinError
@@ -58,11 +59,7 @@ class Growing:
         self.pool.start()
 
     def step(self) -> bool:
-        self.pool.steps.begin()
-        self.clock.advance(0.010)
-        self.pool.steps.launched()
-        self.pool.steps.end()
-        return True
+        return make_step(self.pool.steps, self.clock)
 
     def in_the_middle(self) -> None:
         """Some chunks are registered, and more are populated."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
 from tests.doubles.fakes import FakeClock, FakeRegistrar
+from tests.engine.memory.measured import make_step, smaps_bytes
 from tests.waiting import eventually
 
 from kvstow.errors import ConfigError, CopyError, InsufficientMemoryError, PinError
@@ -39,18 +40,7 @@ def in_state(pool: HostPool, state: PoolState) -> Callable[[], bool]:
 
 
 def resident_bytes(pool: HostPool) -> int:
-    """What the kernel counts for the pool's addresses."""
-    total, inside = 0, False
-    end = pool.address + pool.max_slots * pool.slot_stride
-    with open("/proc/self/smaps") as smaps:
-        for line in smaps:
-            name, _, rest = line.partition(" ")
-            if not name.endswith(":"):
-                first = int(name.split("-")[0], 16)
-                inside = pool.address <= first < end
-            elif inside and name == "Rss:":
-                total += int(rest.split()[0]) * 1024
-    return total
+    return smaps_bytes(pool, "Rss")
 
 
 def write_cgroup(folder: Path, limit: int) -> MemoryLimits:
@@ -283,11 +273,6 @@ def test_a_pool_larger_than_the_cgroup_is_refused_before_it_uses_memory(make_poo
         make_pool(limits=limits, pool_bytes=2 << 30)
 
 
-def test_a_pool_larger_than_the_machine_is_refused(make_pool: MakePool) -> None:
-    with pytest.raises(InsufficientMemoryError, match=r"1024 TiB are needed .* the machine has"):
-        make_pool(limits=MemoryLimits(), pool_bytes=1 << 50)
-
-
 @pytest.mark.parametrize("what", ["cgroup", "machine"])
 def test_memory_taken_by_other_processes_stops_growth_with_a_reason(
     make_pool: MakePool, tmp_path: Path, what: str
@@ -327,11 +312,6 @@ def test_near_a_limit_the_kernel_populates_and_no_page_is_touched(
     pool.start()
     eventually(pinned(pool, 16))
     assert set(touched) == {left == 4 << 30}
-
-
-def test_address_space_that_cannot_be_reserved_is_a_pin_error(make_pool: MakePool) -> None:
-    with pytest.raises(PinError, match="cannot reserve"):
-        make_pool(max_bytes=1 << 60)
 
 
 def test_a_chunk_is_populated_during_the_pause_and_registered_after_it(make_pool: MakePool) -> None:
@@ -407,18 +387,11 @@ def test_while_the_host_makes_steps_its_thread_registers_and_unregisters(pace: s
     config = {"chunk_bytes": None, "pause": None} if pace == "adaptive" else {"chunk_bytes": 16 * MIB}
     pool = make_pool(Looking(), clock=clock, cpu_clock=clock, pool_bytes=32 * MIB, max_bytes=48 * MIB, **config)
 
-    def step() -> bool:
-        pool.steps.begin()
-        clock.advance(0.010)
-        pool.steps.launched()
-        pool.steps.end()
-        return True
-
-    step()
+    make_step(pool.steps, clock)
     pool.start()
-    eventually(lambda: step() and pool.status().state == "ready")
+    eventually(lambda: make_step(pool.steps, clock) and pool.status().state == "ready")
     pool.set_target(0)
-    eventually(lambda: step() and pool.status().resident_bytes == 0)
+    eventually(lambda: make_step(pool.steps, clock) and pool.status().resident_bytes == 0)
     assert (threading.current_thread() in threads) == (pace == "adaptive")
     assert len(set(threads)) == 1
 

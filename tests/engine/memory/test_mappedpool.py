@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from tests.descriptors import open_descriptors
 from tests.doubles.fakes import FakeClock, FakeRegistrar
+from tests.engine.memory.measured import make_step
 from tests.waiting import eventually
 
 from kvstow.devices.base import TicketState
@@ -266,15 +267,6 @@ def test_memory_that_is_not_granted_again_goes_before_new_memory_is_mapped(
     assert pool.take_released() == [], "the service before waits for nothing"
 
 
-def test_memory_that_nobody_grants_again_goes(make_pool: MakePool, extents: Extents) -> None:
-    pool = make_pool()
-    grant(pool, extents.create(2 * MIB))
-    eventually(lambda: pool.pinned_slots == 32)
-    pool.begin_session()
-    pool.drop_earlier()
-    eventually(lambda: mapped_bytes() == 0)
-
-
 def test_slots_of_new_memory_are_not_usable_while_old_memory_is_registered_there(
     make_pool: MakePool, extents: Extents
 ) -> None:
@@ -431,11 +423,7 @@ class Stepping:
         eventually(lambda: self.step() and self.pool.pinned_slots)
 
     def step(self) -> bool:
-        self.pool.steps.begin()
-        self.clock.advance(0.010)
-        self.pool.steps.launched()
-        self.pool.steps.end()
-        return True
+        return make_step(self.pool.steps, self.clock)
 
 
 def test_an_extent_that_is_revoked_while_its_chunks_are_registered_goes_at_once(stepping: Stepping) -> None:

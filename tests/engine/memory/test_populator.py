@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import fcntl
-import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -156,14 +155,6 @@ def test_an_extent_that_a_pool_gets_meanwhile_goes_before_the_one_under_way(
     window.go_on.set()
     eventually(lambda: populator.status().state == "ready")
     assert [(found is one, start) for found, start, _ in window.ranges] == [(True, 0), (False, 0), (True, STEP_BYTES)]
-
-
-def test_real_memory(make: MakePopulator, extent: MakeExtent) -> None:
-    one = extent(STEP_BYTES + 2 * MIB)
-    populator = make()
-    populator.add(one)
-    eventually(lambda: populator.status().state == "ready")
-    assert os.fstat(one.fd).st_blocks * 512 == one.populated_bytes == one.num_bytes
 
 
 def test_what_the_limits_refuse_is_shown_and_tried_again_on_request(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from tests.doubles.fakes import FakeRegistrar
+from tests.engine.memory.measured import smaps_bytes
 from tests.engine.memory.oldkernel import OldKernel
 from tests.waiting import eventually
 
@@ -34,16 +35,7 @@ def free_pages() -> int:
 
 def hugetlb_bytes(pool: HostPool) -> int:
     """What the kernel counts as taken from the reserved pages for the pool's addresses."""
-    total, inside = 0, False
-    with open("/proc/self/smaps") as smaps:
-        for line in smaps:
-            name, _, rest = line.partition(" ")
-            if not name.endswith(":"):
-                first = int(name.split("-")[0], 16)
-                inside = pool.address <= first < pool.address + pool.max_slots * pool.slot_stride
-            elif inside and name in ("Private_Hugetlb:", "Shared_Hugetlb:"):
-                total += int(rest.split()[0]) * 1024
-    return total
+    return smaps_bytes(pool, "Private_Hugetlb", "Shared_Hugetlb")
 
 
 def ready(pool: HostPool, slots: int) -> Callable[[], bool]:
