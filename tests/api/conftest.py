@@ -145,6 +145,17 @@ class Launch:
         return await self._stack.enter_async_context(httpx.AsyncClient(transport=transport, base_url="http://kvstow"))
 
 
+async def pages(client: httpx.AsyncClient, path: str, **query: str | int) -> list[list[dict[str, Any]]]:
+    """The items of each page."""
+    found: list[list[dict[str, Any]]] = []
+    token: str | None = ""
+    while token is not None:
+        body = (await client.get(path, params={**query, "page_token": token})).json()
+        found.append(body["items"])
+        token = body["next_page_token"]
+    return found
+
+
 class Eventually(Protocol):
     async def __call__(self, condition: Callable[[], Awaitable[bool]], *, seconds: float = ...) -> None: ...
 
@@ -178,6 +189,24 @@ def ranks(engine: OffloadEngine) -> Ranks:
     ranks = Ranks(engine)
     ranks.report()
     return ranks
+
+
+@pytest.fixture
+def token_file(tmp_path: Path) -> Path:
+    """With the admin's token, `admin-token`."""
+    return write_token(tmp_path / "token", "admin-token")
+
+
+@pytest.fixture
+def viewer_file(tmp_path: Path) -> Path:
+    """With a viewer's token, `viewer-token`."""
+    return write_token(tmp_path / "viewer-token", "viewer-token")
+
+
+def write_token(path: Path, token: str) -> Path:
+    path.write_text(f"{token}\n")
+    path.chmod(0o600)
+    return path
 
 
 @pytest.fixture

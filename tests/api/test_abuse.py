@@ -20,13 +20,6 @@ _TOKEN = "Authorization: Bearer admin-token"
 
 
 @pytest.fixture
-def token_file(tmp_path: Path) -> Path:
-    """With the token that `head` sends."""
-    (tmp_path / "token").write_text("admin-token")
-    return tmp_path / "token"
-
-
-@pytest.fixture
 def service(serve: Any, ranks: Any, token_file: Path) -> AdminSockets:
     listeners: AdminSockets = serve(startup_grace=0.0, token_file=token_file)
     return listeners

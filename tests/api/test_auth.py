@@ -73,22 +73,6 @@ def basic(credentials: str) -> dict[str, str]:
 
 
 @pytest.fixture
-def token_file(tmp_path: Path) -> Path:
-    path = tmp_path / "token"
-    path.write_text("admin-token\n")
-    path.chmod(0o600)
-    return path
-
-
-@pytest.fixture
-def viewer_file(tmp_path: Path) -> Path:
-    path = tmp_path / "viewer-token"
-    path.write_text("viewer-token\n")
-    path.chmod(0o600)
-    return path
-
-
-@pytest.fixture
 async def guarded(launch: Any, token_file: Path, ranks: Any) -> httpx.AsyncClient:
     """A client, over TCP, of an application that has an admin's and an agent's token."""
     client: httpx.AsyncClient = await launch(token_file=token_file, caller=None, addresses=ADDRESSES)
@@ -282,12 +266,11 @@ READING_WITHOUT_KEYS = [read for read in READING if read not in READING_KEYS]
 
 
 async def test_keys_are_shown_to_viewers_and_admins_alone(
-    launch: Any, ranks: Any, keys: list[bytes], tmp_path: Path
+    launch: Any, ranks: Any, keys: list[bytes], token_file: Path
 ) -> None:
     """A key is a hash of a prompt: keys tell what others ask, and a look-up tests a guess."""
     ranks.store(keys[:4])
-    (tmp_path / "admins").write_text("admin-token")
-    client: httpx.AsyncClient = await launch(caller=None, addresses=ADDRESSES, token_file=tmp_path / "admins")
+    client: httpx.AsyncClient = await launch(caller=None, addresses=ADDRESSES, token_file=token_file)
     assert len(READING_KEYS) == 3
     assert await statuses(client, READING_KEYS, {}) == all_are(401, READING_KEYS)
     assert refused(await statuses(client, READING_KEYS, ADMIN), (200, 404)) == {}

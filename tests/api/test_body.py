@@ -83,10 +83,8 @@ async def test_a_body_without_a_length_is_refused_without_reading_it(client: htt
     assert answer.json()["detail"] == "the request has a Transfer-Encoding; send its body with a Content-Length"
 
 
-async def test_reads_of_viewers_have_a_lower_limit(launch: Any, tmp_path: Path) -> None:
-    (tmp_path / "viewers").write_text("viewer-token")
-    (tmp_path / "admins").write_text("admin-token")
-    files = {"token_file": tmp_path / "admins", "viewer_token_file": tmp_path / "viewers"}
+async def test_reads_of_viewers_have_a_lower_limit(launch: Any, token_file: Path, viewer_file: Path) -> None:
+    files = {"token_file": token_file, "viewer_token_file": viewer_file}
     client: httpx.AsyncClient = await launch(caller=None, **files)
     content = b'{"keys": ["00aa"]}'.ljust(1 << 16)
     viewer = {**JSON, "Authorization": "Bearer viewer-token"}
@@ -97,17 +95,17 @@ async def test_reads_of_viewers_have_a_lower_limit(launch: Any, tmp_path: Path) 
     assert answer.json()["detail"] == f"the body is larger than {limits}"
 
 
-def test_the_unix_socket_and_admins_have_the_higher_limit(serve: Any, tmp_path: Path) -> None:
-    token, viewers, uds = tmp_path / "token", tmp_path / "viewers", tmp_path / "admin.sock"
-    token.write_text("secret")
-    viewers.write_text("viewer-token")
-    url = serve(uds=uds, token_file=token, viewer_token_file=viewers).url
+def test_the_unix_socket_and_admins_have_the_higher_limit(
+    serve: Any, tmp_path: Path, token_file: Path, viewer_file: Path
+) -> None:
+    uds = tmp_path / "admin.sock"
+    url = serve(uds=uds, token_file=token_file, viewer_token_file=viewer_file).url
     content = b'{"keys": ["00aa"]}'.ljust(1 << 20)
     with httpx.Client(transport=httpx.HTTPTransport(uds=str(uds))) as local:
         assert local.post(f"http://kvstow{LOOKUP}", content=content, headers=JSON).status_code == 200
     viewer = {**JSON, "Authorization": "Bearer viewer-token"}
     assert httpx.post(f"{url}{LOOKUP}", content=content, headers=viewer).status_code == 413
-    admin = {**JSON, "Authorization": "Bearer secret"}
+    admin = {**JSON, "Authorization": "Bearer admin-token"}
     assert httpx.post(f"{url}{LOOKUP}", content=content, headers=admin).status_code == 200
 
 

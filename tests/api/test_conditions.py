@@ -361,20 +361,17 @@ async def test_the_route_gathers_the_evidence(launch: Any, ranks: Any) -> None:
 
 @pytest.mark.anyio
 async def test_a_token_file_that_was_emptied_is_told_while_nobody_comes_with_a_token(
-    launch: Any, ranks: Any, tmp_path: Path
+    launch: Any, ranks: Any, token_file: Path
 ) -> None:
-    path = tmp_path / "token"
-    path.write_text("admin-token")
-    path.chmod(0o600)
-    client = await launch(token_file=path)
-    path.write_text("")
+    client = await launch(token_file=token_file)
+    token_file.write_text("")
     await launch.state.watch.look()
     found = {one["name"]: one for one in (await client.get("/v1/doctor")).json()["conditions"]}
     assert found["token_unusable"]["what"] == (
         "token_file cannot be used: the file must have 1 to 100 lines with one token each"
     )
-    assert str(path) not in str(found), "every reader sees it"
-    path.write_text("admin-token")
+    assert str(token_file) not in str(found), "every reader sees it"
+    token_file.write_text("admin-token")
     await launch.state.watch.look()
     assert "token_unusable" not in {one["name"] for one in (await client.get("/v1/doctor")).json()["conditions"]}
 

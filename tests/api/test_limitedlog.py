@@ -34,13 +34,10 @@ def audited(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
 
 @pytest.mark.anyio
 async def test_refused_requests_have_one_line_a_minute_and_hide_no_change(
-    launch: Any, ranks: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    launch: Any, ranks: Any, token_file: Path, viewer_file: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, logger="kvstow.audit")
-    for name in ("admin", "viewer"):
-        (tmp_path / name).write_text(f"{name}-token")
-        (tmp_path / name).chmod(0o600)
-    client = await launch(token_file=tmp_path / "admin", viewer_token_file=tmp_path / "viewer", caller=None)
+    client = await launch(token_file=token_file, viewer_token_file=viewer_file, caller=None)
     for _ in range(20):
         assert (await client.post("/v1/pools/host/retry")).status_code == 401
         viewer = {"Authorization": "Bearer viewer-token"}

@@ -99,10 +99,8 @@ def test_the_chart_library_is_the_one_that_npm_has_with_its_licence() -> None:
     assert found == UPLOT
 
 
-async def test_the_page_needs_the_credentials_of_reads(launch: Any, tmp_path: Path) -> None:
-    (tmp_path / "admin").write_text("a")
-    (tmp_path / "viewer").write_text("v")
-    client = await launch(token_file=tmp_path / "admin", viewer_token_file=tmp_path / "viewer", caller=None)
+async def test_the_page_needs_the_credentials_of_reads(launch: Any, token_file: Path, viewer_file: Path) -> None:
+    client = await launch(token_file=token_file, viewer_token_file=viewer_file, caller=None)
     for path in ("/", "/docs", "/v1/overview"):
         assert (await client.get(path)).status_code == 401
-        assert (await client.get(path, headers={"Authorization": "Bearer v"})).status_code == 200
+        assert (await client.get(path, headers={"Authorization": "Bearer viewer-token"})).status_code == 200

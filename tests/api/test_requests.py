@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -80,15 +81,13 @@ async def test_a_disconnect_is_counted(launch: Any) -> None:
 
 
 async def test_changes_are_audited_and_reads_are_not(
-    launch: Any, ranks: Any, tmp_path: Any, caplog: pytest.LogCaptureFixture
+    launch: Any, ranks: Any, token_file: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    token = tmp_path / "token"
-    token.write_text("s3cret")
-    client = await launch(token_file=token, caller=None)
+    client = await launch(token_file=token_file, caller=None)
     with caplog.at_level(logging.INFO, "kvstow.audit"):
         await client.get("/v1/drain")
         await client.put("/v1/drain")
-        headers = {"Authorization": "Bearer s3cret", "X-Request-Id": "r1"}
+        headers = {"Authorization": "Bearer admin-token", "X-Request-Id": "r1"}
         await client.put("/v1/drain", headers=headers)
     lines = [record.getMessage() for record in caplog.records if record.name == "kvstow.audit"]
     assert len(lines) == 2
@@ -96,7 +95,7 @@ async def test_changes_are_audited_and_reads_are_not(
     assert "method=PUT route=/v1/drain path=/v1/drain status=401" in lines[0]
     assert "actor=admin " in lines[1]
     assert "method=PUT route=/v1/drain path=/v1/drain status=200 request_id=r1" in lines[1]
-    assert "s3cret" not in caplog.text
+    assert "admin-token" not in caplog.text
 
 
 async def test_the_audit_log_has_the_request_and_whether_it_changed_anything(

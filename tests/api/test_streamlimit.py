@@ -71,10 +71,8 @@ def _noting(answer: asyncio.Future[Any]) -> Any:
 
 
 @pytest.fixture
-async def streams(launch: Any, ranks: Any, tmp_path: Path) -> AsyncIterator[Streams]:
-    """Of an application whose admin's token is `admin-token`."""
-    (tmp_path / "token").write_text("admin-token")
-    await launch(token_file=tmp_path / "token")
+async def streams(launch: Any, ranks: Any, token_file: Path) -> AsyncIterator[Streams]:
+    await launch(token_file=token_file)
     streams = Streams(launch.app)
     yield streams
     await streams.close()

@@ -4,6 +4,7 @@ from typing import Any
 
 import httpx
 import pytest
+from tests.api.conftest import pages
 from tests.doubles.fakes import FakeClock
 
 from kvstow.config import EngineConfig
@@ -17,17 +18,10 @@ BLOCKS = "/v1/pools/host/blocks"
 
 async def test_pages_list_every_block_once(client: httpx.AsyncClient, ranks: Any, keys: list[bytes]) -> None:
     ranks.store(keys[:10])
-    found: list[str] = []
-    token: str | None = ""
-    pages = 0
-    while token is not None:
-        body = (await client.get(BLOCKS, params={"page_size": 4, "page_token": token})).json()
-        assert len(body["items"]) <= 4
-        found += [item["key"] for item in body["items"]]
-        token = body["next_page_token"]
-        pages += 1
-    assert sorted(found) == sorted(key.hex() for key in keys[:10])
-    assert pages in (3, 4)
+    found = await pages(client, BLOCKS, page_size=4)
+    assert sorted(item["key"] for page in found for item in page) == sorted(key.hex() for key in keys[:10])
+    assert max(map(len, found)) <= 4
+    assert len(found) in (3, 4)
 
 
 async def test_a_page_reaches_over_empty_stretches(launch: Any, ranks: Any, keys: list[bytes]) -> None:
@@ -74,15 +68,9 @@ async def test_blocks_of_one_state_are_listed(
     ranks.lease(keys[1:8:3])
     wanted = {"leased": keys[1:8:3], "cached": [key for key in keys[:10] if key not in keys[1:8:3]]}
     for state, chosen in wanted.items():
-        found: list[str] = []
-        token: str | None = ""
-        while token is not None:
-            page: dict[str, str | int] = {"state": state, "page_size": 2, "page_token": token}
-            body = (await client.get(BLOCKS, params=page)).json()
-            assert len(body["items"]) <= 2
-            found += [item["key"] for item in body["items"]]
-            token = body["next_page_token"]
-        assert found == [key.hex() for key in chosen]
+        found = await pages(client, BLOCKS, state=state, page_size=2)
+        assert [item["key"] for page in found for item in page] == [key.hex() for key in chosen]
+        assert max(map(len, found)) <= 2
 
 
 async def test_a_state_that_is_rare_costs_a_bounded_look(launch: Any, ranks: Any) -> None:
@@ -93,13 +81,7 @@ async def test_a_state_that_is_rare_costs_a_bounded_look(launch: Any, ranks: Any
     wide.store(many)
     wide.lease(many[-1:])
     client = await launch(directory=EmbeddedDirectory(engine, 9000))
-    sizes: list[int] = []
-    token: str | None = ""
-    while token is not None:
-        body = (await client.get(BLOCKS, params={"state": "leased", "page_token": token})).json()
-        sizes.append(len(body["items"]))
-        token = body["next_page_token"]
-    assert sizes == [0, 0, 1]
+    assert [len(page) for page in await pages(client, BLOCKS, state="leased")] == [0, 0, 1]
 
 
 async def test_a_token_beyond_the_pool_is_the_end(client: httpx.AsyncClient, ranks: Any) -> None:

@@ -4,6 +4,7 @@ from typing import Any
 
 import httpx
 import pytest
+from tests.api.conftest import pages
 
 pytestmark = pytest.mark.anyio
 
@@ -37,12 +38,7 @@ async def test_operations_come_in_pages(client: httpx.AsyncClient, ranks: Any) -
     for _ in range(5):
         await client.post("/v1/pools/host/evict", json={"slots": 1}, params={"wait": 20})
     everything = [item["id"] for item in (await client.get("/v1/operations")).json()["items"]]
-    seen: list[str] = []
-    token: str | None = ""
-    while token is not None:
-        page = (await client.get("/v1/operations", params={"page_size": 2, "page_token": token})).json()
-        assert len(page["items"]) <= 2
-        seen += [item["id"] for item in page["items"]]
-        token = page["next_page_token"]
-    assert seen == everything
+    found = await pages(client, "/v1/operations", page_size=2)
+    assert [item["id"] for page in found for item in page] == everything
+    assert max(map(len, found)) <= 2
     assert (await client.get("/v1/operations?page_token=x")).status_code == 422

@@ -58,11 +58,8 @@ async def test_a_report_is_taken_and_answered(client: httpx.AsyncClient, engine:
         ({"rank": 0}, "RankReport.rank is 0; allowed: 1"),
         ({"rank": "1"}, "report: Expected `int`, got `str` - at `$.rank`"),
         ({"slot_bytes": 64}, "slot_bytes 64"),
-        ({"state": "happy"}, "'happy' - at `$.state`"),
         ({"pinned_slots": -1}, "RankReport.pinned_slots"),
-        ({"pinned_slots": 1.5}, "$.pinned_slots"),
         ({"boot_id": ""}, "boot_id"),
-        ({"boot_id": None}, "$.boot_id"),
         ({"mood": "good"}, "unknown fields"),
         ({"pin_failures": {"driver": 1 << 63}}, "pin_failures is"),  # it would be no number of a metric
     ],

@@ -6,7 +6,6 @@ import hashlib
 import json
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +16,7 @@ from tests.api.conftest import Serve
 from tests.api.fakenode import FakeNode
 from tests.doubles.fakes import FakeClock
 from tests.doubles.rank import use_keys
+from tests.waiting import eventually
 
 from kvstow.control import recording
 from kvstow.control.engine import OffloadEngine
@@ -38,13 +38,6 @@ def client_of(serve: Serve, folder: Path, **changes: Any) -> Iterator[Client]:
         yield client
 
 
-def until(condition: Any) -> None:
-    deadline = time.monotonic() + 60.0
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
 def test_requests_come_as_lines_and_the_last_line_says_why_it_ended(
     serve: Serve, engine: OffloadEngine, tmp_path: Path
 ) -> None:
@@ -59,7 +52,7 @@ def test_requests_come_as_lines_and_the_last_line_says_why_it_ended(
         rest = [json.loads(line) for line in lines if line]
         assert [len(one.get("hash_ids", ())) for one in rest] in ([0], [8, 0])
         assert rest[-1]["recording"]["end"] == "size"
-        until(lambda: engine.pool.requests.recording is None)
+        eventually(lambda: engine.pool.requests.recording is None)
 
 
 def test_it_ends_by_time(serve: Serve, engine: OffloadEngine, tmp_path: Path) -> None:
@@ -77,7 +70,7 @@ def test_it_ends_with_its_connection(serve: Serve, engine: OffloadEngine, tmp_pa
             next(client.record("host", **LIMITS))
         assert refused.value.status == 409
         lines.close()
-        until(lambda: engine.pool.requests.recording is None)
+        eventually(lambda: engine.pool.requests.recording is None)
 
 
 def test_a_client_that_does_not_read_ends_it_and_delays_nobody(
@@ -92,12 +85,10 @@ def test_a_client_that_does_not_read_ends_it_and_delays_nobody(
         body = json.dumps({"seconds": 600.0, "max_bytes": 1 << 30}).encode()
         head = "POST /v1/pools/host/trace HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
         deaf.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-        until(lambda: engine.pool.requests.recording is not None)
+        eventually(lambda: engine.pool.requests.recording is not None)
         made = engine.pool.requests.recording
         assert made is not None
-        deadline = time.monotonic() + 60.0
         while not made.is_over:
-            assert time.monotonic() < deadline
             use_keys(engine, chain)
         received = bytearray()
         while b'"recording"' not in received:

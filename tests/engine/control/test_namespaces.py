@@ -174,11 +174,3 @@ def test_operators_reach_the_blocks_of_all_namespaces(host: Host) -> None:
     assert PoolFacade(host.pool).block(C) is not None
     assert admin.purge(everything=True).run().evicted_slots == 1
     assert host.counts["free"] == 8
-
-
-def test_namespaces_without_sessions_and_blocks_are_forgotten(host: Host) -> None:
-    for number in range(100):
-        client = host.attach(namespace=f"model-{number}")
-        client.store([A])
-        end(host, client)
-    assert len(host.pool.namespaces()) <= 8

@@ -41,9 +41,9 @@ def test_calls_are_made_once_and_in_order_and_more_may_follow() -> None:
 
 def test_a_queue_that_is_held_begins_no_call_and_one_that_is_stopped_never_does() -> None:
     calls = Calls(3)
-    calls.queue.is_held = True
+    calls.queue.hold(True)
     assert not calls.make()
-    calls.queue.is_held = False
+    calls.queue.hold(False)
     assert calls.make()
     calls.queue.stop()
     assert not calls.make()
@@ -51,12 +51,13 @@ def test_a_queue_that_is_held_begins_no_call_and_one_that_is_stopped_never_does(
     calls.queue.raise_error()
 
 
-@pytest.mark.parametrize("how", ["stop", "abandon", "fail"])
+@pytest.mark.parametrize("how", ["hold", "stop", "abandon", "fail"])
 def test_the_waiting_thread_wakes_when_there_will_be_no_more_calls(how: str) -> None:
     calls = Calls(5, failing=0)
     waiting = threading.Thread(target=calls.queue.wait, args=(5, 60.0), daemon=True)
     waiting.start()
-    {"stop": calls.queue.stop, "abandon": calls.queue.abandon, "fail": calls.make}[how]()
+    ways = {"stop": calls.queue.stop, "abandon": calls.queue.abandon, "fail": calls.make}
+    ways.get(how, lambda: calls.queue.hold(True))()
     waiting.join(30)
     assert not waiting.is_alive()
 
@@ -87,19 +88,3 @@ def test_settling_waits_for_the_call_under_way() -> None:
     settling.join(30)
     making.join(30)
     assert settled == [1], "and no other is begun"
-
-
-@pytest.mark.parametrize("held", [True, False])
-def test_who_waits_for_calls_is_woken_when_none_will_be_made(held: bool) -> None:
-    calls = Calls(2)
-    waiting = threading.Thread(target=calls.queue.wait, args=(2, 3600.0), daemon=True)
-    waiting.start()
-    if held:
-        calls.queue.hold(True)
-    else:
-        calls.queue.stop()
-    waiting.join(30)
-    assert not waiting.is_alive()
-    assert not calls.make()
-    calls.queue.hold(False)
-    assert calls.make() == held

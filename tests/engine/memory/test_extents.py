@@ -13,7 +13,6 @@ from tests.engine.memory.oldkernel import OldKernel
 from kvstow.errors import ConfigError, ForeignMemoryError, PinError
 from kvstow.memfd import create_memfd
 from kvstow.memory import extents as extents_module
-from kvstow.memory import region as region_module
 from kvstow.memory.extents import STEP_BYTES, Extent, Window
 from kvstow.memory.limits import HugePageLimits
 
@@ -158,29 +157,10 @@ def replace_kernel(monkeypatch: pytest.MonkeyPatch, kernel: object) -> None:
         monkeypatch.setattr(extents_module, name, kernel)
 
 
-class Refusing:
-    """A C library whose `madvise` fails for one kind of advice from the call with a number on."""
-
-    def __init__(self, advice: int, code: int, *, first: int = 0) -> None:
-        self._libc = region_module.libc
-        self._advice, self._code, self._calls_left = advice, code, first
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._libc, name)
-
-    def madvise(self, address: int, num_bytes: int, advice: int) -> int:
-        if advice == self._advice:
-            self._calls_left -= 1
-            if self._calls_left < 0:
-                ctypes.set_errno(self._code)
-                return -1
-        return int(self._libc.madvise(address, num_bytes, advice))
-
-
 def test_pages_that_cannot_be_made_huge_are_counted(
     window: Window, extent: Extent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    replace_kernel(monkeypatch, Refusing(25, errno.EAGAIN))
+    replace_kernel(monkeypatch, OldKernel(25, errno.EAGAIN))
     assert window.populate(extent, 0, 8 * MIB, never) == 8 * MIB
     (notice,) = window.notices
     assert "EAGAIN" in notice
@@ -189,7 +169,7 @@ def test_pages_that_cannot_be_made_huge_are_counted(
 def test_memory_that_the_machine_refuses_is_an_error_and_nothing_stays_mapped(
     window: Window, extent: Extent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    replace_kernel(monkeypatch, Refusing(23, errno.EFAULT, first=2))
+    replace_kernel(monkeypatch, OldKernel(23, errno.EFAULT, first=2))
     with pytest.raises(PinError, match=r"populating .* failed: EFAULT") as caught:
         window.populate(extent, 0, 8 * MIB, never)
     assert caught.value.reason == "out_of_memory"
