@@ -2031,6 +2031,16 @@ MUTANTS = [
         f"{NODE_HOST}::test_a_pool_may_be_deleted_as_soon_as_its_last_session_is_over",
     ),
     Mutant(
+        "a_row_is_given_back_before_its_blocks_are_gone",
+        "service/kvstow_service/node/pools/poolmemory.py",
+        "        surplus = len(self.pool.extents) - active\n",
+        "        for number in sorted(self._held, reverse=True)[: len(self._held) - active]:\n"
+        "            self._drop_claim(number)\n"
+        "        return False\n"
+        "        surplus = len(self.pool.extents) - active\n",
+        "tests/service/node/test_schedules.py::test_no_byte_is_wrong_and_nothing_is_left",
+    ),
+    Mutant(
         "an_idle_namespace_keeps_its_place",
         "service/kvstow_service/node/nodehost.py",
         "if len(idle) < excess:",
@@ -3014,6 +3024,35 @@ MUTANTS = [
         "    if of_fingerprint != _digest_again(fingerprint):\n",
         "    if of_fingerprint is None:\n",
         "tests/service/stores/mooncake/test_objectheader.py",
+    ),
+    Mutant(
+        "a_small_object_is_taken_without_a_look_at_its_header",
+        "service/kvstow_service/stores/mooncake/objectbuffers.py",
+        "        mismatch = find_mismatch(header, part.name.fingerprint, str(part.name), staged)\n",
+        "        mismatch = None\n",
+        "tests/service/stores/mooncake/test_objectbuffers.py::test_an_object_with_other_bytes_is_refused",
+    ),
+    Mutant(
+        "a_large_object_is_taken_without_a_look_at_its_header",
+        "service/kvstow_service/stores/mooncake/objectbuffers.py",
+        "            return find_mismatch(header, part.name.fingerprint, str(part.name), slot)\n",
+        "            return None\n",
+        "tests/service/stores/mooncake/test_objectbuffers.py::test_an_object_with_other_bytes_is_refused",
+    ),
+    Mutant(
+        "a_call_ends_before_its_process",
+        "service/kvstow_service/stores/mooncake/childchannel.py",
+        "        child.kill()\n        problem = f",
+        "        threading.Thread(target=child.kill).start()\n        problem = f",
+        "tests/service/stores/mooncake/test_childchannel.py"
+        "::test_a_call_that_takes_too_long_ends_only_when_its_process_is_gone",
+    ),
+    Mutant(
+        "nobody_waits_for_a_process_that_was_killed",
+        "service/kvstow_service/stores/childprocess.py",
+        "        self._process.kill()\n        self._process.wait()\n",
+        "        self._process.kill()\n",
+        "tests/service/stores/mooncake/test_childprocess.py::test_a_process_that_was_killed_is_gone",
     ),
     Mutant(
         "the_removal_of_memory_is_not_answered_after_the_end",
@@ -4222,7 +4261,6 @@ PATCHED = [
             "slots_are_freed_at_the_end_of_the_connection",
             "a_clock_frees_what_lost_sessions_hold",
             "extents_change_hands_while_they_are_mapped",
-            "a_row_is_revoked_before_its_blocks_are_gone",
             "slots_are_shown_that_no_worker_has_registered",
             "the_weights_are_no_part_of_a_namespace",
             "users_share_a_pool",
@@ -4244,16 +4282,6 @@ PATCHED = [
         "tests/service/node/test_tierrestart.py",
         ("test_mutant_transfers_are_not_recorded",),
         "tests/service/node/test_tierrestart.py::test_mutant_transfers_are_not_recorded",
-    ),
-    Patched(
-        "tests/service/stores/mooncake/test_childchannel.py",
-        ("test_a_call_that_ends_before_its_process_is_noticed",),
-        "tests/service/stores/mooncake/test_childchannel.py::test_a_call_that_ends_before_its_process_is_noticed",
-    ),
-    Patched(
-        "tests/service/stores/mooncake/test_objectbuffers.py",
-        ("test_a_header_that_is_not_checked_is_noticed",),
-        "tests/service/stores/mooncake/test_objectbuffers.py::test_a_header_that_is_not_checked_is_noticed",
     ),
     Patched(
         "tests/jax/test_mutants.py",

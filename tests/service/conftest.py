@@ -13,6 +13,7 @@ import pytest
 from starlette.types import ASGIApp
 from tests.quickstop import servers_stop_at_once
 
+from kvstow.control import pooltier
 from kvstow_service.admin.server import AdminServer
 from kvstow_service.admin.sockets import AdminSockets, TcpAddress
 from kvstow_service.admin.tls import ServerTls
@@ -48,6 +49,13 @@ def child_environ() -> dict[str, str]:
     """For processes that find the same modules as the tests, and none of the settings of the user who runs them."""
     ours = {key: value for key, value in os.environ.items() if not key.startswith("KVSTOW_")}
     return {**ours, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests wait for the store below the pools as long as it takes on a busy machine."""
+    monkeypatch.setattr(pooltier, "ANSWER_SECONDS", 60.0)
+    monkeypatch.setattr(pooltier, "UNKNOWN_SECONDS", 60.0)
 
 
 Serving = Callable[..., tuple[AdminServer, AdminSockets]]

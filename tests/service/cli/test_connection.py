@@ -13,7 +13,6 @@ import trustme
 from kvstow_api.answers import ProblemView
 from kvstow_api.client import ApiError
 from kvstow_service.admin.tls import ServerTls, TlsFiles
-from kvstow_service.cli import localserver
 from kvstow_service.cli.connection import Connection
 from kvstow_service.cli.failures import exit_code_of
 
@@ -65,8 +64,13 @@ def test_changes_need_an_admins_token(run: Any, make_host: Any, tmp_path: Path) 
     assert run("undrain", "--server", url, "--token-file", str(tmp_path / "none")).exit_code == 2
 
 
-def test_without_a_token_changes_go_through_the_socket_that_the_server_names(run: Any, make_host: Any) -> None:
-    assert run("bypass", "--load", "--server", make_host().url).exit_code == 0
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+def test_without_a_token_changes_go_through_the_socket_that_the_server_names(
+    run: Any, make_host: Any, address: str
+) -> None:
+    if address == "::1" and not socket.has_dualstack_ipv6():
+        pytest.skip("needs IPv6")
+    assert run("bypass", "--load", "--server", make_host(address=address).url).exit_code == 0
 
 
 def test_what_only_admins_see_comes_through_that_socket_too(run: Any, make_host: Any) -> None:
@@ -86,23 +90,20 @@ def test_the_socket_of_another_server_is_not_used(run: Any, make_host: Any, tmp_
     assert not here.engine.admin.bypass.load
 
 
-def test_the_socket_of_another_user_is_not_used(run: Any, make_host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_socket_of_another_user_is_not_used(
+    run: Any, make_host: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whoever listens on a port may name any socket, and pass on what it says."""
-    host = make_host()
-    monkeypatch.setattr(localserver, "_listeners", lambda port: {4711})
+    uds = tmp_path / "admin.sock"
+    host, stat = make_host(uds=uds), Path.stat
+
+    def of_another(path: Path, **how: bool) -> os.stat_result:
+        found = stat(path, **how)
+        return os.stat_result((*found[:4], 4711, *found[5:])) if path == uds else found
+
+    monkeypatch.setattr(Path, "stat", of_another)
     assert run("bypass", "--load", "--server", host.url).exit_code == 1
     assert not host.engine.admin.bypass.load
-
-
-@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
-def test_the_users_that_listen_on_a_port_are_found(address: str) -> None:
-    if address == "::1" and not socket.has_dualstack_ipv6():
-        pytest.skip("needs IPv6")
-    with socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET) as listener:
-        port = listener.getsockname()[1]
-        listeners = localserver._listeners
-        assert listeners(port) == {os.geteuid()}
-    assert listeners(port) == set()
 
 
 def test_server_and_client_certificates(run: Any, make_host: Any, tmp_path: Path) -> None:

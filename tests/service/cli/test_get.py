@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
 
 from kvstow_api.answers import ProblemView
-from kvstow_api.client import ApiError
+from kvstow_api.client import ApiError, Client
 from kvstow_service.cli.get import _watch
 
 KEYS = [bytes([0, 0, number]) for number in range(6)]
@@ -79,7 +80,14 @@ def test_an_invalid_key_is_a_usage_error(kvstow: Any) -> None:
 
 
 def test_pages_are_joined_up_to_the_limit(get: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstow_service.cli.get._PAGE", 2)
+    call = Client.call
+
+    def call_for_small_pages(client: Client, route: Any, body: Any = None, **given: Any) -> Any:
+        if "page_size" in given:
+            given["page_size"] = min(given["page_size"], 2)
+        return call(client, route, body, **given)
+
+    monkeypatch.setattr(Client, "call", call_for_small_pages)
     assert len(json.loads(get("blocks", "-o", "json").stdout)["items"]) == 6
     outcome = get("blocks", "-o", "json", "--limit", "5")
     assert len(json.loads(outcome.stdout)["items"]) == 5
@@ -181,16 +189,15 @@ def test_watching_ends_if_the_server_refuses_or_never_answered() -> None:
         watched(Answers("one", ApiError("no", refusal)))
 
 
-def test_a_watched_list_is_one_json_object_a_line(kvstow: Any, host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def change(seconds: float) -> None:
-        if host.engine.stats().pool.policy == "lru":
-            raise KeyboardInterrupt
+def test_a_watched_list_is_one_json_object_a_line(host: Any, child_environ: dict[str, str]) -> None:
+    options = ("--watch", "--interval=100ms", "-o", "json", "--server", host.url)
+    command = [sys.executable, "-m", "kvstow_service", "get", "pools", *options]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=child_environ) as watching:
+        assert watching.stdout is not None
+        assert json.loads(watching.stdout.readline())["items"][0]["policy"] == "auto"
         host.engine.admin.set_policy("lru")
-
-    monkeypatch.setattr("kvstow_service.cli.get._watch", partial(_watch, sleep=change))
-    outcome = kvstow("get", "pools", "--watch", "-o", "json")
-    assert outcome.exit_code == 0, outcome.output
-    assert [json.loads(line)["items"][0]["policy"] for line in outcome.stdout.splitlines()] == ["auto", "lru"]
+        assert json.loads(watching.stdout.readline())["items"][0]["policy"] == "lru"
+        watching.kill()
 
 
 def test_on_a_terminal_a_watched_list_is_replaced(host: Any, on_terminal: Any) -> None:

@@ -76,7 +76,7 @@ def figures_of(node: Node) -> AttachFigures:
     tally, clients = node.server.tally, node.clients
     return AttachFigures(
         clients=len(clients),
-        strangers=len(clients._strangers),
+        strangers=sum(client.member is None for client in clients),
         sessions=len(node.host.sessions),
         partial_bytes=clients.partial_bytes,
         accepted=tally.accepted,

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import select
 import signal
+import socket
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvstow.errors import KeeperError
+from kvstow_service.node.survival.keeper import connect, receive, send, take_apart
 from kvstow_service.node.survival.keeperclient import KeeperClient
 
 
@@ -26,27 +28,25 @@ class KeeperListing(NamedTuple):
 
 def look(folder: Path) -> KeeperListing:
     """What a keeper holds, whichever service put it there. Raises `KeeperError` if there is no keeper."""
-    client = KeeperClient(folder)
     try:
-        return listing_of(client)
-    finally:
-        client.close()
-
-
-def ask(client: KeeperClient, request: dict[str, Any], fds: Sequence[int] = ()) -> dict[str, Any]:
-    """The answer to a request that the client may never make by itself."""
-    answer, _ = client._request(request, list(fds))
-    return answer
-
-
-def listing_of(client: KeeperClient) -> KeeperListing:
+        peer = connect(folder, 5.0)
+    except OSError as error:
+        raise KeeperError(f"there is no keeper in {folder}") from error
     labels = set[str]()
     start: int | None = 0
-    while start is not None:
-        answer = ask(client, {"do": "list", "start": start})
-        labels.update(answer["labels"])
-        start = answer["next"]
+    with peer:
+        while start is not None:
+            answer = ask(peer, {"do": "list", "start": start})
+            labels.update(answer["labels"])
+            start = answer["next"]
     return KeeperListing(answer["pid"], frozenset(labels), answer["seconds_left"], answer["refused"])
+
+
+def ask(peer: socket.socket, request: dict[str, Any], fds: Sequence[int] = ()) -> dict[str, Any]:
+    """The answer to a request that a `KeeperClient` may never make. Empty if the keeper has ended the connection."""
+    send(peer, request, fds)
+    data, _, is_cut = receive(peer)
+    return take_apart(data, is_cut) if data else {}
 
 
 def lose_at_the_keeper(state: Path, label: str) -> None:
@@ -54,7 +54,7 @@ def lose_at_the_keeper(state: Path, label: str) -> None:
     client = KeeperClient(state)
     client.send_hello("a test")
     client.take_welcome()
-    assert label in listing_of(client).labels
+    assert label in look(state).labels
     client.drop([label])
     client.leave()
 

@@ -15,17 +15,21 @@ from tests.descriptors import open_descriptors
 from tests.doubles.fakes import FakeClock
 from tests.service.node import rawengine
 from tests.service.node.conftest import EngineProcess, Engines
-from tests.service.node.keepers import look
+from tests.service.node.keepers import end_keeper, look
 from tests.service.node.rawengine import SLOT_BYTES, key_of
 from tests.service.node.wholenode import EXTENT, ample_memory, whole_node
 from tests.waiting import eventually
 
 from kvstow.attach.calls import Hold
 from kvstow.errors import ConflictError, KeeperError
+from kvstow_service.node import node as node_module
 from kvstow_service.node.node import Node
+from kvstow_service.node.nodehost import NodeHost
 from kvstow_service.node.pools import noderecords
+from kvstow_service.node.pools.memorythread import MemoryThread
 from kvstow_service.node.pools.nodepool import PoolSettings
 from kvstow_service.node.settings import Settings, load_settings
+from kvstow_service.node.survival.roster import Survivors, read_survivors
 
 MIB = 1 << 20
 
@@ -57,12 +61,13 @@ def test_no_session_is_detached_while_the_node_takes_up_what_an_earlier_one_has_
 ) -> None:
     told: list[str] = []
 
-    def recover(*_: object) -> None:
+    def recover(*given: Any) -> Survivors:
         with pytest.raises(ConflictError) as refused:
             node.detach("s", kill=False)
         told.append(str(refused.value))
+        return read_survivors(*given)
 
-    monkeypatch.setattr(Node, "_recover", recover)
+    monkeypatch.setattr(node_module, "read_survivors", recover)
     other, state = tmp_path / "other.sock", tmp_path / "state"
     settings = Settings(memory=EXTENT, attach_socket=other, extent_size=EXTENT, state=state)
     node = Node(settings)
@@ -143,11 +148,19 @@ def test_the_pace_of_populating_is_known_while_memory_comes(
     assert node.memory().populate_bytes_per_second is None
 
 
-def test_the_settings_reach_its_parts() -> None:
+def test_the_settings_reach_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    noted: list[PoolSettings] = []
+
+    class NotedHost(NodeHost):
+        def __init__(self, memory: MemoryThread, *, settings: PoolSettings, clock: Callable[[], float]) -> None:
+            noted.append(settings)
+            super().__init__(memory, settings=settings, clock=clock)
+
+    monkeypatch.setattr(node_module, "NodeHost", NotedHost)
     given = {"memory": "65MiB", "extent_size": "4MiB", "policy": "lru", "curve": "false", "transfer_timeout": "9s"}
     node = Node(load_settings(given, {}))
     assert (node.memory_thread.budget.total_bytes, node.memory_thread.budget.extent_bytes) == (64 * MIB, 4 * MIB)
-    assert node.host._settings == PoolSettings("lru", curve=False, transfer_timeout=9.0)
+    assert noted == [PoolSettings("lru", curve=False, transfer_timeout=9.0)]
     node.close()
 
 
@@ -203,10 +216,10 @@ def test_closing_leaves_no_thread_no_socket_and_no_memory(make_node: MakeNode, e
     engine.wait_for(lambda: not engine.workers[1].maps)
 
 
-def test_a_thread_that_fails_is_seen(monkeypatch: pytest.MonkeyPatch, make_node: MakeNode) -> None:
+def test_a_thread_that_fails_is_seen(monkeypatch: pytest.MonkeyPatch, make_node: MakeNode, tmp_path: Path) -> None:
     failures: list[str] = []
-    monkeypatch.setattr("kvstow_service.node.node._REVOKE_SECONDS", 0.1)  # its thread no longer answers
-    node = make_node(on_failure=failures.append)
+    state = tmp_path / "state"
+    node = make_node(on_failure=failures.append, state=state)
     assert node.live_failure() is None
     monkeypatch.setattr(node.memory_thread, "run_pending", lambda: 1 / 0)
     node.memory_thread.look_again()
@@ -216,6 +229,8 @@ def test_a_thread_that_fails_is_seen(monkeypatch: pytest.MonkeyPatch, make_node:
         == failures[0]
         == "the thread of the node's memory has failed: ZeroDivisionError('division by zero')"
     )
+    node.close()  # for the keeper: to give memory back, it would wait for the thread that no longer answers
+    end_keeper(state)
 
 
 def test_a_defect_in_one_change_of_memory_is_seen_and_ends_nothing(

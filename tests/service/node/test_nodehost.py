@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 
 import pytest
 from msgspec.structs import replace
@@ -23,7 +23,6 @@ from kvstow.keys import make_key
 from kvstow.results import NO_LEASE
 from kvstow_service.node import nodehost
 from kvstow_service.node.attach.attachserver import answer_to
-from kvstow_service.node.nodehost import NodeHost
 from kvstow_service.node.pools import nodesession
 from kvstow_service.node.pools.nodesession import Member
 
@@ -249,36 +248,28 @@ def test_a_pool_is_deleted_only_without_sessions(bench: HostBench) -> None:
     assert bench.memory.figures.allocated_bytes == 8 * EXTENT
 
 
-class DeletingLock:
-    """The lock of a host. As soon as a thread has released it, another one deletes the pool, if it may."""
-
-    def __init__(self, host: NodeHost, pool: str) -> None:
-        self._host, self._pool = host, pool
-        self._depth = 0
-
-    def __enter__(self) -> None:
-        self._depth += 1
-
-    def __exit__(self, *_: object) -> None:
-        if self._depth == 1:
-            with suppress(ConflictError, NotFoundError):
-                self._host.delete_pool(self._pool)  # enters it again
-        self._depth -= 1
-
-
 def test_a_pool_may_be_deleted_as_soon_as_its_last_session_is_over(
     bench: HostBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its memory goes back although a session of an earlier service had a claim to it."""
     engine = bench.start()
-    name = engine.pool.name
+    name, do = engine.pool.name, bench.memory.do
     bench.budget.attach(name, "earlier")
     bench.memory._pools[name].claims = {"earlier"}
     engine.lose()
     engine.let_go()
-    with monkeypatch.context() as patch:
-        patch.setattr(bench.host, "_lock", DeletingLock(bench.host, name))
-        engine.over()
+    deleting = threading.Thread(target=bench.host.delete_pool, args=(name,))
+
+    def delete_first(action: Callable[..., object], *given: object) -> None:
+        """Unless the host's lock keeps it from that, another thread deletes the pool before its claims end."""
+        if action == bench.memory.end_claims:
+            deleting.start()
+            deleting.join(0.2)
+        do(action, *given)
+
+    monkeypatch.setattr(bench.memory, "do", delete_first)
+    engine.over()
+    deleting.join(30)
     assert bench.host.pools() == []
     bench.run()
     again = bench.start()

@@ -260,7 +260,7 @@ def test_a_server_that_ends_by_itself_ends_the_service(
 
 
 def test_a_node_whose_thread_fails_ends_the_service(
-    base: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    base: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     start = Node.start
 
@@ -269,9 +269,10 @@ def test_a_node_whose_thread_fails_ends_the_service(
         self.server.post(lambda: exit("far too early"))
 
     monkeypatch.setattr(Node, "start", start_and_break)
-    monkeypatch.setattr("kvstow_service.node.node._REVOKE_SECONDS", 0.1)  # its thread no longer answers
-    assert run_service(Settings(**base)) == 1
+    state = tmp_path / "state"  # with a keeper, the end does not wait for the thread that no longer answers
+    assert run_service(Settings(**base, state=state)) == 1
     assert "stopping: the attach server has failed: SystemExit" in capfd.readouterr().err
+    end_keeper(state)
 
 
 def test_the_server_answers_while_the_node_starts(base: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,6 @@ from tests.waiting import eventually
 
 from kvstow.attach.calls import Detach, Found, Hold, Lookup, LookupPrompt, Prefill, Reset, ResetDone
 from kvstow.attach.identity import FleetWeights
-from kvstow.control import pooltier
 from kvstow.hints import Hints, context_id
 from kvstow.keys import make_key
 from kvstow.tier.blockstore import Purged
@@ -37,11 +36,9 @@ _stores: WeakKeyDictionary[Node, MemoryBlockStore] = WeakKeyDictionary()
 
 
 @pytest.fixture
-def make_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeNode]:
+def make_node(tmp_path: Path, patient: None) -> Iterator[MakeNode]:
     """Nodes that use a store, and wait for it as long as it takes. They are closed at the end; none leaves a descriptor
     open."""
-    monkeypatch.setattr(pooltier, "ANSWER_SECONDS", 60.0)
-    monkeypatch.setattr(pooltier, "UNKNOWN_SECONDS", 60.0)
     before = open_descriptors()
     nodes: list[Node] = []
 

@@ -31,7 +31,6 @@ from kvstow_service.node.nodehost import NodeHost
 from kvstow_service.node.pools.memoryholder import RankMemory
 from kvstow_service.node.pools.nodepool import KnownNamespace, NodePool
 from kvstow_service.node.pools.nodesession import NodeSession
-from kvstow_service.node.pools.poolmemory import PoolMemory
 
 STEPS = 800
 _KEYS = 60
@@ -385,31 +384,25 @@ def slots_are_freed_at_the_end_of_the_connection(patch: pytest.MonkeyPatch) -> N
 
 
 def a_clock_frees_what_lost_sessions_hold(patch: pytest.MonkeyPatch) -> None:
-    tick = NodeHost.tick
+    tick, lose, lost = NodeHost.tick, NodeSession.lose, list[NodeSession]()
+
+    def note_and_lose(session: NodeSession, reason: str) -> None:
+        lost.append(session)
+        lose(session, reason)
 
     def tick_and_free(host: NodeHost) -> None:
         tick(host)
-        for session in host._sessions.values():
-            if session.control.is_lost:
-                for client in map(session.client, range(len(session.ranks))):
-                    session.pool.process_died(client)
+        for session in lost:
+            for client in map(session.client, range(len(session.ranks))):
+                session.pool.process_died(client)
+        lost.clear()
 
+    patch.setattr(NodeSession, "lose", note_and_lose)
     patch.setattr(NodeHost, "tick", tick_and_free)
 
 
 def extents_change_hands_while_they_are_mapped(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(BookedExtent, "may_change_hands", property(lambda extent: extent.recalled))
-
-
-def a_row_is_revoked_before_its_blocks_are_gone(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(PoolMemory, "_give_back", _give_back_at_once)
-
-
-def _give_back_at_once(memory: PoolMemory, active: int) -> bool:
-    held = sorted(memory._held, reverse=True)
-    for number in held[: len(held) - active]:
-        memory._drop_claim(number)
-    return False
 
 
 def slots_are_shown_that_no_worker_has_registered(patch: pytest.MonkeyPatch) -> None:
@@ -443,7 +436,6 @@ MUTANTS = (
     slots_are_freed_at_the_end_of_the_connection,
     a_clock_frees_what_lost_sessions_hold,
     extents_change_hands_while_they_are_mapped,
-    a_row_is_revoked_before_its_blocks_are_gone,
     slots_are_shown_that_no_worker_has_registered,
     the_weights_are_no_part_of_a_namespace,
     users_share_a_pool,

@@ -19,19 +19,18 @@ from typing import Any
 
 import pytest
 from tests.doubles.fakes import FakeClock
-from tests.service.node.keepers import ask, listing_of, look
+from tests.service.node.keepers import ask, look
 from tests.waiting import eventually
 
 from kvstow.errors import KeeperBusyError, KeeperError
 from kvstow_service.node.survival.keeper import (
     MAX_HELD,
     SOCKET,
+    VERSION,
     Keeper,
     listen,
-    receive,
     require_state_folder,
     send,
-    take_apart,
     try_lock,
 )
 from kvstow_service.node.survival.keeper import connect as connect_to
@@ -48,8 +47,10 @@ def folder(tmp_path: Path) -> Path:
 class Running:
     """A keeper whose steps another thread makes."""
 
-    def __init__(self, folder: Path, clock: FakeClock, *, stays: bool = False) -> None:
-        self.keeper = Keeper(listen(folder), KEEP_TIMEOUT, stays=stays, clock=clock)
+    def __init__(
+        self, folder: Path, clock: FakeClock, *, stays: bool = False, listener: socket.socket | None = None
+    ) -> None:
+        self.keeper = Keeper(listener or listen(folder), KEEP_TIMEOUT, stays=stays, clock=clock)
         self._stop = False
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
@@ -98,6 +99,14 @@ def client(running: Running, folder: Path) -> Iterator[KeeperClient]:
     client = connect(folder)
     yield client
     client.close()
+
+
+@contextmanager
+def greeted(folder: Path) -> Iterator[socket.socket]:
+    """The connection of a service that makes requests which `KeeperClient` never makes."""
+    with connect_to(folder, 5.0) as peer:
+        assert ask(peer, {"do": "hello", "version": VERSION, "life": "first"})["ok"]
+        yield peer
 
 
 @contextmanager
@@ -160,11 +169,11 @@ def test_more_descriptors_than_select_can_watch_are_no_fault(client: KeeperClien
         connect(folder, "second")
     taken = again.take_all()
     late = connect(folder)
-    assert (len(taken), len(listing_of(late).labels)) == (1100, 1100), "several messages hold them"
+    assert (len(taken), len(look(folder).labels)) == (1100, 1100), "several messages hold them"
     for fd in taken.values():
         os.close(fd)
     late.drop(taken)
-    assert listing_of(late).labels == set()
+    assert look(folder).labels == set()
     again.close()
     late.close()
 
@@ -172,10 +181,9 @@ def test_more_descriptors_than_select_can_watch_are_no_fault(client: KeeperClien
 def test_what_was_put_counts_all_at_once(client: KeeperClient, folder: Path) -> None:
     put(client, "extent-1", b"one")
     before = len(descriptors())
-    with memfd(b"two") as fd:
-        ask(client, {"do": "put", "labels": ["extent-1", "extent-2"]}, [fd, fd])
-    assert contents(client) == {"extent-1": b"one"}
-    client.close()
+    with greeted(folder) as peer, memfd(b"two") as fd:
+        assert ask(peer, {"do": "put", "labels": ["extent-1", "extent-2"]}, [fd, fd])["ok"]
+        assert look(folder).labels == {"extent-1"}
     client = connect(folder)
     assert contents(client) == {"extent-1": b"one"}, "nor after the connection has ended before the commit"
     client.close()
@@ -194,7 +202,7 @@ def test_everything_is_replaced_at_once(client: KeeperClient) -> None:
 def test_a_request_after_a_question_gets_its_own_answer(client: KeeperClient) -> None:
     put(client, "extent-1", b"one")
     client.ask()
-    assert listing_of(client).labels == {"extent-1"}
+    assert contents(client) == {"extent-1": b"one"}
 
 
 def test_a_service_is_refused_while_the_process_before_it_lives(running: Running, folder: Path) -> None:
@@ -224,22 +232,43 @@ def test_a_life_that_another_one_has_followed_does_not_come_back(running: Runnin
     assert look(folder).labels == {"extent-1"}
 
 
-def test_a_kernel_without_peer_pidfds_is_asked_for_the_pid(
-    running: Running, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvstow_service.node.survival.keeper._SO_PEERPIDFD", 9999)
+class _OldConnection(socket.socket):
+    """Knows the credentials of its peer and no pidfd, as with a kernel older than 6.5."""
+
+    def getsockopt(self, level: int, option: int, *size: int) -> Any:
+        if option != socket.SO_PEERCRED:
+            raise OSError(errno.ENOPROTOOPT, "Protocol not available")
+        return super().getsockopt(level, option, *size)
+
+
+class _OldListener(socket.socket):
+    def accept(self) -> tuple[socket.socket, Any]:
+        accepted, address = super().accept()
+        return _OldConnection(fileno=accepted.detach()), address
+
+
+@pytest.fixture
+def old_kernel(folder: Path, clock: FakeClock) -> Iterator[None]:
+    """A keeper at a kernel without pidfds of peers."""
+    listener = _OldListener(fileno=listen(folder).detach())
+    listener.setblocking(False)
+    running = Running(folder, clock, listener=listener)
+    yield
+    running.close()
+
+
+def test_a_kernel_without_peer_pidfds_is_asked_for_the_pid(old_kernel: None, folder: Path) -> None:
     connect(folder).close()
     with pytest.raises(KeeperBusyError, match="still there"):
         connect(folder, "second")
 
 
 def test_a_service_whose_death_nothing_tells_of_is_refused(
-    running: Running, folder: Path, monkeypatch: pytest.MonkeyPatch
+    old_kernel: None, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(pid: int) -> int:
         raise OSError(errno.ENOSYS, "Function not implemented")
 
-    monkeypatch.setattr("kvstow_service.node.survival.keeper._SO_PEERPIDFD", 9999)
     monkeypatch.setattr(os, "pidfd_open", refuse)
     with pytest.raises(KeeperError, match=r"older than 6\.5.*Run both in one"):
         connect(folder)
@@ -271,7 +300,7 @@ def step_until(keeper: Keeper, condition: Callable[[], object]) -> None:
 def test_it_ends_a_while_after_its_last_service(running: Running, folder: Path, clock: FakeClock) -> None:
     client = connect(folder)
     clock.advance(10 * KEEP_TIMEOUT)
-    assert listing_of(client).seconds_left is None, "there is a service"
+    assert look(folder).seconds_left is None, "there is a service"
     client.close()
     eventually(lambda: look(folder).seconds_left is not None)
     clock.advance(KEEP_TIMEOUT - 1)
@@ -281,13 +310,12 @@ def test_it_ends_a_while_after_its_last_service(running: Running, folder: Path, 
 
 
 def test_who_looks_does_not_keep_it_alive(running: Running, folder: Path, clock: FakeClock) -> None:
-    viewer = KeeperClient(folder)
-    clock.advance(KEEP_TIMEOUT - 100)
-    assert listing_of(viewer).seconds_left == 100
-    running.stop()
-    clock.advance(100)
-    assert not running.keeper.step(0)
-    viewer.close()
+    with connect_to(folder, 5.0) as viewer:
+        clock.advance(KEEP_TIMEOUT - 100)
+        assert ask(viewer, {"do": "list", "start": 0})["seconds_left"] == 100
+        running.stop()
+        clock.advance(100)
+        assert not running.keeper.step(0)
 
 
 def test_it_ends_when_it_is_told_and_lets_go_of_everything(running: Running, folder: Path) -> None:
@@ -388,9 +416,9 @@ def test_garbage_closes_the_connection_that_sent_it_and_is_counted(
     before = len(descriptors())
     with memfd(b"") as fd:
         assert exchange(folder, message, fds=(fd, fd)) == b""
-    assert listing_of(client).refused == 1
     assert contents(client) == {"extent-1": b"one"}
     assert len(descriptors()) == before, "descriptors that came with it are closed"
+    assert look(folder).refused == 1
 
 
 @pytest.mark.parametrize(
@@ -403,19 +431,21 @@ def test_garbage_closes_the_connection_that_sent_it_and_is_counted(
     ],
 )
 def test_a_request_that_contradicts_itself_is_refused_in_a_sentence(
-    client: KeeperClient, request_: dict[str, Any]
+    running: Running, folder: Path, request_: dict[str, Any]
 ) -> None:
-    before = len(descriptors())
-    with pytest.raises(KeeperError, match=r"labels came|version"):
-        ask(client, request_, [0])
-    assert listing_of(client).labels == set()
-    assert len(descriptors()) == before
+    with greeted(folder) as peer:
+        before = len(descriptors())
+        answer = ask(peer, request_, [0])
+        assert not answer["ok"]
+        assert "labels came" in answer["error"] or "version" in answer["error"]
+        assert ask(peer, {"do": "list", "start": 0})["labels"] == []
+        assert len(descriptors()) == before
 
 
 @pytest.mark.parametrize("request_", [{"labels": [1]}, {"labels": "a"}, {}])
-def test_a_service_that_sends_garbage_is_cut_off(client: KeeperClient, request_: dict[str, Any]) -> None:
-    with pytest.raises(KeeperError, match="gone"):
-        ask(client, {"do": "put", **request_}, [0])
+def test_a_service_that_sends_garbage_is_cut_off(running: Running, folder: Path, request_: dict[str, Any]) -> None:
+    with greeted(folder) as peer:
+        assert ask(peer, {"do": "put", **request_}, [0]) == {}
 
 
 def test_it_holds_no_more_than_its_limit(client: KeeperClient, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -441,12 +471,11 @@ def test_random_bytes_do_not_end_it(client: KeeperClient, folder: Path) -> None:
 def test_too_many_connections_are_turned_away(client: KeeperClient, folder: Path) -> None:
     peers = [connect_to(folder, 5.0) for _ in range(7)]
     for peer in peers:
-        send(peer, {"do": "list", "start": 0}, [])
-        assert take_apart(*receive(peer)[::2])["ok"]
+        assert ask(peer, {"do": "list", "start": 0})["ok"]
     assert exchange(folder, b"KVK1{}") == b""
+    assert ask(peers[0], {"do": "list", "start": 0})["refused"] >= 1
     for peer in peers:
         peer.close()
-    assert listing_of(client).refused >= 1
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root")

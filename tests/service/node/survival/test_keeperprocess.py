@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tests.service.node.keepers import listing_of, look
+from tests.service.node.keepers import look
 from tests.service.node.survival.test_keeper import connect, contents
 
 from kvstow.errors import KeeperError
@@ -94,7 +94,7 @@ def test_memory_outlives_a_service_that_is_killed_also_with_its_process_group(
     keeper = look(folder).pid
     service.kill(send)
     client = start(folder)
-    assert listing_of(client).pid == keeper, "it is the same one"
+    assert client.pid == keeper, "it is the same one"
     assert contents(client) == {"extent-1": b"kv of the first service"}
     client.leave(gives_back=True)
     assert wait_for_end(keeper)
@@ -109,7 +109,7 @@ def test_services_that_start_at_once_have_one_keeper(folder: Path, child_environ
 
 def test_it_is_small_and_needs_no_large_module(folder: Path) -> None:
     client = start(folder)
-    pid = listing_of(client).pid
+    pid = client.pid
     fd = os.memfd_create("kvstow-extent")
     client.put({f"extent-{number}": fd for number in range(1000)})
     os.close(fd)
@@ -123,7 +123,8 @@ def test_it_is_small_and_needs_no_large_module(folder: Path) -> None:
 
 def test_it_leads_a_session_of_its_own_and_holds_no_pipe_of_its_service(folder: Path) -> None:
     client = start(folder)
-    pid = listing_of(client).pid
+    pid = client.pid
+    assert pid is not None
     assert os.getsid(pid) == pid != os.getsid(0)
     assert [os.readlink(f"/proc/{pid}/fd/{fd}") for fd in range(3)] == [os.devnull] * 3
     assert Path(f"/proc/{pid}/cwd").readlink() == Path("/")

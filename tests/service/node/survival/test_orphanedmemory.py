@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.service.node.keepers import end_keeper, listing_of
+from tests.service.node.keepers import end_keeper
 from tests.service.node.survival.test_keeperprocess import start
 
 from kvstow.memory.extents import Extent
@@ -55,7 +55,7 @@ def test_what_a_keeper_holds_is_no_orphan_whosever_keeper_it_is(tmp_path: Path, 
     """An operator who ends it as an orphan takes the cache of a service that is about to come back."""
     client = start(tmp_path / "state")
     client.put({"extent-1": extent.fd})
-    pid = listing_of(client).pid
+    pid = client.pid
     try:
         client.leave()
         extent.close()

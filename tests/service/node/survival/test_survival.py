@@ -9,11 +9,12 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from tests.doubles.fakes import FakeClock
 from tests.service.node.conftest import NAMESPACE, POOL, WORKER
 from tests.service.node.keepers import end_keeper, kinds_held, look, lose_at_the_keeper
@@ -352,30 +353,27 @@ def test_a_service_waits_for_the_process_before_it_and_then_says_so(start: Start
     assert len(start().found.extents) == 4, "waiting is no start that has failed"
 
 
-def named(service: Service) -> set[str]:
-    """The extents that the roster names."""
-    roster = service.records._roster
-    assert roster is not None
-    content = Roster.read(roster.fd)
-    os.pwrite(roster.fd, b"\1", 0)  # it is no start that reads it
-    return {f"extent-{number}" for number, *_ in content["extents"]}
-
-
 def test_the_roster_never_names_what_the_keeper_lacks(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """Growing: the keeper, then the roster. Shrinking: the roster, then the keeper."""
-    service = start()
-    service.begin()
+    named: list[set[str]] = []
     seen: list[tuple[str, set[str]]] = []
-    put, drop = KeeperClient.put, KeeperClient.drop
+    write, put, drop = Roster.write, KeeperClient.put, KeeperClient.drop
+
+    def note_write(roster: Roster, content: Mapping[str, Any]) -> None:
+        write(roster, content)
+        named.append({f"extent-{number}" for number, *_ in content["extents"]})
 
     def note_put(client: KeeperClient, fds: dict[str, int], **options: bool) -> None:
-        seen.append(("put", named(service)))
+        seen.append(("put", named[-1]))
         put(client, fds, **options)
 
     def note_drop(client: KeeperClient, labels: Collection[str]) -> None:
-        seen.append(("drop", named(service)))
+        seen.append(("drop", named[-1]))
         drop(client, labels)
 
+    monkeypatch.setattr(Roster, "write", note_write)
+    service = start()
+    service.begin()
     monkeypatch.setattr(KeeperClient, "put", note_put)
     monkeypatch.setattr(KeeperClient, "drop", note_drop)
     service.memory.budget.total_bytes = 3 * EXTENT
@@ -386,7 +384,7 @@ def test_the_roster_never_names_what_the_keeper_lacks(start: Start, monkeypatch:
     service.records.save(service.memory)
     three = {"extent-1", "extent-2", "extent-3"}
     assert seen == [("drop", three), ("put", three)]
-    assert named(service) == {*three, "extent-5"}
+    assert named[-1] == {*three, "extent-5"}
 
 
 @pytest.mark.parametrize(
@@ -442,13 +440,10 @@ def test_the_roster_has_room_for_the_pools_of_some_users() -> None:
     roster.close()
 
 
-def test_more_than_the_roster_can_say_is_not_recorded_and_the_service_goes_on(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvstow_service.node.survival.roster._COPY_BYTES", 500)
-
+def test_more_than_the_roster_can_say_is_not_recorded_and_the_service_goes_on(start: Start) -> None:
     def act() -> None:
         service = start()
+        service.pool = NodePool("a", replace(POOL, kv_cache_dtype="x" * (33 << 20)), "m", PoolSettings())
         service.begin()
         service.fill()
         assert "the record takes" in str(service.records.notice)
@@ -478,7 +473,7 @@ def test_a_service_uses_the_keeper_that_others_start_and_starts_none(
     service = start(None, wait_seconds=0.05)
     service.begin()
     assert f"none has its socket in {folder}" in str(service.records.notice)
-    with pytest.raises(KeeperError, match="none has its socket in"):
+    with pytest.raises(KeeperError):
         look(folder)
     for joins in (1, 2):
         keeper = start_elsewhere()

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from tests.engine.tier.blockstorecontract import Client, keys_of
 from tests.service.stores.disk.loopdisk import LoopDisk
-from tests.service.stores.disk.test_diskstore import MIB, filled, is_on, opened, part_of, running, wait_until
+from tests.service.stores.disk.test_diskstore import MIB, filled, is_on, opened, part_of, running
+from tests.waiting import eventually
 
 from kvstow.tier.blockstore import PurgeWish
 from kvstow_service.stores.disk.diskpath import STUCK_SECONDS
@@ -47,9 +48,9 @@ def test_a_frozen_disk_keeps_the_slots_of_what_is_under_way_and_nothing_else(
         assert all(there)
         frozen.freeze()
         op_id = begin_writes(client, 40, 20)
-        wait_until(lambda: len(slots_back(client, op_id)) >= 10, "the other disk goes on")
+        eventually(lambda: len(slots_back(client, op_id)) >= 10, "the end of the other disk's writes")
         clock.seconds = STUCK_SECONDS + 1
-        wait_until(lambda: store.parts()[0].state == "stuck")
+        eventually(lambda: store.parts()[0].state == "stuck")
         assert store.parts()[0].stuck_slots > 0
         assert store.parts()[1].state == "on"
         lost = [not found for found in client.has(keys_of(range(40)))]
@@ -60,7 +61,7 @@ def test_a_frozen_disk_keeps_the_slots_of_what_is_under_way_and_nothing_else(
         assert client.move("read", keys_of(range(40)), range(100, 140))[1]
         assert "stuck" in client.purge(PurgeWish(keys=keys_of(range(40, 41)))).notice
         frozen.thaw()
-        wait_until(lambda: is_on(store))
+        eventually(lambda: is_on(store))
         client.finish(op_id, 20)
         assert hung.name == str(frozen.folder)
         assert good.name == str(disk_folder)
@@ -77,7 +78,7 @@ def test_the_end_of_the_store_does_not_wait_for_a_disk_that_hangs(make_loop_disk
         with opened(disk.folder) as second:
             assert part_of(second).state != "on", "the former process may still write"
             disk.thaw()
-            wait_until(lambda: is_on(second))
+            eventually(lambda: is_on(second))
 
 
 def test_a_disk_that_fails_is_probed_and_used_again(make_loop_disk: MakeLoopDisk) -> None:
@@ -92,13 +93,13 @@ def test_a_disk_that_fails_is_probed_and_used_again(make_loop_disk: MakeLoopDisk
             assert part_of(store).state == "failed"
             assert client.has(keys_of(range(16))) == [False] * 16
         os.truncate(disk.image, size)
-        wait_until(lambda: is_on(store))
+        eventually(lambda: is_on(store))
 
 
 def test_a_full_disk_is_not_used_and_says_so(make_loop_disk: MakeLoopDisk) -> None:
     disk = make_loop_disk()
     with opened(disk.folder, size=1 << 30) as store:
-        wait_until(lambda: part_of(store).state == "failed")
+        eventually(lambda: part_of(store).state == "failed")
         assert "No space left" in part_of(store).reason
 
 

@@ -12,23 +12,15 @@ from pathlib import Path
 
 import pytest
 from tests.engine.tier.blockstorecontract import SLOT_BYTES, BlockStoreContract, Client, keys_of
+from tests.waiting import eventually
 
 from kvstow.memfd import create_memfd
 from kvstow.tier.blockstore import BlockStore, PurgeWish, StoredExtent, StorePart
-from kvstow_service.stores.disk import diskpath
 from kvstow_service.stores.disk.diskpath import DiskPath
 from kvstow_service.stores.disk.diskstore import DiskStore
 from kvstow_service.stores.disk.startcheck import CheckedPath
 
 MIB = 1 << 20
-PATIENCE = 60.0
-
-
-def wait_until(condition: Callable[[], bool], what: str = "it did not happen") -> None:
-    end = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < end, what
-        time.sleep(0.01)
 
 
 @contextmanager
@@ -55,7 +47,7 @@ def running(
     *paths: Path, size: int = 64 * MIB, writes: int | None = None, clock: Callable[[], float] = time.monotonic
 ) -> Iterator[DiskStore]:
     with opened(*paths, size=size, writes=writes, clock=clock) as store:
-        wait_until(lambda: is_on(store), f"the disks are not on: {store.parts()}")
+        eventually(lambda: is_on(store), "disks that are on")
         yield store
 
 
@@ -117,7 +109,7 @@ def test_a_child_that_is_killed_is_started_again_and_finds_everything(disk_folde
         (pid,) = store.pids()
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
-        wait_until(lambda: store.pids() != [pid] and is_on(store))
+        eventually(lambda: store.pids() != [pid] and is_on(store))
         assert_reads(client, 32)
         assert part_of(store).counters.restarts == 1
 
@@ -136,7 +128,7 @@ def test_memory_that_comes_while_a_child_ends_is_not_kept(disk_folder: Path, mon
         (child,) = store.pids()
         assert child is not None
         os.kill(child, signal.SIGKILL)
-        wait_until(lambda: part_of(store).counters.restarts == 1 and is_on(store))
+        eventually(lambda: part_of(store).counters.restarts == 1 and is_on(store))
     descriptors = [entry.path for entry in os.scandir("/proc/self/fd")]
     assert sum("kvstow-comes-late" in os.readlink(one) for one in descriptors if os.path.islink(one)) == 1
     os.close(memory)
@@ -158,12 +150,12 @@ def test_files_that_another_process_has_are_in_use_until_it_ends(disk_folder: Pa
     with running(disk_folder) as first:
         before = filled(first, 4)
         with opened(disk_folder) as second:
-            wait_until(lambda: part_of(second).state == "in use")
+            eventually(lambda: part_of(second).state == "in use")
             client = again(second, before)
             assert client.has(keys_of(range(4))) == [False] * 4
             assert client.move("write", keys_of(range(1)), [100])[1] == {100}
             first.close()
-            wait_until(lambda: is_on(second))
+            eventually(lambda: is_on(second))
             assert client.has(keys_of(range(4))) == [True] * 4
 
 
@@ -172,7 +164,7 @@ def test_foreign_files_are_left_alone(disk_folder: Path) -> None:
     content = b"somebody's" * 4000
     (disk_folder / "kvstow" / "records").write_bytes(content)
     with opened(disk_folder) as store:
-        wait_until(lambda: part_of(store).state == "failed")
+        eventually(lambda: part_of(store).state == "failed")
         assert "none of KVStow's" in part_of(store).reason
     assert (disk_folder / "kvstow" / "records").read_bytes() == content
 
@@ -184,7 +176,7 @@ def test_a_file_that_is_a_link_is_refused(disk_folder: Path, name: str) -> None:
     victim.write_bytes(b"precious")
     (disk_folder / "kvstow" / name).symlink_to(victim)
     with opened(disk_folder) as store:
-        wait_until(lambda: part_of(store).state == "failed")
+        eventually(lambda: part_of(store).state == "failed")
     assert victim.read_bytes() == b"precious"
 
 
@@ -206,14 +198,15 @@ def test_flipped_bits_are_never_read_and_counted(disk_folder: Path) -> None:
         assert client.has(keys_of(range(16))) == [slot not in (1, 7) for slot in range(16)]
 
 
-def test_files_that_somebody_removes_are_made_anew(disk_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_that_somebody_removes_are_made_anew(disk_folder: Path) -> None:
     """The open files would work until the next start, which would find nothing."""
-    monkeypatch.setattr(diskpath, "_SYNC_SECONDS", 0.0)
-    with running(disk_folder) as store:
+    ahead = 0.0
+    with running(disk_folder, clock=lambda: time.monotonic() + ahead) as store:
         client = filled(store, 16)
         shutil.rmtree(disk_folder / "kvstow")
-        wait_until(lambda: (disk_folder / "kvstow" / "data").exists(), "there are files again")
-        wait_until(lambda: is_on(store))
+        ahead = 61.0  # files are synced once a minute
+        eventually(lambda: (disk_folder / "kvstow" / "data").exists(), "files")
+        eventually(lambda: is_on(store))
         assert client.has(keys_of(range(16))) == [False] * 16
 
 
@@ -238,7 +231,7 @@ def test_no_byte_of_what_was_purged_is_left_in_the_files(disk_folder: Path) -> N
         assert client.purge(PurgeWish()).blocks == 20
         assert client.has(keys_of(range(20))) == [False] * 20
         data = disk_folder / "kvstow" / "data"
-        wait_until(lambda: bytes([200]) * 16 not in data.read_bytes(), "the bytes of purged blocks are still there")
+        eventually(lambda: bytes([200]) * 16 not in data.read_bytes(), "the end of the purged bytes")
         assert bytes([201]) * 4096 in data.read_bytes()
         assert other.has(keys_of(range(20))) == [True] * 20
 
@@ -255,7 +248,7 @@ def test_a_purge_that_a_kill_interrupts_is_finished_by_the_next_start(disk_folde
     with running(disk_folder) as store:
         assert again(store, client).has(keys_of(range(60))) == [False] * 60
         data = disk_folder / "kvstow" / "data"
-        wait_until(lambda: not any(data.read_bytes()), "bytes of purged blocks are still there")
+        eventually(lambda: not any(data.read_bytes()), "the end of the purged bytes")
 
 
 def test_a_purge_beside_writes_lets_none_of_them_become_visible(disk_folder: Path) -> None:

@@ -20,12 +20,14 @@ from kvstow_service.stores.mooncake.objects import (
 
 class MemoryClients:
     """`status`: what becomes of an object instead of being moved. `error`: what each call raises. `gate`: calls wait
-    for it. `calls`: kind and number of objects of each."""
+    for it. `on_move` is called with the number of bytes of each put and get. `calls`: kind and number of objects of
+    each."""
 
     def __init__(self) -> None:
         self.objects: dict[str, bytes] = {}
         self.status: Callable[[ObjectName], str | None] = lambda name: None
         self.error: Exception | None = None
+        self.on_move: Callable[[int], object] = lambda num_bytes: None
         self.gate = threading.Event()
         self.gate.set()
         self.calls: list[tuple[str, int]] = []
@@ -72,8 +74,12 @@ class MemoryTransfers(_Client):
     def remove_memory(self, range_id: int) -> None:
         self.memory.pop(range_id).close()
 
+    def _move(self, kind: str, objects: Sequence[SlotObject]) -> None:
+        self._enter(kind, len(objects))
+        self._clients.on_move(sum(one.num_bytes for one in objects))
+
     def put(self, objects: Sequence[SlotObject], timeout: float) -> list[PutStatus]:
-        self._enter("put", len(objects))
+        self._move("put", objects)
         assert len(objects) <= MAX_BATCH_OBJECTS
         found: list[PutStatus] = []
         for one in objects:
@@ -86,7 +92,7 @@ class MemoryTransfers(_Client):
         return found
 
     def get(self, objects: Sequence[SlotObject], timeout: float) -> list[GetStatus]:
-        self._enter("get", len(objects))
+        self._move("get", objects)
         assert len(objects) <= MAX_BATCH_OBJECTS
         found: list[GetStatus] = []
         for one in objects:

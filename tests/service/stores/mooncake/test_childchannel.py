@@ -15,7 +15,7 @@ from tests.waiting import eventually
 from kvstow.errors import TierTimeoutError, TierUnavailableError
 from kvstow.memfd import create_memfd
 from kvstow_service.stores.childprocess import pause_after
-from kvstow_service.stores.mooncake.childchannel import ChildChannel, ChildProcess
+from kvstow_service.stores.mooncake.childchannel import ChildChannel
 from kvstow_service.stores.mooncake.childmessages import AddMemory, Answer, Connect, Exists, RemoveMemory
 from kvstow_service.stores.mooncake.objects import MemoryRange
 
@@ -81,10 +81,9 @@ class Stage:
         self.channel = ChildChannel("test", self._start, lambda: Connect("", "", "", "", 1))
         return self.channel
 
-    @property
-    def users(self) -> int:
-        """How many calls are under way."""
-        return self.channel._users
+    def has_asked(self) -> bool:
+        """Whether a child has been asked for something, and so a call is under way."""
+        return any(child.asked for child in self.children)
 
     def call(self, lane: str = "a", *, timeout: float = SECONDS) -> Future[tuple[int, ...]]:
         return self._threads.submit(self.channel.call, lane, Exists(()), timeout)
@@ -116,8 +115,8 @@ def stage() -> Iterator[Stage]:
     stage.close()
 
 
-def late_call(stage: Stage, before_the_end: Callable[[Future[Any]], object]) -> None:
-    """A process is killed because of a call and takes its time to die. `before_the_end` gets the call meanwhile."""
+def test_a_call_that_takes_too_long_ends_only_when_its_process_is_gone(stage: Stage) -> None:
+    """The process is killed because of the call, and takes its time to die."""
 
     def hang(child: FakeChild) -> None:
         if not stage.children:
@@ -130,7 +129,6 @@ def late_call(stage: Stage, before_the_end: Callable[[Future[Any]], object]) -> 
     eventually(lambda: stage.children)
     child = stage.children[0]
     assert child.signalled.wait(SECONDS)  # killed, and not gone yet
-    before_the_end(call)
     assert not call.done()
     assert len(stage.children) == 1  # nor is there another one that could use the slots
     child.may_die.set()
@@ -142,27 +140,11 @@ def late_call(stage: Stage, before_the_end: Callable[[Future[Any]], object]) -> 
     assert (stage.channel.health().timeouts, stage.channel.health().restarts) == (1, 1)
 
 
-def test_a_call_that_takes_too_long_ends_only_when_its_process_is_gone(stage: Stage) -> None:
-    late_call(stage, lambda call: None)
-
-
-def test_a_call_that_ends_before_its_process_is_noticed(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    end = ChildChannel._end
-
-    def end_behind(self: ChildChannel, child: ChildProcess, what: str, *, timeouts: int = 0) -> str:
-        threading.Thread(target=end, args=(self, child, what), kwargs={"timeouts": timeouts}).start()
-        return what
-
-    monkeypatch.setattr(ChildChannel, "_end", end_behind)
-    with pytest.raises(AssertionError):
-        late_call(stage, lambda call: eventually(call.done))
-
-
 def test_the_other_calls_of_a_process_that_is_killed_end_when_it_is_gone(stage: Stage) -> None:
     stage.prepare = lambda child: setattr(child, "hangs", not stage.children)
     stage.open()
     other = stage.call("a")
-    eventually(lambda: stage.users == 1)
+    eventually(stage.has_asked)
     with pytest.raises(TierTimeoutError):
         stage.call("b", timeout=0.05).result(SECONDS)
     with pytest.raises(TierUnavailableError, match="ended during a call"):
@@ -271,7 +253,7 @@ def test_closing_ends_calls(stage: Stage) -> None:
     stage.prepare = lambda child: setattr(child, "hangs", True)
     channel = stage.open()
     call = stage.call()
-    eventually(lambda: stage.users == 1)
+    eventually(stage.has_asked)
     channel.close()
     with pytest.raises(TierUnavailableError):
         call.result(SECONDS)

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
+from typing import Any
 
 import pytest
 from tests.service.stores.mooncake.clientcontract import SLOT, WITNESS, Slots
@@ -20,6 +21,8 @@ from tests.waiting import eventually
 
 from kvstow.errors import TierTimeoutError, TierUnavailableError
 from kvstow.keys import make_key
+from kvstow_service.stores.mooncake.childchannel import ChildProcess
+from kvstow_service.stores.mooncake.childmessages import Answer
 from kvstow_service.stores.mooncake.mooncakestore import (
     MooncakeLocation,
     MooncakeLookups,
@@ -99,11 +102,6 @@ def pid_of(client: MooncakeTransfers | MooncakeLookups) -> int:
     return pid
 
 
-def is_called(node: Node) -> bool:
-    """Whether a transfer is under way."""
-    return node.transfers._users == 1
-
-
 def is_there(pid: int) -> bool:
     """Whether a process runs, or has ended without having been waited for."""
     return Path(f"/proc/{pid}").exists()
@@ -165,7 +163,21 @@ def test_a_put_that_hangs_is_ended_and_publishes_nothing_wrong(cluster: Cluster,
         assert found[number] != "found" or node.slots.read(FIRST_TARGET + number)[:1] == bytes([number])
 
 
-def test_a_process_of_ours_that_is_killed_during_a_get_is_replaced(cluster: Cluster, node: Node) -> None:
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Event:
+    """Set as soon as a process of ours is about to be asked for a get."""
+    asked, ask = Event(), ChildProcess.ask
+
+    def note_and_ask(child: ChildProcess, lane: str, *given: Any, **more: Any) -> Answer:
+        if lane == "get":
+            asked.set()
+        return ask(child, lane, *given, **more)
+
+    monkeypatch.setattr(ChildProcess, "ask", note_and_ask)
+    return asked
+
+
+def test_a_process_of_ours_that_is_killed_during_a_get_is_replaced(cluster: Cluster, node: Node, asked: Event) -> None:
     assert node.put(*range(16)) == ["stored"] * 16
     transfers = pid_of(node.transfers)
     cluster.stop(cluster.provider)
@@ -179,7 +191,7 @@ def test_a_process_of_ours_that_is_killed_during_a_get_is_replaced(cluster: Clus
 
     thread = Thread(target=get)
     thread.start()
-    eventually(lambda: is_called(node), "the call")
+    assert asked.wait(TIMEOUT)
     os.kill(transfers, signal.SIGKILL)
     thread.join(TIMEOUT)
     assert outcome == [(TierUnavailableError, False)]
@@ -366,7 +378,7 @@ def test_memory_that_was_removed_is_mapped_no_more(node: Node) -> None:
     assert node.get(1) == ["found"]
 
 
-def test_closing_ends_a_call_that_hangs(cluster: Cluster, node: Node) -> None:
+def test_closing_ends_a_call_that_hangs(cluster: Cluster, node: Node, asked: Event) -> None:
     assert node.put(1) == ["stored"]
     pid = pid_of(node.transfers)
     cluster.stop(cluster.provider)
@@ -380,7 +392,7 @@ def test_closing_ends_a_call_that_hangs(cluster: Cluster, node: Node) -> None:
 
     thread = Thread(target=get)
     thread.start()
-    eventually(lambda: is_called(node), "the call")
+    assert asked.wait(TIMEOUT)
     node.transfers.close()
     thread.join(TIMEOUT)
     assert len(errors) == 1

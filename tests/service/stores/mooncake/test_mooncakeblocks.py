@@ -148,11 +148,11 @@ def test_answers_are_kept_for_a_while(client: Client, clients: MemoryClients, cl
     assert clients.calls.count(("exists", 3)) == 2
 
 
-def test_what_a_read_takes_counts_what_is_queued(
-    client: Client, clients: MemoryClients, blocks: MooncakeBlocks
-) -> None:
+def test_what_a_read_takes_counts_what_is_queued(client: Client, clients: MemoryClients, clock: FakeClock) -> None:
     assert client.pool.expect(1).seconds is None
-    blocks._rates["get"].observe(12_288_000, 1.0)
+    client.move("write", keys_of(range(1)), (100,))
+    clients.on_move = lambda num_bytes: clock.advance(num_bytes / 12_288_000)
+    client.move("read", keys_of(range(1)), (110,))
     assert client.pool.expect(1).seconds == pytest.approx(0.001)
     clients.gate.clear()
     op_id = client.begin("read", keys_of(range(4)), range(100, 104))

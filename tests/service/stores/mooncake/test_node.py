@@ -5,27 +5,53 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Any
 
 import pytest
 from msgspec.structs import replace
 from tests.service.node.keepers import end_keeper
 from tests.service.node.noderunner import RunningNode, is_connected, written_blocks
 from tests.service.node.rawengine import HELLO, RawEngine, key_of
+from tests.service.node.wholenode import whole_node
 from tests.service.stores.mooncake.cluster import Cluster
 from tests.waiting import eventually
 
 from kvstow.attach.identity import FleetWeights
 from kvstow_service.node.node import Node
+from kvstow_service.stores.mooncake.childchannel import ChildChannel
+from kvstow_service.stores.mooncake.mooncakeblocks import MooncakeBlocks
+from kvstow_service.stores.mooncake.mooncakestore import (
+    MooncakeLocation,
+    MooncakeLookups,
+    MooncakeStore,
+    MooncakeTransfers,
+)
 
 pytestmark = [pytest.mark.tier, pytest.mark.usefixtures("patient")]
 
-EXTENT = 2 << 20
 NAMED = replace(HELLO, fleet_weights=FleetWeights("digest 1"))
 
-MakeNode = Callable[..., Node]
-Engines = Callable[..., RawEngine]
+MakeNode = Callable[[], Node]
+Engines = Callable[[Path], RawEngine]
+
+
+class NotedStore(MooncakeStore):
+    """Notes the clients that it opens: one for transfers, and one for look-ups."""
+
+    def __init__(self, location: MooncakeLocation) -> None:
+        super().__init__(location)
+        self.opened: list[ChildChannel] = []
+
+    def open_transfers(self, witness: int) -> MooncakeTransfers:
+        transfers = super().open_transfers(witness)
+        self.opened.append(transfers)
+        return transfers
+
+    def open_lookups(self) -> MooncakeLookups:
+        lookups = super().open_lookups()
+        self.opened.append(lookups)
+        return lookups
 
 
 @pytest.fixture
@@ -34,20 +60,31 @@ def cluster(make_cluster: Callable[..., Cluster]) -> Cluster:
 
 
 @pytest.fixture
-def make_node(make_tiered_node: Callable[[str], Node], cluster: Cluster) -> MakeNode:
-    return lambda: make_tiered_node(cluster.url)
+def opened() -> list[NotedStore]:
+    """The stores of the nodes, in the order in which these were made."""
+    return []
+
+
+@pytest.fixture
+def make_node(tmp_path: Path, stack: ExitStack, cluster: Cluster, opened: list[NotedStore]) -> MakeNode:
+    def make() -> Node:
+        opened.append(NotedStore(cluster.location))
+        store, socket = MooncakeBlocks(opened[-1], cluster.url), f"attach{len(opened)}"
+        node = whole_node(tmp_path, socket=socket, store=store, tier=cluster.url)
+        stack.callback(node.close)
+        node.start()
+        return node
+
+    return make
+
+
+@pytest.fixture
+def engines(stack: ExitStack) -> Engines:
+    return lambda socket: stack.enter_context(closing(RawEngine(socket, NAMED)))
 
 
 def keys_of(first: int, count: int) -> list[bytes]:
     return [key_of(number) for number in range(first, first + count)]
-
-
-def pids_of(node: Node) -> list[int]:
-    """Of the process for transfers, and of the one for look-ups."""
-    opened = node.tier
-    assert opened is not None
-    store: Any = opened._store
-    return [store._transfers.pid, store._lookups.pid]
 
 
 def is_whole(node: RunningNode) -> bool:
@@ -70,16 +107,20 @@ def test_what_one_node_has_stored_another_one_hits(make_node: MakeNode, engines:
             pool.facade.check_integrity()
 
 
-def test_the_process_of_the_transfers_is_killed_and_the_other_one_lives(make_node: MakeNode, engines: Engines) -> None:
+def test_the_process_of_the_transfers_is_killed_and_the_other_one_lives(
+    make_node: MakeNode, engines: Engines, opened: list[NotedStore]
+) -> None:
     node = make_node()
     engine = engines(node.settings.attach_path)
     engine.wait_for(lambda: is_connected(node))
-    transfers, lookups = pids_of(node)
+    transfers, lookups = opened[0].opened
+    before_the_kill = [transfers.pid, lookups.pid]
+    assert transfers.pid is not None
     engine.store_until_found(keys_of(0, 60))
-    os.kill(transfers, signal.SIGKILL)  # in the middle of the puts
+    os.kill(transfers.pid, signal.SIGKILL)  # in the middle of the puts
     assert engine.load(keys_of(0, 20)) == 20
-    engine.wait_for(lambda: pids_of(node)[0] not in (None, transfers))
-    assert pids_of(node)[1] == lookups
+    engine.wait_for(lambda: transfers.pid not in (None, before_the_kill[0]))
+    assert lookups.pid == before_the_kill[1]
     before = written_blocks(node)
     numbers = iter(range(1000, 2000))
 
