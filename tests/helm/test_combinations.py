@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import re
 import shlex
-import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from tests.helm.conftest import CHART, containers_of, run
+from tests.helm.conftest import CHART, REGISTRY, TryTemplate, containers_of, notes_of, run, values_of
 from tests.helm.processes import validated
 
 pytestmark = pytest.mark.deploy
@@ -34,9 +33,7 @@ OPTIONS = {
     "tier": ("tier.url=mooncake://mooncake-master.mooncake.svc:50051",),
     "tls": ("admin.tls.secretName=stow-tls", "admin.guardReading=true"),
 }
-NEEDED = ("image.registry=r.example.com", "engine.model=m")
-
-TryTemplate = Callable[..., subprocess.CompletedProcess[str]]
+NEEDED = (REGISTRY, "engine.model=m")
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -69,8 +66,8 @@ def installations(text: str) -> Iterator[list[str]]:
 
 
 def test_what_readme_and_notes_tell_to_install_can_be_installed(helm: Path) -> None:
-    notes = run(helm, "install", "node", CHART, "--dry-run=client", "-f", CHART / "ci" / "node-full-values.yaml").stdout
-    commands = [*installations((CHART / "README.md").read_text()), *installations(notes.partition("\nNOTES:\n")[2])]
+    notes = notes_of(helm, values_of("node-full"))
+    commands = [*installations((CHART / "README.md").read_text()), *installations(notes)]
     assert len(commands) == 9
     assert all("socket.folder=/var/run/inference/kvstow,socket.group=2000" in words[1] for words in commands[-2:])
     for words in commands:

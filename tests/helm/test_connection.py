@@ -5,15 +5,26 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
 import pytest
 from click.testing import CliRunner
-from tests.helm.conftest import containers_of
+from tests.helm.conftest import (
+    ATTACHED,
+    CHART,
+    ENGINE,
+    NODE,
+    OPERATOR,
+    REGISTRY,
+    SIDECAR,
+    Find,
+    Template,
+    containers_of,
+    notes_of,
+    values_of,
+)
 
 from kvstow_service.cli import app
 from kvstow_service.cli.keeper import keeper as keeper_command
@@ -24,10 +35,6 @@ from kvstow_service.node.settings import Settings, load_settings
 
 pytestmark = pytest.mark.deploy
 
-CHART = Path(__file__).parents[2] / "helm" / "kvstow"
-ENGINE = ("mode=engine", "image.registry=r.example.com", "engine.model=m")
-NODE = ("mode=node", "image.registry=r.example.com")
-SIDECAR = (*ENGINE, "sidecar=true")
 SERVICES = {"node": "DaemonSet", "engine-sidecar": "Deployment"}
 """The cases that run a node service, by the beginning of their names."""
 SERVICE_CASES = [
@@ -35,8 +42,6 @@ SERVICE_CASES = [
     for start, kind in SERVICES.items()
     for path in sorted((CHART / "ci").glob(f"{start}*-values.yaml"))
 ]
-
-Find = Callable[..., dict[str, Any]]
 
 
 def suffix_of(case: str) -> str:
@@ -62,7 +67,7 @@ def connection(find: Find, *sets: str, **given: Any) -> dict[str, Any]:
     ],
 )
 def test_the_connector_takes_every_connection(find: Find, case: str, host: str) -> None:
-    config = connection(find, values=CHART / "ci" / f"{case}-values.yaml")
+    config = connection(find, values=values_of(case))
     extra = config.pop("kv_connector_extra_config")
     assert config == {
         "kv_connector": "KVStowConnector",
@@ -78,7 +83,7 @@ def test_the_connector_takes_every_connection(find: Find, case: str, host: str) 
 
 def test_values_reach_the_connector(find: Find) -> None:
     options = ConnectorOptions.parse(
-        connection(find, values=CHART / "ci" / "addon-existing-pods-values.yaml")["kv_connector_extra_config"]
+        connection(find, values=values_of("addon-existing-pods"))["kv_connector_extra_config"]
     )
     assert options == ConnectorOptions(
         cpu_bytes_to_use_per_rank=40 << 30,
@@ -161,7 +166,7 @@ def settings_of(container: dict[str, Any]) -> Settings:
 
 @pytest.mark.parametrize(("case", "kind"), SERVICE_CASES)
 def test_kvstow_serve_takes_every_flag(find: Find, case: str, kind: str) -> None:
-    values = CHART / "ci" / f"{case}-values.yaml"
+    values = values_of(case)
     settings = settings_of(containers_of(find(kind, values=values, suffix=suffix_of(case)))["kvstow"])
     assert settings.host == "0.0.0.0"
     assert settings.token_file == Path("/etc/kvstow/token/token")
@@ -186,7 +191,7 @@ def test_kvstow_serve_takes_every_flag(find: Find, case: str, kind: str) -> None
 
 @pytest.mark.parametrize(("case", "kind"), SERVICE_CASES)
 def test_service_and_keeper_meet_in_a_folder_that_both_mount(find: Find, case: str, kind: str) -> None:
-    values = CHART / "ci" / f"{case}-values.yaml"
+    values = values_of(case)
     workload = find(kind, values=values, suffix=suffix_of(case))
     containers = containers_of(workload)
     beside = find(kind, values=values, suffix="-keeper") if case == "node-keeper" else None
@@ -226,14 +231,11 @@ def test_service_and_keeper_meet_in_a_folder_that_both_mount(find: Find, case: s
     assert keeper["restartPolicy"] == "Always"
 
 
-ATTACHED = ["engine-node", "engine-sidecar", "engine-sidecar-full", "addon-node", "addon-sidecar"]
-
-
-@pytest.mark.parametrize("case", ATTACHED)
+@pytest.mark.parametrize(
+    "case", ["engine-node", "engine-sidecar", "engine-sidecar-full", "addon-node", "addon-sidecar"]
+)
 def test_the_connector_takes_every_way_to_attach(find: Find, case: str) -> None:
-    options = ConnectorOptions.parse(
-        connection(find, values=CHART / "ci" / f"{case}-values.yaml")["kv_connector_extra_config"]
-    )
+    options = ConnectorOptions.parse(connection(find, values=values_of(case))["kv_connector_extra_config"])
     in_sidecar = Path("/run/kvstow/node/attach.sock")
     assert options.attach == (in_sidecar if "sidecar" in case else Path("/run/kvstow/attach.sock"))
     all_of_it = case == "engine-node"
@@ -256,14 +258,14 @@ def socket_of(pod: dict[str, Any], container: dict[str, Any]) -> tuple[Any, str,
 def test_engines_and_the_node_service_meet_in_a_folder_of_the_node(find: Find) -> None:
     place = ("socket.folder=/var/run/inference/kvstow", "socket.group=2000")
     node = find("DaemonSet", *NODE, *place, "pod.user=1500")
-    engine = find("Deployment", *ENGINE, "attach.node=true", *place)
+    engine = find("Deployment", *ATTACHED, *place)
     pods = [workload["spec"]["template"]["spec"] for workload in (node, engine)]
     made, found = socket_of(pods[0], containers_of(node)["kvstow"]), socket_of(pods[1], containers_of(engine)["vllm"])
     assert made == (found[0], "/run/kvstow", False)
     assert found[1:] == ("/run/kvstow", True), "engines change nothing there"
     assert made[0]["hostPath"] == {"path": "/var/run/inference/kvstow", "type": "DirectoryOrCreate"}
     settings = settings_of(containers_of(node)["kvstow"])
-    attach = connection(find, *ENGINE, "attach.node=true", *place)["kv_connector_extra_config"]["attach"]
+    attach = connection(find, *ATTACHED, *place)["kv_connector_extra_config"]["attach"]
     assert attach == f"unix://{settings.attach_socket}"
     assert settings.attach_socket is not None
     assert settings.attach_socket.parent == Path("/run/kvstow")
@@ -275,7 +277,7 @@ def test_engines_and_the_node_service_meet_in_a_folder_of_the_node(find: Find) -
 
 
 def test_a_folder_that_is_prepared_must_be_there(find: Find) -> None:
-    for kind, mode in (("DaemonSet", NODE), ("Deployment", (*ENGINE, "attach.node=true"))):
+    for kind, mode in (("DaemonSet", NODE), ("Deployment", ATTACHED)):
         workload = find(kind, *mode, "socket.prepare=false")
         volumes = workload["spec"]["template"]["spec"]["volumes"]
         assert [one["hostPath"]["type"] for one in volumes if "hostPath" in one] == ["Directory"]
@@ -309,7 +311,7 @@ def test_vllm_neither_waits_for_its_sidecar_nor_loses_traffic_with_it(find: Find
 
 
 def test_an_engine_that_attaches_has_no_secret_of_kvstow(find: Find) -> None:
-    for sets in ((*ENGINE, "attach.node=true"), SIDECAR):
+    for sets in (ATTACHED, SIDECAR):
         workload = find("Deployment", *sets)
         vllm = containers_of(workload)["vllm"]
         assert not [mount for mount in vllm["volumeMounts"] if mount["name"] == "kvstow-token"]
@@ -317,19 +319,19 @@ def test_an_engine_that_attaches_has_no_secret_of_kvstow(find: Find) -> None:
 
 
 def test_releases_that_attach_leave_admin_api_and_rules_to_the_node_service(
-    template: Callable[..., list[dict[str, Any]]],
+    template: Template,
 ) -> None:
-    apis = ("monitoring.coreos.com/v1",)
-    addon = template("attach.node=true", "image.registry=r.example.com", apis=apis)
+    apis = (OPERATOR,)
+    addon = template("attach.node=true", REGISTRY, apis=apis)
     assert [manifest["kind"] for manifest in addon] == ["ConfigMap"]
-    engine = template(*ENGINE, "attach.node=true", apis=apis)
+    engine = template(*ATTACHED, apis=apis)
     assert sorted(manifest["kind"] for manifest in engine) == ["ConfigMap", "Deployment", "PodMonitor", "Service"]
     (monitor,) = (manifest for manifest in engine if manifest["kind"] == "PodMonitor")
     assert [one["port"] for one in monitor["spec"]["podMetricsEndpoints"]] == ["http"]
 
 
 def test_the_helm_test_runs_a_command_that_exists(find: Find) -> None:
-    (container,) = find("Pod", "image.registry=r.example.com")["spec"]["containers"]
+    (container,) = find("Pod", REGISTRY)["spec"]["containers"]
     program, *arguments = container["command"]
     assert program == "kvstow"
     help_text = CliRunner().invoke(app, [arguments[0], "--help"], env={"COLUMNS": "200", "NO_COLOR": "1"})
@@ -383,18 +385,12 @@ def test_probes_of_kvstow_speak_tls_where_it_does(find: Find) -> None:
     assert schemes(*pinned, *TLS) == ["HTTP", "HTTP", "HTTPS"]
 
 
-def notes_of(helm: Path, values: Path) -> str:
-    command: list[str | Path] = [helm, "install", "test", CHART, "--namespace=kv", "--dry-run=client", "-f", values]
-    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return said.partition("\nNOTES:\n")[2]
-
-
 @pytest.mark.parametrize(
     ("case", "number"),
     [("node", 5), ("engine", 4), ("engine-sidecar", 5), ("engine-node", 1), ("addon", 4), ("addon-sidecar", 5)],
 )
 def test_the_notes_name_commands_that_exist(helm: Path, case: str, number: int) -> None:
-    notes = notes_of(helm, CHART / "ci" / f"{case}-values.yaml")
+    notes = notes_of(helm, values_of(case))
     commands = re.findall(r"-- kvstow (.+?)(?: +#.*)?$", notes, re.MULTILINE)
     assert len(commands) == number
     for words in commands:
@@ -405,15 +401,15 @@ def test_the_notes_name_commands_that_exist(helm: Path, case: str, number: int) 
 
 @pytest.mark.parametrize("case", ["engine", "engine-node", "addon", "addon-sidecar"])
 def test_the_notes_of_an_engine_say_which_plugins_vllm_must_load(helm: Path, case: str) -> None:
-    assert "VLLM_PLUGINS, the list must contain kvstow" in notes_of(helm, CHART / "ci" / f"{case}-values.yaml")
+    assert "VLLM_PLUGINS, the list must contain kvstow" in notes_of(helm, values_of(case))
 
 
 def test_the_notes_name_the_resource_that_a_pool_in_reserved_huge_pages_needs(helm: Path) -> None:
-    notes = notes_of(helm, CHART / "ci" / "addon-hugepages-values.yaml")
+    notes = notes_of(helm, values_of("addon-hugepages"))
     assert "\n     1 x (1 % of 8Gi)\n" in notes
     assert "the total is 6226Mi." in notes
     assert "\n     hugepages-2Mi: 8192Mi\n" in notes
-    assert "hugepages" not in notes_of(helm, CHART / "ci" / "addon-values.yaml")
+    assert "hugepages" not in notes_of(helm, values_of("addon"))
 
 
 def test_a_disruption_budget_says_how_many_pods_may_be_unavailable(find: Find) -> None:

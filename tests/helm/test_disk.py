@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.helm.conftest import CHART, containers_of
+from tests.helm.conftest import NODE, Find, containers_of, values_of
 from tests.helm.test_connection import settings_of
 
 from kvstow.bytesize import parse_size
 
 pytestmark = pytest.mark.deploy
 
-Find = Callable[..., dict[str, Any]]
 TIB = 1 << 40
-
-
-def values_of(case: str) -> Path:
-    return CHART / "ci" / f"{case}-values.yaml"
 
 
 def volumes_of(pod: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -62,6 +55,6 @@ def test_an_ephemeral_disk_has_a_limit_above_its_size(find: Find) -> None:
 
 
 def test_without_disks_there_is_none(find: Find) -> None:
-    workload = find("DaemonSet", "mode=node", "image.registry=r.example.com")
+    workload = find("DaemonSet", *NODE)
     assert settings_of(containers_of(workload)["kvstow"]).disk == ()
     assert volumes_of(workload["spec"]["template"]["spec"]) == {}

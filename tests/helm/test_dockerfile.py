@@ -8,8 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).parents[2]
+from tests.helm.conftest import ROOT
 
 
 @pytest.mark.deploy

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.helm import examples
+from tests.helm.conftest import Find
 from tests.helm.processes import validated
 from tests.helm.test_manifests import KUBERNETES, RESTRICTED
 
@@ -159,9 +160,7 @@ PORTS: dict[str, set[int | None]] = {"master": {50051}, "provider": {None}, "etc
         (("mode=engine", "sidecar=true"), "Deployment"),
     ],
 )
-def test_the_policies_let_kvstow_in_and_not_its_test(
-    find: Callable[..., dict[str, Any]], sets: tuple[str, ...], kind: str
-) -> None:
+def test_the_policies_let_kvstow_in_and_not_its_test(find: Find, sets: tuple[str, ...], kind: str) -> None:
     given = (*sets, "image.registry=r.example.com", "engine.model=m")
     labels = find(kind, *given)["spec"]["template"]["metadata"]["labels"]
     test = find("Pod", *given)["metadata"]["labels"]

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import base64
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from tests.helm.conftest import CHART, OPERATOR, Find, Template, must_run, notes_of, values_of
 from tests.helm.processes import validated
 
 pytestmark = pytest.mark.deploy
 
-CHART = Path(__file__).parents[2] / "helm" / "kvstow"
 CASES = sorted((CHART / "ci").glob("*-values.yaml"))
-OPERATOR = "monitoring.coreos.com/v1"
 # The oldest that the chart promises to support, and a recent one.
 KUBERNETES = ("1.29", "1.37")
 RESTRICTED = {
@@ -26,7 +24,6 @@ RESTRICTED = {
 }
 VOLUMES = {"configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "persistentVolumeClaim", "projected", "secret"}
 
-Template = Callable[..., list[dict[str, Any]]]
 
 each_case = pytest.mark.parametrize("values", CASES, ids=lambda path: path.name.removesuffix("-values.yaml"))
 
@@ -59,10 +56,7 @@ def test_each_mode_has_values_to_test() -> None:
 
 @each_case
 def test_helm_finds_nothing_to_complain_about(helm: Path, values: Path) -> None:
-    result = subprocess.run(
-        [helm, "lint", "--strict", CHART, "--values", values], capture_output=True, text=True, check=False
-    )
-    assert result.returncode == 0, result.stdout
+    must_run(helm, "lint", "--strict", CHART, "--values", values)
 
 
 @each_case
@@ -115,11 +109,9 @@ def test_pods_meet_the_restricted_standard_but_for_the_folder_of_the_node(templa
     assert len(volumes) == (has_daemonset or "engine-node" in values.name) + own_volumes
 
 
-def test_one_container_has_privileges_and_they_are_two(find: Callable[..., dict[str, Any]]) -> None:
+def test_one_container_has_privileges_and_they_are_two(find: Find) -> None:
     """To give the folder, which the kubelet makes for root, to the service."""
-    folder, keeper = find("DaemonSet", values=CHART / "ci" / "node-values.yaml")["spec"]["template"]["spec"][
-        "initContainers"
-    ]
+    folder, keeper = find("DaemonSet", values=values_of("node"))["spec"]["template"]["spec"]["initContainers"]
     assert keeper["securityContext"] == RESTRICTED
     assert folder["securityContext"] == {
         **RESTRICTED,
@@ -142,9 +134,7 @@ def test_pods_are_guaranteed(template: Template, values: Path) -> None:
 
 @each_case
 def test_the_notes_are_complete(helm: Path, values: Path) -> None:
-    command: list[str | Path] = [helm, "install", "test", CHART, "--dry-run=client", "--values", values]
-    result = subprocess.run(command, capture_output=True, text=True, check=True)
-    notes = result.stdout.partition("\nNOTES:\n")[2]
+    notes = notes_of(helm, values)
     assert ("kvstow get sessions" if attaches_to_node(values) else "kvstow doctor") in notes
     for blank in ("<no value>", "<nil>", "%!", "\n\n\n"):
         assert blank not in notes

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
-from tests.helm.conftest import containers_of
+from tests.helm.conftest import ATTACHED, ENGINE, NODE, SIDECAR, Find, containers_of
 
 pytestmark = pytest.mark.deploy
 
-ENGINE = ("mode=engine", "image.registry=r.example.com", "engine.model=m")
-NODE = ("mode=node", "image.registry=r.example.com")
-SIDECAR = (*ENGINE, "sidecar=true")
-ATTACHED = (*ENGINE, "attach.node=true")
 GIB = 1024
-
-Find = Callable[..., dict[str, Any]]
 
 
 def resources_of(find: Find, name: str, *sets: str) -> dict[str, Any]:

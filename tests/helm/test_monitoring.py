@@ -5,21 +5,14 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from tests.helm.conftest import containers_of
+from tests.helm.conftest import CHART, OPERATOR, REGISTRY, Find, Template, containers_of
 
 pytestmark = pytest.mark.deploy
-
-CHART = Path(__file__).parents[2] / "helm" / "kvstow"
-OPERATOR = "monitoring.coreos.com/v1"
-
-Find = Callable[..., dict[str, Any]]
-Template = Callable[..., list[dict[str, Any]]]
 
 
 @pytest.mark.parametrize(("key", "kind"), [("podMonitor", "PodMonitor"), ("prometheusRule", "PrometheusRule")])
@@ -52,7 +45,7 @@ def test_own_pods_declare_the_ports_that_are_scraped(
     find: Find, kind: str, mode: tuple[str, ...], ports: list[int]
 ) -> None:
     """Prometheus discovers the ports of sidecars, too, although these are init containers."""
-    sets = (*mode, "image.registry=r.example.com", "engine.model=m", "parallel.data=2")
+    sets = (*mode, REGISTRY, "engine.model=m", "parallel.data=2")
     containers = containers_of(find(kind, *sets)).values()
     declared = {port["name"]: port["containerPort"] for one in containers for port in one.get("ports", ())}
     scraped = [one["port"] for one in find("PodMonitor", *sets, apis=(OPERATOR,))["spec"]["podMetricsEndpoints"]]
@@ -158,13 +151,13 @@ def test_a_policy_closes_the_admin_ports_alone(find: Find) -> None:
 
 @pytest.mark.parametrize("mode", [("mode=node",), ("mode=engine", "sidecar=true")])
 def test_a_policy_closes_the_one_port_of_a_node_service(find: Find, mode: tuple[str, ...]) -> None:
-    sets = (*mode, "image.registry=r.example.com", "engine.model=m", "parallel.data=3")
+    sets = (*mode, REGISTRY, "engine.model=m", "parallel.data=3")
     _, named = find("NetworkPolicy", "networkPolicy.enabled=true", *sets)["spec"]["ingress"]
     assert [(one["port"], one["endPort"]) for one in named["ports"]] == [(9595, 9595)]
 
 
 def test_a_policy_lets_the_helm_test_in(find: Find) -> None:
-    sets = ("networkPolicy.enabled=true", "image.registry=r.example.com")
+    sets = ("networkPolicy.enabled=true", REGISTRY)
     labels = find("Pod", *sets)["metadata"]["labels"]
     named = find("NetworkPolicy", *sets)["spec"]["ingress"][1]
     peers = [one["podSelector"]["matchLabels"] for one in named["from"] if "podSelector" in one]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
-from tests.helm.conftest import CHART, containers_of, must_run
+from tests.helm.conftest import Find, containers_of, must_run, notes_of, values_of
 from tests.helm.processes import validated
 
 pytestmark = pytest.mark.deploy
@@ -40,12 +40,7 @@ DEPLOYMENT = {
     },
 }
 
-Find = Callable[..., dict[str, Any]]
 Connected = Callable[[str], dict[str, Any]]
-
-
-def values_of(case: str) -> Path:
-    return CHART / "ci" / f"{case}-values.yaml"
 
 
 @pytest.fixture
@@ -53,10 +48,7 @@ def connected(helm: Path, kubectl: Path, tmp_path: Path) -> Connected:
     """The Deployment after the patch."""
 
     def patch(case: str) -> dict[str, Any]:
-        said = must_run(
-            helm, "install", "test", CHART, "--namespace=kv", "--dry-run=client", "--values", values_of(case)
-        )
-        notes = said.partition("\nNOTES:\n")[2]
+        notes = notes_of(helm, values_of(case))
         assert "--kv-transfer-config=$(KV_TRANSFER_CONFIG)" in notes
         (tmp_path / "patch.yaml").write_text(notes.split("\n---\n")[1])
         (tmp_path / "deployment.json").write_text(json.dumps(DEPLOYMENT))

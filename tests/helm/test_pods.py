@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.helm.conftest import Manifest
+from tests.helm.conftest import Manifest, Template
 from tests.helm.images import Buildah, Container
 from tests.helm.pods import Pod
 from tests.helm.processes import until
@@ -28,9 +28,7 @@ StartPod = Callable[..., Pod]
 
 
 @pytest.fixture
-def start_pod(
-    template: Callable[..., list[Manifest]], build: Callable[[str], str], buildah: Buildah, tmp_path: Path
-) -> Iterator[StartPod]:
+def start_pod(template: Template, build: Callable[[str], str], buildah: Buildah, tmp_path: Path) -> Iterator[StartPod]:
     """The pod of a rendered release, on the one node that there is."""
     with ExitStack() as running:
 
@@ -124,7 +122,7 @@ def make_socket_folder(pod: Pod) -> None:
     assert pod.start("socket-folder").process.wait(120) == 0, pod.log("socket-folder")
 
 
-def test_mode_node(template: Callable[..., list[Manifest]], start_pod: StartPod, tmp_path: Path) -> None:
+def test_mode_node(template: Template, start_pod: StartPod, tmp_path: Path) -> None:
     place = ("socket.folder=/var/run/inference/kvstow", "socket.group=2000")
     node = start_pod("node", "mode=node", *place)
     engine_values = (*ENGINE, "attach.node=true", *place, "pod.user=1500")
@@ -138,9 +136,7 @@ def test_mode_node(template: Callable[..., list[Manifest]], start_pod: StartPod,
     assert_the_cache_outlives_containers(node, engine, attach_address(template(*SMALL, *engine_values)))
 
 
-def test_engines_fill_the_cache_of_the_next_pod_of_mode_node(
-    template: Callable[..., list[Manifest]], start_pod: StartPod
-) -> None:
+def test_engines_fill_the_cache_of_the_next_pod_of_mode_node(template: Template, start_pod: StartPod) -> None:
     """As in an upgrade: service and keeper end, and the cache with them."""
     engine_values = (*ENGINE, "attach.node=true")
     attach = attach_address(template(*SMALL, *engine_values))
@@ -162,7 +158,7 @@ def test_engines_fill_the_cache_of_the_next_pod_of_mode_node(
     until(lambda: admin.num_blocks() > 200, "the engine stores again")
 
 
-def test_the_sidecar(template: Callable[..., list[Manifest]], start_pod: StartPod) -> None:
+def test_the_sidecar(template: Template, start_pod: StartPod) -> None:
     values = (*ENGINE, "sidecar=true")
     pod = start_pod("engine", *values)
     assert_the_cache_outlives_containers(pod, pod, attach_address(template(*SMALL, *values)))

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-from collections.abc import Callable
-
 import pytest
+from tests.helm.conftest import ATTACHED, ENGINE, NODE, REGISTRY, SIDECAR, TryTemplate
 
 pytestmark = pytest.mark.deploy
 
-ENGINE = ("mode=engine", "image.registry=r.example.com")
-NODE = ("mode=node", "image.registry=r.example.com")
-
 MOONCAKE = "tier.url=mooncake://mooncake-master.mooncake.svc:50051"
-ATTACHED = (*ENGINE, "engine.model=m", "attach.node=true")
 
 
 @pytest.mark.parametrize(
@@ -54,9 +48,9 @@ ATTACHED = (*ENGINE, "engine.model=m", "attach.node=true")
         (["mode=engine", "engine.model=m"], "image.registry: mode engine needs the registry"),
         (["mode=node"], "image.registry: mode node needs the registry"),
         (["sidecar=true"], "image.registry: the sidecar needs the registry"),
-        ([*ENGINE], "engine.model: mode engine needs a model"),
+        (["mode=engine", REGISTRY], "engine.model: mode engine needs a model"),
         (
-            [*ENGINE, "engine.model=m", "engine.port=9596", "parallel.data=2"],
+            [*ENGINE, "engine.port=9596", "parallel.data=2"],
             "engine.port: 9596 is used by an admin server",
         ),
         ([*NODE, "service.ranks=2"], "at '/service': additional properties 'ranks' not allowed"),
@@ -66,7 +60,7 @@ ATTACHED = (*ENGINE, "engine.model=m", "attach.node=true")
         ([*ATTACHED, "pool.maxSize=128Gi"], "pool.maxSize: has no effect with a node service"),
         ([*ATTACHED, "pool.size=64Gi"], "pool.size: has no effect with a node service, whose memory is service.memory"),
         ([*NODE, "pool.size=64Gi"], "pool.size: has no effect with a node service"),
-        ([*ENGINE, "engine.model=m", "sidecar=true", "pool.size=64Gi"], "pool.size: has no effect with a node service"),
+        ([*SIDECAR, "pool.size=64Gi"], "pool.size: has no effect with a node service"),
         *(
             ([*NODE, "service.keeper.place=node", f"service.keeper.folder={folder}"], "at '/service/keeper/folder'")
             for folder in ("/etc", "/var/lib/kubelet", "/", "/run/../etc/kvstow")
@@ -95,7 +89,7 @@ ATTACHED = (*ENGINE, "engine.model=m", "attach.node=true")
         ([*NODE, "socket.folder=/run/../etc/kvstow"], "at '/socket/folder': '/run/../etc/kvstow' does not match"),
         ([*NODE, "service.args={--admin-group,users}"], "service.args: --admin-group would let others in"),
         ([*NODE, "service.args={--config=/x}"], "service.args: --config=/x would let others in"),
-        ([*ENGINE, "sidecar=true", "engine.model=m", "service.args={--attach-group=9}"], "use the value socket.group"),
+        ([*SIDECAR, "service.args={--attach-group=9}"], "use the value socket.group"),
         ([*NODE, "service.args={--token-file=/x}"], "use the value admin.tokenSecret"),
         ([*NODE, "service.args={--pin-pause=0}"], "use the value pool.pinning.pause"),
         ([*NODE, "service.args={--no-keep-on-stop}"], "use the value service.keeper.keepOnStop"),
@@ -106,7 +100,7 @@ ATTACHED = (*ENGINE, "engine.model=m", "attach.node=true")
             "value an item of its own",
         ),
         (
-            [*ENGINE, "engine.model=m", "engine.args={--max-model-len\t4096}"],
+            [*ENGINE, "engine.args={--max-model-len\t4096}"],
             'engine.args: "--max-model-len\\t4096" is',
         ),
         ([*ATTACHED, "sidecar=true"], "sidecar: true contradicts attach.node=true"),
@@ -123,10 +117,10 @@ ATTACHED = (*ENGINE, "engine.model=m", "attach.node=true")
             "disk.paths: an ephemeral disk has no path on the node",
         ),
         (
-            [*ENGINE, "engine.model=m", "sidecar=true", "disk.volume=hostPath", "disk.paths={/mnt}"],
+            [*SIDECAR, "disk.volume=hostPath", "disk.paths={/mnt}"],
             "disk.volume: hostPath needs mode=node",
         ),
-        ([*ENGINE, "engine.model=m", "disk.volume=ephemeral"], "disk.volume: needs mode=node or sidecar=true"),
+        ([*ENGINE, "disk.volume=ephemeral"], "disk.volume: needs mode=node or sidecar=true"),
         ([*ATTACHED, "disk.volume=ephemeral"], "disk.volume: with attach.node the cache is the node service's"),
         (
             [*NODE, MOONCAKE, "disk.volume=ephemeral", "disk.size=1Gi"],
@@ -135,7 +129,7 @@ ATTACHED = (*ENGINE, "engine.model=m", "attach.node=true")
         ([*NODE, "service.args={--disk=/mnt}"], "use the value disk.paths"),
         (["tier.url=memory:"], "at '/tier/url': 'memory:' does not match pattern"),
         ([MOONCAKE], "tier.url: needs mode=node or sidecar=true"),
-        ([*ENGINE, "engine.model=m", MOONCAKE], "tier.url: needs mode=node or sidecar=true"),
+        ([*ENGINE, MOONCAKE], "tier.url: needs mode=node or sidecar=true"),
         (["tier.rdma.resources.rdma/hca=1"], "tier.rdma.resources: needs tier.url"),
         (["tier.tenants.ml[0]=1"], "tier.tenants: needs tier.url"),
         (
@@ -158,7 +152,7 @@ ATTACHED = (*ENGINE, "engine.model=m", "attach.node=true")
             "tier.rdma.resources: memory is no resource of a device plug-in",
         ),
         (
-            [*ENGINE, "engine.model=m", "sidecar=true", MOONCAKE, "tier.allowTo[0].ipBlock.cidr=10.0.0.0/8"],
+            [*SIDECAR, MOONCAKE, "tier.allowTo[0].ipBlock.cidr=10.0.0.0/8"],
             "tier.allowTo: only mode node",
         ),
         ([*NODE, MOONCAKE, "service.args={--tier=mooncake://r:1}"], "use the value tier.url"),
@@ -166,9 +160,7 @@ ATTACHED = (*ENGINE, "engine.model=m", "attach.node=true")
         (["admin.readinessRequire={engine}"], "at '/admin/readinessRequire/0': value must be one of 'pool', 'pinned'"),
     ],
 )
-def test_wrong_values_are_refused_by_name(
-    try_template: Callable[..., subprocess.CompletedProcess[str]], sets: list[str], words: str
-) -> None:
+def test_wrong_values_are_refused_by_name(try_template: TryTemplate, sets: list[str], words: str) -> None:
     result = try_template(*sets)
     assert result.returncode != 0
     assert words in result.stderr

@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterator
 from dataclasses import fields
 from functools import cache
-from pathlib import Path
 from typing import Any, get_args
 
 import click
@@ -15,6 +14,7 @@ import yaml
 from tests.api.fakenode import FakeNode
 from tests.api.tieredhost import TieredHost
 from tests.doubles.fakes import FakeClock
+from tests.helm.conftest import ROOT
 
 import kvstow.errors
 from kvstow.config import POLICIES, EngineConfig
@@ -33,7 +33,6 @@ from kvstow_service.cli import app
 from kvstow_service.cli.tables import LISTS
 from kvstow_service.node.attach.clients import REASONS
 
-ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "runbooks.md").read_text()
 SECTIONS = dict(section.split("\n", 1) for section in PAGE.split("\n## ")[1:])
 RULES = ROOT / "helm" / "kvstow" / "files" / "rules.yaml"

@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from tests.helm.conftest import CHART, containers_of
-from tests.helm.test_connection import connection, notes_of, settings_of
+from tests.helm.conftest import (
+    ENGINE,
+    NODE,
+    SIDECAR,
+    Find,
+    Template,
+    containers_of,
+    notes_of,
+    values_of,
+)
+from tests.helm.test_connection import connection, settings_of
 
 from kvstow_service.stores.mooncake import mooncakestore
 from kvstow_service.stores.mooncake.mooncakestore import MooncakeLocation
 
 pytestmark = pytest.mark.deploy
 
-Find = Callable[..., dict[str, Any]]
-Template = Callable[..., list[dict[str, Any]]]
-REGISTRY = "image.registry=r.example.com"
-ENGINE = ("mode=engine", REGISTRY, "engine.model=m")
 MOONCAKE = "tier.url=mooncake://mooncake-master.mooncake.svc:50051"
-
-
-def values_of(case: str) -> Path:
-    return CHART / "ci" / f"{case}-values.yaml"
 
 
 @pytest.fixture(autouse=True)
@@ -48,19 +47,19 @@ def test_an_engine_with_a_service_has_no_tier_of_its_own(find: Find) -> None:
 
 
 def test_no_tier_leaves_nothing_behind(template: Template) -> None:
-    for sets in (("mode=node", REGISTRY), ENGINE, (*ENGINE, "sidecar=true"), ()):
+    for sets in (NODE, ENGINE, SIDECAR, ()):
         manifests = [one for one in template(*sets) if not one["metadata"]["name"].endswith("-kvstow")]
         assert "tier" not in json.dumps(manifests)
 
 
 def test_the_service_gets_the_devices(find: Find) -> None:
-    given = ("mode=node", REGISTRY, f"{MOONCAKE}?protocol=rdma", "tier.rdma.resources.rdma/hca=2")
+    given = (*NODE, f"{MOONCAKE}?protocol=rdma", "tier.rdma.resources.rdma/hca=2")
     resources = containers_of(find("DaemonSet", *given))["kvstow"]["resources"]
     assert resources["requests"]["rdma/hca"] == resources["limits"]["rdma/hca"] == 2
 
 
 def test_of_two_containers_the_sidecar_gets_the_devices(find: Find) -> None:
-    sets = (*ENGINE, "sidecar=true", f"{MOONCAKE}?protocol=rdma", "tier.rdma.resources.rdma/hca=1")
+    sets = (*SIDECAR, f"{MOONCAKE}?protocol=rdma", "tier.rdma.resources.rdma/hca=1")
     containers = containers_of(find("Deployment", *sets))
     with_devices = [name for name, one in containers.items() if "rdma/hca" in one["resources"]["limits"]]
     assert with_devices == ["kvstow"]

@@ -6,7 +6,7 @@ import os
 import re
 import ssl
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 import trustme
-from tests.helm.conftest import containers_of
+from tests.helm.conftest import Template, containers_of
 from tests.helm.processes import KVSTOW, environ, serving, until
 
 pytestmark = [pytest.mark.deploy, pytest.mark.process]
@@ -61,9 +61,7 @@ def write_secrets(root: Path, server: trustme.CA, operators: trustme.CA) -> None
 
 
 @pytest.fixture(scope="module")
-def cluster(
-    template: Callable[..., list[dict[str, Any]]], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Cluster]:
+def cluster(template: Template, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     root = tmp_path_factory.mktemp("etc")
     operators = trustme.CA()
     write_secrets(root, trustme.CA(), operators)

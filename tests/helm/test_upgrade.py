@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.helm.cluster import Cluster, serving
-from tests.helm.conftest import CHART, must_run
+from tests.helm.conftest import CHART, OPERATOR, Template, must_run
 
 pytestmark = pytest.mark.deploy
 
@@ -23,7 +22,6 @@ RELEASES = {
     "engine-sidecar": (*ENGINE, "sidecar=true"),
     "node": (*REGISTRY, "mode=node", "admin.guardReading=true"),
 }
-OPERATOR = "monitoring.coreos.com/v1"
 
 Objects = dict[tuple[str, str], dict[str, Any]]
 
@@ -54,7 +52,7 @@ def content(one: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize("name", RELEASES)
 def test_an_upgrade_leaves_what_an_installation_would_make_and_nothing_else(
-    helm: Path, template: Callable[..., list[dict[str, Any]]], tmp_path: Path, name: str
+    helm: Path, template: Template, tmp_path: Path, name: str
 ) -> None:
     """From `name` to each release after it in the list, and back."""
     cluster = Cluster(has_operator=True)

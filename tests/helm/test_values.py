@@ -6,13 +6,11 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import yaml
+from tests.helm.conftest import CHART, ROOT
 
-ROOT = Path(__file__).parents[2]
-CHART = ROOT / "helm" / "kvstow"
 SCHEMA: dict[str, Any] = json.loads((CHART / "values.schema.json").read_text())
 
 # Objects that Kubernetes knows better than we do, and Helm's own.

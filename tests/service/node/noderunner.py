@@ -2,8 +2,7 @@
 
 `python noderunner.py SOCKET STATE EXTENTS [keep] [timeout=SECONDS | elsewhere] [tier | tier=URL]` prints what it has
 recovered, and for each line of its input what it has; before that, the line `tick` has it tick. It ends on SIGTERM.
-With `elsewhere` it starts no keeper. With `tier` it has a store that never ends a fetch. `unrecorded` is a mutant:
-nobody records the transfers.
+With `elsewhere` it starts no keeper. With `tier` it has a store that never ends a fetch.
 """
 
 from __future__ import annotations
@@ -25,10 +24,7 @@ from tests.service.node.wholenode import ample_memory
 from kvstow.tier.blockstore import BlockStore
 from kvstow.tier.tierstatus import TierStatus
 from kvstow_service.node.node import Node
-from kvstow_service.node.pools.noderecords import NodeRecords
 from kvstow_service.node.settings import Settings
-from kvstow_service.node.survival.roster import WorkerRecord
-from kvstow_service.node.tier.tiermemory import ENGINE
 from kvstow_service.stores.stores import open_store
 
 EXTENT_BYTES = 2 << 20
@@ -138,20 +134,6 @@ class HungStore(MemoryBlockStore):
         return pool
 
 
-def forget_transfers() -> None:
-    """From now on, only engines are recorded."""
-    add_worker = NodeRecords.add_worker
-
-    def add_engine(records: NodeRecords, record: WorkerRecord, pidfd: int | None) -> None:
-        if record.hello.engine == ENGINE:
-            assert pidfd is not None
-            os.close(pidfd)
-        else:
-            add_worker(records, record, pidfd)
-
-    NodeRecords.add_worker = add_engine  # type: ignore[method-assign, assignment]
-
-
 class RunningNode:
     """For the test."""
 
@@ -195,8 +177,6 @@ def main() -> None:
     socket, state, extents = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
     logging.basicConfig(level=logging.INFO)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    if "unrecorded" in sys.argv[4:]:
-        forget_transfers()
     words = sys.argv[4:]
     settings = settings_of(socket, state, extents, words)
     store = HungStore() if "tier" in words else None if settings.tier is None else open_store(settings.tier)

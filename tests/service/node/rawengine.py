@@ -40,7 +40,7 @@ from kvstow.attach.calls import (
 )
 from kvstow.attach.connection import AttachConnection
 from kvstow.attach.hello import Hello
-from kvstow.attach.identity import GroupIdentity, NamespaceIdentity, PoolIdentity, RegionIdentity
+from kvstow.attach.identity import FleetWeights, GroupIdentity, NamespaceIdentity, PoolIdentity, RegionIdentity
 from kvstow.attach.wire import Kind, Message
 from kvstow.hints import Hints
 from kvstow.messages import Completion
@@ -58,11 +58,18 @@ POOL = PoolIdentity(
 NAMESPACE = NamespaceIdentity(model="org/Model-1", weights_id="w", weights_source="snapshot", hash_probe="p")
 HELLO = Hello(role="scheduler", engine="raw", host="here", pid=os.getpid(), pool=POOL, namespace=NAMESPACE)
 
+NAMED = replace(HELLO, fleet_weights=FleetWeights("digest 1"))
+"""Of an engine whose blocks a store below the pools may have."""
+
 _M = TypeVar("_M", bound=Message)
 
 
 def key_of(number: int) -> bytes:
     return number.to_bytes(32, "big")
+
+
+def keys_of(first: int, count: int) -> list[bytes]:
+    return [key_of(number) for number in range(first, first + count)]
 
 
 def content_of(key: bytes, rank: int) -> bytes:

@@ -14,7 +14,7 @@ import httpx
 import pytest
 from msgspec.structs import replace
 from tests.service.node.keepers import end_keeper
-from tests.service.node.rawengine import HELLO, POOL, SLOT_BYTES, RawEngine, key_of
+from tests.service.node.rawengine import NAMED, POOL, SLOT_BYTES, RawEngine, keys_of
 from tests.service.node.realservice import RealService
 from tests.service.stores.disk.loopdisk import LoopDisk, LoopDiskError
 from tests.waiting import eventually
@@ -25,7 +25,6 @@ from kvstow_service.stores.disk.diskfiles import PathError, open_folder
 
 pytestmark = pytest.mark.process
 
-NAMED = replace(HELLO, fleet_weights=FleetWeights("digest 1"))
 ONE_RANK_POOL = replace(POOL, slot_bytes=(SLOT_BYTES,), tensor_parallel=1)
 ONE_RANK = replace(NAMED, pool=ONE_RANK_POOL)
 MEMORY = ("--memory", "16MiB", "--extent-size", "2MiB", "--pin-pause", "0s")
@@ -124,10 +123,6 @@ def service(tmp_path: Path) -> Iterator[DiskService]:
     made = DiskService(tmp_path, tmp_path / "disk")
     yield made
     made.close()
-
-
-def keys_of(first: int, count: int) -> list[bytes]:
-    return [key_of(number) for number in range(first, first + count)]
 
 
 def store_on_disk(service: DiskService, engine: RawEngine, keys: list[bytes]) -> None:

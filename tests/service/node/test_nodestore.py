@@ -14,12 +14,11 @@ from msgspec.structs import replace
 from tests.descriptors import open_descriptors
 from tests.doubles.memoryblockstore import MemoryBlockStore, MemoryStoredPool
 from tests.service.node.conftest import Engines
-from tests.service.node.rawengine import HELLO, NAMESPACE, POOL, SLOT_BYTES, RawEngine, key_of
+from tests.service.node.rawengine import HELLO, NAMED, NAMESPACE, POOL, SLOT_BYTES, RawEngine, key_of, keys_of
 from tests.service.node.wholenode import EXTENT, whole_node
 from tests.waiting import eventually
 
 from kvstow.attach.calls import Detach, Found, Hold, Lookup, LookupPrompt, Prefill, Reset, ResetDone
-from kvstow.attach.identity import FleetWeights
 from kvstow.hints import Hints, context_id
 from kvstow.keys import make_key
 from kvstow.tier.blockstore import Purged
@@ -27,7 +26,6 @@ from kvstow_service.node.node import Node
 from kvstow_service.node.tier.nodestore import NodeStore
 
 ROW_SLOTS = EXTENT // SLOT_BYTES
-NAMED = replace(HELLO, fleet_weights=FleetWeights("digest 1"))
 ONE_RANK = replace(NAMED, pool=replace(POOL, slot_bytes=(SLOT_BYTES,), tensor_parallel=1))
 
 MakeNode = Callable[..., Node]
@@ -53,10 +51,6 @@ def make_node(tmp_path: Path, patient: None) -> Iterator[MakeNode]:
     for node in nodes:
         node.close()
     assert open_descriptors() <= before  # those of earlier tests may have been closed meanwhile
-
-
-def keys_of(first: int, count: int) -> list[bytes]:
-    return [key_of(number) for number in range(first, first + count)]
 
 
 def node_store(node: Node) -> NodeStore:
@@ -379,9 +373,8 @@ def test_the_end_of_the_service_gives_up_what_hangs(make_node: MakeNode, engines
     pool.facade.check_integrity()
 
 
-def is_known_to_map(make_node: MakeNode, engines: Engines) -> bool:
-    """Another pool needs memory that the store maps, and it is asked to let go of it. Whether the node counts the store
-    among those who map it until it does not."""
+def test_an_extent_stays_with_the_store_until_no_process_maps_it(make_node: MakeNode, engines: Engines) -> None:
+    """Another pool needs memory that the store maps, and it is asked to let go of it."""
     node = make_node(extents=2)
     engine = engines(node, ONE_RANK)
     engine.store_until_found(keys_of(0, ROW_SLOTS + 1))
@@ -400,27 +393,9 @@ def is_known_to_map(make_node: MakeNode, engines: Engines) -> bool:
         heard = threading.Event()
         pass_on(heard.set)
         assert heard.wait(60)
-    is_known = budget.mappers(last) == mappers
+    assert budget.mappers(last) == mappers
     store_of(node).release()
     other.store_until_found(keys_of(0, 1))
-    return is_known
-
-
-def test_an_extent_stays_with_the_store_until_no_process_maps_it(make_node: MakeNode, engines: Engines) -> None:
-    assert is_known_to_map(make_node, engines)
-
-
-def test_mutant_extents_are_released_before_they_are_unmapped(
-    make_node: MakeNode, engines: Engines, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    remove = MemoryStoredPool.remove_extent
-
-    def report_first(self: MemoryStoredPool, rank: int, extent_id: int, then: Callable[[], object]) -> None:
-        then()
-        remove(self, rank, extent_id, lambda: None)
-
-    monkeypatch.setattr(MemoryStoredPool, "remove_extent", report_first)
-    assert not is_known_to_map(make_node, engines)
 
 
 def test_a_store_that_cannot_be_started_leaves_nothing_open(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Literal
 
 import pytest
 from msgspec.structs import replace
+from tests.service.node.conftest import MakeBench
 from tests.service.node.hostbench import ROW_SLOTS, Engine, HostBench
 from tests.service.node.rawengine import HELLO, NAMESPACE, key_of
 
@@ -107,18 +107,14 @@ def test_a_page_is_bounded_in_keys_and_in_events(
     assert len(read_all(engine)) == num_events
 
 
-def test_events_that_are_no_longer_kept_are_said_to_be_lost(tmp_path: Path) -> None:
-    bench = HostBench(tmp_path, settings=PoolSettings(event_buffer=2))
-    try:
-        engine = bench.start()
-        for _ in range(4 * ROW_SLOTS):
-            engine.store(1)
-            purge(engine, 1)
-        page = engine.read_events()
-        assert page.lost
-        assert not engine.read_events(page.cursor).lost
-    finally:
-        bench.close()
+def test_events_that_are_no_longer_kept_are_said_to_be_lost(make_bench: MakeBench) -> None:
+    engine = make_bench(settings=PoolSettings(event_buffer=2)).start()
+    for _ in range(4 * ROW_SLOTS):
+        engine.store(1)
+        purge(engine, 1)
+    page = engine.read_events()
+    assert page.lost
+    assert not engine.read_events(page.cursor).lost
 
 
 def test_keys_of_several_lengths_fit_in_one_page(bench: HostBench) -> None:

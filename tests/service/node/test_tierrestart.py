@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
-from msgspec.structs import replace
 from tests.service.node.keepers import end_keeper
 from tests.service.node.noderunner import RunningNode
-from tests.service.node.rawengine import HELLO, RawEngine, key_of
+from tests.service.node.rawengine import NAMED, RawEngine, key_of
 from tests.waiting import eventually
 
 from kvstow.attach.calls import Lookup
-from kvstow.attach.identity import FleetWeights
 
 pytestmark = pytest.mark.process
 
-NAMED = replace(HELLO, fleet_weights=FleetWeights("digest 1"))
 OURS = [key_of(number) for number in range(4)]
 THEIRS = [key_of(number) for number in range(100, 106)]
 
@@ -29,9 +26,9 @@ THEIRS = [key_of(number) for number in range(100, 106)]
 class Restart:
     """A node, killed in the middle of a fetch, and the one after it."""
 
-    def __init__(self, socket: Path, state: Path, environ: dict[str, str], *words: str) -> None:
+    def __init__(self, socket: Path, state: Path, environ: dict[str, str]) -> None:
         self.engines: list[RawEngine] = []
-        self.nodes = [RunningNode(socket, state, environ, 8, "tier", *words)]
+        self.nodes = [RunningNode(socket, state, environ, 8, "tier")]
         self.worker = 0
         try:
             engine = self._attach(socket)
@@ -84,23 +81,13 @@ class Restart:
 
 
 @pytest.fixture
-def restart(tmp_path: Path, child_environ: dict[str, str]) -> Iterator[Callable[..., Restart]]:
-    made: list[Restart] = []
-
-    def begin(*words: str) -> Restart:
-        made.append(Restart(tmp_path / "node" / "attach.sock", tmp_path / "state", child_environ, *words))
-        return made[-1]
-
-    yield begin
-    for one in made:
-        one.close()
+def after(tmp_path: Path, child_environ: dict[str, str]) -> Iterator[Restart]:
+    with closing(Restart(tmp_path / "node" / "attach.sock", tmp_path / "state", child_environ)) as restart:
+        yield restart
     end_keeper(tmp_path / "state")
 
 
-def test_slots_stay_in_quarantine_until_the_process_of_the_former_transfers_has_ended(
-    restart: Callable[..., Restart],
-) -> None:
-    after = restart()
+def test_slots_stay_in_quarantine_until_the_process_of_the_former_transfers_has_ended(after: Restart) -> None:
     eventually(lambda: len(after.shown["sessions"]) == 2, "the end of the former engine's session")
     states = sorted(state for state, _ in after.shown["sessions"].values())
     assert states[-1] == "lost", "the transfers, as their process lives"
@@ -111,9 +98,3 @@ def test_slots_stay_in_quarantine_until_the_process_of_the_former_transfers_has_
     eventually(lambda: len(after.shown["sessions"]) == 1, "the end of the transfers' session")
     after.engine.wait_for(lambda: after.engine.load(OURS) == 4)
     assert after.shown["faults"] == 0
-
-
-def test_mutant_transfers_are_not_recorded(restart: Callable[..., Restart]) -> None:
-    after = restart("unrecorded")
-    eventually(lambda: len(after.shown["sessions"]) == 1, "the end of the former engine's session")
-    assert after.pool["quarantined"] == 0, "the process may still write these slots"

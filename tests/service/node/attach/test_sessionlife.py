@@ -19,7 +19,6 @@ from kvstow.attach.calls import Detach, ExtentGrant, GrantedExtents, Lookup, Rel
 from kvstow.attach.connection import AttachConnection
 from kvstow.attach.peer import Peer
 from kvstow.errors import AttachRefusedError
-from kvstow_service.node.attach.sessionlife import SessionLife
 
 GRANT = GrantedExtents(4096, (ExtentGrant(5, 0, 0, 4, 16384, 0),), True)
 
@@ -307,25 +306,6 @@ def test_with_trust_in_eof_a_process_without_a_pidfd_ends_after_its_seconds(make
     clock.advance(2.0)
     quiet(node)
     assert ends(node) == ["lost", 0, "over"]
-
-
-def test_freeing_at_the_end_of_the_connection_would_be_noticed(
-    make_node: MakeNode, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The mutant that these tests are for."""
-    lose = SessionLife.lose
-
-    def lose_and_free(self: SessionLife, session: object, reason: str, *, expected: bool = False) -> None:
-        for member in session.members:  # type: ignore[attr-defined]
-            member.has_memory = False
-        lose(self, session, reason)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(SessionLife, "lose", lose_and_free)
-    node = make_node()
-    give_memory(node)
-    scheduler, _, _ = attach_engine(node)
-    scheduler.close()
-    node.wait_for_event("over")
 
 
 CLIENT = """

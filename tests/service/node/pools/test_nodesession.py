@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import pytest
 from tests.doubles.fakes import FakeClock
@@ -26,13 +25,6 @@ from kvstow_service.node.pools.nodesession import (
 TOKENS = TOKENS_PER_SECOND // 10
 """Of a lookup that waits for a tenth of a second."""
 KEYS = [key_of(number) for number in range(10)]
-
-
-@pytest.fixture
-def bench(tmp_path: Path) -> Iterator[HostBench]:
-    bench = HostBench(tmp_path)
-    yield bench
-    bench.close()
 
 
 @pytest.fixture

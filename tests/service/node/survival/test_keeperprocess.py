@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tests.service.node.keepers import look
+from tests.service.node.keepers import end_keeper, look
 from tests.service.node.survival.test_keeper import connect, contents
 
 from kvstow.errors import KeeperError
@@ -70,14 +70,8 @@ def wait_for_end(pid: int, seconds: float = 30) -> bool:
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
     """A state folder; its keeper is ended after the test."""
-    folder = tmp_path / "state"
-    yield folder
-    try:
-        pid = look(folder).pid
-    except KeeperError:
-        return
-    os.kill(pid, signal.SIGTERM)
-    assert wait_for_end(pid)
+    yield tmp_path / "state"
+    end_keeper(tmp_path / "state")
 
 
 def start(folder: Path) -> KeeperClient:

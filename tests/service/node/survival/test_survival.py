@@ -44,9 +44,8 @@ HUGE_PAGES: HugePages = "advised"
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
     """A state folder; its keeper is ended after the test."""
-    folder = tmp_path / "state"
-    yield folder
-    end_keeper(folder)
+    yield tmp_path / "state"
+    end_keeper(tmp_path / "state")
 
 
 class Service:

@@ -9,15 +9,13 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
-from msgspec.structs import replace
 from tests.service.node.keepers import end_keeper
 from tests.service.node.noderunner import RunningNode, is_connected, written_blocks
-from tests.service.node.rawengine import HELLO, RawEngine, key_of
+from tests.service.node.rawengine import NAMED, RawEngine, key_of, keys_of
 from tests.service.node.wholenode import whole_node
 from tests.service.stores.mooncake.cluster import Cluster
 from tests.waiting import eventually
 
-from kvstow.attach.identity import FleetWeights
 from kvstow_service.node.node import Node
 from kvstow_service.stores.mooncake.childchannel import ChildChannel
 from kvstow_service.stores.mooncake.mooncakeblocks import MooncakeBlocks
@@ -30,7 +28,6 @@ from kvstow_service.stores.mooncake.mooncakestore import (
 
 pytestmark = [pytest.mark.tier, pytest.mark.usefixtures("patient")]
 
-NAMED = replace(HELLO, fleet_weights=FleetWeights("digest 1"))
 
 MakeNode = Callable[[], Node]
 Engines = Callable[[Path], RawEngine]
@@ -81,10 +78,6 @@ def make_node(tmp_path: Path, stack: ExitStack, cluster: Cluster, opened: list[N
 @pytest.fixture
 def engines(stack: ExitStack) -> Engines:
     return lambda socket: stack.enter_context(closing(RawEngine(socket, NAMED)))
-
-
-def keys_of(first: int, count: int) -> list[bytes]:
-    return [key_of(number) for number in range(first, first + count)]
 
 
 def is_whole(node: RunningNode) -> bool:
