@@ -29,6 +29,11 @@ def stack() -> Iterator[ExitStack]:
 
 
 @pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture
 def process_state() -> Iterator[None]:
     """Puts back what the service's process owns: signal handlers and the loggers that it configures."""
     handlers = {

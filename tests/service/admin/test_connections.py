@@ -11,11 +11,6 @@ from kvstow_service.admin.server import Connections, Wait, connection_limit
 
 
 @pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture
 def clock() -> FakeClock:
     return FakeClock(100.0)
 
@@ -124,22 +119,6 @@ async def test_each_wait_has_a_deadline(wait: Wait, clock: FakeClock) -> None:
     clock.advance(0.1)
     await registry.expire()
     assert (ended, len(registry.open)) == (["dropped"], 0)
-
-
-@pytest.mark.anyio
-async def test_work_has_no_deadline_and_the_next_wait_has_a_new_one(clock: FakeClock) -> None:
-    registry: Any = Connections(3, clock)
-    connection = Peer(lambda: None)
-    registry.admit(connection)
-    connection.now = None
-    clock.advance(3600.0)
-    await registry.expire()
-    assert len(registry.open) == 1
-    connection.now = Wait.HEAD
-    registry.look_at(connection)
-    clock.advance(Wait.HEAD.value)
-    await registry.expire()
-    assert len(registry.open) == 1
 
 
 def test_a_flood_logs_one_line_a_minute(clock: FakeClock, caplog: pytest.LogCaptureFixture) -> None:

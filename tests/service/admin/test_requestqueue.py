@@ -27,11 +27,6 @@ class Requests:
         self.begun.append(name)
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 async def test_few_requests_begin_per_iteration() -> None:
     requests = Requests()
     tasks = requests.send("other", 20)

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import pytest
@@ -21,13 +21,14 @@ from tests.service.node.fakehost import FakeHost
 from tests.service.node.hostbench import HostBench
 from tests.service.node.rawengine import HELLO as RAW_HELLO
 from tests.service.node.rawengine import RawEngine
+from tests.service.node.wholenode import whole_node
 
 from kvstow.attach.channel import Frame, close_fds
 from kvstow.attach.connection import AttachConnection
 from kvstow.attach.hello import Hello
 from kvstow.attach.identity import GroupIdentity, NamespaceIdentity, PoolIdentity, RegionIdentity
 from kvstow.attach.peer import Peer, peer_of
-from kvstow.attach.wire import Kind
+from kvstow.attach.wire import Kind, Message
 from kvstow_service.node.attach.attachserver import AttachServer, AttachSocket
 from kvstow_service.node.attach.clients import Clients
 from kvstow_service.node.node import Node as WholeNode
@@ -189,6 +190,21 @@ def next_push(connection: AttachConnection) -> Frame:
     return frames.pop()
 
 
+Answer = TypeVar("Answer", bound=Message)
+
+
+def ask(connection: AttachConnection, message: Message, kind: type[Answer]) -> Answer:
+    call = connection.call(message)
+    assert connection.wait(call, 20)
+    return call.unpack(kind)
+
+
+def refusal_by(connection: AttachConnection) -> str:
+    """The reason for which the service refuses the connection, and its words."""
+    wait_until(lambda: connection.refusal, lambda: connection.poll(0.01))
+    return f"{connection.refusal}: {connection.problem}"
+
+
 MakeNode = Callable[..., Node]
 
 
@@ -238,6 +254,27 @@ def make_bench(tmp_path: Path) -> Iterator[MakeBench]:
 @pytest.fixture
 def bench(make_bench: MakeBench) -> HostBench:
     return make_bench()
+
+
+MakeWholeNode = Callable[..., WholeNode]
+
+
+@pytest.fixture
+def make_whole_node(tmp_path: Path) -> Iterator[MakeWholeNode]:
+    """Whole nodes, not started yet. They are closed at the end, and none leaves a descriptor open."""
+    before = open_descriptors()
+    nodes: list[WholeNode] = []
+
+    def make(**options: Any) -> WholeNode:
+        nodes.append(whole_node(tmp_path, socket=f"attach{len(nodes)}", **options))
+        return nodes[-1]
+
+    yield make
+    for node in nodes:
+        node.give_back()
+        node.close()
+        node.close()
+    assert open_descriptors() <= before, "fewer if a thread of the test before has ended meanwhile"
 
 
 Engines = Callable[..., RawEngine]

@@ -267,9 +267,10 @@ class HostBench:
             pool.facade.check_integrity()
         self.budget.check_integrity()
 
-    def attach(self, hello: Hello = HELLO, uid: int = 1000, **fields: Any) -> Engine:
+    def attach(self, hello: Hello = HELLO, uid: int = 1000, *, keeps_fds: bool = False, **fields: Any) -> Engine:
         """An engine that has opened its session."""
         self.engines.append(Engine(self, f"{len(self.engines):016x}", replace(hello, **fields), uid))
+        self.engines[-1].keeps_fds = keeps_fds
         return self.engines[-1]
 
     def start(self, hello: Hello = HELLO, uid: int = 1000, **fields: Any) -> Engine:

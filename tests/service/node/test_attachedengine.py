@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 from tests.doubles.fakes import FakeClock
-from tests.service.node.conftest import DEADLINE_SECONDS, NAMESPACE, POOL, MakeNode, Node, figures_of, wait_until
-from tests.service.node.wholenode import whole_node
+from tests.service.node.conftest import (
+    DEADLINE_SECONDS,
+    NAMESPACE,
+    POOL,
+    MakeNode,
+    MakeWholeNode,
+    Node,
+    figures_of,
+    wait_until,
+)
 
 from kvstow.attach.calls import Hold, SettledOps
 from kvstow.attach.connection import Answer, AttachConnection
@@ -328,11 +337,10 @@ def test_the_speed_of_prefill_reaches_the_service(engine: Engine, node: Node) ->
     assert node.events("prefill") == [("prefill", news)]
 
 
-def test_an_engine_that_was_reset_does_not_come_back_to_its_old_namespace(tmp_path: Path) -> None:
-    node = whole_node(tmp_path)
+def test_an_engine_that_was_reset_does_not_come_back_to_its_old_namespace(make_whole_node: MakeWholeNode) -> None:
+    node = make_whole_node()
     node.start()
-    engine = make(node.settings.attach_path)
-    try:
+    with closing(make(node.settings.attach_path)) as engine:
         engine.until_attached()
         assert engine.welcome is not None
         before = engine.welcome.namespace
@@ -340,6 +348,3 @@ def test_an_engine_that_was_reset_does_not_come_back_to_its_old_namespace(tmp_pa
         node.detach(engine.welcome.session_id)
         wait_until(lambda: engine.num_sessions == 2 and engine.is_attached, engine.step)
         assert engine.welcome.namespace != before
-    finally:
-        engine.close()
-        node.close()

@@ -6,18 +6,17 @@ import os
 import resource
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.descriptors import open_descriptors
 from tests.doubles.fakes import FakeClock
 from tests.service.node import rawengine
-from tests.service.node.conftest import EngineProcess, Engines
+from tests.service.node.conftest import EngineProcess, Engines, MakeWholeNode
 from tests.service.node.keepers import end_keeper, look
 from tests.service.node.rawengine import SLOT_BYTES, key_of
-from tests.service.node.wholenode import EXTENT, ample_memory, whole_node
+from tests.service.node.wholenode import EXTENT, ample_memory
 from tests.waiting import eventually
 
 from kvstow.attach.calls import Hold
@@ -28,36 +27,27 @@ from kvstow_service.node.nodehost import NodeHost
 from kvstow_service.node.pools import noderecords
 from kvstow_service.node.pools.memorythread import MemoryThread
 from kvstow_service.node.pools.nodepool import PoolSettings
-from kvstow_service.node.settings import Settings, load_settings
+from kvstow_service.node.settings import load_settings
 from kvstow_service.node.survival.roster import Survivors, read_survivors
 
 MIB = 1 << 20
 
-MakeNode = Callable[..., Node]
-
 
 @pytest.fixture
-def make_node(tmp_path: Path) -> Iterator[MakeNode]:
-    """Nodes that are closed at the end; none leaves a descriptor open."""
-    before = open_descriptors()
-    nodes: list[Node] = []
+def make_node(make_whole_node: MakeWholeNode) -> MakeWholeNode:
+    """They are started."""
 
     def make(*, paused: bool = False, **options: Any) -> Node:
-        nodes.append(whole_node(tmp_path, socket=f"attach{len(nodes)}", **options))
-        nodes[-1].populator.set_paused(paused)
-        nodes[-1].start()
-        return nodes[-1]
+        node = make_whole_node(**options)
+        node.populator.set_paused(paused)
+        node.start()
+        return node
 
-    yield make
-    for node in nodes:
-        node.give_back()
-        node.close()
-        node.close()
-    assert open_descriptors() <= before, "fewer if a thread of the test before has ended meanwhile"
+    return make
 
 
 def test_no_session_is_detached_while_the_node_takes_up_what_an_earlier_one_has_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make_whole_node: MakeWholeNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[str] = []
 
@@ -68,22 +58,16 @@ def test_no_session_is_detached_while_the_node_takes_up_what_an_earlier_one_has_
         return read_survivors(*given)
 
     monkeypatch.setattr(node_module, "read_survivors", recover)
-    other, state = tmp_path / "other.sock", tmp_path / "state"
-    settings = Settings(memory=EXTENT, attach_socket=other, extent_size=EXTENT, state=state)
-    node = Node(settings)
+    node = make_whole_node(state=tmp_path / "state")
     with pytest.raises(ConflictError, match="/startupz"):
         node.detach("s")
-    try:
-        node.start()
-        assert [sentence.startswith("no session can be detached yet") for sentence in told] == [True]
-        assert not node.detach("s")
-    finally:
-        node.give_back()
-        node.close()
+    node.start()
+    assert [sentence.startswith("no session can be detached yet") for sentence in told] == [True]
+    assert not node.detach("s")
 
 
 def test_an_engine_that_is_killed_leaves_its_blocks_and_frees_the_rest(
-    make_node: MakeNode, engines: Engines, engine_process: EngineProcess
+    make_node: MakeWholeNode, engines: Engines, engine_process: EngineProcess
 ) -> None:
     node = make_node()
     killed = engine_process(node.settings.attach_path, 20)
@@ -101,7 +85,7 @@ def test_an_engine_that_is_killed_leaves_its_blocks_and_frees_the_rest(
     assert engine.load(keys[:10]) == 10
 
 
-def test_the_keeper_is_shown(make_node: MakeNode, tmp_path: Path) -> None:
+def test_the_keeper_is_shown(make_node: MakeWholeNode, tmp_path: Path) -> None:
     assert make_node().memory().keeper is None
     folder = tmp_path / "state"
     node = make_node(state=folder)
@@ -112,7 +96,7 @@ def test_the_keeper_is_shown(make_node: MakeNode, tmp_path: Path) -> None:
 
 
 def test_a_keeper_that_is_gone_is_no_lack_of_memory(
-    make_node: MakeNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make_node: MakeWholeNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The doctor would say what to do against a lack of memory, which ends with a restart."""
 
@@ -129,7 +113,7 @@ def test_a_keeper_that_is_gone_is_no_lack_of_memory(
 
 
 def test_the_pace_of_populating_is_known_while_memory_comes(
-    make_node: MakeNode, monkeypatch: pytest.MonkeyPatch
+    make_node: MakeWholeNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock, populated = FakeClock(), [0]
     node = make_node(clock=clock)
@@ -164,7 +148,7 @@ def test_the_settings_reach_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     node.close()
 
 
-def test_an_engine_is_answered_before_there_is_memory(make_node: MakeNode, engines: Engines) -> None:
+def test_an_engine_is_answered_before_there_is_memory(make_node: MakeWholeNode, engines: Engines) -> None:
     node = make_node(paused=True)
     engine = engines(node)
     assert engine.lookup([key_of(0)]).runs == ()
@@ -182,7 +166,7 @@ def test_an_engine_is_answered_before_there_is_memory(make_node: MakeNode, engin
     assert node.find_pool("other") is None
 
 
-def test_an_operator_ends_a_session(make_node: MakeNode, engine_process: EngineProcess) -> None:
+def test_an_operator_ends_a_session(make_node: MakeWholeNode, engine_process: EngineProcess) -> None:
     node = make_node()
     running = engine_process(node.settings.attach_path, 1)
     (session,) = node.sessions()
@@ -200,7 +184,7 @@ def test_an_operator_ends_a_session(make_node: MakeNode, engine_process: EngineP
     eventually(lambda: node.memory_thread.figures.spare_bytes == 8 * EXTENT)
 
 
-def test_closing_leaves_no_thread_no_socket_and_no_memory(make_node: MakeNode, engines: Engines) -> None:
+def test_closing_leaves_no_thread_no_socket_and_no_memory(make_node: MakeWholeNode, engines: Engines) -> None:
     node = make_node()
     engine = engines(node)
     engine.store_all([key_of(0)])
@@ -216,7 +200,7 @@ def test_closing_leaves_no_thread_no_socket_and_no_memory(make_node: MakeNode, e
     engine.wait_for(lambda: not engine.workers[1].maps)
 
 
-def test_a_thread_that_fails_is_seen(monkeypatch: pytest.MonkeyPatch, make_node: MakeNode, tmp_path: Path) -> None:
+def test_a_thread_that_fails_is_seen(monkeypatch: pytest.MonkeyPatch, make_node: MakeWholeNode, tmp_path: Path) -> None:
     failures: list[str] = []
     state = tmp_path / "state"
     node = make_node(on_failure=failures.append, state=state)
@@ -234,7 +218,7 @@ def test_a_thread_that_fails_is_seen(monkeypatch: pytest.MonkeyPatch, make_node:
 
 
 def test_a_defect_in_one_change_of_memory_is_seen_and_ends_nothing(
-    make_node: MakeNode, engines: Engines, monkeypatch: pytest.MonkeyPatch
+    make_node: MakeWholeNode, engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node = make_node()
     with monkeypatch.context() as patch:
@@ -246,7 +230,7 @@ def test_a_defect_in_one_change_of_memory_is_seen_and_ends_nothing(
     assert node.live_failure() is None
 
 
-def test_refused_memory_is_shown_and_tried_again(make_node: MakeNode, tmp_path: Path) -> None:
+def test_refused_memory_is_shown_and_tried_again(make_node: MakeWholeNode, tmp_path: Path) -> None:
     clock = FakeClock()
     node = make_node(clock=clock, paused=True)
     (tmp_path / "meminfo").write_text("MemAvailable: 0 kB\n")
@@ -260,7 +244,7 @@ def test_refused_memory_is_shown_and_tried_again(make_node: MakeNode, tmp_path: 
     assert node.memory_failure() is None
 
 
-def test_records_are_checked_once_a_minute(make_node: MakeNode, engine_process: EngineProcess) -> None:
+def test_records_are_checked_once_a_minute(make_node: MakeWholeNode, engine_process: EngineProcess) -> None:
     clock = FakeClock()
     node = make_node(clock=clock)
     engine = engine_process(node.settings.attach_path, 1)
@@ -278,7 +262,7 @@ def test_records_are_checked_once_a_minute(make_node: MakeNode, engine_process: 
     assert failure.startswith(f"the records of pool {pool.name} are inconsistent")
 
 
-def test_the_descriptor_limit_is_raised(make_node: MakeNode) -> None:
+def test_the_descriptor_limit_is_raised(make_node: MakeWholeNode) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(512, hard), hard))
     try:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
+from collections.abc import AsyncIterator
 
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tests.api.conftest import CALLER_UID, called_by
-from tests.service.node.conftest import Engines
+from tests.service.node.conftest import Engines, MakeWholeNode
 from tests.service.node.rawengine import SLOT_BYTES, RawEngine, key_of
-from tests.service.node.wholenode import EXTENT, whole_node
+from tests.service.node.wholenode import EXTENT
 from tests.waiting import eventually
 
 from kvstow_api.app import create_app
@@ -26,18 +25,10 @@ KEYS = [key_of(number) for number in range(8)]
 
 
 @pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture
-def node(tmp_path: Path) -> Iterator[Node]:
-    made = whole_node(tmp_path, extents=4)
-    try:
-        made.start()
-        yield made
-    finally:
-        made.close()
+def node(make_whole_node: MakeWholeNode) -> Node:
+    made = make_whole_node(extents=4)
+    made.start()
+    return made
 
 
 @pytest.fixture

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import pytest
 from msgspec.structs import replace
-from tests.descriptors import open_descriptors
 from tests.doubles.memoryblockstore import MemoryBlockStore, MemoryStoredPool
 from tests.service.node.conftest import Engines
+from tests.service.node.conftest import MakeWholeNode as MakeNode
 from tests.service.node.rawengine import HELLO, NAMED, NAMESPACE, POOL, SLOT_BYTES, RawEngine, key_of, keys_of
-from tests.service.node.wholenode import EXTENT, whole_node
+from tests.service.node.wholenode import EXTENT
 from tests.waiting import eventually
 
 from kvstow.attach.calls import Detach, Found, Hold, Lookup, LookupPrompt, Prefill, Reset, ResetDone
@@ -28,29 +27,21 @@ from kvstow_service.node.tier.nodestore import NodeStore
 ROW_SLOTS = EXTENT // SLOT_BYTES
 ONE_RANK = replace(NAMED, pool=replace(POOL, slot_bytes=(SLOT_BYTES,), tensor_parallel=1))
 
-MakeNode = Callable[..., Node]
-
 _stores: WeakKeyDictionary[Node, MemoryBlockStore] = WeakKeyDictionary()
 
 
 @pytest.fixture
-def make_node(tmp_path: Path, patient: None) -> Iterator[MakeNode]:
-    """Nodes that use a store, and wait for it as long as it takes. They are closed at the end; none leaves a descriptor
-    open."""
-    before = open_descriptors()
-    nodes: list[Node] = []
+def make_node(make_whole_node: MakeNode, patient: None) -> MakeNode:
+    """They are started, and use a store, for which they wait as long as it takes."""
 
     def make(*, store: MemoryBlockStore | None = None, **options: Any) -> Node:
         stores = store or MemoryBlockStore()
-        nodes.append(whole_node(tmp_path, socket=f"attach{len(nodes)}", store=stores, **options))
-        _stores[nodes[-1]] = stores
-        nodes[-1].start()
-        return nodes[-1]
+        node = make_whole_node(store=stores, **options)
+        _stores[node] = stores
+        node.start()
+        return node
 
-    yield make
-    for node in nodes:
-        node.close()
-    assert open_descriptors() <= before  # those of earlier tests may have been closed meanwhile
+    return make
 
 
 def node_store(node: Node) -> NodeStore:
@@ -401,7 +392,7 @@ def test_an_extent_stays_with_the_store_until_no_process_maps_it(make_node: Make
 def test_a_store_that_cannot_be_started_leaves_nothing_open(
     make_node: MakeNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`make_node` counts the descriptors."""
+    """`make_whole_node` counts the descriptors."""
 
     def fail(*_: object) -> None:
         raise OSError("injected")

@@ -11,12 +11,22 @@ import struct
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import TypeVar
 
 import pytest
 from msgspec.structs import replace
+from tests.descriptors import open_descriptors
 from tests.doubles.fakes import FakeClock
-from tests.service.node.conftest import HELLO, WORKER, AttachFigures, MakeNode, Node, figures_of, wait_until
+from tests.service.node.conftest import (
+    HELLO,
+    WORKER,
+    AttachFigures,
+    MakeNode,
+    Node,
+    ask,
+    figures_of,
+    refusal_by,
+    wait_until,
+)
 
 from kvstow.attach.calls import (
     BeginLoad,
@@ -41,8 +51,6 @@ from kvstow_service.node.attach import clients
 KEYS = [bytes([number]) * 34 for number in range(8)]
 ROUNDS = 300
 
-Answer = TypeVar("Answer", bound=Message)
-
 
 class Honest:
     """An engine that stores and loads all the time, and counts what it got."""
@@ -55,23 +63,18 @@ class Honest:
     def work(self) -> None:
         """Store a block if it is absent, look it up, load it."""
         connection = self.connection
-        begun = self.ask(BeginStore(KEYS), StoreBegun)
+        begun = ask(connection, BeginStore(KEYS), StoreBegun)
         if begun.op_id:
             for rank in range(2):
                 connection.send(Completions(rank, "boot", (Completion(begun.op_id, "done"),)))
-        found = self.ask(Lookup(KEYS), Found)
+        found = ask(connection, Lookup(KEYS), Found)
         assert found.runs == ((0, 8),)
-        loading = self.ask(BeginLoad(found.lease_id, 0, 8), LoadBegun)
+        loading = ask(connection, BeginLoad(found.lease_id, 0, 8), LoadBegun)
         assert len(loading.slots) == 8
         for rank in range(2):
             connection.send(Completions(rank, "boot", (Completion(loading.op_id, "done"),)))
         connection.poll()
         self.loaded += 1
-
-    def ask(self, message: Message, kind: type[Answer]) -> Answer:
-        call = self.connection.call(message)
-        assert self.connection.wait(call, 20)
-        return call.unpack(kind)
 
 
 @pytest.fixture
@@ -320,17 +323,11 @@ def test_a_scheduler_half_may_not_speak_as_a_worker_nor_a_worker_as_a_scheduler(
     scheduler = node.attach()
     worker = node.attach_worker(scheduler)
     worker.call(Lookup(KEYS))
-    wait_until(lambda: worker.refusal, lambda: worker.poll(0.01))
-    assert worker.problem == "LOOKUP does not come from a worker"
+    assert refusal_by(worker) == "unexpected: LOOKUP does not come from a worker"
     other = node.attach()
     other.send(RegisteredExtents(()))
-    wait_until(lambda: other.refusal, lambda: other.poll(0.01))
-    assert other.problem == "REGISTERED does not come from a scheduler"
+    assert refusal_by(other) == "unexpected: REGISTERED does not come from a scheduler"
     assert node.host.registered == []
-
-
-def open_fds() -> int:
-    return len(os.listdir("/proc/self/fd"))
 
 
 @pytest.mark.parametrize("announced", [0, 3])
@@ -338,12 +335,12 @@ def test_descriptors_of_a_client_never_enter_the_service(node: Node, honest: Hon
     """Whichever process sends them: nothing that an engine hands over is believed to be anybody's memory or process."""
     null = os.open("/dev/null", os.O_RDONLY)
     worker = attached_worker(node)
-    before = open_fds()
+    before = len(open_descriptors())
     for connected in (connect(node), attached(node), worker):
         frame = encode_header(Kind.REGISTERED, 0, 1, announced)
         connected.sendmsg([frame], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", [null] * 3))])
         assert refusal_of(connected) == "fds_unwanted"
-    wait_until(lambda: open_fds() <= before)
+    wait_until(lambda: len(open_descriptors()) <= before)
     os.close(null)
     assert figures_of(node).refused == {"fds_unwanted": 3}
 

@@ -11,12 +11,11 @@ import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar
 
 import pytest
 from msgspec.structs import replace
 from tests.doubles.fakes import FakeClock
-from tests.service.node.conftest import HELLO, WORKER, MakeNode, Node, figures_of, wait_until
+from tests.service.node.conftest import HELLO, WORKER, MakeNode, Node, ask, figures_of, refusal_by, wait_until
 from tests.service.node.fakehost import FakeSession
 
 import kvstow.attach
@@ -44,27 +43,13 @@ from kvstow.attach.calls import (
 from kvstow.attach.channel import MAX_UNSENT_BYTES, Channel
 from kvstow.attach.connection import AttachConnection
 from kvstow.attach.hello import Refused
-from kvstow.attach.wire import MOST_STORED, Kind, Message
+from kvstow.attach.wire import MOST_STORED, Kind
 from kvstow.descriptions import DescribedBlocks
 from kvstow.errors import AttachRefusedError, CallFailedError, DisconnectedError
 from kvstow.messages import Completion, RankReport
 from kvstow_service.node.attach.clients import REASONS, client_limit
 
 KEYS = [bytes([number]) * 34 for number in range(8)]
-
-
-Answer = TypeVar("Answer", bound=Message)
-
-
-def ask(connection: AttachConnection, message: Message, kind: type[Answer]) -> Answer:
-    call = connection.call(message)
-    assert connection.wait(call, 20)
-    return call.unpack(kind)
-
-
-def refusal_by(node: Node, connection: AttachConnection) -> str:
-    wait_until(lambda: connection.refusal, lambda: connection.poll(0.01))
-    return f"{connection.refusal}: {connection.problem}"
 
 
 def store(scheduler: AttachConnection, keys: list[bytes], ranks: int = 2) -> StoreBegun:
@@ -158,7 +143,7 @@ def test_messages_are_pushed_from_any_thread_in_order(node: Node) -> None:
 
 def test_the_host_may_refuse(node: Node) -> None:
     node.host.refusal = AttachRefusedError("draining", "the service is stopping")
-    assert refusal_by(node, node.connection(HELLO)) == "draining: the service is stopping"
+    assert refusal_by(node.connection(HELLO)) == "draining: the service is stopping"
 
 
 def test_a_peer_without_a_pidfd_is_refused(node: Node) -> None:
@@ -166,7 +151,7 @@ def test_a_peer_without_a_pidfd_is_refused(node: Node) -> None:
         raise AttachRefusedError("no_pidfd", "the service cannot see when this process ends")
 
     node.next_peer = refuse  # type: ignore[assignment]
-    assert refusal_by(node, node.connection(HELLO)).startswith("no_pidfd: the service cannot see")
+    assert refusal_by(node.connection(HELLO)).startswith("no_pidfd: the service cannot see")
     wait_until(lambda: figures_of(node).clients == 0)
 
 
@@ -175,14 +160,14 @@ def test_workers_are_refused_without_token_rank_or_the_uid(node: Node) -> None:
     assert scheduler.welcome is not None
     token = scheduler.welcome.token
     node.attach_worker(scheduler, 0)
-    assert refusal_by(node, node.connection(replace(WORKER, token="guess"))).startswith("unknown_token")
+    assert refusal_by(node.connection(replace(WORKER, token="guess"))).startswith("unknown_token")
     taken = node.connection(replace(WORKER, token=token))
-    assert refusal_by(node, taken) == "rank: rank 0 of the session is attached already"
+    assert refusal_by(taken) == "rank: rank 0 of the session is attached already"
     beyond = node.connection(replace(WORKER, token=token, rank=2))
-    assert refusal_by(node, beyond) == "rank: rank is 2; the session has 2 ranks"
+    assert refusal_by(beyond) == "rank: rank is 2; the session has 2 ranks"
     node.process(uid=1001)
     stranger = node.connection(replace(WORKER, token=token, rank=1))
-    assert refusal_by(node, stranger) == "uid: the session belongs to uid 1000, the worker runs as 1001"
+    assert refusal_by(stranger) == "uid: the session belongs to uid 1000, the worker runs as 1001"
     assert scheduler.state == "attached"
     assert [event[0] for event in node.host.events] == ["opened", "joined"]
 
@@ -194,7 +179,7 @@ def test_one_user_leaves_places_for_others(make_node: MakeNode) -> None:
             node.process(uid=uid)
             node.attach()
         node.process(uid=uid)
-        refusal = refusal_by(node, node.connection(HELLO))
+        refusal = refusal_by(node.connection(HELLO))
         assert refusal.startswith(f"too_many_clients: processes of uid {uid} have as many")
 
 
@@ -221,7 +206,7 @@ def test_an_error_that_nobody_would_hear_of_ends_the_session(node: Node, monkeyp
     first, second = node.attach(), node.attach()
     monkeypatch.setattr(FakeSession, "count_lookup", lambda *_: 1 / 0)
     first.send(CountLookup(1, 1))
-    assert refusal_by(node, first).startswith("internal")
+    assert refusal_by(first).startswith("internal")
     assert ask(second, Reset(), ResetDone) == ResetDone("model-99")
     assert [event[0] for event in node.events("lost", "over")] == ["lost", "over"]
 

@@ -180,16 +180,7 @@ def test_who_uses_slots_of_recalled_memory_and_says_nothing_is_shown(make_bench:
 
 def test_a_worker_that_lies_about_letting_go_does_not_make_the_node_larger(make_bench: MakeBench) -> None:
     bench = make_bench(extents=4)
-    liar = bench.attach(ONE_RANK)
-    liar.keeps_fds = True
-    liar.join()
-    bench.run()
-    liar.register()
-    liar.report()
-    for start in range(0, 4 * ROW_SLOTS, 8):
-        liar.store(*range(start, start + 8))
-        bench.run()
-        liar.register()
+    liar = grown(bench, keeps_fds=True)
     assert len(liar.kept) == 4
     assert all(is_open_elsewhere(extent.fd) for extent in bench.memory.memory.extents.values())
     honest = bench.attach(ONE_RANK_OTHER, uid=2000)
@@ -212,12 +203,7 @@ def test_a_worker_that_lies_about_letting_go_does_not_make_the_node_larger(make_
 
 def test_memory_that_an_engine_keeps_after_it_has_detached_names_its_session(make_bench: MakeBench) -> None:
     bench = make_bench(extents=4)
-    liar = bench.attach(ONE_RANK)
-    liar.keeps_fds = True
-    liar.join()
-    bench.run()
-    liar.register()
-    liar.report()
+    liar = bench.start(ONE_RANK, keeps_fds=True)
     bench.run()
     liar.detach()
     bench.run()

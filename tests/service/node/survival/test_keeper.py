@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.descriptors import open_descriptors
 from tests.doubles.fakes import FakeClock
 from tests.service.node.keepers import ask, look
 from tests.waiting import eventually
@@ -133,10 +134,6 @@ def contents(client: KeeperClient) -> dict[str, bytes]:
             os.close(fd)
 
 
-def descriptors() -> list[str]:
-    return sorted(os.listdir("/proc/self/fd"))
-
-
 def test_it_holds_what_was_put_until_it_is_dropped(client: KeeperClient) -> None:
     put(client, "extent-1", b"one")
     put(client, "journal", b"index")
@@ -147,10 +144,10 @@ def test_it_holds_what_was_put_until_it_is_dropped(client: KeeperClient) -> None
 
 def test_a_label_that_is_put_again_stands_for_the_new_one(client: KeeperClient) -> None:
     put(client, "extent-1", b"old")
-    before = len(descriptors())
+    before = len(open_descriptors())
     put(client, "extent-1", b"new")
     assert contents(client) == {"extent-1": b"new"}
-    assert len(descriptors()) == before
+    assert len(open_descriptors()) == before
 
 
 def test_the_descriptors_it_gives_are_closed_in_programs_that_the_service_starts(client: KeeperClient) -> None:
@@ -180,23 +177,23 @@ def test_more_descriptors_than_select_can_watch_are_no_fault(client: KeeperClien
 
 def test_what_was_put_counts_all_at_once(client: KeeperClient, folder: Path) -> None:
     put(client, "extent-1", b"one")
-    before = len(descriptors())
+    before = len(open_descriptors())
     with greeted(folder) as peer, memfd(b"two") as fd:
         assert ask(peer, {"do": "put", "labels": ["extent-1", "extent-2"]}, [fd, fd])["ok"]
         assert look(folder).labels == {"extent-1"}
     client = connect(folder)
     assert contents(client) == {"extent-1": b"one"}, "nor after the connection has ended before the commit"
     client.close()
-    assert len(descriptors()) <= before
+    assert len(open_descriptors()) <= before
 
 
 def test_everything_is_replaced_at_once(client: KeeperClient) -> None:
     put(client, "extent-1", b"one")
     put(client, "extent-2", b"two")
-    before = len(descriptors())
+    before = len(open_descriptors())
     put(client, "extent-2", b"new", replaces=True)
     assert contents(client) == {"extent-2": b"new"}
-    assert len(descriptors()) == before - 1
+    assert len(open_descriptors()) == before - 1
 
 
 def test_a_request_after_a_question_gets_its_own_answer(client: KeeperClient) -> None:
@@ -319,13 +316,13 @@ def test_who_looks_does_not_keep_it_alive(running: Running, folder: Path, clock:
 
 
 def test_it_ends_when_it_is_told_and_lets_go_of_everything(running: Running, folder: Path) -> None:
-    before = len(descriptors())
+    before = len(open_descriptors())
     client = connect(folder)
     put(client, "extent-1", b"one")
     client.leave(gives_back=True)
     running.close()
     assert running.keeper.ended == "end"
-    assert len(descriptors()) < before
+    assert len(open_descriptors()) < before
     running.keeper.close()
 
 
@@ -367,10 +364,10 @@ def test_an_answer_that_cannot_be_read_leaves_no_descriptor_open(folder: Path, m
         monkeypatch.setattr("kvstow_service.node.survival.keeperclient.connect", lambda *_: ours)
         client = KeeperClient(folder)
         socket.send_fds(theirs, [b"garbage"], [sent.fileno()])
-        before = len(os.listdir("/proc/self/fd"))
+        before = len(open_descriptors())
         with pytest.raises(KeeperError, match="cannot be read"):
             client.take_welcome()
-        assert len(os.listdir("/proc/self/fd")) == before
+        assert len(open_descriptors()) == before
         client.close()
 
 
@@ -413,11 +410,11 @@ def test_garbage_closes_the_connection_that_sent_it_and_is_counted(
     client: KeeperClient, folder: Path, message: bytes
 ) -> None:
     put(client, "extent-1", b"one")
-    before = len(descriptors())
+    before = len(open_descriptors())
     with memfd(b"") as fd:
         assert exchange(folder, message, fds=(fd, fd)) == b""
     assert contents(client) == {"extent-1": b"one"}
-    assert len(descriptors()) == before, "descriptors that came with it are closed"
+    assert len(open_descriptors()) == before, "descriptors that came with it are closed"
     assert look(folder).refused == 1
 
 
@@ -434,12 +431,12 @@ def test_a_request_that_contradicts_itself_is_refused_in_a_sentence(
     running: Running, folder: Path, request_: dict[str, Any]
 ) -> None:
     with greeted(folder) as peer:
-        before = len(descriptors())
+        before = len(open_descriptors())
         answer = ask(peer, request_, [0])
         assert not answer["ok"]
         assert "labels came" in answer["error"] or "version" in answer["error"]
         assert ask(peer, {"do": "list", "start": 0})["labels"] == []
-        assert len(descriptors()) == before
+        assert len(open_descriptors()) == before
 
 
 @pytest.mark.parametrize("request_", [{"labels": [1]}, {"labels": "a"}, {}])

@@ -111,15 +111,6 @@ class ClientContract:
         assert slots.read(65) == slots.read(1)
         assert slots.read(67) == slots.read(3)
 
-    def test_a_get_writes_no_other_slot(
-        self, transfers: TransferClient, slots: Slots, name: Callable[..., ObjectName]
-    ) -> None:
-        transfers.put([slots.object(name(1), 1)], TIMEOUT)
-        before = [slots.read(slot) for slot in range(NUM_SLOTS)]
-        assert transfers.get([slots.object(name(1), 9)], TIMEOUT) == ["found"]
-        before[9] = before[1]
-        assert [slots.read(slot) for slot in range(NUM_SLOTS)] == before
-
     def test_a_slot_is_the_callers_again_after_a_put(
         self, transfers: TransferClient, slots: Slots, name: Callable[..., ObjectName]
     ) -> None:
@@ -156,19 +147,6 @@ class ClientContract:
         transfers.put([slots.object(name(1), 1), slots.object(name(2), 2, SLOT // 2)], TIMEOUT)
         gets = [slots.object(name(1), 3, SLOT // 2), slots.object(name(2), 4)]
         assert "found" not in transfers.get(gets, TIMEOUT)
-
-    def test_another_client_of_the_store_finds_what_one_has_put(
-        self, tier: MooncakeClients, transfers: TransferClient, slots: Slots, name: Callable[..., ObjectName]
-    ) -> None:
-        transfers.put([slots.object(name(1), 1)], TIMEOUT)
-        other, memory = tier.open_transfers(WITNESS), Slots(4)
-        try:
-            other.add_memory(memory.range)
-            assert other.get([memory.object(name(1), 3)], TIMEOUT) == ["found"]
-            assert memory.read(3) == slots.read(1)
-        finally:
-            other.close()
-            memory.close()
 
     def test_lookups_answer_in_order(
         self, transfers: TransferClient, lookups: LookupClient, slots: Slots, name: Callable[..., ObjectName]

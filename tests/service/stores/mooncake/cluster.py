@@ -10,8 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any
 from urllib.request import urlopen
 
 import pytest
+from tests.waiting import eventually
 
 from kvstow_service.stores.mooncake.mooncakestore import MooncakeLocation
 
@@ -83,7 +83,9 @@ class Cluster:
 
     def start_master(self) -> subprocess.Popen[Any]:
         self.master = self._start_master(self._port)
-        _wait_until(lambda: is_listening(self._port) or self.master.poll() is not None, "the master does not listen")
+        eventually(
+            lambda: is_listening(self._port) or self.master.poll() is not None, "a master", seconds=_START_SECONDS
+        )
         assert self.master.poll() is None, f"the master has ended: {self._log.name}"
         return self.master
 
@@ -172,11 +174,11 @@ class ElectedCluster(Cluster):
             f"--initial-advertise-peer-urls={peers}",
             f"--initial-cluster=default={peers}",
         )
-        _wait_until(lambda: is_listening(self._etcd_port), "etcd does not listen")
+        eventually(lambda: is_listening(self._etcd_port), "etcd", seconds=_START_SECONDS)
         ha = ("--enable_ha=true", "--ha_backend_type=etcd", f"--ha_backend_connstring=127.0.0.1:{self._etcd_port}")
         for port in (self._port, next(_ports)):
             self._masters[port] = self._start_master(port, *ha, "--enable_oplog=true")
-        _wait_until(lambda: self.leader is not None, "no master leads")
+        eventually(lambda: self.leader is not None, "a master that leads", seconds=_START_SECONDS)
         leader = self.leader
         assert leader is not None
         self.master = leader
@@ -204,10 +206,3 @@ class ElectedCluster(Cluster):
 def is_listening(port: int) -> bool:
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) == 0
-
-
-def _wait_until(condition: Callable[[], bool], otherwise: str) -> None:
-    deadline = time.monotonic() + _START_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, otherwise
-        time.sleep(0.01)

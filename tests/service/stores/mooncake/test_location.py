@@ -33,6 +33,8 @@ def test_the_own_address_is_the_one_that_the_master_is_reached_from() -> None:
 @pytest.mark.parametrize(
     ("url", "said"),
     [
+        ("", "MASTER:PORT"),
+        ("a:1", "MASTER:PORT"),
         ("nfs://a:1", "MASTER:PORT"),
         ("mooncake://a", "MASTER:PORT"),
         ("mooncake://:5", "MASTER:PORT"),
