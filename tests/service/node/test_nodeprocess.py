@@ -11,15 +11,16 @@ import socket
 import ssl
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack, closing
 from datetime import UTC, datetime
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import httpx
 import pytest
 import trustme
 from tests.service.node.keepers import end_keeper, kinds_held
+from tests.service.node.rawengine import RawEngine, key_of
 from tests.waiting import eventually
 
 from kvstow.errors import InsufficientMemoryError
@@ -52,11 +53,12 @@ def base(tmp_path: Path) -> dict[str, Any]:
 
 
 class Watcher(threading.Thread):
-    """Waits until the service answers on its Unix socket, then runs `visit`, then sends SIGTERM."""
+    """Waits until the service answers on its Unix socket, then runs `visit`, then sends SIGTERM. With `stops_itself`,
+    `visit` sends it, unless it fails before."""
 
-    def __init__(self, uds: Path, visit: Callable[[httpx.Client], None]) -> None:
+    def __init__(self, uds: Path, visit: Callable[[httpx.Client], None], *, stops_itself: bool) -> None:
         super().__init__()
-        self._uds, self._visit = uds, visit
+        self._uds, self._visit, self._stops_itself = uds, visit, stops_itself
         self.error: BaseException | None = None
 
     def run(self) -> None:
@@ -67,7 +69,8 @@ class Watcher(threading.Thread):
                 self._visit(client)
         except BaseException as error:  # noqa: BLE001 - raised again on the test's thread
             self.error = error
-        os.kill(os.getpid(), signal.SIGTERM)
+        if self.error is not None or not self._stops_itself:
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _listens(uds: Path) -> bool:
@@ -83,8 +86,8 @@ def _answers(client: httpx.Client) -> bool:
         return False
 
 
-def run_and_visit(settings: Settings, visit: Callable[[httpx.Client], None]) -> int:
-    watcher = Watcher(settings.admin_path, visit)
+def run_and_visit(settings: Settings, visit: Callable[[httpx.Client], None], *, stops_itself: bool = False) -> int:
+    watcher = Watcher(settings.admin_path, visit, stops_itself=stops_itself)
     watcher.start()
     status = run_service(settings)
     watcher.join()
@@ -201,48 +204,25 @@ def test_a_signal_drains_while_both_servers_answer_and_a_second_one_skips_the_wa
     assert not base["attach_socket"].exists()
 
 
-class _Draining:
-    """Stands for time, for a second signal that never comes, and for the switches of a node whose two transfers end at
-    a time."""
-
-    def __init__(self, end: float) -> None:
-        self._end, self.now = end, 0.0
-        self.orders: list[tuple[str, float]] = []
-
-    def wait(self, seconds: float) -> bool:
-        self.now += seconds
-        return False
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def drain(self, mode: str, deadline: float) -> None:
-        self.orders.append((mode, deadline))
-
-    @property
-    def drain_status(self) -> Any:
-        return SimpleNamespace(drained=self.now >= self._end, pending_transfers=2)
-
-
-@pytest.mark.parametrize(
-    ("end", "seconds", "said"),
-    [(3.0, 3.0, []), (100.0, 7.0, ["the service stops although 2 transfers have not ended"])],
-)
+@pytest.mark.parametrize("ends", [True, False])
 def test_a_drain_ends_with_the_last_transfer_or_at_its_deadline(
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    base: dict[str, Any],
-    end: float,
-    seconds: float,
-    said: list[str],
+    base: dict[str, Any], stack: ExitStack, capfd: pytest.CaptureFixture[str], ends: bool
 ) -> None:
-    settings = Settings(**{**base, "shutdown_delay": "2s", "drain_deadline": "5s"})
-    draining = _Draining(end)
-    monkeypatch.setattr(nodeprocess, "time", draining)
-    nodeprocess._drain(cast("Any", SimpleNamespace(switches=draining)), settings, cast("Any", draining))
-    assert draining.orders == [("all", 5.0)]
-    assert draining.now == pytest.approx(seconds, abs=0.2)
-    assert [record.getMessage() for record in caplog.records] == said
+    deadline = "3600s" if ends else "0.1s"
+    settings = Settings(**{**base, "memory": "8MiB", "extent_size": "2MiB", "drain_deadline": deadline})
+
+    def visit(client: httpx.Client) -> None:
+        eventually(lambda: client.get("/readyz").status_code == 200, "readiness")
+        engine = stack.enter_context(closing(RawEngine(settings.attach_path)))
+        engine.store_all([key_of(0)])
+        begun = engine.begin_store([key_of(1)])
+        os.kill(os.getpid(), signal.SIGTERM)
+        if ends:
+            eventually(lambda: "drain" in client.get("/readyz").text, "the drain")
+            engine.complete(begun.op_id)
+
+    assert run_and_visit(settings, visit, stops_itself=True) == 0
+    assert ("the service stops although 1 transfers have not ended" in capfd.readouterr().err) != ends
 
 
 def test_a_server_that_ends_by_itself_ends_the_service(
