@@ -12,12 +12,14 @@ from pathlib import Path
 import pytest
 from starlette.types import ASGIApp
 from tests.quickstop import servers_stop_at_once
+from tests.service.stores.disk.loopdisk import LoopDisk, LoopDiskError
 
 from kvstow.control import pooltier
 from kvstow_service.admin.server import AdminServer
 from kvstow_service.admin.sockets import AdminSockets, TcpAddress
 from kvstow_service.admin.tls import ServerTls
 from kvstow_service.process.logwriter import LogWriter
+from kvstow_service.stores.disk.diskfiles import PathError, open_folder
 
 __all__ = ["servers_stop_at_once"]
 
@@ -61,6 +63,33 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests wait for the store below the pools as long as it takes on a busy machine."""
     monkeypatch.setattr(pooltier, "ANSWER_SECONDS", 60.0)
     monkeypatch.setattr(pooltier, "UNKNOWN_SECONDS", 60.0)
+
+
+@pytest.fixture
+def make_loop_disk(tmp_path: Path) -> Iterator[Callable[[str, int], LoopDisk]]:
+    if os.geteuid():
+        pytest.skip("only root mounts file systems")
+    with ExitStack() as stack:
+
+        def make(file_system: str = "ext4", num_bytes: int = 512 << 20) -> LoopDisk:
+            try:
+                disk = LoopDisk(tmp_path, file_system, num_bytes)
+            except LoopDiskError as error:
+                pytest.skip(str(error))
+            stack.callback(disk.unmount)
+            return disk
+
+        yield make
+
+
+@pytest.fixture
+def disk_folder(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    try:
+        os.close(open_folder(tmp_path))
+    except PathError:
+        make: Callable[[], LoopDisk] = request.getfixturevalue("make_loop_disk")
+        return make().folder
+    return tmp_path
 
 
 Serving = Callable[..., tuple[AdminServer, AdminSockets]]

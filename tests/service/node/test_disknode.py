@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -16,12 +16,11 @@ from msgspec.structs import replace
 from tests.service.node.keepers import end_keeper
 from tests.service.node.rawengine import NAMED, POOL, SLOT_BYTES, RawEngine, keys_of
 from tests.service.node.realservice import RealService
-from tests.service.stores.disk.loopdisk import LoopDisk, LoopDiskError
+from tests.service.stores.disk.loopdisk import LoopDisk
 from tests.waiting import eventually
 
 from kvstow.attach.calls import Detach, Prefill, Reset, ResetDone
 from kvstow.attach.identity import FleetWeights
-from kvstow_service.stores.disk.diskfiles import PathError, open_folder
 
 pytestmark = pytest.mark.process
 
@@ -37,10 +36,6 @@ class DiskService:
         self._folder = folder
         self.real = RealService(folder)
         self.disk = disk
-        try:
-            os.close(open_folder(self.disk))
-        except PathError as error:
-            pytest.skip(str(error))
         self.engines: list[RawEngine] = []
         self.client: httpx.Client
 
@@ -118,9 +113,9 @@ def parent_of(pid: int) -> int:
 
 
 @pytest.fixture
-def service(tmp_path: Path) -> Iterator[DiskService]:
-    (tmp_path / "disk").mkdir()
-    made = DiskService(tmp_path, tmp_path / "disk")
+def service(tmp_path: Path, disk_folder: Path) -> Iterator[DiskService]:
+    (disk_folder / "disk").mkdir()
+    made = DiskService(tmp_path, disk_folder / "disk")
     yield made
     made.close()
 
@@ -229,21 +224,10 @@ def test_random_kills_lose_nothing_that_was_written(service: DiskService) -> Non
         service.kill()
 
 
-@pytest.fixture
-def loop_disk(tmp_path: Path) -> Iterator[LoopDisk]:
-    if os.geteuid():
-        pytest.skip("only root mounts file systems")
-    try:
-        disk = LoopDisk(tmp_path, "ext4", 512 << 20)
-    except LoopDiskError as error:
-        pytest.skip(str(error))
-    yield disk
-    disk.unmount()
-
-
 def test_engines_of_a_killed_service_see_its_end_at_once_also_while_its_disk_hangs(
-    tmp_path: Path, loop_disk: LoopDisk
+    tmp_path: Path, make_loop_disk: Callable[[], LoopDisk]
 ) -> None:
+    loop_disk = make_loop_disk()
     service = DiskService(tmp_path, loop_disk.folder)
     try:
         service.start()

@@ -54,6 +54,14 @@ def environ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
 
 @pytest.fixture
+def token(tmp_path: Path) -> Path:
+    """A file with the token of people."""
+    path = tmp_path / "token"
+    path.write_text("of-people")
+    return path
+
+
+@pytest.fixture
 def engine() -> OffloadEngine:
     return OffloadEngine(EngineConfig(slot_bytes=SLOT, capacity_slots=CAPACITY))
 

@@ -44,9 +44,7 @@ def test_without_a_free_port_it_serves_on_the_unix_socket_alone(
     assert engine.stats().faults.errors["admin_server"] == 1
 
 
-def test_an_address_of_another_machine_leaves_the_unix_socket(launch: Any, tmp_path: Path) -> None:
-    token = tmp_path / "token"
-    token.write_text("t")
+def test_an_address_of_another_machine_leaves_the_unix_socket(launch: Any, token: Path) -> None:
     admin = launch(AdminOptions(host="192.0.2.1", port=9595, token_file=token))
     assert [address.partition(":")[0] for address in admin.addresses] == ["unix"]
     assert admin.address_for_ranks is None

@@ -22,7 +22,6 @@ from tests.waiting import eventually
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
 from kvstow.errors import ConfigError
-from kvstow_api import app
 from kvstow_api import app as app_module
 from kvstow_service.admin.adminhost import AdminOptions
 from kvstow_service.admin.embedded import EmbeddedAdmin
@@ -55,7 +54,7 @@ def test_the_heap_is_frozen_only_if_the_host_asks_for_it(
 
 def test_the_switch_interval_is_short_while_the_server_is_made(launch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     usual, seen = sys.getswitchinterval(), list[float]()
-    create_app = app.create_app
+    create_app = app_module.create_app
 
     def create(context: Any) -> Any:
         seen.append(sys.getswitchinterval())
@@ -79,10 +78,8 @@ def test_the_server_reports_its_addresses_and_versions(launch: Any, caplog: pyte
             assert info["build"]["vllm"] == "0.32.0"
 
 
-def test_the_ranks_need_no_tcp_and_no_token_of_the_file(launch: Any, report: Any, tmp_path: Path) -> None:
+def test_the_ranks_need_no_tcp_and_no_token_of_the_file(launch: Any, report: Any, token: Path) -> None:
     """The server listens where agents do not look. People need the file's token there, and none on the Unix socket."""
-    token = tmp_path / "token"
-    token.write_text("of-people")
     admin = launch(AdminOptions(host="0.0.0.0", port=0, token_file=token))
     agent = report()
     eventually(lambda: agent.sent, "a report")

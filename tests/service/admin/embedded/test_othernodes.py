@@ -56,9 +56,10 @@ def test_ranks_on_other_nodes_trust_the_servers_certificate(
     eventually(lambda: engine.stats().pool.usable_slots == CAPACITY, "the report over TLS")
 
 
-def test_ranks_on_other_nodes_learn_of_a_renewed_certificate(launch: Any, tmp_path: Path, stack: ExitStack) -> None:
-    path, token = tmp_path / "server.pem", tmp_path / "token"
-    token.write_text("of-people")
+def test_ranks_on_other_nodes_learn_of_a_renewed_certificate(
+    launch: Any, tmp_path: Path, token: Path, stack: ExitStack
+) -> None:
+    path = tmp_path / "server.pem"
 
     def issue() -> None:
         trustme.CA().issue_cert("another.name").private_key_and_cert_chain_pem.write_to_path(str(path))
@@ -95,11 +96,7 @@ def test_viewers_need_their_token_if_there_is_one(launch: Any, tmp_path: Path) -
         AdminOptions(viewer_token_file=tmp_path / "viewer")
 
 
-def test_a_server_on_all_addresses_is_reached_by_the_node_host_or_the_machines_name(
-    launch: Any, tmp_path: Path
-) -> None:
-    token = tmp_path / "token"
-    token.write_text("of-people")
+def test_a_server_on_all_addresses_is_reached_by_the_node_host_or_the_machines_name(launch: Any, token: Path) -> None:
     admin = launch(AdminOptions(host="0.0.0.0", port=0, token_file=token))
     assert admin.address_for_ranks.url.startswith(f"http://{socket.gethostname()}:")
 
@@ -114,7 +111,5 @@ def test_a_loopback_address_is_not_given_to_other_nodes_and_logged_once(
     ]
 
 
-def test_other_nodes_get_no_address_before_the_server_listens(make: Any, tmp_path: Path) -> None:
-    token = tmp_path / "token"
-    token.write_text("of-people")
+def test_other_nodes_get_no_address_before_the_server_listens(make: Any, token: Path) -> None:
     assert make(AdminOptions(host="0.0.0.0", token_file=token)).address_for_ranks is None
