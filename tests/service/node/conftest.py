@@ -2,13 +2,14 @@ from __future__ import annotations
 
 import os
 import socket
+import struct
 import subprocess
 import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 from weakref import WeakKeyDictionary
@@ -23,7 +24,7 @@ from tests.service.node.rawengine import HELLO as RAW_HELLO
 from tests.service.node.rawengine import RawEngine
 from tests.service.node.wholenode import whole_node
 
-from kvstow.attach.channel import Frame, close_fds
+from kvstow.attach.channel import HEADER_BYTES, Frame, close_fds, encode_header
 from kvstow.attach.connection import AttachConnection
 from kvstow.attach.hello import Hello
 from kvstow.attach.identity import GroupIdentity, NamespaceIdentity, PoolIdentity, RegionIdentity
@@ -190,6 +191,25 @@ def next_push(connection: AttachConnection) -> Frame:
     return frames.pop()
 
 
+def connect(node: Node) -> socket.socket:
+    connecting = socket.socket(socket.AF_UNIX)
+    connecting.connect(str(node.path))
+    connecting.settimeout(20)
+    return connecting
+
+
+def attached(node: Node, hello: Hello = HELLO) -> socket.socket:
+    """A half that has been welcomed, as a bare socket."""
+    connected = connect(node)
+    payload = hello.pack()
+    connected.sendall(encode_header(Kind.HELLO, len(payload)) + payload)
+    header = connected.recv(HEADER_BYTES, socket.MSG_WAITALL)
+    length, kind = struct.unpack_from("<IH", header)
+    assert kind == Kind.WELCOME
+    connected.recv(length, socket.MSG_WAITALL)
+    return connected
+
+
 Answer = TypeVar("Answer", bound=Message)
 
 
@@ -281,36 +301,28 @@ Engines = Callable[..., RawEngine]
 
 
 @pytest.fixture
-def engines() -> Iterator[Engines]:
+def engines(stack: ExitStack) -> Engines:
     """Engines that attach to a whole node, and are closed at the end."""
-    made: list[RawEngine] = []
 
     def make(node: WholeNode, hello: Hello = RAW_HELLO) -> RawEngine:
-        made.append(RawEngine(node.settings.attach_path, hello))
-        return made[-1]
+        return stack.enter_context(closing(RawEngine(node.settings.attach_path, hello)))
 
-    yield make
-    for engine in made:
-        engine.close()
+    return make
 
 
 EngineProcess = Callable[..., subprocess.Popen[str]]
 
 
 @pytest.fixture
-def engine_process(child_environ: dict[str, str]) -> Iterator[EngineProcess]:
+def engine_process(child_environ: dict[str, str], stack: ExitStack) -> EngineProcess:
     """An engine in a process of its own that has stored some keys, and is in the middle of another store."""
-    started: list[subprocess.Popen[str]] = []
 
     def start(socket: Path, count: int) -> subprocess.Popen[str]:
         command = [sys.executable, rawengine.__file__, str(socket), str(count)]
-        started.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=child_environ))
-        stdout = started[-1].stdout
-        assert stdout is not None
-        assert stdout.readline() == "stored\n"
-        return started[-1]
+        process = stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=child_environ))
+        stack.callback(process.kill)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "stored\n"
+        return process
 
-    yield start
-    for process in started:
-        process.kill()
-        process.communicate()
+    return start

@@ -28,24 +28,28 @@ class KeeperListing(NamedTuple):
 
 def look(folder: Path) -> KeeperListing:
     """What a keeper holds, whichever service put it there. Raises `KeeperError` if there is no keeper."""
-    try:
-        peer = connect(folder, 5.0)
-    except OSError as error:
-        raise KeeperError(f"there is no keeper in {folder}") from error
     labels = set[str]()
     start: int | None = 0
-    with peer:
-        while start is not None:
-            answer = ask(peer, {"do": "list", "start": start})
-            labels.update(answer["labels"])
-            start = answer["next"]
+    try:
+        with connect(folder, 5.0) as peer:
+            while start is not None:
+                answer = ask(peer, {"do": "list", "start": start})
+                if not answer:
+                    raise KeeperError(f"the keeper in {folder} has ended")
+                labels.update(answer["labels"])
+                start = answer["next"]
+    except OSError as error:
+        raise KeeperError(f"no keeper answers in {folder}") from error
     return KeeperListing(answer["pid"], frozenset(labels), answer["seconds_left"], answer["refused"])
 
 
 def ask(peer: socket.socket, request: dict[str, Any], fds: Sequence[int] = ()) -> dict[str, Any]:
     """The answer to a request that a `KeeperClient` may never make. Empty if the keeper has ended the connection."""
-    send(peer, request, fds)
-    data, _, is_cut = receive(peer)
+    try:
+        send(peer, request, fds)
+        data, _, is_cut = receive(peer)
+    except (BrokenPipeError, ConnectionResetError):
+        return {}
     return take_apart(data, is_cut) if data else {}
 
 

@@ -167,6 +167,11 @@ class RunningNode:
         self.process.kill()
         self.process.communicate()
 
+    def close(self) -> None:
+        """Idempotent."""
+        if self.process.poll() is None:
+            self.kill()
+
     def stop(self) -> int:
         self.process.send_signal(signal.SIGTERM)
         self.process.communicate(timeout=60)

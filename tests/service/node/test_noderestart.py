@@ -6,7 +6,7 @@ import os
 import select
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, closing, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,9 +35,9 @@ Attach = Callable[..., RawEngine]
 
 
 @pytest.fixture
-def state(tmp_path: Path) -> Iterator[Path]:
-    yield tmp_path / "state"
-    end_keeper(tmp_path / "state")
+def state(tmp_path: Path, stack: ExitStack) -> Path:
+    stack.callback(end_keeper, tmp_path / "state")
+    return tmp_path / "state"
 
 
 @pytest.fixture
@@ -46,30 +46,18 @@ def socket(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def start_node(socket: Path, state: Path, child_environ: dict[str, str]) -> Iterator[StartNode]:
-    nodes: list[RunningNode] = []
-
+def start_node(socket: Path, state: Path, child_environ: dict[str, str], stack: ExitStack) -> StartNode:
     def start(extents: int = 8, *words: str) -> RunningNode:
-        nodes.append(RunningNode(socket, state, child_environ, extents, *words))
-        return nodes[-1]
+        node = RunningNode(socket, state, child_environ, extents, *words)
+        stack.callback(node.close)
+        return node
 
-    yield start
-    for node in nodes:
-        if node.process.poll() is None:
-            node.kill()
+    return start
 
 
 @pytest.fixture
-def attach(socket: Path) -> Iterator[Attach]:
-    engines: list[RawEngine] = []
-
-    def attach(*settled_tokens: str) -> RawEngine:
-        engines.append(RawEngine(socket, settled_tokens=settled_tokens))
-        return engines[-1]
-
-    yield attach
-    for engine in engines:
-        engine.close()
+def attach(socket: Path, stack: ExitStack) -> Attach:
+    return lambda *settled_tokens: stack.enter_context(closing(RawEngine(socket, settled_tokens=settled_tokens)))
 
 
 def found(engine: RawEngine, keys: Sequence[bytes]) -> int:
@@ -240,16 +228,13 @@ def test_an_engine_with_the_longest_name_costs_no_keeper(start_node: StartNode, 
 
 
 @pytest.fixture
-def real_engine(socket: Path, child_environ: dict[str, str]) -> Iterator[Callable[[], RestartEngine]]:
-    engines: list[RestartEngine] = []
-
+def real_engine(socket: Path, child_environ: dict[str, str], stack: ExitStack) -> Callable[[], RestartEngine]:
     def start() -> RestartEngine:
-        engines.append(RestartEngine(socket, child_environ))
-        return engines[-1]
+        engine = RestartEngine(socket, child_environ)
+        stack.callback(engine.kill)
+        return engine
 
-    yield start
-    for engine in engines:
-        engine.kill()
+    return start
 
 
 def test_memory_that_nobody_knows_of_counts_until_engines_have_let_go_of_it(

@@ -75,8 +75,7 @@ class Restart:
         for engine in self.engines:
             engine.close()
         for node in self.nodes:
-            if node.process.poll() is None:
-                node.kill()
+            node.close()
         self.end_worker()
 
 

@@ -23,6 +23,8 @@ from tests.service.node.conftest import (
     MakeNode,
     Node,
     ask,
+    attached,
+    connect,
     figures_of,
     refusal_by,
     wait_until,
@@ -40,9 +42,9 @@ from kvstow.attach.calls import (
     Release,
     StoreBegun,
 )
-from kvstow.attach.channel import HEADER_BYTES, MAX_HELLO_BYTES, Channel, Frame, encode_header
+from kvstow.attach.channel import MAX_HELLO_BYTES, Channel, Frame, encode_header
 from kvstow.attach.connection import AttachConnection
-from kvstow.attach.hello import Hello, Refused
+from kvstow.attach.hello import Refused
 from kvstow.attach.wire import Kind, Message
 from kvstow.errors import DisconnectedError
 from kvstow.messages import Completion
@@ -88,25 +90,6 @@ def honest(node: Node) -> Iterator[Honest]:
     session_id = honest.connection.welcome.session_id if honest.connection.welcome else ""
     wait_until(lambda: not node.host.sessions[session_id].ops)
     assert node.host.sessions[session_id].leases == {}
-
-
-def connect(node: Node) -> socket.socket:
-    connecting = socket.socket(socket.AF_UNIX)
-    connecting.connect(str(node.path))
-    connecting.settimeout(20)
-    return connecting
-
-
-def attached(node: Node, hello: Hello = HELLO) -> socket.socket:
-    """A half that has been welcomed, as a bare socket."""
-    connected = connect(node)
-    payload = hello.pack()
-    connected.sendall(encode_header(Kind.HELLO, len(payload)) + payload)
-    header = connected.recv(HEADER_BYTES, socket.MSG_WAITALL)
-    length, kind = struct.unpack_from("<IH", header)
-    assert kind == Kind.WELCOME
-    connected.recv(length, socket.MSG_WAITALL)
-    return connected
 
 
 def read_to_the_end(connected: socket.socket) -> list[Frame]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import resource
 import select
-import socket
 import struct
 import sys
 import threading
@@ -15,7 +14,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 from tests.doubles.fakes import FakeClock
-from tests.service.node.conftest import HELLO, WORKER, MakeNode, Node, ask, figures_of, refusal_by, wait_until
+from tests.service.node.conftest import HELLO, WORKER, MakeNode, Node, ask, attached, figures_of, refusal_by, wait_until
 from tests.service.node.fakehost import FakeSession
 
 import kvstow.attach
@@ -255,14 +254,7 @@ def test_the_switch_interval_is_short_while_the_server_runs(make_node: MakeNode)
 
 def raw_session(node: Node) -> Channel:
     """An attached scheduler half that a test drives by hand."""
-    connecting = socket.socket(socket.AF_UNIX)
-    connecting.connect(str(node.path))
-    channel = Channel(connecting)
-    channel.send(HELLO.KIND, HELLO.pack())
-    wait_until(lambda: select.select([channel], [], [], 0)[0])
-    (welcome,) = channel.receive()
-    assert welcome.kind == Kind.WELCOME
-    return channel
+    return Channel(attached(node))
 
 
 def test_a_client_that_does_not_read_is_not_read_from_and_hurts_nobody(node: Node) -> None:

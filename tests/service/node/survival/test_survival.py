@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -452,18 +453,16 @@ def test_more_than_the_roster_can_say_is_not_recorded_and_the_service_goes_on(st
 
 
 @pytest.fixture
-def start_elsewhere(folder: Path, child_environ: dict[str, str]) -> Iterator[Callable[[], subprocess.Popen[bytes]]]:
-    keepers = []
-
+def start_elsewhere(
+    folder: Path, child_environ: dict[str, str], stack: ExitStack
+) -> Callable[[], subprocess.Popen[bytes]]:
     def start() -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "kvstow_service", "keeper", "--state", str(folder), "--keep-timeout", "10min"]
-        keepers.append(subprocess.Popen(command, env=child_environ))
-        return keepers[-1]
+        keeper = stack.enter_context(subprocess.Popen(command, env=child_environ))
+        stack.callback(keeper.kill)
+        return keeper
 
-    yield start
-    for keeper in keepers:
-        keeper.kill()
-        keeper.wait()
+    return start
 
 
 def test_a_service_uses_the_keeper_that_others_start_and_starts_none(

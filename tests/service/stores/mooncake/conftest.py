@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from typing import Any
 
 import pytest
@@ -31,13 +32,9 @@ def shared_cluster(alone: None, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 
 @pytest.fixture
-def make_cluster(alone: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Cluster]]:
-    clusters: list[Cluster] = []
-
+def make_cluster(alone: None, tmp_path_factory: pytest.TempPathFactory, stack: ExitStack) -> Callable[..., Cluster]:
     def make(segment_bytes: int = 1 << 30, **options: Any) -> Cluster:
-        clusters.append(Cluster(tmp_path_factory.mktemp("mooncake") / "log", segment_bytes, **options))
-        return clusters[-1]
+        cluster = Cluster(tmp_path_factory.mktemp("mooncake") / "log", segment_bytes, **options)
+        return stack.enter_context(closing(cluster))
 
-    yield make
-    for cluster in clusters:
-        cluster.close()
+    return make

@@ -152,6 +152,5 @@ def test_a_service_is_killed_with_its_processes_and_the_next_one_goes_on(
             again.close()
     finally:
         for node in nodes:
-            if node.process.poll() is None:
-                node.kill()
+            node.close()
         end_keeper(state)
