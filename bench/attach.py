@@ -239,7 +239,7 @@ def _busy_table(found: Times, requests: Sequence[float]) -> Table:
         bar = f"p99 {_us(_BUSY_BAR)}: {verdict(late <= _BUSY_BAR)}" if name == "lookup" else ""
         rows.append([title, _us(_p(found[name], 0.5)), _us(late), bar])
     rows.append(["an admin request", _us(_p(requests, 0.5)), _us(_p(requests, 0.99)), f"{len(requests)} requests"])
-    title = f"The same beside {REQUESTS_PER_SECOND} admin requests a second, scrapes included, worn pool"
+    title = f"Beside {REQUESTS_PER_SECOND} admin requests a second, scrapes included, worn pool"
     return Table(title, ["1,000 keys", "p50", "p99", "bar"], rows)
 
 
