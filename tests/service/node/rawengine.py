@@ -126,8 +126,8 @@ class RawWorker:
             if not self.reports:
                 self.report()
             self.register()
-            if self.revoked and not self.holds_revoked:
-                self.let_go()
+        if self.revoked and not self.holds_revoked:  # also if the connection has ended behind the message
+            self.let_go()
 
     def register(self) -> None:
         """Everything that is populated."""
