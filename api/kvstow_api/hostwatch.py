@@ -1,5 +1,5 @@
-"""Measurements for the doctor that take a thread (memory of the host, memory that earlier services have left in it, and
-the store below the pools), and the clocks of the ranks."""
+"""Measures what the doctor reports and what would block the event loop: the memory of the host, memory that earlier
+services have left in it, and the store below the pools. Also compares the clocks of ranks with the server's."""
 
 from __future__ import annotations
 

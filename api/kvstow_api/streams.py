@@ -29,14 +29,15 @@ _MEDIA_TYPE = "text/event-stream"
 
 
 class StreamLimit:
-    """Allows at most `most` streams at a time. Unauthenticated clients (`is_stranger`) get all but `reserved` of them,
-    and at most `per_client` for each IP address. Used on the event loop."""
+    """Allows at most `most` streams at a time. Clients over TCP that are not admins (`is_stranger`), even with a
+    viewer's token, get all but `reserved` of them, and at most `per_client` for each IP address. Used on the event
+    loop."""
 
     def __init__(self, noun: str, *, most: int, reserved: int, per_client: int) -> None:
         """`noun` names the streams in error messages, in the plural."""
         self._noun = noun
         self._most, self._public_most, self._per_client = most, most - reserved, per_client
-        self._clients: Counter[str] = Counter()  # open streams of unauthenticated clients, by address
+        self._clients: Counter[str] = Counter()  # open streams of strangers (see `is_stranger`), by address
         self.open = 0
 
     @contextmanager
@@ -88,7 +89,8 @@ class LimitedStream(StreamingResponse):
 
 
 MAX_STREAMS, RESERVED_STREAMS, STREAMS_PER_CLIENT = 32, 8, 16
-"""How many event streams there may be, how many of them are reserved for admins, and how many one address may have."""
+"""How many event streams there may be, how many of them are reserved for admins and callers of the Unix socket, and how
+many one address of other clients may have."""
 POLL_SECONDS = 0.25  # a poll reads two counters; a callback under the engine's lock would make every store slower
 _SILENT_POLLS = 60  # after this many polls without events, a comment shows the client that the server is alive
 _MAX_BATCH = 100  # how many block events are read at once

@@ -12,8 +12,8 @@ MOST_BYTES = 16 << 10
 
 
 class BlockDescription(NamedTuple):
-    """What a KV event says of a block, in addition to its key. A description is prompt text, so it is shown to nobody
-    who may not see the block's key, and its `repr` shows none of it.
+    """What a KV event says of a block, in addition to its key. A description is prompt text, so only readers who may
+    see the block's key get it, and its `repr` leaves it out.
 
     `tokens`: the ids of the tokens, `TOKEN_BYTES` each, in the byte order of this machine. `parent`: the hash of the
     block before it, which is empty for the first block of a prompt. `block_hash`: the engine's hash of the block, which
@@ -43,8 +43,8 @@ _DEFAULTS = BlockDescription(b"")
 
 
 class DescribedBlocks(NamedTuple):
-    """Descriptions of several blocks, field by field. A thousand blocks are packed, checked and measured so in a
-    fraction of the time that they take one by one.
+    """Descriptions of several blocks, field by field. To pack, check and measure a thousand blocks in this form takes a
+    fraction of the time that it takes block by block.
 
     Each column has one field of all blocks, in the order of the blocks. It is empty if all of them have the default.
     """
@@ -62,7 +62,7 @@ class DescribedBlocks(NamedTuple):
 
     @classmethod
     def of(cls, blocks: Sequence[BlockDescription]) -> Self:
-        """O(blocks), of which there is at least one."""
+        """Pack these blocks by field. There must be at least one. O(blocks)."""
         columns = zip(zip(*blocks, strict=True), _DEFAULTS, strict=True)
         return cls(*[() if column.count(default) == len(blocks) else column for column, default in columns])
 

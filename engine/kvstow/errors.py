@@ -1,4 +1,5 @@
-"""Every error that KVStow raises, in one tree. Their `code` is stable: the HTTP layer, counters and logs use it."""
+"""The base of KVStow's errors, and those that several modules share. An error that one module alone raises may be
+defined there. The `code` of an error is stable: the HTTP layer, counters and logs use it."""
 
 from __future__ import annotations
 
@@ -84,7 +85,7 @@ class ForeignMemoryError(KvstowError, code="foreign_memory"):
 
 
 class JournalError(KvstowError, code="journal_invalid"):
-    """The journal of an index cannot be used: it belongs to another pool, another layout or another version."""
+    """A journal or a node's roster cannot be read or written: it is damaged, void, too long, or of another format."""
 
 
 class KeeperError(KvstowError, code="keeper"):
@@ -104,7 +105,7 @@ class LoadRefusedError(CopyError, code="load_refused"):
 
 
 class QueueFullError(KvstowError, code="queue_full"):
-    """The data plane's queue is full; the op was not taken."""
+    """A bound for ops in the data plane, event streams or running operations is reached; nothing was begun."""
 
 
 class DataPlaneFailedError(KvstowError, code="data_plane_failed"):

@@ -452,7 +452,7 @@ def find_down(evidence: Evidence) -> Found:
                 one,
                 **attempts,
             )
-    # Before an engine uses the store, a first attempt that is under way is no news.
+    # Before an engine uses the store, report it only once each of its parts has failed to start.
     if not tier.items and tier.parts and all(one.state == "starting" and one.counters.restarts for one in tier.parts):
         yield make_condition(
             "warning",

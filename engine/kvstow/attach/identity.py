@@ -27,9 +27,9 @@ DRAFTER_WEIGHTS: Final = "drafter_weights"
 _NAME_DIGITS = 6
 """How many hex digits of the digest are in the name of a pool or a namespace."""
 _MAX_SLUG = 40
-"""How many characters of the model's name are in it, at most."""
+"""How many characters of the model's name the name of a pool or a namespace contains, at most."""
 _MOST_SHOWN = 160
-"""How many characters of a value a difference between two identities shows."""
+"""How many characters of a value are shown in the description of a difference."""
 
 _Listed = Meta(max_length=MOST_LISTED)
 

@@ -82,9 +82,10 @@ class AttachedWorker:
 
     A session ends with its connection. Ops that were submitted before end as usual, and the memory stays mapped. After
     the session's end, or after the host has withdrawn its `GateHold`, the worker refuses ops of that session, waits for
-    its copies to end, and reports their end to the service. It does not wait for the next ticket with that: an engine
-    without requests makes no steps, and the service could not reuse the session's slots for a long time. Mapped memory
-    stays if the service grants it again, as it does after a restart with a keeper. The worker releases the rest.
+    its copies to end, and reports their end to the service. It does so before it gets the next ticket, because an
+    engine without requests makes no steps and so sends none, and until then the service could not reuse the session's
+    slots. Memory that the service grants again, as it does after a restart with a keeper, stays mapped. The worker
+    releases the rest.
 
     Only `close` waits. No call raises because the service is absent. Thread-safe. No error ends the thread. Each error
     is logged, counted in `faults`, and ends the session.

@@ -16,8 +16,8 @@ _OVERHEAD = 400
 
 
 _Described = tuple[Any, ...]
-"""The session that has described a block, the memory that the description takes, and its fields. `zip` makes those of a
-whole store at once."""
+"""The session that has described a block, the memory that the description takes, and its fields. It is a plain tuple
+because `zip` makes the tuples of a whole store in one call."""
 StoreDescription = Mapping[int, _Described]
 """The descriptions of a store's blocks, by slot."""
 NOT_DESCRIBED: StoreDescription = {}

@@ -6,9 +6,9 @@ from collections import deque
 from heapq import heappop, heappush
 
 MOST_DUE = 8192
-"""How many contexts whose next request is expected later are remembered."""
+"""The limit for contexts that wait for a later check. Beyond it, further ones are not added."""
 MOST_PREFETCHES = 64
-"""How many prefetches wait at most."""
+"""The limit for contexts whose blocks are to be read now. Beyond it, the one that was added first is dropped."""
 
 
 class DueContexts:

@@ -155,7 +155,8 @@ class Index:
     def evict(self, num_slots: int, limit: Limit = NO_LIMIT) -> Removal:
         """Remove up to `num_slots` evictable blocks, and free their slots. Blocks of namespaces without sessions go
         first, whatever the `limit`: those of dropped namespaces, then those of the namespace that has been without
-        sessions for the longest time. Then the blocks with the lowest place go, 16 of a namespace at a time."""
+        sessions for the longest time. Then the blocks go that are first in the policy's order. If there are several
+        namespaces, the next one is chosen after at most 16 blocks of one."""
         evicted: list[bytes] = []
         freed: list[int] = []
         counts: list[tuple[Namespace, int]] = []

@@ -39,8 +39,8 @@ _MOST_GROWTH = 1.5
 _LEAST_SECONDS = 1e-6
 """The least duration of a call that is recorded. A registrar that does nothing would take no time."""
 _SHARES: dict[HostState, float] = {"idle": 0.4, "starting": 0.1, "waiting": 0.05}
-"""The fraction of the time for register calls in each state of the host. With 0.4 beside a long step of the device,
-a prompt of 1.2 s became 1 to 4 % longer."""
+"""The fraction of the time for register calls in each state of the host. It is small while the host waits for a long
+step of the device: with 0.4 in that state, a prompt of 1.2 s took 1 to 4 % longer."""
 _LONG_IDLE_SECONDS, _LONG_IDLE_SHARE = 0.25, 0.65
 """The fraction of the time for register calls once the host has been idle for this long. Even then a new request waits
 for one call at most, because from its first step on the calls are made between steps. A pause of 0.9 ms is long enough

@@ -181,10 +181,10 @@ class Invocation:
         emit(view, self.style, show)
 
     def confirm(self, effect: str, *, destructive: bool) -> None:
-        """Return if the command may proceed. `effect` follows "would". A command is destructive if it loses blocks,
-        makes /readyz fail, or takes the cache from an engine. It first names its server in a question or, with --yes,
-        in a line on standard error. Raises `CommandError` if the answer is no, and if there is no terminal to ask
-        on."""
+        """Return if the command may proceed. `effect` completes the sentence "this would ...". A command is destructive
+        if it loses blocks, makes /readyz fail, or takes the cache from an engine. It first names its server in a
+        question or, with --yes, in a line on standard error. Raises `CommandError` if the user answers no, or if there
+        is no terminal to ask on."""
         if not destructive:
             return
         server = self.connection.server

@@ -1,4 +1,5 @@
-"""`kvstow doctor`, `kvstow events` and `kvstow wait`: what is wrong, what happens, and when it is over."""
+"""Commands that observe a server: `kvstow doctor` shows what is wrong, `kvstow events` prints events as they happen,
+and `kvstow wait` waits until the server is ready, pinned or drained."""
 
 from __future__ import annotations
 

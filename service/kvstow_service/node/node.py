@@ -206,7 +206,7 @@ class Node:
             self.server.restore_session(session, [(one.record.hello, one.peer()) for one in workers])
         return num_blocks
 
-    # -- for the admin process ------------------------------------------------------------------------------
+    # -- health ---------------------------------------------------------------------------------------------
 
     def tick(self) -> None:
         """Mark stuck transfers, retry refused memory, and check records. Call it about once a second."""

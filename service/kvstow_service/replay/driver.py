@@ -1,10 +1,11 @@
 """Replays a trace with the calls that an inference connector makes to the control plane, in steps like a scheduler's.
 
 A request leases the leading run of its keys, loads it into KV blocks, computes the rest, and stores that. Then it
-generates until its end: in a replay at the trace's pace until its time in the trace, and otherwise until a request is
-due that came after that end in the trace. While one request waits for an answer of the control plane, the others
-continue. Every loaded byte is verified, and freed blocks are overwritten. So the replay notices a store that still
-reads its blocks after `source_free`, and a load that writes nothing.
+generates its answer, and keeps its KV blocks meanwhile. In a replay at the trace's pace it ends at its end in the
+trace. At a constant rate, generating takes no time. Otherwise it ends when the next request to start is one that began
+after that end in the trace. While one request waits for an answer of the control plane, the others continue. Every
+loaded byte is verified, and freed blocks are overwritten. So the replay notices a store that still reads its blocks
+after `source_free`, and a load that writes nothing.
 
 Threads: `run` does all work on the caller's thread. Meanwhile no other code may take settled ops or the workers'
 completions. Any thread may call `result` and set the stop event.
@@ -195,8 +196,9 @@ class ReplayDriver:
         self._end(self._jobs[number])
 
     def _is_over(self, ended: float) -> bool:
-        """Whether a request with this end in the trace is over. Without a pace, the time in the trace is that of the
-        next request, so that requests start and end in the trace's order."""
+        """Whether a request with this end in the trace is over. At a constant rate it always is, and so it is when no
+        request is left to start. Without any pace, the timestamp of the next request to start stands for the present
+        time, so that requests start and end in the trace's order."""
         if self._options.rate is not None or self._next == len(self._requests):
             return True
         due = self._options.due_end(ended, self._requests[0])

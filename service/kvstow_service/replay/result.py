@@ -45,12 +45,12 @@ class Copied:
 class ReplayResult:
     """The figures of a replay. They can be pickled.
 
-    `hit_blocks` are the leading runs that lookups found. `verified_bytes` is how many loaded bytes were compared with
-    the expected ones, and `mismatches` the number of (block, rank) pairs with a wrong byte. `drops` counts blocks that
-    found no slot, by reason. `abandoned` counts requests that a stop cut off. `first_blocks` and `first_hit_blocks` are
-    those of the first request. `request_seconds` is the sum of the times from the start of each request until its last
-    block was loaded or computed. `seconds` is wall-clock time. `slots`, `policy` and `evicted_blocks` are the pool's;
-    the last two are None if only the node service knows them.
+    `hit_blocks` counts the leading blocks that lookups found and that a load began to copy. `verified_bytes` is how
+    many loaded bytes were compared with the expected ones, and `mismatches` the number of (block, rank) pairs with a
+    wrong byte. `drops` counts blocks that found no slot, by reason. `abandoned` counts requests that a stop cut off.
+    `first_blocks` and `first_hit_blocks` are those of the first request. `request_seconds` is the sum of the times from
+    the start of each request until its last block was loaded or computed. `seconds` is wall-clock time. `slots`,
+    `policy` and `evicted_blocks` are the pool's; the last two are None if only the node service knows them.
     """
 
     requests: int = 0
@@ -156,8 +156,8 @@ class Position(NamedTuple):
 class EngineLife:
     """The last report of one process of an attached engine. `sessions` is how often it has attached, and `problem` why
     it is not attached now. `waits` counts lookups that the service answered later, because the store below its pools
-    might have more, or because a rank was still registering what was found. `position` counts in the requests that this
-    process was given. `end` is empty while it runs, then "finished" or how it died."""
+    might have more, or because a rank was still registering what was found. The numbers in `position` are those of the
+    requests in the list that this process was given. `end` is empty while it runs, then "finished" or how it died."""
 
     result: ReplayResult = field(default_factory=ReplayResult)
     position: Position = field(default_factory=Position)

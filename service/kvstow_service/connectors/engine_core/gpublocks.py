@@ -128,7 +128,8 @@ class KnownHashes:
     """Knows the adapter of each hash, for blocks of which only vLLM's hash is known: blocks of the backlog, of lazy
     stores, and of recurrent layers. Used by the scheduler's thread.
 
-    A block whose hash is not known here is not stored. Nothing worse can happen.
+    A block whose hash is not known here is not stored, so a forgotten hash can cost a later hit, but gives no request
+    the KV of another adapter.
     """
 
     def __init__(self, requests: Mapping[str, TrackedRequest], most: int) -> None:

@@ -92,7 +92,7 @@ def say_size(options: ConnectorOptions, extra: Mapping[str, Any] | None) -> None
 
 
 def _valid(accepts: Callable[[Any], bool], allowed: str) -> Callable[[str, Any], Any]:
-    """Parses a value that `accepts` returns true for."""
+    """Return a parser that returns the value as it is. It raises `ConfigError` unless `accepts` returns true for it."""
 
     def parse(key: str, value: Any) -> Any:
         if not accepts(value):

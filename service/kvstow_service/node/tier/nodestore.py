@@ -82,8 +82,11 @@ class NodeStore:
     `kvstow_api.directory.HostTier`.
 
     Only the attach server's thread calls `enter`, `follow_pool`, `next_deadline` and `expire`. Only `close` and
-    `measure` wait. Until `close`, this process and each process of the store hold the write end of the pipe `_end`,
-    which becomes readable, also for the next service, when no process of the store has memory any more.
+    `measure` wait.
+
+    `_end` is the reading end of a pipe. This process holds the writing end until `close`, and each process of the store
+    until it ends. So `_end` becomes readable when none of them has memory any more. With a keeper, the next service
+    gets `_end`, and can wait for these processes, too.
     """
 
     def __init__(

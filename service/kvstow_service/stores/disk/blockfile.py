@@ -1,4 +1,4 @@
-"""Blocks in the two files of a path: how they are written, read, verified and removed.
+"""Writes, reads, verifies and removes the blocks in the two files of a path.
 
 A place gets a block in three steps: its record says `dirty`, then the data is written, and then the record names the
 block. So if this process is killed at any moment, every valid record has data that was written whole. After a power
@@ -37,7 +37,7 @@ from kvstow_service.stores.disk.places import Assignment, BlockName, FoundChunk,
 _PIECE_BYTES = 1 << 20
 """The bytes of one call of the checksum. Such calls release the GIL from 256 KiB on."""
 _MIN_CHUNKS = 64
-"""A small disk has smaller chunks, so that several lengths can share it."""
+"""A small disk has smaller chunks, so that it has this many. Each chunk holds blocks of one size and one owner."""
 
 
 class BlockPart(NamedTuple):

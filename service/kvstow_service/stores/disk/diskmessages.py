@@ -11,6 +11,7 @@ from kvstow_service.stores.disk.places import BlockName, Place
 MOST_PLACES = 2000
 """The largest number of places in one message."""
 MOST_USES = 32_768
+"""The largest number of times of last use in one message."""
 
 Direction = Literal["read", "write"]
 THREADS: Final = {"read": 8, "write": 4, "awaited": 2, "other": 1}

@@ -231,7 +231,7 @@ class DiskPool:
             os.close(one.fd)
 
     def _waiting(self, then: Callable[[], object]) -> Outstanding:
-        """Return what will call `then`, and waits for this pool so far."""
+        """Return an `Outstanding` that calls `then` once this pool, and whatever the caller adds, is done."""
         waiting = Outstanding(partial(self._store.calls.do, then))
         waiting.add(self)
         return waiting

@@ -41,5 +41,5 @@ class Exists(NamedTuple):
 
 
 Answer = tuple[int, ...] | str
-"""A status code for each object or name, or a text that says why the request was refused. Then no memory was
-touched."""
+"""A status code for each object or name (none for other requests), or a text that says why the request was refused. A
+request that was refused has touched no memory."""

@@ -72,9 +72,9 @@ class SlotObject(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ClientHealth:
-    """`state`: a client that is `starting` connects, for the first time or again; one that has `failed` stays so until
-    an operator acts. `reason`: a sentence, empty while it is `on`. The counters only grow. `restarts`: how often its
-    process was started again."""
+    """The condition of a client. In the `state` `starting` it connects, for the first time or again. A client that has
+    `failed` stays in that state until an operator acts. `reason` is a sentence, and empty while the client is `on`. The
+    counters only grow. `restarts` counts how often its process was started again."""
 
     state: PartState
     reason: str = ""
