@@ -842,6 +842,13 @@ MUTANTS = [
         "tests/service/node/test_nodehost.py::test_a_lookup_in_slices_finds_and_holds_the_same",
     ),
     Mutant(
+        "a_prefetch_is_looked_at_again_without_the_lock",
+        "engine/kvstow/control/pooltier.py",
+        "        if under_way is None:\n            self._begin_prefetch(",
+        "        if self._prefetching is None:\n            self._begin_prefetch(",
+        f"{CONTROL}/test_pooltier.py::test_two_threads_go_on_with_a_prefetch_at_once",
+    ),
+    Mutant(
         "a_lookup_of_1000_keys_takes_four_turns",
         "service/kvstow_service/node/pools/nodesession.py",
         "LOOKUP_SLICE = 1024",

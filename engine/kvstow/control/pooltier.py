@@ -685,23 +685,23 @@ class PoolTier:
         request."""
         pool = self._pool
         with pool.lock:
-            if self._prefetching is None and not any(of.due for of in self._namespaces.values()):
+            under_way = self._prefetching
+            if under_way is None and not any(of.due for of in self._namespaces.values()):
                 return
             if self._waits or self._reads or self.is_closed or self.stored_pool.expect(1).queued_bytes:
                 return
-            if self._prefetching is None:
+            if under_way is None:
                 of = next(of for of in self._namespaces.values() if of.due)
                 last = self._last(of, of.due.take_now())
-        if self._prefetching is None:
+            else:
+                of, keys, whole = under_way
+                count = len(keys) if whole else max(1, int(STUCK_SHARE * pool.slots.limit))
+                some, rest = keys[:count], keys[count:]
+                self._prefetching = _Prefetch(of, rest, whole) if rest else None
+                has_room = some and len(some) <= self.session.room()
+        if under_way is None:
             self._begin_prefetch(of, () if last is None else last.chain)
-            return
-        of, keys, whole = self._prefetching
-        count = len(keys) if whole else max(1, int(STUCK_SHARE * pool.slots.limit))
-        some, rest = keys[:count], keys[count:]
-        with pool.lock:
-            self._prefetching = _Prefetch(of, rest, whole) if rest else None
-            has_room = some and len(some) <= self.session.room()
-        if has_room and self._begin_read(of, some, 0.0, whole=whole, is_prefetch=True):
+        elif has_room and self._begin_read(of, some, 0.0, whole=whole, is_prefetch=True):
             of.counters.prefetched_blocks += len(some)
         else:
             self._prefetching = None

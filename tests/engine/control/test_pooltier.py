@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from math import isclose
+from typing import Any
 
 import pytest
 from tests.doubles.memoryblockstore import MemoryBlockStore
@@ -17,7 +18,7 @@ from kvstow.errors import NotFoundError
 from kvstow.hints import Hints
 from kvstow.prefill import PrefillCost
 from kvstow.results import Needed
-from kvstow.tier.blockstore import Piece, Purged, PurgeWish
+from kvstow.tier.blockstore import Expectation, Piece, Purged, PurgeWish
 from kvstow.tier.breakeven import FIRST_PROBE_SECONDS, PROBE_BLOCKS
 from kvstow.tier.tierstatus import TIER_FAILED
 
@@ -592,6 +593,49 @@ def test_nothing_is_prefetched_while_anything_is_queued() -> None:
     tiered.tier.expire()
     tiered.run()
     assert tiered.of.counters.prefetched_blocks == 8
+
+
+class InterruptedLock:
+    """The lock of a pool. When it is next released after `interrupt`, another thread gets its turn."""
+
+    def __init__(self, lock: Any) -> None:
+        self._lock = lock
+        self._then: Callable[[], object] | None = None
+
+    def interrupt(self, then: Callable[[], object]) -> None:
+        self._then = then
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+        then, self._then = self._then, None
+        if then is not None:
+            then()
+
+
+def test_two_threads_go_on_with_a_prefetch_at_once() -> None:
+    """One of them serves operators, one engines, and one the store."""
+    tiered = pool_and_store()
+    end_in_context(tiered, KEYS[:8])
+    tiered.pool.admin.evict(slots=1000).run()
+    lock = InterruptedLock(tiered.pool.lock)
+    tiered.pool.lock = lock  # type: ignore[assignment]
+    turns = [tiered.tier.expire]
+
+    def expect(num_blocks: int) -> Expectation:
+        if turns and tiered.of.counters.prefetched_blocks:  # of two pieces, the first one has arrived
+            lock.interrupt(turns.pop())
+        return Expectation(0.0, 0, 0.0)
+
+    tiered.store.expectation = expect
+    tiered.tier.prefetch(CONTEXT)
+    tiered.run()
+    assert not turns
+    assert [status.state for status in tiered.tier.statuses()] == ["on"]
+    assert (tiered.of.counters.prefetched_blocks, tiered.of.counters.read_blocks) == (8, 8)
+    assert tiered.loaded(KEYS[:8]) == 8
 
 
 @pytest.mark.parametrize(("turns", "blocks"), [(2, 8), (1, 0)])
