@@ -108,7 +108,7 @@ class StopRequests:
     def _reload(self) -> None:
         try:
             self.on_reload()
-            logger.info("SIGHUP: the TLS files are read again; token files are whenever a token is shown")
+            logger.info("SIGHUP: the TLS files are read again; token files are read whenever a client shows a token")
         except Exception:
             logger.exception("SIGHUP: reloading failed")
 
