@@ -899,6 +899,13 @@ MUTANTS = [
         f"{CONTROL}/test_keytable.py::test_a_bucket_is_split_in_steps_of_bounded_length",
     ),
     Mutant(
+        "keys_of_a_lookup_are_taken_for_a_list",
+        f"{CONTROL_CODE}/namespaces.py",
+        "        if not isinstance(keys, list):\n",
+        "        if False:\n",
+        f"{CONTROL}/test_namespaces.py::test_keys_may_come_in_any_sequence",
+    ),
+    Mutant(
         "equal_keys_of_two_namespaces_are_one",
         f"{CONTROL_CODE}/namespaces.py",
         "return hashes ^ mix if mix else hashes",

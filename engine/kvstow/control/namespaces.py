@@ -82,6 +82,8 @@ class KeyMap:
                     break
                 few.append(slot)
             return [few] if few else []
+        if not isinstance(keys, list):
+            keys = list(keys)  # its slices are compared with those of a list, which differs from any other sequence
         runs: list[Sequence[int]] = []
         at, run = 0, 1
         while at < len(keys):

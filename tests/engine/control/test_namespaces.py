@@ -38,6 +38,14 @@ def test_a_run_of_slots_ends_where_another_namespace_begins() -> None:
     assert second.session.find_runs(KEYS) == [(0, 9), (12, 4)]
 
 
+def test_keys_may_come_in_any_sequence() -> None:
+    client = Host(slots=40).attach()
+    client.store(KEYS)
+    assert client.session.acquire(tuple(KEYS)).num_keys == 16
+    assert client.session.find_runs((A, *KEYS)) == [(1, 16)]
+    assert client.session.begin_store(tuple(KEYS), range(16)).op is None
+
+
 def test_namespaces_without_sessions_are_evicted_first_the_oldest_before_others(host: Host) -> None:
     first, second, third = (host.attach(namespace=name) for name in "abc")
     third.store([A, B])
