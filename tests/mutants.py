@@ -1987,6 +1987,13 @@ MUTANTS = [
         "tests/engine/test_copythread.py::test_running_ops_fail_only_after_the_device_was_closed",
     ),
     Mutant(
+        "memory_of_earlier_sessions_stays_mapped",
+        "engine/kvstow/memory/mappedpool.py",
+        "                if not extent.is_granted:\n                    extent.is_revoked = True\n",
+        "                pass\n",
+        "tests/engine/memory/test_mappedpool.py::test_memory_that_nobody_grants_again_goes",
+    ),
+    Mutant(
         "memory_is_shown_before_it_is_populated",
         "engine/kvstow/memory/mappedpool.py",
         "shown = min(self.grid.max_slots, self.populated_bytes // self.grid.slot_stride)",
@@ -3591,6 +3598,14 @@ MUTANTS = [
         "        if self._weights_changed:\n            self._forget()\n",
         "",
         "tests/vllm/test_schedulerhost.py::test_a_change_before_the_ranks_are_known_is_remembered",
+    ),
+    Mutant(
+        "regions_differ_by_the_number_of_gpu_blocks",
+        f"{VLLM}/rankdataplane.py",
+        '{number} {arrangement}")',
+        '{number} {arrangement} {num_blocks}")',
+        "tests/service/connectors/vllm/test_kvgeometry.py"
+        "::test_what_a_region_has_does_not_depend_on_the_number_of_blocks",
     ),
     Mutant(
         "settings_do_not_count",

@@ -267,6 +267,15 @@ def test_memory_that_is_not_granted_again_goes_before_new_memory_is_mapped(
     assert pool.take_released() == [], "the service before waits for nothing"
 
 
+def test_memory_that_nobody_grants_again_goes(make_pool: MakePool, extents: Extents) -> None:
+    pool = make_pool()
+    grant(pool, extents.create(2 * MIB))
+    eventually(lambda: pool.pinned_slots == 32)
+    pool.begin_session()
+    pool.drop_earlier()
+    eventually(lambda: mapped_bytes() == 0)
+
+
 def test_slots_of_new_memory_are_not_usable_while_old_memory_is_registered_there(
     make_pool: MakePool, extents: Extents
 ) -> None:

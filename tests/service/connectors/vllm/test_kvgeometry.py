@@ -186,6 +186,15 @@ def test_any_order_of_dimensions_is_read_from_its_strides(order: list[str], kern
     assert len(geometry.layout.regions) == num_runs(case)
 
 
+def test_what_a_region_has_does_not_depend_on_the_number_of_blocks() -> None:
+    """Engines whose GPUs have room for different numbers of blocks share the blocks in host memory."""
+    found = [
+        kv_geometry({"a": zeros(blocks, TOKENS, WIDTH), "b": zeros(2, blocks, TOKENS, WIDTH)}, blocks).contents
+        for blocks in (BLOCKS, 7)
+    ]
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("shape", [(BLOCKS + 1, 4), (4, BLOCKS), (BLOCKS + 1,), (3, BLOCKS, 4)])
 def test_a_tensor_that_is_not_cut_into_blocks_is_refused(shape: tuple[int, ...]) -> None:
     with pytest.raises(ConfigError, match=f"KV cache of layer odd.*a first dimension of {BLOCKS} blocks"):
