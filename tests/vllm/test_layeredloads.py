@@ -155,6 +155,8 @@ def test_of_many_loads_at_once_none_goes_by_layer(engine: Engine, reference: Ref
     answers = engine.ask(A, C, D)
     assert_same(answers, reference(engine.setup.model, A, C, D))
     assert counts(engine) == {Choice(by_layer=False, reason="burst"): 3}
+    engine.settle()
+    assert policy._queued == 0
 
 
 def waits_for_the_layer_before(waits: LayerWaits, name: str) -> None:

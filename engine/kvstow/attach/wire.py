@@ -28,7 +28,7 @@ Role = Literal["scheduler", "worker"]
 Sender = Literal["scheduler", "worker", "service"]
 
 
-VERSION: Final = 8
+VERSION: Final = 9
 
 CONTENT_TYPE: Final = "application/msgpack"
 """The content type of a packed message in a request over HTTP, and of its answer."""
