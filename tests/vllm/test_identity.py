@@ -134,7 +134,7 @@ class _Both:
 @pytest.fixture
 def held_loads(shared: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     """Of loads before the step: what a step computes with cannot be held back on a CPU."""
-    monkeypatch.setattr(shared.scheduler_host.side.policy, "off", "the test holds loads")
+    monkeypatch.setattr(shared.scheduler_host.side.policy, "_path", "async")
     gate = Gate(monkeypatch, "launch_load")
     yield gate
     gate.latch.open()
