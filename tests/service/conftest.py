@@ -66,20 +66,19 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def make_loop_disk(tmp_path: Path) -> Iterator[Callable[[str, int], LoopDisk]]:
+def make_loop_disk(tmp_path: Path, stack: ExitStack) -> Callable[[str, int], LoopDisk]:
     if os.geteuid():
         pytest.skip("only root mounts file systems")
-    with ExitStack() as stack:
 
-        def make(file_system: str = "ext4", num_bytes: int = 512 << 20) -> LoopDisk:
-            try:
-                disk = LoopDisk(tmp_path, file_system, num_bytes)
-            except LoopDiskError as error:
-                pytest.skip(str(error))
-            stack.callback(disk.unmount)
-            return disk
+    def make(file_system: str = "ext4", num_bytes: int = 512 << 20) -> LoopDisk:
+        try:
+            disk = LoopDisk(tmp_path, file_system, num_bytes)
+        except LoopDiskError as error:
+            pytest.skip(str(error))
+        stack.callback(disk.unmount)
+        return disk
 
-        yield make
+    return make
 
 
 @pytest.fixture

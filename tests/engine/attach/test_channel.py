@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.descriptors import open_descriptors
+from tests.descriptors import all_closed_again, open_descriptors
 
 from kvstow.attach import channel as channel_module
 from kvstow.attach.channel import HEADER_BYTES, MAX_FDS, MAX_PAYLOAD_BYTES, Channel, Frame, encode_header
@@ -22,9 +22,8 @@ from kvstow.errors import DisconnectedError, ProtocolError
 
 @pytest.fixture(autouse=True)
 def no_descriptor_left() -> Iterator[None]:
-    before = open_descriptors()
-    yield
-    assert open_descriptors() <= before
+    with all_closed_again():
+        yield
 
 
 @pytest.fixture
@@ -172,11 +171,12 @@ def test_descriptors_where_none_are_expected_never_enter_the_process(
 ) -> None:
     here, there = pair
     there.send(1, b"", 0, files)
-    before = open_descriptors()
-    with pytest.raises(ProtocolError, match="file descriptors were sent where none are expected") as caught:
+    with (
+        all_closed_again(),
+        pytest.raises(ProtocolError, match="file descriptors were sent where none are expected") as caught,
+    ):
         here.receive()
     assert caught.value.reason == "fds_unwanted"
-    assert open_descriptors() <= before
 
 
 def send_raw(sender: socket.socket, data: bytes, fds: list[int]) -> None:

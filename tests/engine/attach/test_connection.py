@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from tests.descriptors import open_descriptors
+from tests.descriptors import all_closed_again
 from tests.engine.attach.fakeservice import FakeService
 
 from kvstow.attach.calls import (
@@ -85,9 +85,8 @@ class Client:
 
 @pytest.fixture(autouse=True)
 def no_descriptor_left() -> Iterator[None]:
-    before = open_descriptors()
-    yield
-    assert open_descriptors() <= before
+    with all_closed_again():
+        yield
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from tests.descriptors import open_descriptors
+from tests.descriptors import all_closed_again
 from tests.engine.control import journalwriter
 from tests.engine.control.journalwriter import NAMESPACE, SESSION, SLOTS, Operation, operations
 
@@ -385,11 +385,10 @@ def test_memory_that_is_refused_is_an_error(journal: IndexJournal, monkeypatch: 
 
 
 def test_closing_leaves_nothing_and_may_come_twice() -> None:
-    before = open_descriptors()
-    journal = IndexJournal.create(SLOTS, CONTENT)
-    journal.close()
-    journal.close()
-    assert open_descriptors() <= before
+    with all_closed_again():
+        journal = IndexJournal.create(SLOTS, CONTENT)
+        journal.close()
+        journal.close()
     assert "kvstow-journal" not in Path("/proc/self/maps").read_text()
 
 

@@ -17,15 +17,19 @@ def make_step(steps: HostSteps, clock: FakeClock) -> bool:
     return True
 
 
-def smaps_bytes(pool: HostPool, *names: str) -> int:
+def pool_bytes(pool: HostPool, *names: str) -> int:
     """What the kernel counts under these names for the pool's addresses."""
+    return smaps_bytes(pool.address, pool.address + pool.max_slots * pool.slot_stride, *names)
+
+
+def smaps_bytes(start: int, end: int, *names: str) -> int:
+    """What the kernel counts under these names for the mappings that begin between these addresses."""
     total, inside = 0, False
-    end = pool.address + pool.max_slots * pool.slot_stride
     with open("/proc/self/smaps") as smaps:
         for line in smaps:
             name, _, rest = line.partition(":")
             if "-" in name:
-                inside = pool.address <= int(name.split("-")[0], 16) < end
+                inside = start <= int(name.split("-")[0], 16) < end
             elif inside and name in names:
                 total += int(rest.split()[0]) * 1024
     return total

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from tests.engine.memory.measured import smaps_bytes
 from tests.engine.memory.oldkernel import OldKernel
 
 from kvstow.errors import ConfigError, ForeignMemoryError, PinError
@@ -51,20 +52,8 @@ def huge_bytes(extent: Extent) -> int:
         address = -(-start // (2 * MIB)) * 2 * MIB
         assert libc.mmap(address, extent.num_bytes, 3, 0x11, extent.fd, 0) == address
         ctypes.string_at(address, extent.num_bytes)  # touches every page
-        found = smaps_of(address)["ShmemPmdMapped"]
+        found = smaps_bytes(address, address + extent.num_bytes, "ShmemPmdMapped")
         libc.mmap(address, extent.num_bytes, 0, 0x32, -1, 0)
-    return found
-
-
-def smaps_of(address: int) -> dict[str, int]:
-    inside, found = False, {}
-    with open("/proc/self/smaps") as smaps:
-        for line in smaps:
-            name, *rest = line.split()
-            if not name.endswith(":"):
-                inside = int(name.split("-")[0], 16) <= address < int(name.split("-")[1], 16)
-            elif inside and rest[-1] == "kB":
-                found[name[:-1]] = int(rest[0]) * 1024
     return found
 
 

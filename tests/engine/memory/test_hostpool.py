@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
 from tests.doubles.fakes import FakeClock, FakeRegistrar
-from tests.engine.memory.measured import make_step, smaps_bytes
+from tests.engine.memory.measured import make_step, pool_bytes
 from tests.waiting import eventually
 
 from kvstow.errors import ConfigError, CopyError, InsufficientMemoryError, PinError
@@ -40,7 +40,7 @@ def in_state(pool: HostPool, state: PoolState) -> Callable[[], bool]:
 
 
 def resident_bytes(pool: HostPool) -> int:
-    return smaps_bytes(pool, "Rss")
+    return pool_bytes(pool, "Rss")
 
 
 def write_cgroup(folder: Path, limit: int) -> MemoryLimits:

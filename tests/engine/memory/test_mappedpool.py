@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from tests.descriptors import open_descriptors
+from tests.descriptors import all_closed_again, open_descriptors
 from tests.doubles.fakes import FakeClock, FakeRegistrar
 from tests.engine.memory.measured import make_step
 from tests.waiting import eventually
@@ -97,13 +97,12 @@ class MakePool:
 @pytest.fixture
 def make_pool() -> Iterator[MakePool]:
     """Pools whose mappings and descriptors are all gone at the end."""
-    before = open_descriptors()
-    made = MakePool()
-    yield made
-    for pool in made.pools:
-        pool.close()
-    assert mappings() == []
-    assert open_descriptors() <= before
+    with all_closed_again():
+        made = MakePool()
+        yield made
+        for pool in made.pools:
+            pool.close()
+        assert mappings() == []
 
 
 def mappings() -> list[tuple[int, int]]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from tests.doubles.fakes import FakeRegistrar
-from tests.engine.memory.measured import smaps_bytes
+from tests.engine.memory.measured import pool_bytes
 from tests.engine.memory.oldkernel import OldKernel
 from tests.waiting import eventually
 
@@ -35,7 +35,7 @@ def free_pages() -> int:
 
 def hugetlb_bytes(pool: HostPool) -> int:
     """What the kernel counts as taken from the reserved pages for the pool's addresses."""
-    return smaps_bytes(pool, "Private_Hugetlb", "Shared_Hugetlb")
+    return pool_bytes(pool, "Private_Hugetlb", "Shared_Hugetlb")
 
 
 def ready(pool: HostPool, slots: int) -> Callable[[], bool]:

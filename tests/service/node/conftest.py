@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 
 import pytest
 from msgspec.structs import replace
-from tests.descriptors import open_descriptors
+from tests.descriptors import all_closed_again
 from tests.service.node import rawengine
 from tests.service.node.fakehost import FakeHost
 from tests.service.node.hostbench import HostBench
@@ -231,7 +231,6 @@ MakeNode = Callable[..., Node]
 @pytest.fixture
 def make_node(tmp_path: Path) -> Iterator[MakeNode]:
     """Nodes that are closed at the end; none leaves a descriptor open."""
-    before = open_descriptors()
     nodes: list[Node] = []
 
     def make(*, start: bool = True, **options: Any) -> Node:
@@ -241,10 +240,10 @@ def make_node(tmp_path: Path) -> Iterator[MakeNode]:
             node.server.start()
         return node
 
-    yield make
-    for node in nodes:
-        node.close()
-    assert open_descriptors() <= before
+    with all_closed_again():
+        yield make
+        for node in nodes:
+            node.close()
 
 
 @pytest.fixture
@@ -258,17 +257,16 @@ MakeBench = Callable[..., HostBench]
 @pytest.fixture
 def make_bench(tmp_path: Path) -> Iterator[MakeBench]:
     """Benches that are closed at the end; none leaves a descriptor open."""
-    before = open_descriptors()
     made: list[HostBench] = []
 
     def make(**options: Any) -> HostBench:
         made.append(HostBench(tmp_path, **options))
         return made[-1]
 
-    yield make
-    for bench in made:
-        bench.close()
-    assert open_descriptors() <= before
+    with all_closed_again():
+        yield make
+        for bench in made:
+            bench.close()
 
 
 @pytest.fixture
@@ -282,19 +280,18 @@ MakeWholeNode = Callable[..., WholeNode]
 @pytest.fixture
 def make_whole_node(tmp_path: Path) -> Iterator[MakeWholeNode]:
     """Whole nodes, not started yet. They are closed at the end, and none leaves a descriptor open."""
-    before = open_descriptors()
     nodes: list[WholeNode] = []
 
     def make(**options: Any) -> WholeNode:
         nodes.append(whole_node(tmp_path, socket=f"attach{len(nodes)}", **options))
         return nodes[-1]
 
-    yield make
-    for node in nodes:
-        node.give_back()
-        node.close()
-        node.close()
-    assert open_descriptors() <= before, "fewer if a thread of the test before has ended meanwhile"
+    with all_closed_again():
+        yield make
+        for node in nodes:
+            node.give_back()
+            node.close()
+            node.close()
 
 
 Engines = Callable[..., RawEngine]
