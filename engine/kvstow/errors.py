@@ -1,5 +1,5 @@
-"""The base of KVStow's errors, and those that several modules share. An error that one module alone raises may be
-defined there. The `code` of an error is stable: the HTTP layer, counters and logs use it."""
+"""The base class of KVStow's errors, and the errors that several modules raise. Some modules define errors of their
+own. The `code` of an error is stable, because the HTTP layer, counters and logs use it."""
 
 from __future__ import annotations
 

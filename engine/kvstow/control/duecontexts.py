@@ -8,7 +8,7 @@ from heapq import heappop, heappush
 MOST_DUE = 8192
 """The limit for contexts that wait for a later check. Beyond it, further ones are not added."""
 MOST_PREFETCHES = 64
-"""The limit for contexts whose blocks are to be read now. Beyond it, the one that was added first is dropped."""
+"""The limit for contexts whose blocks are to be read now. When it is reached, adding one drops the oldest."""
 
 
 class DueContexts:

@@ -365,7 +365,7 @@ def test_the_end_of_the_service_gives_up_what_hangs(make_node: MakeNode, engines
 
 
 def test_an_extent_stays_with_the_store_until_no_process_maps_it(make_node: MakeNode, engines: Engines) -> None:
-    """Another pool needs memory that the store maps, and it is asked to let go of it."""
+    """The store is asked to release memory that it maps, because another pool needs it."""
     node = make_node(extents=2)
     engine = engines(node, ONE_RANK)
     engine.store_until_found(keys_of(0, ROW_SLOTS + 1))

@@ -44,8 +44,8 @@ class SharedLoads:
 
     A wait may cost the request at most one step. Therefore a request waits once per admission: when its wait is over,
     however it has ended, it loads by itself. It waits only for a load that brings at least half of the tokens that it
-    needs, and that has no more tokens than it needs plus those that both share. To wait for such a load and then load
-    the rest takes no longer than to load everything with half of the link.
+    needs, and that is no longer than these tokens plus the tokens that both loads share. Waiting for such a load and
+    then loading the rest takes no longer than loading everything over half of the link.
     """
 
     def __init__(self, draft: StepDraft, groups: KVGroups, clock: Callable[[], float], *, drafts: bool = False) -> None:
